@@ -1,0 +1,43 @@
+// One monotonic deadline per operation, made at the edge and passed down.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace sparkhvd {
+
+class Deadline {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  static Deadline After(std::chrono::nanoseconds duration) {
+    const auto now = Clock::now();
+    const auto room = Clock::time_point::max() - now;
+    return Deadline(now + std::min(std::chrono::duration_cast<Clock::duration>(duration), room));
+  }
+  static Deadline AfterSeconds(double seconds) {
+    constexpr double kCentury = 3.0e9;
+    return After(std::chrono::nanoseconds(
+        static_cast<int64_t>(std::clamp(seconds, 0.0, kCentury) * 1e9)));
+  }
+
+  Clock::time_point at() const { return at_; }
+  bool Expired() const { return Clock::now() >= at_; }
+  std::chrono::nanoseconds Remaining() const {
+    return std::max(std::chrono::nanoseconds(0),
+                    std::chrono::duration_cast<std::chrono::nanoseconds>(at_ - Clock::now()));
+  }
+  // For poll(2): at least 1 while time is left, so that a wait never degenerates into a busy loop.
+  int RemainingMillis(int cap = 1000) const {
+    const auto left = Remaining();
+    if (left.count() <= 0) return 0;
+    const auto millis = std::chrono::duration_cast<std::chrono::milliseconds>(left).count() + 1;
+    return static_cast<int>(std::min<int64_t>(millis, cap));
+  }
+
+ private:
+  explicit Deadline(Clock::time_point at) : at_(at) {}
+  Clock::time_point at_;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,71 @@
+// Failure as a return value: every fallible function of the core returns Status or Result<T>.
+#pragma once
+
+#include <cassert>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace sparkhvd {
+
+enum class StatusCode {
+  kOk,
+  kInvalidArgument,  // the caller asked for something that cannot work
+  kMismatch,         // ranks disagree about one operation
+  kTimeout,          // a deadline passed
+  kAborted,          // somebody called Abort
+  kPeerLost,         // a peer's process or link is gone
+  kIo,               // the operating system refused
+  kAuthentication,   // the other side does not know the job's token
+  kShutDown,         // the engine has been shut down
+  kInternal,         // a defect of ours
+};
+
+// The lower-case name that Python sees, such as "peer_lost".
+const char* StatusCodeName(StatusCode code);
+
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+
+  bool ok() const { return code_ == StatusCode::kOk; }
+  StatusCode code() const { return code_; }
+  const std::string& message() const { return message_; }
+
+  // The same failure with "context: " in front of its message; OK stays OK.
+  Status Annotate(const std::string& context) const {
+    return ok() ? *this : Status(code_, context + ": " + message_);
+  }
+
+ private:
+  StatusCode code_ = StatusCode::kOk;
+  std::string message_;
+};
+
+template <typename T>
+class [[nodiscard]] Result {
+ public:
+  Result(T value) : value_(std::move(value)) {}                     // NOLINT: implicit by design
+  Result(Status status) : status_(std::move(status)) {              // NOLINT: implicit by design
+    assert(!status_.ok() && "a Result without a value needs a failure");
+  }
+
+  bool ok() const { return value_.has_value(); }
+  const Status& status() const { return status_; }
+  T& value() & { return *value_; }
+  const T& value() const& { return *value_; }
+  T&& value() && { return std::move(*value_); }
+
+ private:
+  std::optional<T> value_;
+  Status status_;
+};
+
+}  // namespace sparkhvd
+
+// Leaves the enclosing function with the failure of `expression`, if it failed.
+#define SHVD_TRY(expression)                                   \
+  do {                                                         \
+    if (::sparkhvd::Status shvd_status = (expression); !shvd_status.ok()) return shvd_status; \
+  } while (false)

@@ -1,0 +1,36 @@
+// Memory that the ranks of one host share, and the steps in which they use it.
+#pragma once
+
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/span.h"
+#include "base/status.h"
+
+namespace sparkhvd {
+
+// A region per member plus a counter per member. Members are numbered 0..count()-1 in rank order (`ranks()[i]` is the rank
+// of member i). A collective over the arena is a series of steps: write own region, Arrive, AwaitAll, read the others'.
+class Arena {
+ public:
+  virtual ~Arena() = default;
+
+  virtual int member() const = 0;
+  virtual int count() const = 0;
+  virtual const std::vector<int>& ranks() const = 0;
+
+  // The region of `member`; all regions have the same size, a multiple of 4096, and are aligned to a page.
+  virtual Bytes Region(int member) const = 0;
+
+  // Publishes everything this member wrote so far (release) and advances its counter by one; returns the new value.
+  virtual uint64_t Arrive() = 0;
+
+  // Waits until every member's counter has reached `step` (acquire). Fails with kTimeout naming the missing ranks,
+  // kPeerLost when a member's process is gone, or with the reason given to Abort.
+  virtual Status AwaitAll(uint64_t step, Deadline deadline) = 0;
+  virtual Status Await(int member, uint64_t step, Deadline deadline) = 0;
+
+  virtual void Abort(const Status& why) = 0;
+};
+
+}  // namespace sparkhvd

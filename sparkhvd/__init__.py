@@ -1,0 +1,36 @@
+"""sparkhvd trains Keras, PyTorch and Lightning models directly on Spark DataFrames.
+
+The public names resolve on first use (PEP 562), so ``import sparkhvd`` loads neither pyspark nor a framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparkhvd.driver.run import run as run
+    from sparkhvd.estimators.torch import TorchEstimator as TorchEstimator
+    from sparkhvd.estimators.torch import TorchModel as TorchModel
+    from sparkhvd.store import Store as Store
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "run": "sparkhvd.driver.run",
+    "Store": "sparkhvd.store",
+    "TorchEstimator": "sparkhvd.estimators.torch",
+    "TorchModel": "sparkhvd.estimators.torch",
+}
+
+__all__ = ["Store", "TorchEstimator", "TorchModel", "__version__", "run"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'sparkhvd' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -1,0 +1,118 @@
+"""The compiled collective core (``core/``), as seen from Python. Only ``sparkhvd.comm`` imports it.
+
+All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are ``(code, message)`` with ``code`` one of
+``invalid_argument``, ``mismatch``, ``timeout``, ``aborted``, ``peer_lost``, ``io``, ``authentication``, ``shut_down``,
+``internal``; ``sparkhvd.comm`` turns it into the types of ``sparkhvd.errors``.
+"""
+
+from collections.abc import Sequence
+
+class CoreError(Exception): ...
+
+class RendezvousServer:
+    """Key-value server that speaks only to holders of ``token``; serves from construction until ``close()``."""
+
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str, timeout_s: float) -> bytes: ...
+    def close(self) -> None: ...
+
+class RendezvousClient:
+    """Connection to a ``RendezvousServer``; both sides prove that they know ``token`` before anything is parsed.
+
+    ``addresses`` are tried in order until one answers. Safe for use from several threads.
+    """
+
+    def __init__(self, addresses: Sequence[tuple[str, int]], token: bytes, timeout_s: float) -> None: ...
+    def set(self, key: str, value: bytes, timeout_s: float) -> None: ...
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value of ``key``, waiting until somebody sets it. Wakes with ``peer_lost`` when the server goes away."""
+
+    def close(self) -> None: ...
+
+class Operation:
+    """One submitted collective. Keeps the buffers that it was given alive until it is done and dropped."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the result; raises the operation's error, or ``timeout`` naming the tensor. May be called again."""
+
+    def output(self) -> memoryview:
+        """Allgather only, after ``wait``: the gathered bytes (owned by this object), format ``B``."""
+
+    def first_dims(self) -> list[int]:
+        """Allgather only, after ``wait``: the first dimension that each rank contributed, in rank order."""
+
+class Engine:
+    """One rank of a job: owns the links to its peers and one thread that negotiates and runs collectives.
+
+    ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
+    do is decided by trying. ``bind_host`` is the local address that this rank's sockets bind and advertise.
+    Construction connects to every peer within ``timeout_s`` and is collective.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        rendezvous: RendezvousClient | None = None,
+        token: bytes = b"",
+        host_key: str = "",
+        bind_host: str = "127.0.0.1",
+        shared_memory: bool = True,
+        fusion_threshold: int = 64 * 1024 * 1024,
+        cache_capacity: int = 1024,
+        collective_timeout_s: float = 1800.0,
+        timeout_s: float = 60.0,
+    ) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    # Buffers are addresses of contiguous memory; `keep_alive` is held by the Operation. `dtype` is one of bool, uint8,
+    # int8, int16, int32, int64, float16, bfloat16, float32, float64; `op` one of sum, average, min, max, product.
+    # `source` and `target` may be the same address. A rank's value is multiplied by `prescale` before the reduction and
+    # the result by `postscale` after it.
+    def allreduce(
+        self,
+        name: str,
+        source: int,
+        target: int,
+        shape: Sequence[int],
+        dtype: str,
+        op: str = "sum",
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        keep_alive: object = None,
+    ) -> Operation: ...
+    def allgather(
+        self, name: str, source: int, shape: Sequence[int], dtype: str, keep_alive: object = None
+    ) -> Operation: ...
+    def broadcast(
+        self,
+        name: str,
+        source: int,
+        target: int,
+        shape: Sequence[int],
+        dtype: str,
+        root: int,
+        keep_alive: object = None,
+    ) -> Operation: ...
+    def barrier(self, name: str) -> Operation: ...
+    def counters(self) -> dict[str, int]:
+        """Monotonic counts by name.
+
+        ``operations``, ``bytes``, ``cycles``, ``cache_hits``, ``fused_buffers``, ``negotiation_us``, ``collective_us``.
+        """
+
+    def local_ranks(self) -> list[int]:
+        """The ranks that this one shares memory with, itself included (just itself where shared memory failed)."""
+
+    def abort(self, why: str) -> None:
+        """End every pending and future operation here and on all peers with ``aborted: why``."""
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Leave the job: pending operations fail with ``shut_down``; peers that need this rank get ``peer_lost``."""

@@ -1,0 +1,91 @@
+"""Every exception that sparkhvd raises on purpose.
+
+Each message says what happened, where, and the next step. All types derive from ``SparkHvdError``; those that replace a
+built-in that users already catch derive from that built-in too.
+"""
+
+from __future__ import annotations
+
+
+class SparkHvdError(Exception):
+    """Base of all errors that sparkhvd raises on purpose."""
+
+
+class ConfigError(SparkHvdError, ValueError):
+    """A setting (argument or environment variable) has a value that cannot work."""
+
+
+class NotInitializedError(SparkHvdError, ValueError):
+    """A collective or a rank was asked for before ``init()`` or after ``shutdown()``."""
+
+
+class DeadlineExceededError(SparkHvdError, TimeoutError):
+    """A wait ended at its deadline; the message names what was waited for."""
+
+
+class AuthenticationError(SparkHvdError, ConnectionError):
+    """A peer could not prove that it knows the job's secret."""
+
+
+class CollectiveError(SparkHvdError, RuntimeError):
+    """A collective operation failed; raised on every rank that takes part."""
+
+
+class MismatchError(CollectiveError):
+    """Ranks submitted the same tensor name with different shapes, dtypes, operations or roots."""
+
+
+class PeerLostError(CollectiveError):
+    """Another rank died, left early or aborted while this rank needed it."""
+
+
+class LaunchError(SparkHvdError, RuntimeError):
+    """The processes of a job could not be started or did not finish."""
+
+
+class SlotsError(LaunchError):
+    """More ranks were asked for than the cluster has slots."""
+
+
+class StartTimeoutError(LaunchError, TimeoutError):
+    """The ranks did not start within ``start_timeout``."""
+
+
+class RankFailedError(LaunchError):
+    """A rank raised, exited or was killed.
+
+    Attributes:
+        rank: the first rank that failed.
+        host: the host that it ran on.
+        remote_traceback: its Python traceback, empty when the process died without one.
+        stderr_tail: the last lines that it wrote to stderr.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, host: str, remote_traceback: str = "", stderr_tail: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.remote_traceback = remote_traceback
+        self.stderr_tail = stderr_tail
+
+
+class StoreError(SparkHvdError, OSError):
+    """A Store could not read or write a path."""
+
+
+class DataError(SparkHvdError, ValueError):
+    """The rows of a DataFrame or a prepared dataset cannot be trained on."""
+
+
+class SchemaError(DataError):
+    """A column is missing or has a type or shape that cannot be used."""
+
+
+class ParamError(SparkHvdError, ValueError):
+    """An estimator or model parameter is missing or contradicts another."""
+
+
+class ModelOutputError(ParamError):
+    """The model's output does not fit the labels or the loss."""

@@ -1,0 +1,113 @@
+"""The whole surface of a framework towards the estimators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.batches import BatchSource
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.world import World
+
+Arrays = dict[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """What every framework's trainer needs to know, the same on every rank."""
+
+    schema: DataSchema
+    epochs: int
+    batch_size: int
+    val_batch_size: int
+    seed: int
+    scale_lr: bool
+    backward_passes_per_step: int = 1
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the time of an epoch's training steps went on this rank, in seconds."""
+
+    data_wait: float
+    compute: float
+    communication: float
+
+
+@dataclass(frozen=True)
+class EpochReport:
+    """What a trainer tells the hooks at the end of an epoch. Values are this rank's sums, not yet averaged over ranks.
+
+    Attributes:
+        epoch: from 0.
+        train: metric name -> (sum over this rank's rows, rows); ``loss`` is always there.
+        validation: the same over the validation rows; empty without validation.
+        times: where the time went.
+    """
+
+    epoch: int
+    train: Mapping[str, tuple[float, int]]
+    validation: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    times: StepTimes = StepTimes(0.0, 0.0, 0.0)
+
+
+class TrainHooks(Protocol):
+    """What the shared side does around a framework's own loop; every rank calls every hook, in the same order."""
+
+    @property
+    def first_epoch(self) -> int:
+        """The epoch to start with; above 0 when a run resumes."""
+
+    def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
+        """Average the metrics, log, checkpoint on rank 0. Returns whether training goes on, the same on every rank."""
+
+
+class Trainer(Protocol):
+    """One rank's training."""
+
+    def restore(self, state: bytes) -> None:
+        """Continue from what ``state()`` returned on rank 0."""
+
+    def state(self) -> bytes:
+        """Model, optimizer and whatever else makes a resumed run equal an undisturbed one."""
+
+    def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None: ...
+
+    def export(self, folder: Path) -> None:
+        """Write the trained model as files that ``FrameworkPlugin.predictor`` opens, without Spark."""
+
+
+class Predictor(Protocol):
+    """A trained model, ready for batches; used in the executors of a transform."""
+
+    def predict(self, columns: Arrays) -> Sequence[npt.NDArray[np.generic]]:
+        """One array per label column, first dimension = rows."""
+
+
+class FrameworkPlugin(Protocol):
+    """One framework, as a stateless object that a module-level name finds on driver, rank and executor alike."""
+
+    def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
+        """Fail on the driver, before training, if the model cannot be trained on such rows.
+
+        Args:
+            params: the estimator's parameters by name.
+            schema: the columns; shapes may be unknown while ``rows`` is None.
+            rows: a few rows by column, once there are any; without them, made-up ones where all shapes are known.
+
+        Returns:
+            The shape of one row of every output, empty while it cannot be known.
+        """
+
+    def pack(self, params: Mapping[str, object]) -> bytes:
+        """Everything the trainer needs of the user's objects, for the way to the ranks."""
+
+    def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer: ...
+
+    def predictor(self, folder: Path) -> Predictor:
+        """Open what ``Trainer.export`` wrote."""

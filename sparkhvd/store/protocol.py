@@ -1,0 +1,40 @@
+"""What a Store is: bytes under a URL. It knows nothing about Parquet, models or runs (see ``layout``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from pyarrow import fs
+
+
+@runtime_checkable
+class StoreProtocol(Protocol):
+    """A folder somewhere that the driver and every rank can reach. Paths are relative to ``url``, with ``/`` between.
+
+    A Store is a small picklable value: it crosses process boundaries and opens connections where it is used.
+    All methods raise ``StoreError`` naming the full URL; a path with ``..`` or a leading ``/`` is refused.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the Store lies, such as ``file:///data/store``."""
+
+    def exists(self, path: str) -> bool: ...
+    def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
+        """A file for reading, or a new file whose content appears all at once on ``close`` (never when it fails)."""
+
+    def list(self, path: str) -> list[str]:
+        """Paths (relative to the Store) of all files below ``path``, sorted; empty where nothing is."""
+
+    def publish(self, path: str, content: bytes) -> None:
+        """Write one small object, all or nothing; ``StoreError`` if ``path`` exists already, also in a race."""
+
+    def delete(self, path: str) -> None:
+        """Remove a file or a folder with everything in it; nothing happens where nothing is."""
+
+    def spark_url(self, path: str) -> str:
+        """The URL by which Spark's own readers and writers reach ``path``."""
+
+    def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
+        """An Arrow file system and the path in it: the fast way to read (memory-mapped for local files)."""
