@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class StoreProtocol(Protocol):
+class Store(Protocol):
     """A folder somewhere that the driver and every rank can reach. Paths are relative to ``url``, with ``/`` between.
 
     A Store is a small picklable value: it crosses process boundaries and opens connections where it is used.

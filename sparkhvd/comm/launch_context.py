@@ -1,0 +1,29 @@
+"""What a launcher tells a rank so that ``init()`` can find the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sparkhvd.config import Config
+from sparkhvd.world import World
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """One rank's place in a job and the way to its peers; the default is a job of one rank.
+
+    Attributes:
+        world: the rank's place.
+        rendezvous: addresses of the job's rendezvous server, tried in order; empty for one rank.
+        token: the job's secret.
+        host_key: equal for ranks that may share memory.
+        bind_host: the local address that this rank's sockets bind and advertise.
+        config: settings of the core.
+    """
+
+    world: World = World()
+    rendezvous: tuple[tuple[str, int], ...] = ()
+    token: bytes = field(default=b"", repr=False)
+    host_key: str = ""
+    bind_host: str = "127.0.0.1"
+    config: Config = Config()
