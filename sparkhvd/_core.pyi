@@ -50,6 +50,7 @@ class Engine:
 
     ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
     do is decided by trying. ``bind_host`` is the local address that this rank's sockets bind and advertise.
+    ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -60,6 +61,7 @@ class Engine:
         *,
         rendezvous: RendezvousClient | None = None,
         token: bytes = b"",
+        scope: str = "",
         host_key: str = "",
         bind_host: str = "127.0.0.1",
         shared_memory: bool = True,
