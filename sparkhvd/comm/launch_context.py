@@ -21,9 +21,9 @@ class LaunchContext:
         config: settings of the core.
     """
 
-    world: World = World()
+    world: World = field(default_factory=World)
     rendezvous: tuple[tuple[str, int], ...] = ()
     token: bytes = field(default=b"", repr=False)
     host_key: str = ""
     bind_host: str = "127.0.0.1"
-    config: Config = Config()
+    config: Config = field(default_factory=Config)

@@ -1,0 +1,57 @@
+"""Memory as the core sees it: an address, a shape and an element type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.errors import ConfigError
+
+DTYPES = frozenset(
+    {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"},
+)
+
+Array = npt.NDArray[np.generic]
+
+
+class ReduceOp(StrEnum):
+    """How an allreduce combines the values of the ranks."""
+
+    AVERAGE = "average"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Contiguous memory that a collective reads or writes.
+
+    Attributes:
+        address: of the first element.
+        shape: elements per dimension, row-major.
+        dtype: one of ``DTYPES``.
+        owner: what keeps the memory alive; an operation holds it until it is done.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    owner: object = field(repr=False)
+
+
+def buffer_of(array: Array, what: str) -> Buffer:
+    """The memory of a C-contiguous array, without a copy.
+
+    Raises:
+        ConfigError: the core has no such element type, or the array is not contiguous; ``what`` says which array.
+    """
+    if array.dtype.name not in DTYPES:
+        raise ConfigError(f"{what} has dtype {array.dtype}; collectives take {', '.join(sorted(DTYPES))}.")
+    if not array.flags.c_contiguous:
+        raise ConfigError(f"{what} of shape {array.shape} is not contiguous; pass numpy.ascontiguousarray(...) of it.")
+    return Buffer(array.ctypes.data, array.shape, array.dtype.name, array)

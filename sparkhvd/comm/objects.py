@@ -1,0 +1,79 @@
+"""Python objects between the ranks of a job, pickled by cloudpickle.
+
+Only for what the job's own ranks send each other: the links are authenticated, what arrives is unpickled.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import cloudpickle
+import numpy as np
+
+from sparkhvd.comm.buffers import buffer_of
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.errors import CollectiveError
+
+T = TypeVar("T")
+
+_NOT_PICKLED = -1
+
+
+def broadcast_object(communicator: Communicator, value: T, root: int = 0, *, name: str = "broadcast_object") -> T:
+    """The object of rank ``root``, on every rank; what the other ranks pass is ignored.
+
+    Args:
+        communicator: the ranks that take part.
+        value: any object that cloudpickle takes.
+        root: the rank whose object counts.
+        name: the operation's name, equal on all ranks.
+
+    Raises:
+        CollectiveError: on every rank, when the root's object cannot be pickled.
+    """
+    is_root = communicator.world.rank == root
+    pickled, problem = _pickled(value) if is_root else (b"", None)
+    size = np.array([_NOT_PICKLED if problem else len(pickled)], np.int64)
+    announced = int(communicator.broadcast(size, root, name=f"{name}.size").item())
+    if problem is not None:
+        raise CollectiveError(f"Rank {root} cannot broadcast a {type(value).__name__}: {problem}") from problem
+    if announced == _NOT_PICKLED:
+        raise CollectiveError(f"Rank {root} could not pickle the object that it wanted to broadcast; see its error.")
+    payload = np.frombuffer(pickled, np.uint8) if is_root else np.empty(announced, np.uint8)
+    received = communicator.broadcast(payload, root, name=f"{name}.content")
+    return value if is_root else _unpickled(received.tobytes())
+
+
+def allgather_object(communicator: Communicator, value: T, *, name: str = "allgather_object") -> list[T]:
+    """The objects of all ranks, in rank order, on every rank.
+
+    Args:
+        communicator: the ranks that take part.
+        value: any object that cloudpickle takes.
+        name: the operation's name, equal on all ranks.
+
+    Raises:
+        CollectiveError: on every rank, when an object cannot be pickled; the message names the ranks.
+    """
+    pickled, problem = _pickled(value)
+    payload = np.frombuffer(pickled, np.uint8)
+    gathered = communicator.gather_buffer(buffer_of(payload, "The pickled object"), name=name).wait()
+    if problem is not None:
+        raise CollectiveError(f"A {type(value).__name__} cannot be sent to other ranks: {problem}") from problem
+    if silent := [rank for rank, size in enumerate(gathered.first_dims) if size == 0]:
+        raise CollectiveError(f"Ranks {silent} could not pickle the object that they wanted to send; see their errors.")
+    ends = np.cumsum(gathered.first_dims).tolist()
+    starts = [0, *ends[:-1]]
+    return [_unpickled(bytes(gathered.content[start:end])) for start, end in zip(starts, ends, strict=True)]
+
+
+def _pickled(value: object) -> tuple[bytes, Exception | None]:
+    """The pickle of a value, or no bytes and the reason: the other ranks wait for an answer in either case."""
+    try:
+        return cloudpickle.dumps(value), None
+    except Exception as problem:  # noqa: BLE001  a user's __reduce__ may raise anything
+        return b"", problem
+
+
+def _unpickled(pickled: bytes) -> T:  # type: ignore[type-var]
+    return cloudpickle.loads(pickled)  # type: ignore[no-any-return]

@@ -1,0 +1,107 @@
+"""The key-value store through which the processes of a job find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from sparkhvd import _core
+from sparkhvd.comm.failures import translated
+from sparkhvd.deadline import Deadline
+
+
+class RendezvousServer:
+    """Serves keys and values to holders of ``token``, from construction until ``close()``.
+
+    Args:
+        token: the job's secret; a client that doesn't know it is turned away before anything it sends is parsed.
+        host: the local address to bind.
+        port: the port to bind, 0 for any free one.
+
+    Raises:
+        CollectiveError: the address cannot be bound.
+    """
+
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+        with translated():
+            self._core = _core.RendezvousServer(token, host, port)
+
+    @property
+    def port(self) -> int:
+        """The port that clients connect to."""
+        return self._core.port
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store ``value`` and wake everybody who waits for ``key``."""
+        with translated():
+            self._core.set(key, value)
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """The value of ``key``, waiting until somebody sets it.
+
+        Raises:
+            DeadlineExceededError: nobody set it in time.
+        """
+        with translated():
+            return self._core.get(key, deadline.remaining())
+
+    def close(self) -> None:
+        """Stop serving; clients that wait are woken with an error. Closing twice is fine."""
+        with translated():
+            self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class RendezvousClient:
+    """Connection to a ``RendezvousServer``; several threads may use it at once.
+
+    Args:
+        addresses: where the server may be reached, tried in order.
+        token: the job's secret; the server has to know it too.
+        deadline: when to give up connecting.
+
+    Raises:
+        AuthenticationError: the other side doesn't know the secret.
+        CollectiveError: no address answers.
+        DeadlineExceededError: none answered in time.
+    """
+
+    def __init__(self, addresses: Sequence[tuple[str, int]], token: bytes, deadline: Deadline) -> None:
+        with translated():
+            self.core = _core.RendezvousClient(list(addresses), token, deadline.remaining())
+
+    def set(self, key: str, value: bytes, deadline: Deadline) -> None:
+        """Store ``value`` and wake everybody who waits for ``key``."""
+        with translated():
+            self.core.set(key, value, deadline.remaining())
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """The value of ``key``, waiting until somebody sets it.
+
+        Raises:
+            DeadlineExceededError: nobody set it in time.
+            PeerLostError: the server went away.
+        """
+        with translated():
+            return self.core.get(key, deadline.remaining())
+
+    def close(self) -> None:
+        """Leave the server. Closing twice is fine."""
+        with translated():
+            self.core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

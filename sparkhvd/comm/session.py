@@ -1,0 +1,81 @@
+"""The communicator of this process: ``init()``, ``shutdown()``, ``current()``.
+
+This holds the one mutable variable of the package, because ``hvd.init()`` and ``hvd.rank()`` are functions by contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Lock
+
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.errors import ConfigError, NotInitializedError
+
+
+@dataclass
+class _Session:
+    lock: Lock = field(default_factory=Lock)  # guards all writes below; readers of `communicator` take no lock
+    context: LaunchContext = field(default_factory=LaunchContext)
+    communicator: Communicator | None = None
+    inits: int = 0  # every rank counts alike, so it names the scope in which the ranks meet
+
+
+_session = _Session()
+
+
+def offer(context: LaunchContext) -> None:
+    """Tell the next ``init()`` how to find the other ranks; called by launchers before any user code.
+
+    Raises:
+        ConfigError: the process is already initialized.
+    """
+    with _session.lock:
+        if _session.communicator is not None:
+            raise ConfigError("A launch context came after init(); call shutdown() before offering another one.")
+        _session.context = context
+        _session.inits = 0
+
+
+def init() -> None:
+    """Connect this process to the other ranks of its job; without a launcher it is a job of one rank.
+
+    Collective: every rank must call it. Calling it again without ``shutdown()`` does nothing; after ``shutdown()`` the
+    ranks connect anew.
+
+    Raises:
+        DeadlineExceededError: not all ranks came within the configured ``start_timeout``.
+        AuthenticationError: a peer doesn't know the job's secret.
+    """
+    with _session.lock:
+        if _session.communicator is not None:
+            return
+        _session.inits += 1
+        _session.communicator = Communicator(_session.context, scope=f"init-{_session.inits}")
+
+
+def shutdown() -> None:
+    """Leave the job; does nothing when not initialized."""
+    with _session.lock:
+        communicator, _session.communicator = _session.communicator, None
+        if communicator is not None:
+            communicator.close()
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` has been called and ``shutdown()`` has not."""
+    return _session.communicator is not None
+
+
+def current() -> Communicator:
+    """The communicator that ``init()`` opened.
+
+    Raises:
+        NotInitializedError: before ``init()`` or after ``shutdown()``.
+    """
+    communicator = _session.communicator
+    if communicator is None:
+        if _session.inits:
+            raise NotInitializedError("sparkhvd has been shut down; call hvd.init() to connect the ranks again.")
+        raise NotInitializedError("sparkhvd has not been initialized; call hvd.init() first.")
+    return communicator
