@@ -1,0 +1,16 @@
+// Failures of system calls as Status values.
+#pragma once
+
+#include <string>
+
+#include "base/status.h"
+
+namespace sparkhvd {
+
+// The system's sentence for `error` (an errno value); safe from any thread.
+std::string ErrorText(int error);
+
+// kIo: "<what>: <sentence>".
+Status IoStatus(const std::string& what, int error);
+
+}  // namespace sparkhvd

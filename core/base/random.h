@@ -1,0 +1,12 @@
+// Random bytes that nobody can guess.
+#pragma once
+
+#include "base/span.h"
+#include "base/status.h"
+
+namespace sparkhvd {
+
+// Fills `out` from the kernel's generator.
+Status FillRandom(Bytes out);
+
+}  // namespace sparkhvd
