@@ -1,0 +1,130 @@
+"""Parameters of estimators and models: declared once, with doc, default and converter.
+
+The typed keyword-only constructor, the setters and the getters all come from the declaration::
+
+    class MyParams(Declarations):
+        batch_size: Declared[int] = declared("Rows per rank and step.", positive_integer, default=32)
+
+gives ``MyParams(batch_size=64)``, ``setBatchSize(64)`` (which returns ``self``) and ``getBatchSize()``.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, dataclass_transform, overload
+
+from pyspark.ml.param import Param, Params
+
+T = TypeVar("T")
+Converter = Callable[[str, Any], Any]  # (parameter's name, what the user gave) -> what is kept, or ParamError
+
+
+class Declared(Param[T], Generic[T]):
+    """A declaration; on an instance it is the pyspark ``Param`` that keys a parameter map."""
+
+    def __init__(self, default: T, doc: str, convert: Converter | None, accessor: str) -> None:
+        super().__init__(Params._dummy(), "", doc, self._converted)  # noqa: SLF001  (how pyspark declares)
+        self.default = default
+        self.accessor = accessor
+        self.convert = convert
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+        self.accessor = self.accessor or "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+
+    def _copy_new_parent(self, parent: Any) -> Declared[T]:
+        own = copy.copy(self)
+        own.parent = parent.uid
+        own.typeConverter = own._converted  # the copied bound method still belongs to the class's declaration
+        return own
+
+    def _converted(self, value: Any) -> Any:
+        if value is None:
+            return self.default
+        return value if self.convert is None else self.convert(self.name, value)
+
+    if TYPE_CHECKING:  # what dataclass_transform needs to see: assigning a T, reading the Param
+
+        @overload
+        def __get__(self, instance: None, owner: type) -> Declared[T]: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> Declared[T]: ...
+        def __get__(self, instance: object, owner: type) -> Declared[T]: ...
+        def __set__(self, instance: object, value: T) -> None: ...
+
+
+def declared(doc: str, convert: Converter | None = None, *, default: Any, accessor: str = "") -> Any:
+    """Declare a parameter.
+
+    Args:
+        doc: one sentence, shown by ``explainParams()``.
+        convert: turns what the user gave into what is kept, or raises ``ParamError``; idempotent.
+        default: the value until one is given; an explicit None means the default too.
+        accessor: what follows ``set`` and ``get`` where it is not the name in camel case.
+    """
+    return Declared(default, doc, convert, accessor)
+
+
+def _setter(name: str) -> Callable[[Params, object], Params]:
+    def set_value(self: Params, value: object) -> Params:
+        return self._set(**{name: value})
+
+    return set_value
+
+
+def _getter(name: str) -> Callable[[Params], object]:
+    def get_value(self: Params) -> object:
+        return cast("object", self.getOrDefault(name))
+
+    return get_value
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(declared,))
+class Declarations(Params):
+    """Base of classes whose parameters are ``declared``."""
+
+    declarations: ClassVar[dict[str, Declared[Any]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        found = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+        cls.declarations = {name: value for name, value in found.items() if isinstance(value, Declared)}
+        for name, declaration in cls.declarations.items():
+            for method, make in ((f"set{declaration.accessor}", _setter), (f"get{declaration.accessor}", _getter)):
+                if not hasattr(cls, method):
+                    function = make(name)
+                    function.__name__ = method
+                    function.__qualname__ = f"{cls.__qualname__}.{method}"
+                    function.__doc__ = f"{name}: {declaration.doc}"
+                    setattr(cls, method, function)
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        self._setDefault(**{name: item.default for name, item in type(self).declarations.items()})
+        self.setParams(**values)
+
+    def setParams(self, **values: Any) -> Declarations:  # noqa: N802  (pyspark's name)
+        """Set several parameters by keyword; ``TypeError`` for a name that is not one."""
+        for name in values:
+            if name not in type(self).declarations:
+                near = difflib.get_close_matches(name, type(self).declarations, n=3)
+                hint = f"Did you mean {' or '.join(near)}?" if near else f"It takes {', '.join(self.declarations)}."
+                raise TypeError(f"{type(self).__name__} has no parameter {name!r}. {hint}")
+        self._set(**values)
+        return self
+
+    def _set(self, **values: Any) -> Any:
+        for name, value in values.items():
+            if value is None:
+                self._paramMap.pop(self.getParam(name), None)
+        return super()._set(**{name: value for name, value in values.items() if value is not None})
+
+    def values(self) -> dict[str, Any]:
+        """Every parameter's value by name."""
+        return {name: self.getOrDefault(name) for name in type(self).declarations}
+
+    if TYPE_CHECKING:  # setX and getX exist by declaration
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
