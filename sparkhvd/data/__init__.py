@@ -1,0 +1,66 @@
+"""From a DataFrame to the batches of a rank: select, prepare, plan, read."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparkhvd.data.batches import Batch as Batch
+    from sparkhvd.data.batches import BatchSource as BatchSource
+    from sparkhvd.data.manifest import Manifest as Manifest
+    from sparkhvd.data.manifest import load as load
+    from sparkhvd.data.plan import Plan as Plan
+    from sparkhvd.data.prepare import prepare as prepare
+    from sparkhvd.data.readers import ParquetSource as ParquetSource
+    from sparkhvd.data.readers import head as head
+    from sparkhvd.data.schema import ColumnSpec as ColumnSpec
+    from sparkhvd.data.schema import DataSchema as DataSchema
+    from sparkhvd.data.selection import Selection as Selection
+    from sparkhvd.data.selection import expressions as expressions
+    from sparkhvd.data.selection import schema_of as schema_of
+    from sparkhvd.data.selection import select as select
+
+_HOME_OF = {
+    "Batch": "sparkhvd.data.batches",
+    "BatchSource": "sparkhvd.data.batches",
+    "ColumnSpec": "sparkhvd.data.schema",
+    "DataSchema": "sparkhvd.data.schema",
+    "Manifest": "sparkhvd.data.manifest",
+    "ParquetSource": "sparkhvd.data.readers",
+    "Plan": "sparkhvd.data.plan",
+    "Selection": "sparkhvd.data.selection",
+    "expressions": "sparkhvd.data.selection",
+    "head": "sparkhvd.data.readers",
+    "load": "sparkhvd.data.manifest",
+    "prepare": "sparkhvd.data.prepare",
+    "schema_of": "sparkhvd.data.selection",
+    "select": "sparkhvd.data.selection",
+}
+
+__all__ = [
+    "Batch",
+    "BatchSource",
+    "ColumnSpec",
+    "DataSchema",
+    "Manifest",
+    "ParquetSource",
+    "Plan",
+    "Selection",
+    "expressions",
+    "head",
+    "load",
+    "prepare",
+    "schema_of",
+    "select",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'sparkhvd.data' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -16,6 +16,25 @@ class Store(Protocol):
     All methods raise ``StoreError`` naming the full URL; a path with ``..`` or a leading ``/`` is refused.
     """
 
+    @staticmethod
+    def create(url: str, **options: object) -> Store:
+        """The Store at a URL, of the class that serves its scheme.
+
+        Args:
+            url: such as ``file:///data/store``, or a plain path. The driver, the executors and the ranks must all
+                reach the same files by it.
+            options: what the class of that scheme takes besides the URL.
+
+        Raises:
+            StoreError: nothing serves the scheme, or the place cannot be used.
+
+        Example:
+            >>> store = Store.create("/mnt/shared/experiments")
+        """
+        from sparkhvd.store.registry import create  # noqa: PLC0415  (the table imports this module)
+
+        return create(url, **options)
+
     @property
     def url(self) -> str:
         """Where the Store lies, such as ``file:///data/store``."""

@@ -1,0 +1,80 @@
+"""The names of things inside a Store. Every path that the library writes is made here and nowhere else.
+
+::
+
+    datasets/<dataset id>/manifest.json         makes the dataset visible; written last
+    datasets/<dataset id>/rows/...              its Parquet files, never changed once written
+    runs/<run id>/checkpoints/epoch-00003       the trainer's state after epoch 3 (epochs count from 0)
+    runs/<run id>/model/...                     the trained model's files
+    runs/<run id>/history.json                  loss and metrics per epoch
+
+A name keeps its meaning for good: what has to mean something else gets another name. Formats that can change carry
+their version inside (``format_version`` of the manifest).
+"""
+
+from __future__ import annotations
+
+import re
+
+from sparkhvd.errors import StoreError
+
+_CHECKPOINT = re.compile(r"epoch-(\d+)")
+
+
+def dataset_folder(dataset_id: str) -> str:
+    """The folder that belongs to one prepared dataset."""
+    return f"datasets/{_component('dataset id', dataset_id)}"
+
+
+def dataset_rows_folder(dataset_id: str) -> str:
+    """The folder of a dataset's Parquet files."""
+    return f"{dataset_folder(dataset_id)}/rows"
+
+
+def manifest_path(dataset_id: str) -> str:
+    """The manifest of one prepared dataset."""
+    return f"{dataset_folder(dataset_id)}/manifest.json"
+
+
+def run_folder(run_id: str) -> str:
+    """The folder that belongs to one training run."""
+    return f"runs/{_component('run id', run_id)}"
+
+
+def checkpoints_folder(run_id: str) -> str:
+    """The folder of a run's checkpoints; ``Store.list`` of it gives them in the order of their epochs."""
+    return f"{run_folder(run_id)}/checkpoints"
+
+
+def checkpoint_path(run_id: str, epoch: int) -> str:
+    """The checkpoint written at the end of ``epoch`` (from 0)."""
+    if not 0 <= epoch < 100_000:
+        raise StoreError(
+            f"Epoch {epoch} of run {run_id!r} is not within 0..99999; checkpoints are numbered up to there."
+        )
+    return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}"
+
+
+def checkpoint_epoch(path: str) -> int | None:
+    """The epoch of a path that ``checkpoint_path`` made, None for any other path."""
+    match = _CHECKPOINT.fullmatch(path.rpartition("/")[2])
+    return int(match[1]) if match else None
+
+
+def model_folder(run_id: str) -> str:
+    """The folder that a run's trained model is exported to."""
+    return f"{run_folder(run_id)}/model"
+
+
+def history_path(run_id: str) -> str:
+    """The history (loss and metrics per epoch) of a run."""
+    return f"{run_folder(run_id)}/history.json"
+
+
+def _component(what: str, name: str) -> str:
+    if not re.fullmatch(r"[^/\\\x00-\x1f]{1,200}", name) or name.startswith("."):
+        raise StoreError(
+            f"The {what} {name!r} cannot be a folder name; use 1 to 200 characters without '/', '\\' and control "
+            "characters, the first not a dot."
+        )
+    return name
