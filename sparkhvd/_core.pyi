@@ -77,7 +77,8 @@ class Engine:
     # Buffers are addresses of contiguous memory; `keep_alive` is held by the Operation. `dtype` is one of bool, uint8,
     # int8, int16, int32, int64, float16, bfloat16, float32, float64; `op` one of sum, average, min, max, product.
     # `source` and `target` may be the same address. A rank's value is multiplied by `prescale` before the reduction and
-    # the result by `postscale` after it.
+    # the result by `postscale` after it; `prescale` is each rank's own (it may differ among ranks and from call to call
+    # without costing a cache hit), the rest must agree.
     def allreduce(
         self,
         name: str,
