@@ -1,0 +1,240 @@
+"""Fixtures of the whole suite: one Spark session, and a check that no test leaves anything behind.
+
+The leak check compares the process before and after every test. What a fixture of a wider scope started is there before
+the test and is not held against it; what is just ending gets a bounded time to do so.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytest_plugins = ["pytester"]
+
+# Every process that descends from this one carries the mark in its environment, also after it lost its parent.
+_MARK = "SPARKHVD_TEST_RUN"
+# How long a thread, process or file that is just ending may still be there.
+_GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
+# Spark's JVM and its pool of Python workers serve later tests; multiprocessing's tracker lives as long as we do.
+_LASTING_PROCESS = re.compile(r"SparkSubmit.*pyspark-shell|pyspark[./]daemon|multiprocessing\.resource_tracker")
+_LASTING_THREAD_MODULES = ("py4j", "pyspark")
+_LASTING_THREAD_NAMES = ("fsspecIO",)  # fsspec's event loop: one for the life of the process
+_OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # threads of the compiled core are known by their name to the kernel
+_PYTEST_AND_SPARK_VARIABLES = ("PYTEST_", "SPARK_AUTH_SOCKET_TIMEOUT", "SPARK_BUFFER_SIZE", "SPARK_ENV_LOADED")
+_TEMPORARY_FOLDER = pytest.StashKey[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="sparkhvd-tests-"))
+    config.stash[_TEMPORARY_FOLDER] = folder
+    tempfile.tempdir = str(folder)
+    os.environ |= {
+        "TMPDIR": str(folder),
+        _MARK: uuid.uuid4().hex,
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_TEMPORARY_FOLDER], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """A quiet local Spark with four slots; its files lie in a folder of their own."""
+    from pyspark.sql import SparkSession  # noqa: PLC0415 - tests without Spark do without it
+
+    folder = tmp_path_factory.mktemp("spark")
+    session = (
+        SparkSession.builder.master("local[4]")
+        .appName("sparkhvd tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.sql.shuffle.partitions", "4")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.memory", "1g")
+        .config("spark.local.dir", str(folder / "local"))
+        .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
+        .config("spark.log.level", "ERROR")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("ERROR")
+    yield session
+    session.stop()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    before = _snapshot()
+    yield
+    leaks = _leaks_after_grace(before)
+    _restore_environment(before.environment)
+    if leaks:
+        pytest.fail("The test left behind:\n" + "\n".join(f"  {leak}" for leak in leaks), pytrace=False)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What a test could leave behind, by kind, as far as it is there now; values are what to show."""
+
+    threads: dict[int, str]
+    native_threads: dict[int, str]
+    processes: dict[tuple[int, str], str]
+    descriptors: Counter[str]
+    shared_memory: frozenset[str]
+    temporary_files: frozenset[str]
+    environment: dict[str, str] = field(repr=False)
+
+
+def _snapshot() -> _Snapshot:
+    return _Snapshot(
+        threads={id(thread): thread.name for thread in threading.enumerate() if not _lasts(thread)},
+        native_threads=_native_threads(),
+        processes=_processes(),
+        descriptors=_descriptors(),
+        shared_memory=_entries("/dev/shm"),
+        temporary_files=_entries(os.environ["TMPDIR"]),
+        environment={k: v for k, v in os.environ.items() if not k.startswith(_PYTEST_AND_SPARK_VARIABLES)},
+    )
+
+
+def _leaks_after_grace(before: _Snapshot) -> list[str]:
+    leaks = _leaks(before, _snapshot())
+    if not leaks:
+        return []
+    gc.collect()  # what only a reference cycle keeps open is not a leak
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (leaks := _leaks(before, _snapshot())) and time.monotonic() < deadline and _may_still_end(leaks):
+        time.sleep(0.02)
+    return leaks
+
+
+def _may_still_end(leaks: list[str]) -> bool:
+    return not all(leak.startswith("environment") for leak in leaks)
+
+
+def _leaks(before: _Snapshot, after: _Snapshot) -> list[str]:
+    new: Callable[[dict, dict], list[str]] = lambda old, now: [now[key] for key in now.keys() - old.keys()]  # noqa: E731
+    changed = [
+        name
+        for name in before.environment.keys() | after.environment.keys()
+        if before.environment.get(name) != after.environment.get(name)
+    ]
+    found = {
+        "thread": new(before.threads, after.threads),
+        "thread of the core": new(before.native_threads, after.native_threads),
+        "process": new(before.processes, after.processes),
+        "file descriptor": (after.descriptors - before.descriptors).elements(),
+        "shared memory": after.shared_memory - before.shared_memory,
+        "temporary file": after.temporary_files - before.temporary_files,
+        "environment variable": changed,
+    }
+    return [f"{kind} {what}" for kind, leaked in found.items() for what in sorted(leaked)]
+
+
+def _lasts(thread: threading.Thread) -> bool:
+    """Whether the thread belongs to py4j, pyspark or fsspec, which keep theirs for the life of the process."""
+    target = getattr(thread, "_target", None)
+    owner = getattr(target, "__self__", None)
+    modules = (type(thread).__module__, getattr(target, "__module__", None) or "", type(owner).__module__)
+    return thread.name in _LASTING_THREAD_NAMES or any(m.startswith(_LASTING_THREAD_MODULES) for m in modules)
+
+
+def _native_threads() -> dict[int, str]:
+    names = {}
+    for task in Path("/proc/self/task").iterdir():
+        name = _read(task / "comm").strip()
+        if name.startswith(_OWN_NATIVE_THREADS):
+            names[int(task.name)] = name
+    return names
+
+
+def _processes() -> dict[tuple[int, str], str]:
+    """Our descendants, orphans included, by pid and start time; without those that serve the whole session."""
+    mark = f"{_MARK}={os.environ[_MARK]}"
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        stat = _read(entry / "stat").rpartition(")")[2].split()
+        ours = stat and (stat[1] == str(os.getpid()) or mark in _read(entry / "environ"))
+        command = _read(entry / "cmdline").replace("\0", " ").strip()
+        if ours and not _LASTING_PROCESS.search(command):
+            found[int(entry.name), stat[19]] = f"{entry.name} ({command or 'ended, but nobody waited for it'})"
+    return found
+
+
+def _descriptors() -> Counter[str]:
+    targets = Counter[str]()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except FileNotFoundError:  # the one that lists the folder
+            continue
+        if target != "/dev/urandom" and not _leads_to_spark(target):
+            targets[target] += 1
+    return targets
+
+
+def _leads_to_spark(target: str) -> bool:
+    """Whether a descriptor is a connection with Spark's JVM: py4j opens them on demand and keeps them for reuse."""
+    inode = re.fullmatch(r"socket:\[(\d+)\]", target)
+    ports = _spark_ports()
+    if not inode or not ports:
+        return False
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        for line in _read(Path(table)).splitlines()[1:]:
+            cells = line.split()
+            if cells[9] == inode[1]:
+                return bool(ports & {int(cell.rpartition(":")[2], 16) for cell in cells[1:3]})
+    return False
+
+
+def _spark_ports() -> set[int]:
+    context = getattr(sys.modules.get("pyspark.core.context"), "SparkContext", None)
+    gateway = getattr(context, "_gateway", None)
+    accumulators = getattr(getattr(context, "_active_spark_context", None), "_accumulatorServer", None)
+    ports = {gateway.gateway_parameters.port} if gateway else set()
+    if accumulators is not None and accumulators.socket.family in {socket.AF_INET, socket.AF_INET6}:
+        ports.add(accumulators.server_address[1])
+    return ports
+
+
+def _entries(folder: str) -> frozenset[str]:
+    """Names in a folder, without pytest's own ``tmp_path`` folders, which pytest removes."""
+    return frozenset(entry.name for entry in Path(folder).iterdir() if not entry.name.startswith("pytest-of-"))
+
+
+def _restore_environment(environment: dict[str, str]) -> None:
+    """Undo a leaked change, so that it fails one test and not all that follow."""
+    for name in [n for n in os.environ if n not in environment and not n.startswith(_PYTEST_AND_SPARK_VARIABLES)]:
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # the process or thread has ended meanwhile, or is not ours to look into
+        return ""
