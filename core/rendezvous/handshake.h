@@ -1,0 +1,54 @@
+// How two ends of a connection prove to each other that they know the job's token, before anything else is read.
+//
+//   dialer   -> acceptor  magic, nonce of the dialer, claim     (48 bytes)
+//   acceptor -> dialer    nonce of the acceptor                 (32 bytes)
+//   dialer   -> acceptor  HMAC("dial", nonces, claim, purpose)  (32 bytes)
+//   acceptor -> dialer    HMAC("acpt", nonces, claim, purpose)  (32 bytes)
+//
+// Both nonces are fresh, so nothing recorded is worth anything later; the label keeps a proof from being reflected; the
+// purpose (known to both, never sent) keeps a connection from being led to another listener of the job. A stranger
+// learns only a nonce. The proofs do not protect what follows: that needs an encrypted link.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "base/deadline.h"
+#include "base/sha256.h"
+#include "base/span.h"
+#include "base/status.h"
+
+namespace sparkhvd {
+
+constexpr size_t kHelloBytes = 48;
+constexpr size_t kNonceBytes = 32;
+constexpr size_t kProofBytes = 32;
+
+// The acceptor's half, fed by whoever reads the socket: exactly wanted() bytes each time.
+class AcceptorHandshake {
+ public:
+  AcceptorHandshake(const std::string& token, const std::string& purpose)
+      : token_(token), purpose_(purpose) {}
+
+  size_t wanted() const { return hello_seen_ ? kProofBytes : kHelloBytes; }
+  // The 32 bytes to send back; kAuthentication when the dialer is to be dropped without an answer.
+  Result<Digest> Consume(ConstBytes message);
+  bool done() const { return done_; }
+  // What the dialer says of itself; meaningful once done().
+  uint64_t claim() const;
+
+ private:
+  std::string token_;
+  std::string purpose_;
+  std::array<std::byte, kHelloBytes> hello_{};
+  Digest nonce_{};
+  bool hello_seen_ = false;
+  bool done_ = false;
+};
+
+// The dialer's half. kAuthentication when the other side does not know the token (or refuses ours).
+Status DialHandshake(int fd, const std::string& token, const std::string& purpose, uint64_t claim,
+                     Deadline deadline);
+
+}  // namespace sparkhvd

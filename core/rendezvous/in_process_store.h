@@ -1,0 +1,35 @@
+// A key-value store for the threads of one process; also what a TcpStoreServer keeps its keys in.
+#pragma once
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "rendezvous/key_value_store.h"
+
+namespace sparkhvd {
+
+class InProcessStore final : public KeyValueStore {
+ public:
+  Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
+  Result<std::string> Get(const std::string& key, Deadline deadline) override;
+
+  // The value if somebody has set it.
+  std::optional<std::string> Find(const std::string& key) const;
+
+  // Wakes those who wait in Get with `why`; later calls fail with it, too.
+  void Close(const Status& why);
+
+ private:
+  mutable std::mutex mutex_;  // guards all fields; nothing else is locked under it
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+  Status closed_;
+};
+
+// kTimeout: the sentence for a key that nobody has set.
+Status MissingKey(const std::string& key);
+
+}  // namespace sparkhvd

@@ -1,0 +1,95 @@
+#include "rendezvous/reception.h"
+
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "rendezvous/socket.h"
+
+namespace sparkhvd {
+namespace {
+
+// So that a flood of connections leaves the owner's loop time for its own work.
+constexpr int kAcceptsPerTurn = 16;
+constexpr double kPauseWithoutDescriptors = 0.1;
+
+}  // namespace
+
+Reception::Reception(std::vector<UniqueFd> listeners, std::string token, std::string purpose,
+                     ReceptionLimits limits)
+    : listeners_(std::move(listeners)),
+      token_(std::move(token)),
+      purpose_(std::move(purpose)),
+      limits_(limits),
+      resume_accepting_(Deadline::AfterSeconds(0)) {}
+
+void Reception::AppendPollFds(std::vector<pollfd>& fds) const {
+  if (resume_accepting_.Expired()) {
+    for (const UniqueFd& listener : listeners_) fds.push_back({listener.get(), POLLIN, 0});
+  }
+  for (const Stranger& stranger : strangers_) fds.push_back({stranger.fd.get(), POLLIN, 0});
+}
+
+int Reception::TimeoutMillis(int cap) const {
+  int timeout = cap;
+  if (!resume_accepting_.Expired()) timeout = resume_accepting_.RemainingMillis(timeout);
+  if (!strangers_.empty()) timeout = strangers_.front().deadline.RemainingMillis(timeout);
+  return timeout;
+}
+
+std::vector<Admitted> Reception::Serve() {
+  if (resume_accepting_.Expired()) {
+    for (const UniqueFd& listener : listeners_) Accept(listener.get());
+  }
+  std::vector<Admitted> admitted;
+  for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
+    const Verdict verdict = Advance(*stranger);
+    if (verdict == Verdict::kAdmitted) {
+      TuneStream(stranger->fd.get());
+      admitted.push_back({std::move(stranger->fd), stranger->handshake.claim()});
+    }
+    stranger = verdict == Verdict::kWaiting ? stranger + 1 : strangers_.erase(stranger);
+  }
+  return admitted;
+}
+
+void Reception::Accept(int listener) {
+  for (int i = 0; i < kAcceptsPerTurn; ++i) {
+    UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (!fd.valid()) {
+      const bool exhausted = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+      // The listener stays readable meanwhile: without a pause the owner's loop would spin.
+      if (exhausted) resume_accepting_ = Deadline::AfterSeconds(kPauseWithoutDescriptors);
+      if (errno == EAGAIN || exhausted) return;
+      continue;  // this one went away before it was accepted
+    }
+    // A handshake among members takes a round trip or two; those who hold a place for long are not members.
+    if (strangers_.size() >= limits_.strangers) strangers_.pop_front();
+    strangers_.push_back({std::move(fd), AcceptorHandshake(token_, purpose_),
+                          Deadline::AfterSeconds(limits_.handshake_seconds)});
+  }
+}
+
+Reception::Verdict Reception::Advance(Stranger& stranger) {
+  if (stranger.deadline.Expired()) return Verdict::kDropped;
+  while (true) {
+    const size_t wanted = stranger.handshake.wanted();
+    auto count = ReadSome(stranger.fd.get(), Bytes(stranger.buffer.data() + stranger.received,
+                                                   wanted - stranger.received));
+    if (!count.ok()) return Verdict::kDropped;
+    if (count.value() == 0) return Verdict::kWaiting;
+    stranger.received += count.value();
+    if (stranger.received < wanted) continue;
+    stranger.received = 0;
+    auto reply = stranger.handshake.Consume(ConstBytes(stranger.buffer.data(), wanted));
+    if (!reply.ok()) return Verdict::kDropped;
+    // The answers of a whole handshake fit into the smallest send buffer of the kernel.
+    auto sent = WriteSome(stranger.fd.get(), ConstBytes(reply.value().data(), reply.value().size()));
+    if (!sent.ok() || sent.value() != reply.value().size()) return Verdict::kDropped;
+    if (stranger.handshake.done()) return Verdict::kAdmitted;
+  }
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,62 @@
+// Accepts connections and lets in only those that know the job's token.
+#pragma once
+
+#include <poll.h>
+
+#include <array>
+#include <cstddef>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/unique_fd.h"
+#include "rendezvous/handshake.h"
+
+namespace sparkhvd {
+
+struct ReceptionLimits {
+  size_t strangers = 64;           // connections that have not proved anything yet; the oldest makes room
+  double handshake_seconds = 5.0;  // for the whole handshake of one connection
+};
+
+// A connection whose other side has proved that it knows the token.
+struct Admitted {
+  UniqueFd fd;
+  uint64_t claim;
+};
+
+// Owns listening sockets and the handshakes in progress on them. It has no thread: its owner polls the descriptors
+// from AppendPollFds together with its own, for at most TimeoutMillis, and then calls Serve.
+class Reception {
+ public:
+  Reception(std::vector<UniqueFd> listeners, std::string token, std::string purpose,
+            ReceptionLimits limits = {});
+
+  void AppendPollFds(std::vector<pollfd>& fds) const;
+  int TimeoutMillis(int cap) const;
+  // Never waits: accepts, reads, answers, drops. Returns those who have just come through.
+  std::vector<Admitted> Serve();
+
+ private:
+  struct Stranger {
+    UniqueFd fd;
+    AcceptorHandshake handshake;
+    Deadline deadline;
+    std::array<std::byte, kHelloBytes> buffer{};
+    size_t received = 0;
+  };
+  enum class Verdict { kWaiting, kAdmitted, kDropped };
+
+  void Accept(int listener);
+  static Verdict Advance(Stranger& stranger);
+
+  const std::vector<UniqueFd> listeners_;
+  const std::string token_;
+  const std::string purpose_;
+  const ReceptionLimits limits_;
+  std::deque<Stranger> strangers_;  // oldest first
+  Deadline resume_accepting_;       // in the future while the process is out of descriptors
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,233 @@
+#include "rendezvous/socket.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+#include "base/io_status.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr int kBacklog = 512;
+constexpr int kSocketType = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
+
+struct FreeAddresses {
+  void operator()(addrinfo* list) const { ::freeaddrinfo(list); }
+};
+using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
+
+Result<Addresses> Resolve(const HostPort& address, int flags) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* list = nullptr;
+  const int error =
+      ::getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &list);
+  if (error != 0) {
+    return Status(StatusCode::kIo,
+                  "host '" + address.host + "' has no address: " + ::gai_strerror(error));
+  }
+  return Addresses(list);
+}
+
+void SetOption(int fd, int level, int name, int value) {
+  // Tuning only: a kernel that refuses leaves a slower socket, not a wrong one.
+  (void)::setsockopt(fd, level, name, &value, sizeof(value));
+}
+
+void SetBuffers(int fd, int bytes) {
+  if (bytes <= 0) return;
+  SetOption(fd, SOL_SOCKET, SO_SNDBUF, bytes);
+  SetOption(fd, SOL_SOCKET, SO_RCVBUF, bytes);
+}
+
+Result<socklen_t> AbstractAddress(const std::string& name, sockaddr_un* address) {
+  *address = {};
+  address->sun_family = AF_UNIX;
+  if (name.empty() || name.size() + 1 > sizeof(address->sun_path)) {
+    return Status(StatusCode::kInvalidArgument,
+                  "a Unix socket name has 1 to " + std::to_string(sizeof(address->sun_path) - 1) +
+                      " bytes, not " + std::to_string(name.size()));
+  }
+  // The leading zero byte makes the name abstract.
+  std::memcpy(address->sun_path + 1, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+}
+
+Status FinishConnect(int fd, const sockaddr* address, socklen_t length, Deadline deadline) {
+  while (::connect(fd, address, length) != 0) {
+    if (errno == EINTR) continue;
+    // A Unix socket whose backlog is full: it has room as soon as the listener accepts; nothing to poll for.
+    if (errno == EAGAIN && !deadline.Expired()) {
+      pollfd none{-1, 0, 0};
+      (void)::poll(&none, 1, deadline.RemainingMillis(5));
+      continue;
+    }
+    if (errno != EINPROGRESS) return IoStatus("connect", errno);
+    SHVD_TRY(AwaitEvents(fd, POLLOUT, deadline).Annotate("connect"));
+    int error = 0;
+    socklen_t size = sizeof(error);
+    if (::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+    return error == 0 ? Status() : IoStatus("connect", error);
+  }
+  return Status();
+}
+
+// EAGAIN is no failure; the end of the other side is.
+Result<size_t> Moved(ssize_t count, const char* what) {
+  if (count > 0) return static_cast<size_t>(count);
+  if (count == 0) return Status(StatusCode::kPeerLost, "the other side closed the connection");
+  if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return size_t{0};
+  if (errno == ECONNRESET || errno == EPIPE || errno == ETIMEDOUT) {
+    return Status(StatusCode::kPeerLost, std::string(what) + ": " + ErrorText(errno));
+  }
+  return IoStatus(what, errno);
+}
+
+}  // namespace
+
+std::string ToText(const HostPort& address) {
+  const bool bracketed = address.host.find(':') != std::string::npos;
+  return (bracketed ? "[" + address.host + "]" : address.host) + ":" +
+         std::to_string(address.port);
+}
+
+Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes) {
+  const std::string what = "listen on " + ToText(address);
+  auto found = Resolve(address, AI_PASSIVE);
+  if (!found.ok()) return found.status().Annotate(what);
+  const addrinfo& first = *found.value();
+  UniqueFd fd(::socket(first.ai_family, kSocketType, 0));
+  if (!fd.valid()) return IoStatus(what, errno);
+  // A port chosen by the user must be free again at once when the job is started anew.
+  if (address.port != 0) SetOption(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
+  SetBuffers(fd.get(), buffer_bytes);
+  if (::bind(fd.get(), first.ai_addr, first.ai_addrlen) != 0 ||
+      ::listen(fd.get(), kBacklog) != 0) {
+    return IoStatus(what, errno);
+  }
+  return fd;
+}
+
+Result<UniqueFd> ListenUnix(const std::string& name, int buffer_bytes) {
+  sockaddr_un address;
+  auto length = AbstractAddress(name, &address);
+  if (!length.ok()) return length.status();
+  UniqueFd fd(::socket(AF_UNIX, kSocketType, 0));
+  if (!fd.valid()) return IoStatus("open a Unix socket", errno);
+  SetBuffers(fd.get(), buffer_bytes);
+  if (::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), length.value()) != 0 ||
+      ::listen(fd.get(), kBacklog) != 0) {
+    return IoStatus("listen on Unix socket @" + name, errno);
+  }
+  return fd;
+}
+
+Result<UniqueFd> ConnectTcp(const HostPort& address, Deadline deadline, int buffer_bytes) {
+  auto found = Resolve(address, 0);
+  if (!found.ok()) return found.status();
+  Status failure(StatusCode::kIo, "connect: no address");
+  for (const addrinfo* entry = found.value().get(); entry != nullptr; entry = entry->ai_next) {
+    UniqueFd fd(::socket(entry->ai_family, kSocketType, 0));
+    if (!fd.valid()) return IoStatus("open a socket", errno);
+    SetBuffers(fd.get(), buffer_bytes);
+    failure = FinishConnect(fd.get(), entry->ai_addr, entry->ai_addrlen, deadline);
+    if (failure.ok()) {
+      TuneStream(fd.get());
+      return fd;
+    }
+  }
+  return failure;
+}
+
+Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buffer_bytes) {
+  sockaddr_un address;
+  auto length = AbstractAddress(name, &address);
+  if (!length.ok()) return length.status();
+  UniqueFd fd(::socket(AF_UNIX, kSocketType, 0));
+  if (!fd.valid()) return IoStatus("open a Unix socket", errno);
+  SetBuffers(fd.get(), buffer_bytes);
+  SHVD_TRY(FinishConnect(fd.get(), reinterpret_cast<sockaddr*>(&address), length.value(), deadline));
+  return fd;
+}
+
+Result<HostPort> LocalAddress(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+    return IoStatus("getsockname", errno);
+  }
+  std::array<char, NI_MAXHOST> host{};
+  std::array<char, NI_MAXSERV> port{};
+  const int error =
+      ::getnameinfo(reinterpret_cast<sockaddr*>(&address), length, host.data(), host.size(),
+                    port.data(), port.size(), NI_NUMERICHOST | NI_NUMERICSERV);
+  if (error != 0) return Status(StatusCode::kIo, std::string("getnameinfo: ") + gai_strerror(error));
+  return HostPort{host.data(), static_cast<uint16_t>(std::stoul(port.data()))};
+}
+
+void TuneStream(int fd) {
+  int domain = 0;
+  socklen_t size = sizeof(domain);
+  if (::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) != 0 || domain == AF_UNIX) return;
+  SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  // A host that loses its power sends no RST: without these a link to it would look alive for hours.
+  SetOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
+  SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000);
+}
+
+Status AwaitEvents(int fd, short events, Deadline deadline) {
+  while (true) {
+    pollfd entry{fd, events, 0};
+    const int ready = ::poll(&entry, 1, deadline.RemainingMillis());
+    if (ready > 0) return Status();
+    if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
+    if (deadline.Expired()) return Status(StatusCode::kTimeout, "no answer before the deadline");
+  }
+}
+
+Result<size_t> ReadSome(int fd, Bytes data) {
+  if (data.empty()) return size_t{0};
+  return Moved(::recv(fd, data.data(), data.size(), 0), "receive");
+}
+
+Result<size_t> WriteSome(int fd, ConstBytes data) {
+  if (data.empty()) return size_t{0};
+  return Moved(::send(fd, data.data(), data.size(), MSG_NOSIGNAL), "send");
+}
+
+Status ReadExactly(int fd, Bytes data, Deadline deadline) {
+  size_t done = 0;
+  while (done < data.size()) {
+    auto count = ReadSome(fd, data.Sub(done, data.size() - done));
+    if (!count.ok()) return count.status();
+    done += count.value();
+    if (count.value() == 0) SHVD_TRY(AwaitEvents(fd, POLLIN, deadline));
+  }
+  return Status();
+}
+
+Status WriteExactly(int fd, ConstBytes data, Deadline deadline) {
+  size_t done = 0;
+  while (done < data.size()) {
+    auto count = WriteSome(fd, data.Sub(done, data.size() - done));
+    if (!count.ok()) return count.status();
+    done += count.value();
+    if (count.value() == 0) SHVD_TRY(AwaitEvents(fd, POLLOUT, deadline));
+  }
+  return Status();
+}
+
+}  // namespace sparkhvd

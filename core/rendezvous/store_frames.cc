@@ -1,0 +1,47 @@
+#include "rendezvous/store_frames.h"
+
+#include "base/wire.h"
+
+namespace sparkhvd {
+
+std::array<std::byte, kStoreRequestBytes> EncodeStoreRequest(const StoreRequestHeader& header) {
+  std::array<std::byte, kStoreRequestBytes> bytes;
+  StoreLittleEndian(static_cast<uint32_t>(header.request), bytes.data());
+  StoreLittleEndian(header.key_bytes, bytes.data() + 4);
+  StoreLittleEndian(header.value_bytes, bytes.data() + 8);
+  return bytes;
+}
+
+Result<StoreRequestHeader> DecodeStoreRequest(ConstBytes bytes) {
+  if (bytes.size() != kStoreRequestBytes) {
+    return Status(StatusCode::kInvalidArgument, "rendezvous request of the wrong length");
+  }
+  StoreRequestHeader header;
+  header.request = static_cast<StoreRequest>(LoadLittleEndian<uint32_t>(bytes.data()));
+  header.key_bytes = LoadLittleEndian<uint32_t>(bytes.data() + 4);
+  header.value_bytes = LoadLittleEndian<uint32_t>(bytes.data() + 8);
+  const bool known =
+      header.request == StoreRequest::kSet ||
+      (header.request == StoreRequest::kGet && header.value_bytes == 0);
+  if (!known || header.key_bytes > kMaxKeyBytes || header.value_bytes > kMaxValueBytes) {
+    return Status(StatusCode::kInvalidArgument, "malformed rendezvous request");
+  }
+  return header;
+}
+
+Status CheckStoreSizes(const std::string& key, size_t value_bytes) {
+  if (key.size() > kMaxKeyBytes) {
+    return Status(StatusCode::kInvalidArgument, "a rendezvous key has at most " +
+                                                    std::to_string(kMaxKeyBytes) + " bytes, not " +
+                                                    std::to_string(key.size()));
+  }
+  if (value_bytes > kMaxValueBytes) {
+    return Status(StatusCode::kInvalidArgument,
+                  "the value of key '" + key + "' has " + std::to_string(value_bytes) +
+                      " bytes; a rendezvous value has at most " + std::to_string(kMaxValueBytes) +
+                      ", pass larger things through the Store");
+  }
+  return Status();
+}
+
+}  // namespace sparkhvd
