@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def prepare(df: DataFrame, selection: Selection, store: Store, *, num_proc: int, seed: int) -> Manifest:
     """Write the selected columns of ``df`` to ``store`` as a new dataset.
 
-    The lineage of ``df`` is evaluated once. The dataset has an id of its own, is never changed, and becomes visible when
-    its manifest is published as the last step; a failure leaves nothing behind.
+    The lineage of ``df`` is evaluated once. The dataset has an id of its own, is never changed, and becomes visible
+    when its manifest is published as the last step; a failure leaves nothing behind.
 
     Args:
         df: the rows; their order is kept.
