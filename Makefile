@@ -1,0 +1,60 @@
+# Nothing to install before the first target but Python 3.11 to 3.13 and a C++ compiler; `make` fetches the rest into .venv.
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-core test-python lint lint-python lint-types lint-imports lint-cpp bench docs clean
+.DELETE_ON_ERROR:
+
+RUN := tools/in-environment
+CORE := CMakeLists.txt $(wildcard cmake/*) $(shell find core -name '*.cc' -o -name '*.h')
+CPP := $(shell find core tests/core bench -name '*.cc' -o -name '*.h')
+
+help: ## Show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with two ranks
+	@$(RUN) python examples/digits.py --folder quickstart
+
+test: test-core test-python ## Run every test
+
+test-core: .venv/.core-built ## C++ tests: optimised, under AddressSanitizer, under ThreadSanitizer
+	@$(RUN) tools/core-tests release
+	@$(RUN) tools/core-tests asan
+	@$(RUN) tools/core-tests tsan
+
+test-python: .venv/.core-built ## Python tests
+	@$(RUN) python -m pytest --durations=15
+
+lint: lint-python lint-types lint-imports lint-cpp ## Formatting, lint, types and layers
+
+lint-python: .venv/.installed
+	@$(RUN) ruff check
+	@$(RUN) ruff format --check
+
+lint-types: .venv/.installed
+	@$(RUN) mypy
+
+lint-imports: .venv/.installed
+	@$(RUN) lint-imports
+
+lint-cpp: .venv/.installed
+	@$(RUN) clang-format --dry-run -Werror $(CPP)
+
+bench: .venv/.core-built ## Measure allreduce against torch.distributed's Gloo
+	@$(RUN) python bench/collectives.py
+
+docs: .venv/.installed ## Build the documentation into site/, warnings as errors
+	@$(RUN) mkdocs build --strict --quiet
+	@echo "The documentation is in site/index.html"
+
+clean: ## Remove what the targets made, .venv included
+	rm -rf .venv build dist site quickstart sparkhvd.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find sparkhvd -name '_core*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.installed: pyproject.toml setup.py tools/make-venv
+	@tools/make-venv
+	@touch $@ .venv/.core-built
+
+.venv/.core-built: .venv/.installed $(CORE)
+	@echo "Compiling the core"
+	@$(RUN) python setup.py --quiet build_ext --inplace
+	@touch $@
