@@ -68,3 +68,14 @@ def _number(env: Mapping[str, str], names: tuple[str, ...], default: float) -> f
                 raise ConfigError(f"{name}={text!r} is negative.")
             return value
     return default
+
+
+def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with ``changes`` applied, for a child process; None removes a variable."""
+    merged = {**os.environ, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables of this process's environment, for user code to read."""
+    os.environ.update(variables)

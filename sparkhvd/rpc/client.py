@@ -1,0 +1,68 @@
+"""One authenticated connection to a ``Server``."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import DeadlineExceededError
+from sparkhvd.rpc.frames import FrameSocket, connect_handshake
+from sparkhvd.rpc.messages import Message, decode, encode
+
+_SECONDS_PER_ADDRESS = 3.0
+
+
+class Client:
+    """Sends messages; safe for use from several threads. Made by ``connect``."""
+
+    def __init__(self, frames: FrameSocket) -> None:
+        self._frames = frames
+        self._lock = threading.Lock()  # one message, or one question and its answer, at a time
+
+    def send(self, message: Message, deadline: Deadline) -> None:
+        """Send a message that has no answer."""
+        with self._lock:
+            self._frames.send(encode(message), deadline)
+
+    def ask(self, message: Message, deadline: Deadline) -> Message:
+        """Send a message and wait for its answer."""
+        with self._lock:
+            self._frames.send(encode(message), deadline)
+            answer = self._frames.receive(idle=deadline)
+        if answer is None:
+            raise ConnectionResetError(f"The server closed the connection instead of answering {message}.")
+        return decode(answer)
+
+    def close(self) -> None:
+        self._frames.wake()
+        self._frames.close()
+
+
+def connect(addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadline) -> Client:
+    """Connect to the first of ``addresses`` where a server answers that knows ``secret``.
+
+    Raises:
+        DeadlineExceededError: none did; the message says what happened at each.
+    """
+    attempts = []
+    for address in addresses:
+        try:
+            return Client(_open(address, secret, deadline.capped(_SECONDS_PER_ADDRESS)))
+        except OSError as error:  # AuthenticationError and DeadlineExceededError are OSErrors too
+            attempts.append(f"{address[0]}:{address[1]} ({error})")
+        if deadline.expired():
+            break
+    raise DeadlineExceededError(f"No server answered; tried {', '.join(attempts) or 'no address'}.")
+
+
+def _open(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameSocket:
+    connection = socket.create_connection(address, timeout=max(deadline.remaining(), 0.001))
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return connect_handshake(connection, secret, deadline)
+    except BaseException:
+        connection.close()
+        raise

@@ -1,0 +1,171 @@
+"""Frames on a stream socket that both sides have authenticated.
+
+The handshake has a fixed length in both directions, so nothing is parsed before it succeeds:
+
+1. server to client: magic, version, server nonce;
+2. client to server: magic, version, client nonce, HMAC(secret, "client" | both nonces);
+3. server to client: HMAC(secret, "server" | both nonces).
+
+The label inside the HMAC names the direction, so that a proof cannot be reflected to the one who sent it, and the fresh
+nonces make a recorded conversation worthless. Every frame then is ``length | tag | payload``; the tag covers a sequence
+number and the payload under a key that belongs to this connection and direction. The length is checked against the cap
+before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import secrets
+import socket
+import struct
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import AuthenticationError, DeadlineExceededError
+
+MAGIC = b"SHVD"
+VERSION = 1
+MAX_FRAME_BYTES = 1 << 20
+
+_HELLO = MAGIC + struct.pack(">H", VERSION)
+_NONCE_BYTES = 32
+_TAG_BYTES = 32
+_HEADER = struct.Struct(">I")
+_SEQUENCE = struct.Struct(">Q")
+
+
+class FrameSocket:
+    """One authenticated connection; made by ``accept_handshake`` or ``connect_handshake``.
+
+    Sending and receiving are independent of each other; each of the two belongs to one thread at a time.
+    """
+
+    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+        self._socket = connection
+        self._send_key = send_key
+        self._receive_key = receive_key
+        self._sent = 0
+        self._received = 0
+
+    def send(self, payload: bytes, deadline: Deadline) -> None:
+        """Send one frame.
+
+        Raises:
+            ValueError: the payload is larger than ``MAX_FRAME_BYTES``.
+            DeadlineExceededError: the other side did not take it in time; the connection is unusable afterwards.
+            ConnectionError: the other side is gone.
+        """
+        if len(payload) > MAX_FRAME_BYTES:
+            raise ValueError(f"A frame of {len(payload)} bytes is above the cap of {MAX_FRAME_BYTES} bytes.")
+        tag = _tag(self._send_key, _SEQUENCE.pack(self._sent) + payload)
+        self._sent += 1
+        send_all(self._socket, _HEADER.pack(len(payload)) + tag + payload, deadline)
+
+    def receive(self, idle: Deadline, frame_seconds: float = 30.0) -> bytes | None:
+        """The next frame, or None when the other side has closed the connection between two frames.
+
+        Args:
+            idle: how long the start of a frame may take; a quiet peer is not a broken one.
+            frame_seconds: how long the rest of a frame may take once it has started.
+        """
+        first = receive_exactly(self._socket, 1, idle, may_end=True)
+        if not first:
+            return None
+        deadline = Deadline.after(frame_seconds)
+        (length,) = _HEADER.unpack(first + receive_exactly(self._socket, _HEADER.size - 1, deadline))
+        if length > MAX_FRAME_BYTES:
+            raise AuthenticationError(f"A frame announces {length} bytes; the cap is {MAX_FRAME_BYTES}.")
+        tag = receive_exactly(self._socket, _TAG_BYTES, deadline)
+        payload = receive_exactly(self._socket, length, deadline)
+        expected = _tag(self._receive_key, _SEQUENCE.pack(self._received) + payload)
+        if not hmac.compare_digest(tag, expected):
+            raise AuthenticationError("A frame carries a wrong tag; it was altered, replayed or sent by a stranger.")
+        self._received += 1
+        return payload
+
+    def wake(self) -> None:
+        """End every wait on this connection, from any thread."""
+        shut_down(self._socket)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def accept_handshake(connection: socket.socket, secret: bytes, deadline: Deadline) -> FrameSocket:
+    """The server's side of the handshake.
+
+    Raises:
+        AuthenticationError: the other side does not know the secret.
+        DeadlineExceededError: it did not answer in time.
+    """
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    send_all(connection, _HELLO + own_nonce, deadline)
+    answer = receive_exactly(connection, len(_HELLO) + _NONCE_BYTES + _TAG_BYTES, deadline)
+    peer_nonce = answer[len(_HELLO) : len(_HELLO) + _NONCE_BYTES]
+    nonces = own_nonce + peer_nonce
+    if not answer.startswith(_HELLO) or not hmac.compare_digest(answer[-_TAG_BYTES:], _tag(secret, b"client" + nonces)):
+        raise AuthenticationError("A client could not prove that it knows the job's secret.")
+    send_all(connection, _tag(secret, b"server" + nonces), deadline)
+    return FrameSocket(connection, _tag(secret, b"to client" + nonces), _tag(secret, b"to server" + nonces))
+
+
+def connect_handshake(connection: socket.socket, secret: bytes, deadline: Deadline) -> FrameSocket:
+    """The client's side of the handshake; raises as ``accept_handshake`` does."""
+    hello = receive_exactly(connection, len(_HELLO) + _NONCE_BYTES, deadline)
+    if not hello.startswith(_HELLO):
+        raise AuthenticationError(f"The server does not speak version {VERSION} of this protocol.")
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    nonces = hello[len(_HELLO) :] + own_nonce
+    send_all(connection, _HELLO + own_nonce + _tag(secret, b"client" + nonces), deadline)
+    proof = receive_exactly(connection, _TAG_BYTES, deadline)
+    if not hmac.compare_digest(proof, _tag(secret, b"server" + nonces)):
+        raise AuthenticationError("The server could not prove that it knows the job's secret.")
+    return FrameSocket(connection, _tag(secret, b"to server" + nonces), _tag(secret, b"to client" + nonces))
+
+
+def receive_exactly(connection: socket.socket, count: int, deadline: Deadline, may_end: bool = False) -> bytes:
+    """Exactly ``count`` bytes; empty when ``may_end`` and the connection ended before the first of them."""
+    received = bytearray()
+    while len(received) < count:
+        _limit(connection, deadline, f"{count - len(received)} more bytes of {count}")
+        try:
+            piece = connection.recv(min(count - len(received), 1 << 16))
+        except TimeoutError:
+            continue  # _limit says whether the time is up
+        if not piece:
+            if may_end and not received:
+                return b""
+            raise ConnectionResetError(f"The connection ended after {len(received)} of {count} bytes.")
+        received += piece
+    return bytes(received)
+
+
+def send_all(connection: socket.socket, content: bytes, deadline: Deadline) -> None:
+    """Send everything before the deadline."""
+    view = memoryview(content)
+    while view:
+        _limit(connection, deadline, f"the other side to take {len(view)} bytes")
+        try:
+            view = view[connection.send(view) :]
+        except TimeoutError:
+            continue
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End every wait on a socket, from any thread; closing alone would leave them waiting."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # it was not connected any more: nobody waits
+
+
+def _limit(connection: socket.socket, deadline: Deadline, waiting_for: str) -> None:
+    remaining = deadline.remaining()
+    if remaining <= 0:
+        raise DeadlineExceededError(f"Timed out waiting for {waiting_for}.")
+    connection.settimeout(None if math.isinf(remaining) else remaining)
+
+
+def _tag(key: bytes, content: bytes) -> bytes:
+    return hmac.new(key, content, hashlib.sha256).digest()

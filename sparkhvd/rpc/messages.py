@@ -1,0 +1,96 @@
+"""What driver and tasks tell each other, and its encoding: a JSON header followed by raw bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from sparkhvd.errors import SparkHvdError
+
+
+class MessageError(SparkHvdError, ValueError):
+    """An authenticated peer sent something that is not one of the messages."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """All tasks of the job run at the same time and their ranks are assigned."""
+
+    num_proc: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """Whole lines that a rank wrote; ``content`` is what it wrote, without the last newline."""
+
+    rank: int
+    stream: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Flush:
+    """Asks for an ``Acknowledged`` once everything sent before has been dealt with."""
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """The answer to ``Flush``."""
+
+
+Message = Started | Output | Flush | Acknowledged
+
+_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in (Started, Output, Flush, Acknowledged)}
+_FIELD_TYPES = {"int": int, "str": str, "bytes": bytes}
+_LENGTH = struct.Struct(">I")
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message; at most one of its fields may be ``bytes``."""
+    header: dict[str, object] = {"type": type(message).__name__}
+    raw = b""
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        if isinstance(value, bytes):
+            raw = value
+        else:
+            header[field.name] = value
+    text = json.dumps(header).encode()
+    return _LENGTH.pack(len(text)) + text + raw
+
+
+def decode(payload: bytes) -> Message:
+    """The message in ``payload``.
+
+    Raises:
+        MessageError: it is not a message, or its fields have wrong names or types.
+    """
+    if len(payload) < _LENGTH.size:
+        raise MessageError(f"A message of {len(payload)} bytes is too short.")
+    (length,) = _LENGTH.unpack_from(payload)
+    end = _LENGTH.size + length
+    try:
+        header = json.loads(payload[_LENGTH.size : end])
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"The header of a message cannot be read: {error}.") from None
+    if end > len(payload) or not isinstance(header, dict):
+        raise MessageError("The header of a message is cut off or not an object.")
+    name = header.pop("type", None)
+    if not isinstance(name, str) or name not in _TYPES:
+        raise MessageError(f"There is no message of type {name!r}; known are {', '.join(_TYPES)}.")
+    return _build(_TYPES[name], header, payload[end:])
+
+
+def _build(kind: type[Message], header: dict[str, object], raw: bytes) -> Message:
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    values = header | {name: raw for name, type_name in fields.items() if type_name == "bytes"}
+    if set(values) != set(fields):
+        raise MessageError(f"{kind.__name__} has the fields {sorted(fields)}, not {sorted(values)}.")
+    for name, value in values.items():
+        if type(value) is not _FIELD_TYPES[fields[name]]:
+            raise MessageError(f"{kind.__name__}.{name} is {type(value).__name__}, not {fields[name]}.")
+    return cast(Callable[..., Message], kind)(**values)

@@ -1,0 +1,123 @@
+"""A server of authenticated connections: one thread that accepts, one per connection."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+from types import TracebackType
+from typing import Protocol
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import SparkHvdError
+from sparkhvd.rpc.frames import FrameSocket, accept_handshake, shut_down
+from sparkhvd.rpc.messages import Message, decode, encode
+
+logger = logging.getLogger(__name__)
+
+# Strangers can hold no more than this many threads, for no longer than the handshake may take.
+_MAX_UNPROVEN = 32
+_HANDSHAKE_SECONDS = 5.0
+_REPLY_SECONDS = 30.0
+
+
+class Handler(Protocol):
+    """What a server does with messages; called from the threads of several connections at once."""
+
+    def handle(self, message: Message) -> Message | None:
+        """Deal with ``message``; what is returned goes back to the sender."""
+
+
+class Server:
+    """Serves from construction until ``close()``; speaks only to holders of ``secret``.
+
+    Args:
+        secret: the shared secret.
+        handler: gets every message.
+        host: the local address to bind; no other interface listens.
+        port: 0 takes a free one.
+        name: prefix of the threads' names.
+    """
+
+    def __init__(
+        self, secret: bytes, handler: Handler, host: str = "127.0.0.1", port: int = 0, name: str = "sparkhvd-rpc"
+    ) -> None:
+        self._secret = secret
+        self._handler = handler
+        self._name = name
+        self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}  # guarded by _lock
+        self._closing = False  # guarded by _lock
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+        self._acceptor.start()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving, end all connections and join the threads. May be called again."""
+        with self._lock:
+            self._closing = True
+            open_connections = dict(self._connections)
+        shut_down(self._listener)
+        for connection in open_connections:
+            shut_down(connection)
+        self._acceptor.join()
+        self._listener.close()
+        for thread in open_connections.values():
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._is_closing():
+                    return
+                continue  # the client went away before it was accepted
+            if not self._unproven.acquire(blocking=False):
+                connection.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-peer", daemon=True)
+            with self._lock:
+                if self._closing:
+                    connection.close()
+                    return
+                self._connections[connection] = thread
+                thread.start()
+
+    def _is_closing(self) -> bool:
+        with self._lock:
+            return self._closing
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            try:
+                frames = accept_handshake(connection, self._secret, Deadline.after(_HANDSHAKE_SECONDS))
+            finally:
+                self._unproven.release()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._converse(frames)
+        except (OSError, SparkHvdError) as error:
+            logger.debug("A connection ended: %s", error)
+        finally:
+            with self._lock:
+                del self._connections[connection]
+            connection.close()
+
+    def _converse(self, frames: FrameSocket) -> None:
+        # A rank may be silent for hours; close() ends this wait.
+        while (payload := frames.receive(idle=Deadline(math.inf))) is not None:
+            reply = self._handler.handle(decode(payload))
+            if reply is not None:
+                frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))

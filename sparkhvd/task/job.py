@@ -1,0 +1,45 @@
+"""What the driver sends to every task of a job, and what every task sends back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sparkhvd.config import Config
+
+# What all ranks together may return: results pass through the driver's memory.
+RESULT_CAP_BYTES = 256 * 1024 * 1024
+# Result rows are cut into pieces of this size, so that no row is large.
+CHUNK_BYTES = 8 * 1024 * 1024
+
+RESULT_SCHEMA = "rank int, kind string, chunk int, content binary"
+RESULT = "result"
+FAILURE = "failure"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of ``run``, on its way to the tasks inside the Spark closure.
+
+    Attributes:
+        payload: ``(fn, args, kwargs)``, pickled.
+        num_proc: number of ranks.
+        env: changes to the workers' environment; None removes a variable.
+        preload: modules that workers import while they wait for each other.
+        config: settings of the core, the same on every rank.
+        start_timeout: seconds within which the workers must be ready for ``fn``.
+        log_addresses: where the driver takes the workers' output; empty leaves it in the executors' logs.
+        log_secret: proves to the driver that a connection comes from this job. It travels inside the closure, which is
+            as private as Spark's own channels.
+        log_level: level of the ``sparkhvd`` logger in the workers.
+    """
+
+    payload: bytes = field(repr=False)
+    num_proc: int
+    env: tuple[tuple[str, str | None], ...] = field(default=(), repr=False)
+    preload: tuple[str, ...] = ()
+    config: Config = Config()
+    start_timeout: float = 600.0
+    log_addresses: tuple[tuple[str, int], ...] = ()
+    log_secret: bytes = field(default=b"", repr=False)
+    stream_output: bool = True
+    log_level: int = 20

@@ -1,0 +1,169 @@
+"""The way of a worker's stdout and stderr: to the driver where it can be reached, else to the task's own stderr."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+from collections import deque
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.messages import Flush, Message, Output, Started
+from sparkhvd.task.job import Job
+
+logger = logging.getLogger(__name__)
+
+# A line that is longer is passed on in pieces, so that a rank that never ends its line cannot fill the memory.
+MAX_LINE_BYTES = 64 * 1024
+_READ_BYTES = 64 * 1024
+_CONNECT_SECONDS = 10.0
+_SEND_SECONDS = 60.0
+_TAIL_LINES = 40
+
+
+class LineBuffer:
+    """Cuts a stream of bytes after whole lines."""
+
+    def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+        self._rest = b""
+        self._max_line_bytes = max_line_bytes
+
+    def add(self, piece: bytes) -> bytes:
+        """The whole lines that there are now, without the last newline; empty while there is none."""
+        self._rest += piece
+        end = self._rest.rfind(b"\n")
+        if end < 0 and len(self._rest) < self._max_line_bytes:
+            return b""
+        lines = self._rest if end < 0 else self._rest[:end]
+        self._rest = b"" if end < 0 else self._rest[end + 1 :]
+        return lines or b"\n"
+
+    def flush(self) -> bytes:
+        """What is left without a newline."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+class DriverLog:
+    """Connection to the driver's log stream, made on first use; falls back to this task's stderr for good."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._lock = threading.Lock()
+        self._client: Client | None = None  # guarded by _lock
+        self._unreachable = not job.log_addresses  # guarded by _lock
+        self.rank = -1
+
+    def started(self) -> None:
+        """Tell the driver that the ranks run."""
+        self._send(Started(self._job.num_proc))
+
+    def write(self, stream: str, content: bytes) -> None:
+        """Pass whole lines on."""
+        if not self._job.stream_output or not self._send(Output(self.rank, stream, content)):
+            text = content.decode("utf-8", "replace")
+            sys.stderr.writelines(f"[{self.rank}]<{stream}>:{line}\n" for line in text.split("\n"))
+
+    def close(self) -> None:
+        """Wait until the driver has written everything, then hang up."""
+        with self._lock:
+            client, self._client, self._unreachable = self._client, None, True
+        if client is None:
+            return
+        try:
+            client.ask(Flush(), Deadline.after(_SEND_SECONDS))
+        except OSError as error:
+            logger.warning("The driver did not confirm the last output of rank %d: %s", self.rank, error)
+        finally:
+            client.close()
+
+    def _send(self, message: Message) -> bool:
+        with self._lock:
+            if self._unreachable:
+                return False
+            try:
+                if self._client is None:
+                    self._client = connect(
+                        self._job.log_addresses, self._job.log_secret, Deadline.after(_CONNECT_SECONDS)
+                    )
+                self._client.send(message, Deadline.after(_SEND_SECONDS))
+            except OSError as error:
+                self._unreachable = True
+                if self._client is not None:
+                    self._client.close()
+                    self._client = None
+                sys.stderr.write(
+                    f"sparkhvd: the driver's log stream cannot be reached, so the output of rank {self.rank} goes here: "
+                    f"{error}\n"
+                )
+                return False
+            return True
+
+
+class OutputPump:
+    """A thread that reads a worker's stdout and stderr until they end or ``finish`` gives up on them.
+
+    It owns the two file descriptors. Nothing is passed on before ``start``: until then the worker has written little,
+    and the pipes hold it.
+    """
+
+    def __init__(self, stdout: int, stderr: int, log: DriverLog) -> None:
+        self._log = log
+        self._streams = {stdout: "stdout", stderr: "stderr"}
+        self._buffers = {stdout: LineBuffer(), stderr: LineBuffer()}
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Wait for both streams to end; a process that escaped may hold them open, so for ``seconds`` only."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+            self._wake_sender.send(b"x")
+            self._thread.join()
+        for descriptor in self._streams:
+            os.close(descriptor)
+        self._wake_sender.close()
+        self._wake_receiver.close()
+
+    def stderr_tail(self) -> str:
+        """The last lines of stderr so far."""
+        return "\n".join(list(self._tail))
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for descriptor in self._streams:
+                selector.register(descriptor, selectors.EVENT_READ)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
+            still_open = len(self._streams)
+            while still_open:
+                ready = [key.fd for key, _ in selector.select()]
+                for descriptor in (one for one in ready if one in self._streams):
+                    if not self._pass_on(descriptor):
+                        selector.unregister(descriptor)
+                        still_open -= 1
+                if self._wake_receiver.fileno() in ready:
+                    break
+        for descriptor in self._streams:
+            self._write(descriptor, self._buffers[descriptor].flush())
+
+    def _pass_on(self, descriptor: int) -> bool:
+        piece = os.read(descriptor, _READ_BYTES)
+        self._write(descriptor, self._buffers[descriptor].add(piece))
+        return bool(piece)
+
+    def _write(self, descriptor: int, lines: bytes) -> None:
+        if not lines:
+            return
+        stream = self._streams[descriptor]
+        if stream == "stderr":
+            text = lines.decode("utf-8", "replace")
+            self._tail.extend(line[:500] for line in text.split("\n")[-_TAIL_LINES:])
+        self._log.write(stream, b"" if lines == b"\n" else lines)

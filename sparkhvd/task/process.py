@@ -1,0 +1,125 @@
+"""The worker process of a task, its private socket and its end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from sparkhvd.config import changed_environment
+from sparkhvd.task.output import DriverLog, OutputPump
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The worker process ended; negative numbers are signals, as in ``subprocess``."""
+
+    returncode: int
+
+
+class WorkerProcess:
+    """One worker: ``python -m sparkhvd.task.worker`` in a session and process group of its own.
+
+    What it reports, and its end, arrive in ``events``. ``close`` ends the whole process group: nothing survives it.
+    """
+
+    def __init__(self, env: Mapping[str, str | None], preload: Sequence[str], log: DriverLog) -> None:
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        own, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "sparkhvd.task.worker", "--control-fd", str(other.fileno()), *preload],
+                pass_fds=(other.fileno(),),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=changed_environment({"PYTHONPATH": _import_path(), **env}),
+            )
+        self._socket = own
+        self._connection = Connection(os.dup(own.fileno()))
+        self.output = self._make_pump(log)
+        self._reader = threading.Thread(target=self._read, name="sparkhvd-worker-reports", daemon=True)
+        self._waiter = threading.Thread(target=self._wait, name="sparkhvd-worker-exit", daemon=True)
+        self._exited = threading.Event()
+        self._reader.start()
+        self._waiter.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: object) -> None:
+        """Send to the worker; does nothing when it is gone (its exit is an event of its own)."""
+        try:
+            self._connection.send_bytes(pickle.dumps(message))
+        except OSError:
+            return
+
+    def terminate(self, grace_seconds: float) -> None:
+        """SIGTERM to the process group, SIGKILL after ``grace_seconds``."""
+        if not self._exited.is_set():
+            self._signal(signal.SIGTERM)
+        self._exited.wait(grace_seconds)
+        self._signal(signal.SIGKILL)
+
+    def wait_for_exit(self, seconds: float) -> bool:
+        return self._exited.wait(seconds)
+
+    def close(self, grace_seconds: float = 1.0) -> None:
+        """End the process group, join the threads, close the files."""
+        self.terminate(grace_seconds)
+        self._waiter.join()
+        # Whoever still holds the other end has left the process group; this wakes the reader all the same.
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._process.wait()
+        self.output.finish(seconds=2.0)
+        self._connection.close()
+        self._socket.close()
+
+    def _make_pump(self, log: DriverLog) -> OutputPump:
+        stdout, stderr = self._process.stdout, self._process.stderr
+        if stdout is None or stderr is None:
+            raise ValueError("The worker was started without pipes.")
+        with stdout, stderr:
+            return OutputPump(os.dup(stdout.fileno()), os.dup(stderr.fileno()), log)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self.events.put(pickle.loads(self._connection.recv_bytes()))
+            except (OSError, EOFError):
+                return
+
+    def _wait(self) -> None:
+        # WNOWAIT leaves a zombie behind that keeps the number of the process group ours until close() has ended it.
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        killed = status is not None and status.si_code != os.CLD_EXITED
+        code = 0 if status is None else status.si_status
+        # A report that was sent just before the exit comes first.
+        self._signal(signal.SIGKILL)
+        self._reader.join(1.0)
+        self._exited.set()
+        self.events.put(Exited(-code if killed else code))
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return  # nobody is left
+
+
+def _import_path() -> str:
+    """What this process can import, the worker can: Spark adds the files of ``addPyFile`` to ``sys.path`` only."""
+    return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)

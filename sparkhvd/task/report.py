@@ -1,0 +1,72 @@
+"""Why a job failed: the report of the first rank that did, as it travels to the other tasks and to the driver."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from dataclasses import dataclass
+
+RAISED = "raised"
+NOT_STARTED = "not started"
+TOO_LARGE = "too large"
+
+_MAX_TEXT = 64 * 1024
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """What is known of a rank's failure.
+
+    Attributes:
+        rank: which rank failed.
+        host: where it ran.
+        kind: ``RAISED`` for anything that ended the rank, ``NOT_STARTED`` when it was not ready in time, ``TOO_LARGE``
+            for results above the cap.
+        cause: completes "Rank 1 on host X ...".
+        traceback: its Python traceback, empty when the process died without one.
+        stderr_tail: the last lines that it wrote to stderr.
+        secondary: whether it failed because it lost another rank, so that the other's failure is the one to report.
+    """
+
+    rank: int
+    host: str
+    cause: str
+    kind: str = RAISED
+    traceback: str = ""
+    stderr_tail: str = ""
+    secondary: bool = False
+
+    def sentence(self) -> str:
+        return f"Rank {self.rank} on host {self.host} {self.cause}"
+
+    def to_json(self) -> bytes:
+        fields = dataclasses.asdict(self)
+        for name in ("cause", "traceback", "stderr_tail"):
+            fields[name] = shortened(fields[name])
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> FailureReport:
+        return cls(**json.loads(content))
+
+
+def shortened(text: str) -> str:
+    """``text`` with its middle left out when it is very long."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    half = _MAX_TEXT // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def describe_exit(returncode: int) -> str:
+    """How a process ended before it delivered a result; completes "Rank 1 on host X ..."."""
+    if returncode >= 0:
+        return f"ended with exit code {returncode} before fn returned"
+    number = -returncode
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "unknown"
+    hint = "; on a host that is short of memory the kernel does this" if number == signal.SIGKILL else ""
+    return f"was killed by signal {number} ({name}){hint}"

@@ -1,0 +1,200 @@
+"""Watching one worker until the whole job has an outcome.
+
+The tasks agree through two kinds of rendezvous keys, which keep their first value:
+
+- ``outcome``: the report of the first failing rank, or empty once all ranks have returned;
+- ``finished/<rank>``: the worker of that rank is done, with the size of its result.
+
+So the first failure wins, every task learns it, and every task ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import DeadlineExceededError, LaunchError, SparkHvdError
+from sparkhvd.task.process import Exited, WorkerProcess
+from sparkhvd.task.report import NOT_STARTED, TOO_LARGE, FailureReport, describe_exit
+from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned
+
+logger = logging.getLogger(__name__)
+
+OUTCOME = "outcome"
+# A job may run for weeks; what ends these waits is an event, and the death of the server is one.
+_JOB_SECONDS = 400 * 86400.0
+_NOTE_SECONDS = 30.0
+# After a failure elsewhere: time to fail by itself (its collectives do), then time for SIGTERM.
+_GRACE_SECONDS = 1.5
+_TERM_SECONDS = 1.0
+# A rank that failed because it lost another waits this long for the other's report.
+_SECONDARY_SECONDS = 4.0
+_EXIT_SECONDS = 10.0
+_PARENT_CHECK_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended: with a failure, or without."""
+
+    failure: FailureReport | None
+
+
+@dataclass(frozen=True)
+class ServerLost:
+    """The task that serves the rendezvous is gone."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """One rank's view of the job, and how it reaches the others."""
+
+    rank: int
+    host: str
+    client: RendezvousClient
+    start_deadline: Deadline
+
+
+def watch_outcome(client: RendezvousClient, events: queue.SimpleQueue[object]) -> threading.Thread:
+    """A thread that puts the job's ``Outcome`` (or ``ServerLost``) into ``events``; closing the client ends it."""
+
+    def watch() -> None:
+        try:
+            content = client.get(OUTCOME, Deadline.after(_JOB_SECONDS))
+            events.put(Outcome(FailureReport.from_json(content) if content else None))
+        except SparkHvdError as error:
+            events.put(ServerLost(str(error)))
+
+    thread = threading.Thread(target=watch, name="sparkhvd-outcome", daemon=True)
+    thread.start()
+    return thread
+
+
+def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
+    """Wait until the worker is done or the job has failed elsewhere; the worker has ended afterwards.
+
+    Returns:
+        The worker's result, or the outcome that made it worthless.
+
+    Raises:
+        LaunchError: infrastructure was lost; Spark should run the stage again.
+    """
+    event = _first_end(worker, job)
+    if isinstance(event, Returned):
+        worker.send(Leave())
+        if not worker.wait_for_exit(_EXIT_SECONDS):
+            logger.warning("Rank %d returned, but its process did not end by itself; it is killed.", job.rank)
+        worker.close()
+        return event.content
+    if isinstance(event, FailureReport):
+        return _settle_failure(worker, job, event)
+    if isinstance(event, Outcome):
+        worker.wait_for_exit(_GRACE_SECONDS)
+        worker.close(_TERM_SECONDS)
+        return event
+    worker.close(_TERM_SECONDS)
+    raise LaunchError(f"Rank {job.rank} on host {job.host} lost the task that holds the job together: {event}.")
+
+
+def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureReport | Outcome | ServerLost:
+    parent = os.getppid()
+    ready = False
+    while True:
+        limit = _PARENT_CHECK_SECONDS if ready else min(_PARENT_CHECK_SECONDS, job.start_deadline.remaining())
+        try:
+            event = worker.events.get(timeout=limit)
+        except queue.Empty:
+            if os.getppid() != parent:
+                return ServerLost("the executor of this task is gone")
+            if not ready and job.start_deadline.expired():
+                return FailureReport(job.rank, job.host, "was not ready for fn in time", kind=NOT_STARTED)
+            continue
+        ready = ready or isinstance(event, Ready)
+        if isinstance(event, Returned | Outcome | ServerLost):
+            return event
+        if isinstance(event, Raised):
+            return FailureReport(job.rank, job.host, event.cause, traceback=event.traceback, secondary=event.secondary)
+        if isinstance(event, Exited):
+            return FailureReport(job.rank, job.host, describe_exit(event.returncode))
+
+
+def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureReport) -> Outcome:
+    """Note the failure for all, unless another rank's was the cause; then end the worker."""
+    report = replace(report, stderr_tail=worker.output.stderr_tail())
+    if report.secondary:
+        primary = _outcome_within(worker, _SECONDARY_SECONDS)
+        if primary is not None:
+            worker.close(_TERM_SECONDS)
+            return primary
+    if report.traceback == "":
+        worker.close(_TERM_SECONDS)  # so that the last words on stderr are complete
+        report = replace(report, stderr_tail=worker.output.stderr_tail())
+    job.client.set(OUTCOME, report.to_json(), Deadline.after(_NOTE_SECONDS))
+    if report.traceback != "":
+        worker.send(Leave())
+        worker.wait_for_exit(_GRACE_SECONDS)
+        worker.close(_TERM_SECONDS)
+    return Outcome(FailureReport.from_json(job.client.get(OUTCOME, Deadline.after(_NOTE_SECONDS))))
+
+
+def _outcome_within(worker: WorkerProcess, seconds: float) -> Outcome | None:
+    deadline = Deadline.after(seconds)
+    while not deadline.expired():
+        try:
+            event = worker.events.get(timeout=max(deadline.remaining(), 0.001))
+        except queue.Empty:
+            return None
+        if isinstance(event, Outcome):
+            return event
+    return None
+
+
+def conclude(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
+    """Wait until every rank has finished, then set the outcome; done by the task that serves the rendezvous.
+
+    A failing rank sets the outcome before it finishes, so the outcome that this sets counts only when none failed.
+    """
+    sizes = []
+    for rank in range(len(hosts)):
+        sizes.append(int(client.get(finished_key(rank), Deadline.after(_JOB_SECONDS))))
+    report = size_failure(sizes, hosts, result_cap)
+    client.set(OUTCOME, b"" if report is None else report.to_json(), Deadline.after(_NOTE_SECONDS))
+
+
+def size_failure(sizes: Sequence[int], hosts: Sequence[str], cap: int) -> FailureReport | None:
+    """The failure that too large results are, or None."""
+    if sum(sizes) <= cap:
+        return None
+    rank = max(range(len(sizes)), key=sizes.__getitem__)
+    cause = (
+        f"returned {sizes[rank]:,} bytes, and all ranks together {sum(sizes):,}; results above {cap:,} bytes do not "
+        "pass through the driver. Write large results to a Store from within fn and return their path"
+    )
+    return FailureReport(rank, hosts[rank], cause, kind=TOO_LARGE)
+
+
+def wait_for_leave(client: RendezvousClient, size: int, seconds: float = 5.0) -> None:
+    """Keep the server until the other tasks have read the outcome."""
+    deadline = Deadline(time.monotonic() + seconds)
+    for rank in range(1, size):
+        try:
+            client.get(left_key(rank), deadline)
+        except DeadlineExceededError:
+            logger.warning("Rank %d did not say that it has seen the outcome of the job.", rank)
+
+
+def finished_key(rank: int) -> str:
+    return f"finished/{rank}"
+
+
+def left_key(rank: int) -> str:
+    return f"left/{rank}"

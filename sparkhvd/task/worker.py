@@ -1,0 +1,143 @@
+"""The worker process of one rank: ``python -m sparkhvd.task.worker --control-fd N [module ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+import cloudpickle
+
+from sparkhvd.comm import session
+from sparkhvd.config import export
+from sparkhvd.errors import CollectiveError, MismatchError
+from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned, WorkerSpec
+
+_PR_SET_PDEATHSIG = 1
+_LEAVE_SECONDS = 10.0
+
+
+def main(arguments: list[str]) -> int:
+    """Import the modules, wait for the spec, run ``fn`` and report; the exit code says little, the report all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("preload", nargs="*")
+    options = parser.parse_args(arguments)
+    _die_with_parent()
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection = Connection(options.control_fd)
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=_watch_task, args=(connection, inbox), name="sparkhvd-task-watch", daemon=True).start()
+    for name in options.preload:
+        with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
+            importlib.import_module(name)
+    spec = inbox.get()
+    if not isinstance(spec, WorkerSpec):
+        raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
+    return _work(spec, connection, inbox)
+
+
+def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
+    export(dict(spec.variables))
+    _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
+    session.offer(spec.context)
+    connection.send_bytes(pickle.dumps(Ready()))
+    report = run_payload(spec.payload)
+    if isinstance(report, Returned):
+        try:
+            session.shutdown()
+        except CollectiveError as error:
+            report = _raised(error, "failed when it left the job")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(pickle.dumps(report))
+    # A failing rank stays connected until its failure is noted: otherwise the others' loss of it could be noted first.
+    with contextlib.suppress(queue.Empty):
+        while not isinstance(inbox.get(timeout=_LEAVE_SECONDS), Leave):
+            continue
+    if isinstance(report, Raised):
+        with contextlib.suppress(CollectiveError):
+            session.shutdown()
+        return 1
+    return 0
+
+
+def run_payload(payload: bytes) -> Returned | Raised:
+    """Run the pickled ``(fn, args, kwargs)``; whatever happens becomes a report."""
+    try:
+        fn, args, kwargs = cloudpickle.loads(payload)
+    except ModuleNotFoundError as error:
+        return _raised(error, _not_importable(error.name))
+    except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+        return _raised(error, f"could not unpickle fn: {type(error).__name__}: {error}")
+    try:
+        result = fn(*args, **kwargs)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            result = None
+        else:
+            return _raised(error, f"called sys.exit({error.code!r})")
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
+        return _raised(error, f"raised {type(error).__name__}: {error}")
+    try:
+        return Returned(cloudpickle.dumps(result))
+    except Exception as error:  # noqa: BLE001 - pickling runs the user's code
+        return _raised(error, f"returned a {type(result).__name__} that cannot be pickled: {error}")
+
+
+def _raised(error: BaseException, cause: str) -> Raised:
+    return Raised(cause, "".join(traceback.format_exception(error)), _lost_a_peer(error))
+
+
+def _not_importable(module: str | None) -> str:
+    return (
+        f"cannot import the module {module!r} that fn needs. Install it on the executors, send it there with "
+        "SparkSession.addArtifacts(..., pyfile=True) or SparkContext.addPyFile, or define the code in the main script "
+        "or notebook, from where it is sent along"
+    )
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _watch_task(connection: Connection, inbox: queue.SimpleQueue[object]) -> None:
+    """Hand on what the task sends; when its end of the socket closes, end this whole process group with it."""
+    while True:
+        try:
+            inbox.put(pickle.loads(connection.recv_bytes()))
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process with the task, also when fn holds the interpreter lock."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: the watcher thread remains
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def _configure_logging(level: int) -> None:
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    logging.getLogger("sparkhvd").setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

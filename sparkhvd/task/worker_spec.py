@@ -1,0 +1,42 @@
+"""What a task and its worker process tell each other over their private socket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sparkhvd.comm.launch_context import LaunchContext
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Task to worker: which rank it is and what to run."""
+
+    context: LaunchContext
+    payload: bytes = field(repr=False)
+    variables: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Worker to task: the modules are imported, ``fn`` is about to run."""
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Worker to task: ``fn`` returned this, pickled."""
+
+    content: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Worker to task: ``fn`` did not return; ``cause`` completes "Rank 1 on host X ..."."""
+
+    cause: str
+    traceback: str
+    secondary: bool
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Task to worker: the outcome is noted, end now."""
