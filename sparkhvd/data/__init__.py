@@ -1,4 +1,7 @@
-"""From a DataFrame to the batches of a rank: select, prepare, plan, read."""
+"""From a DataFrame to the batches of a rank: select, prepare, plan, read.
+
+The function that prepares is ``sparkhvd.data.prepare.prepare``; a package cannot offer it under the name of its module.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ if TYPE_CHECKING:
     from sparkhvd.data.manifest import Manifest as Manifest
     from sparkhvd.data.manifest import load as load
     from sparkhvd.data.plan import Plan as Plan
-    from sparkhvd.data.prepare import prepare as prepare
     from sparkhvd.data.readers import ParquetSource as ParquetSource
     from sparkhvd.data.readers import head as head
     from sparkhvd.data.schema import ColumnSpec as ColumnSpec
@@ -33,7 +35,6 @@ _HOME_OF = {
     "expressions": "sparkhvd.data.selection",
     "head": "sparkhvd.data.readers",
     "load": "sparkhvd.data.manifest",
-    "prepare": "sparkhvd.data.prepare",
     "schema_of": "sparkhvd.data.selection",
     "select": "sparkhvd.data.selection",
 }
@@ -50,7 +51,6 @@ __all__ = [
     "expressions",
     "head",
     "load",
-    "prepare",
     "schema_of",
     "select",
 ]

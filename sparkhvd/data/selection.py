@@ -113,12 +113,17 @@ def expressions(columns: Iterable[ColumnSpec]) -> list[Column]:
 
     Vectors, dense or sparse, become arrays of doubles; everything else keeps its type.
     """
-    from pyspark.ml.functions import vector_to_array  # noqa: PLC0415  (this module is also read where Spark is not)
+    return [_expression(column).alias(column.name) for column in columns]
 
-    return [
-        (vector_to_array(source(column.name)) if column.kind == "vector" else source(column.name)).alias(column.name)
-        for column in columns
-    ]
+
+def _expression(column: ColumnSpec) -> Column:
+    from pyspark.ml.functions import vector_to_array  # noqa: PLC0415  (this module is also read where Spark is not)
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    value = source(column.name)
+    if column.kind != "vector":
+        return value
+    return functions.when(value.isNotNull(), vector_to_array(value))  # which fails on NULL without naming the column
 
 
 def source(name: str) -> Column:
@@ -178,7 +183,7 @@ def _column(spark_schema: StructType, name: str, role: Role) -> ColumnSpec:
     elif text.startswith("array<"):
         kind, element = "array", text[len("array<") : -1]
     if element not in _DTYPE_OF:
-        reason = _WHAT_TO_DO.get(spark_type.typeName(), "it holds no numbers")
+        reason = _WHAT_TO_DO.get(spark_type.typeName(), "it is not numeric")
         raise SchemaError(
             f"Column {name!r} has the type {text}, which cannot be a {role}: {reason}. Supported are boolean, byte, "
             "short, int, long, float and double, arrays of them, and ML vectors."
