@@ -6,6 +6,8 @@ built-in that users already catch derive from that built-in too.
 
 from __future__ import annotations
 
+from functools import partial
+
 
 class SparkHvdError(Exception):
     """Base of all errors that sparkhvd raises on purpose."""
@@ -69,6 +71,10 @@ class RankFailedError(LaunchError):
         self.host = host
         self.remote_traceback = remote_traceback
         self.stderr_tail = stderr_tail
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # An exception is rebuilt from its positional arguments alone, which is not enough here.
+        return partial(type(self), rank=self.rank, host=self.host), self.args, vars(self)
 
 
 class StoreError(SparkHvdError, OSError):

@@ -1,0 +1,112 @@
+"""What ``import sparkhvd`` costs and gives, and what is in the wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import sparkhvd
+
+_ROOT = Path(__file__).parents[2]
+_HEAVY = ("pyspark", "torch", "tensorflow", "keras", "lightning", "pandas", "pyarrow", "numpy")
+# Counted inside the fresh interpreter: its own start-up is over when the clock starts.
+_TIME_IMPORT = "import time; start = time.perf_counter(); import sparkhvd; print(time.perf_counter() - start)"
+
+
+def _fresh(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=_ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_takes_less_than_150_ms() -> None:
+    fastest = min(float(_fresh(_TIME_IMPORT)) for _ in range(5))
+    assert fastest < 0.150, f"`import sparkhvd` took {fastest * 1000:.0f} ms at best"
+
+
+def test_importing_loads_no_framework_and_no_spark() -> None:
+    loaded = json.loads(_fresh("import json, sys, sparkhvd; print(json.dumps(sorted(sys.modules)))"))
+    heavy = [name for name in loaded if name.partition(".")[0] in _HEAVY]
+    assert heavy == []
+
+
+def test_importing_changes_neither_the_environment_nor_the_threads() -> None:
+    code = (
+        "import os, threading; before = dict(os.environ); import sparkhvd; "
+        "print(before == dict(os.environ), threading.active_count())"
+    )
+    assert _fresh(code).split() == ["True", "1"]
+
+
+@pytest.mark.parametrize("name", sparkhvd.__all__)
+def test_public_name_resolves(name: str) -> None:
+    assert getattr(sparkhvd, name) is not None
+    assert name in dir(sparkhvd)
+
+
+def test_promised_names_are_public() -> None:
+    assert {"run", "Store", "TorchEstimator", "TorchModel"} <= set(sparkhvd.__all__)
+
+
+def test_public_names_resolve_by_from_import_and_come_from_their_home() -> None:
+    from sparkhvd import Store, run  # noqa: PLC0415
+
+    assert run.__module__.startswith("sparkhvd.driver")
+    assert Store.__module__.startswith("sparkhvd.store")
+
+
+def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="module 'sparkhvd' has no attribute 'Stor'"):
+        sparkhvd.Stor  # noqa: B018
+
+
+def test_wheel_holds_the_compiled_core_and_every_module(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "CMakeLists.txt", "README.md", "LICENSE", "cmake", "core", "sparkhvd"):
+        copy = shutil.copytree if (_ROOT / name).is_dir() else shutil.copy
+        copy(_ROOT / name, source / name)
+    for compiled in (source / "sparkhvd").glob("_core*.so"):
+        compiled.unlink()
+
+    _build_wheel(source, tmp_path / "wheels")
+
+    (wheel,) = (tmp_path / "wheels").glob("sparkhvd-*.whl")
+    content = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in content if name.startswith("sparkhvd/_core.") and name.endswith(".so")]
+    assert "sparkhvd/py.typed" in content
+    modules = {str(path.relative_to(_ROOT)) for path in (_ROOT / "sparkhvd").rglob("*.py")}
+    assert modules <= set(content)
+    assert not [name for name in content if name.startswith(("tests/", "core/"))]
+
+
+def _build_wheel(source: Path, target: Path) -> None:
+    """With the build tools of this environment, and without any framework: they are hidden from the build."""
+    blocked = source.parent / "blocked"
+    for name in ("torch", "tensorflow", "pyspark"):
+        (blocked / name).mkdir(parents=True)
+        (blocked / name / "__init__.py").write_text(f"raise ImportError('the build imported {name}')\n")
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "-q",
+            "-w",
+            str(target),
+            str(source),
+        ],
+        env=os.environ | {"PYTHONPATH": str(blocked), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
