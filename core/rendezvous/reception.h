@@ -51,10 +51,10 @@ class Reception {
   void Accept(int listener);
   static Verdict Advance(Stranger& stranger);
 
-  const std::vector<UniqueFd> listeners_;
-  const std::string token_;
-  const std::string purpose_;
-  const ReceptionLimits limits_;
+  std::vector<UniqueFd> listeners_;
+  std::string token_;
+  std::string purpose_;
+  ReceptionLimits limits_;
   std::deque<Stranger> strangers_;  // oldest first
   Deadline resume_accepting_;       // in the future while the process is out of descriptors
 };

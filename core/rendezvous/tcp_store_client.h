@@ -1,0 +1,49 @@
+// The ranks' side of a TcpStoreServer.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "base/unique_fd.h"
+#include "rendezvous/key_value_store.h"
+#include "rendezvous/socket.h"
+
+namespace sparkhvd {
+
+// Thread-safe: every call in progress has a connection to itself, taken from the idle ones or dialed, so a thread that
+// waits for a key keeps nobody waiting. Has no thread.
+class TcpStoreClient final : public KeyValueStore {
+ public:
+  // Tries the addresses in order and keeps the first that answers and knows the token.
+  static Result<std::unique_ptr<TcpStoreClient>> Connect(const std::vector<HostPort>& addresses,
+                                                         const std::string& token,
+                                                         Deadline deadline);
+  ~TcpStoreClient() override;
+
+  Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
+  Result<std::string> Get(const std::string& key, Deadline deadline) override;
+
+  // Wakes the calls in progress with kShutDown; later calls fail with it.
+  void Close();
+
+ private:
+  TcpStoreClient(HostPort server, std::string token, UniqueFd first);
+
+  Result<std::string> Exchange(bool set, const std::string& key, const std::string& value,
+                               Deadline deadline);
+  Result<UniqueFd> Take(Deadline deadline);
+  void GiveBack(UniqueFd fd, bool reusable);
+  Status Explain(const Status& failure, const std::string& key, bool set);
+
+  const HostPort server_;
+  const std::string token_;
+  std::mutex mutex_;  // guards the fields below; nothing else is locked under it
+  bool closed_ = false;
+  std::vector<UniqueFd> idle_;
+  std::unordered_set<int> busy_;
+};
+
+}  // namespace sparkhvd

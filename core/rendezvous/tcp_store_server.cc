@@ -1,0 +1,234 @@
+#include "rendezvous/tcp_store_server.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <list>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "base/io_status.h"
+#include "base/wire.h"
+#include "rendezvous/store_frames.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr short kEnds = POLLRDHUP | POLLHUP | POLLERR;
+
+// One authenticated client connection. It carries one request at a time: a client thread that waits for a key has a
+// connection of its own, so nobody stands behind it.
+class Session {
+ public:
+  explicit Session(UniqueFd fd) : fd_(std::move(fd)) {}
+
+  int fd() const { return fd_.get(); }
+
+  short events() const {
+    switch (state_) {
+      case State::kReading:
+        return POLLIN;
+      case State::kWaiting:
+        return POLLRDHUP;  // only its end is of interest until the key is there
+      case State::kAnswering:
+        return POLLOUT;
+    }
+    return 0;
+  }
+
+  // Does what can be done without waiting; false when the connection is finished.
+  // `ready` is what poll reported; another connection may have brought the key that this one waits for.
+  bool Advance(InProcessStore& values, short ready) {
+    if (state_ == State::kWaiting && (ready & kEnds) != 0) return false;
+    if (state_ != State::kWaiting && ready == 0) return true;
+    while (true) {
+      bool moved = false;
+      switch (state_) {
+        case State::kReading:
+          if (!Read(values, &moved)) return false;
+          break;
+        case State::kWaiting:
+          moved = Answer(values);
+          break;
+        case State::kAnswering:
+          if (!Write(&moved)) return false;
+          break;
+      }
+      if (!moved) return true;
+    }
+  }
+
+ private:
+  enum class State { kReading, kWaiting, kAnswering };
+
+  bool Read(InProcessStore& values, bool* moved) {
+    const bool in_header = received_ < kStoreRequestBytes;
+    const Bytes target =
+        in_header ? Bytes(head_.data(), head_.size()).Sub(received_, head_.size() - received_)
+                  : Bytes(body_.data(), body_.size())
+                        .Sub(received_ - kStoreRequestBytes,
+                             body_.size() - (received_ - kStoreRequestBytes));
+    auto count = ReadSome(fd_.get(), target);
+    if (!count.ok()) return false;
+    *moved = count.value() > 0;
+    received_ += count.value();
+    if (in_header && received_ == kStoreRequestBytes) {
+      auto header = DecodeStoreRequest(ConstBytes(head_.data(), head_.size()));
+      if (!header.ok()) return false;
+      header_ = header.value();
+      body_.resize(header_.key_bytes + header_.value_bytes);
+    }
+    if (received_ >= kStoreRequestBytes && received_ == kStoreRequestBytes + body_.size()) {
+      Execute(values);
+      *moved = true;
+    }
+    return true;
+  }
+
+  void Execute(InProcessStore& values) {
+    const auto* text = reinterpret_cast<const char*>(body_.data());
+    key_.assign(text, header_.key_bytes);
+    received_ = 0;
+    if (header_.request == StoreRequest::kGet) {
+      state_ = State::kWaiting;
+      return;
+    }
+    // Fails only when the server is closing, and then this connection ends, too.
+    (void)values.Set(key_, std::string(text + header_.key_bytes, header_.value_bytes),
+                     Deadline::AfterSeconds(0));
+    StartAnswer("");
+  }
+
+  bool Answer(const InProcessStore& values) {
+    const auto value = values.Find(key_);
+    if (!value) return false;
+    StartAnswer(*value);
+    return true;
+  }
+
+  void StartAnswer(const std::string& value) {
+    body_.resize(kStoreAnswerBytes + value.size());
+    StoreLittleEndian(static_cast<uint32_t>(value.size()), body_.data());
+    const ConstBytes content = AsBytes(value);
+    std::copy(content.begin(), content.end(), body_.begin() + kStoreAnswerBytes);
+    sent_ = 0;
+    state_ = State::kAnswering;
+  }
+
+  bool Write(bool* moved) {
+    auto count = WriteSome(fd_.get(), ConstBytes(body_.data() + sent_, body_.size() - sent_));
+    if (!count.ok()) return false;
+    sent_ += count.value();
+    *moved = count.value() > 0;
+    if (sent_ == body_.size()) {
+      state_ = State::kReading;
+      body_ = {};
+    }
+    return true;
+  }
+
+  UniqueFd fd_;
+  State state_ = State::kReading;
+  std::array<std::byte, kStoreRequestBytes> head_{};
+  StoreRequestHeader header_;
+  std::string key_;
+  std::vector<std::byte> body_;  // of the request being read, or of the answer being sent
+  size_t received_ = 0;
+  size_t sent_ = 0;
+};
+
+constexpr int kPollCapMillis = 1000;
+
+void DrainWake(int fd) {
+  uint64_t count = 0;
+  (void)!::read(fd, &count, sizeof(count));
+}
+
+void RingWake(int fd) {
+  const uint64_t one = 1;
+  (void)!::write(fd, &one, sizeof(one));
+}
+
+}  // namespace
+
+Result<std::unique_ptr<TcpStoreServer>> TcpStoreServer::Start(const HostPort& address,
+                                                              const std::string& token,
+                                                              ReceptionLimits limits) {
+  if (token.empty()) {
+    return Status(StatusCode::kInvalidArgument, "a rendezvous server needs the job's token");
+  }
+  auto listener = ListenTcp(address);
+  if (!listener.ok()) return listener.status().Annotate("rendezvous server");
+  auto bound = LocalAddress(listener.value().get());
+  if (!bound.ok()) return bound.status().Annotate("rendezvous server");
+  UniqueFd wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!wake.valid()) return IoStatus("eventfd", errno);
+  std::vector<UniqueFd> listeners;
+  listeners.push_back(std::move(listener).value());
+  try {
+    return std::unique_ptr<TcpStoreServer>(
+        new TcpStoreServer(bound.value(), std::move(wake),
+                           Reception(std::move(listeners), token, kStorePurpose, limits)));
+  } catch (const std::system_error& error) {  // std::thread has no other way to say so
+    return Status(StatusCode::kIo, std::string("start the rendezvous thread: ") + error.what());
+  }
+}
+
+TcpStoreServer::TcpStoreServer(HostPort address, UniqueFd wake, Reception reception)
+    : address_(std::move(address)), wake_(std::move(wake)) {
+  thread_ = std::thread(
+      [this, owned = std::move(reception)]() mutable { Serve(std::move(owned)); });
+  (void)::pthread_setname_np(thread_.native_handle(), "shvd-rendezvous");
+}
+
+TcpStoreServer::~TcpStoreServer() { Close(); }
+
+Status TcpStoreServer::Set(const std::string& key, const std::string& value, Deadline deadline) {
+  SHVD_TRY(CheckStoreSizes(key, value.size()));
+  SHVD_TRY(values_.Set(key, value, deadline));
+  RingWake(wake_.get());
+  return Status();
+}
+
+Result<std::string> TcpStoreServer::Get(const std::string& key, Deadline deadline) {
+  return values_.Get(key, deadline);
+}
+
+void TcpStoreServer::Close() {
+  closing_.store(true);
+  values_.Close(Status(StatusCode::kPeerLost,
+                       "the rendezvous server at " + ToText(address_) + " was closed"));
+  RingWake(wake_.get());
+  if (thread_.joinable()) thread_.join();
+}
+
+void TcpStoreServer::Serve(Reception reception) {
+  std::list<Session> sessions;
+  std::vector<pollfd> fds;
+  while (!closing_.load()) {
+    fds.clear();
+    fds.push_back({wake_.get(), POLLIN, 0});
+    for (const Session& session : sessions) fds.push_back({session.fd(), session.events(), 0});
+    reception.AppendPollFds(fds);
+    (void)::poll(fds.data(), fds.size(), reception.TimeoutMillis(kPollCapMillis));
+    DrainWake(wake_.get());
+    size_t index = 1;
+    bool progressed = false;
+    for (auto session = sessions.begin(); session != sessions.end(); ++index) {
+      const short events = fds[index].revents;
+      progressed = progressed || events != 0;
+      session = session->Advance(values_, events) ? std::next(session) : sessions.erase(session);
+    }
+    for (Admitted& admitted : reception.Serve()) sessions.emplace_back(std::move(admitted.fd));
+    // A key that a later session has set may be what an earlier one waits for.
+    if (progressed) RingWake(wake_.get());
+  }
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,50 @@
+// The rendezvous of a job whose ranks are processes: a key-value store behind an authenticated TCP port.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "base/unique_fd.h"
+#include "rendezvous/in_process_store.h"
+#include "rendezvous/key_value_store.h"
+#include "rendezvous/reception.h"
+#include "rendezvous/socket.h"
+
+namespace sparkhvd {
+
+// Serves from Start until Close on one thread of its own. Its own Set and Get need no connection.
+class TcpStoreServer final : public KeyValueStore {
+ public:
+  // `address.port` 0 takes any free port.
+  static Result<std::unique_ptr<TcpStoreServer>> Start(const HostPort& address,
+                                                       const std::string& token,
+                                                       ReceptionLimits limits = {});
+  TcpStoreServer(const TcpStoreServer&) = delete;
+  TcpStoreServer& operator=(const TcpStoreServer&) = delete;
+  ~TcpStoreServer() override;
+
+  // The address that was bound, with its real port.
+  const HostPort& address() const { return address_; }
+
+  Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
+  Result<std::string> Get(const std::string& key, Deadline deadline) override;
+
+  // Ends all connections and the thread; clients and local waiters wake with kPeerLost. Once is enough, twice is
+  // harmless; not from two threads at a time.
+  void Close();
+
+ private:
+  TcpStoreServer(HostPort address, UniqueFd wake, Reception reception);
+  void Serve(Reception reception);
+
+  const HostPort address_;
+  const UniqueFd wake_;  // an eventfd: rung when a local Set or Close concerns the thread
+  InProcessStore values_;
+  std::atomic<bool> closing_{false};
+  std::thread thread_;
+};
+
+}  // namespace sparkhvd
