@@ -70,9 +70,14 @@ def _number(env: Mapping[str, str], names: tuple[str, ...], default: float) -> f
     return default
 
 
-def changed_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """This process's environment with ``changes`` applied, for a child process; None removes a variable."""
-    merged = {**os.environ, **changes}
+def changed_environment(changes: Mapping[str, str | None], defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment with ``changes`` applied, for a child process.
+
+    Args:
+        changes: replace what is there; None removes a variable.
+        defaults: hold where neither the environment nor ``changes`` says anything.
+    """
+    merged = {**(defaults or {}), **os.environ, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 
 

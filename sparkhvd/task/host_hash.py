@@ -8,8 +8,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-# Processes in different namespaces of one of these kinds cannot be relied on to reach each other's memory or sockets; two
-# containers on one machine differ in at least one of them.
+# Processes in different namespaces of one of these kinds cannot be relied on to reach each other's memory or sockets;
+# two containers on one machine differ in at least one of them.
 _NAMESPACES = ("ipc", "mnt", "net")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass, field, replace
 
 from sparkhvd.config import Config
 
@@ -37,9 +38,13 @@ class Job:
     num_proc: int
     env: tuple[tuple[str, str | None], ...] = field(default=(), repr=False)
     preload: tuple[str, ...] = ()
-    config: Config = Config()
+    config: Config = field(default_factory=Config)
     start_timeout: float = 600.0
     log_addresses: tuple[tuple[str, int], ...] = ()
     log_secret: bytes = field(default=b"", repr=False)
     stream_output: bool = True
-    log_level: int = 20
+    log_level: int = logging.INFO
+
+    def with_log_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
+        """The same job, with the place where the driver takes the output."""
+        return replace(self, log_addresses=addresses)

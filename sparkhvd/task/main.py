@@ -60,7 +60,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         log = DriverLog(job)
         stack.callback(log.close)
         defaults = {"OMP_NUM_THREADS": str(context.cpus())}
-        worker = WorkerProcess({**defaults, **dict(job.env)}, job.preload, log)
+        worker = WorkerProcess(dict(job.env), defaults, job.preload, log)
         stack.callback(worker.close)
         gathered = _gather(context, stack)
         slot = next(one for one in gathered.slots if one.offer.task_index == context.partitionId())
@@ -69,7 +69,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         if slot.world.rank == 0:
             log.started()
         worker.send(_spec(job, gathered, slot))
-        content = _accompany(job, gathered, slot, worker, deadline)
+        content = _accompany(gathered, slot, worker, deadline)
     yield from _rows(slot.world.rank, content)
 
 
@@ -91,7 +91,7 @@ def _gather(context: BarrierTaskContext, stack: ExitStack) -> Gathered:
     return Gathered(assign([TaskOffer(**message) for message in messages]), rendezvous, token)
 
 
-def _accompany(job: Job, gathered: Gathered, slot: Slot, worker: WorkerProcess, deadline: Deadline) -> bytes | Outcome:
+def _accompany(gathered: Gathered, slot: Slot, worker: WorkerProcess, deadline: Deadline) -> bytes | Outcome:
     """Watch the worker, then agree with the other tasks on the outcome of the job."""
     rank, size = slot.world.rank, slot.world.size
     # One connection waits for the outcome all the time, the other one speaks.

@@ -97,8 +97,7 @@ class DriverLog:
                     self._client.close()
                     self._client = None
                 sys.stderr.write(
-                    f"sparkhvd: the driver's log stream cannot be reached, so the output of rank {self.rank} goes here: "
-                    f"{error}\n"
+                    f"sparkhvd: the driver cannot be reached, so the output of rank {self.rank} goes here: {error}\n"
                 )
                 return False
             return True

@@ -32,7 +32,13 @@ class WorkerProcess:
     What it reports, and its end, arrive in ``events``. ``close`` ends the whole process group: nothing survives it.
     """
 
-    def __init__(self, env: Mapping[str, str | None], preload: Sequence[str], log: DriverLog) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str | None],
+        env_defaults: Mapping[str, str],
+        preload: Sequence[str],
+        log: DriverLog,
+    ) -> None:
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         own, other = socket.socketpair()
         with other:
@@ -44,8 +50,9 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=changed_environment({"PYTHONPATH": _import_path(), **env}),
+                env=changed_environment({"PYTHONPATH": _import_path(), **env}, env_defaults),
             )
+        self._closed = False
         self._socket = own
         self._connection = Connection(os.dup(own.fileno()))
         self.output = self._make_pump(log)
@@ -77,7 +84,10 @@ class WorkerProcess:
         return self._exited.wait(seconds)
 
     def close(self, grace_seconds: float = 1.0) -> None:
-        """End the process group, join the threads, close the files."""
+        """End the process group, join the threads, close the files. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
         self.terminate(grace_seconds)
         self._waiter.join()
         # Whoever still holds the other end has left the process group; this wakes the reader all the same.

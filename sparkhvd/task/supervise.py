@@ -163,9 +163,8 @@ def conclude(client: RendezvousClient, hosts: Sequence[str], result_cap: int) ->
 
     A failing rank sets the outcome before it finishes, so the outcome that this sets counts only when none failed.
     """
-    sizes = []
-    for rank in range(len(hosts)):
-        sizes.append(int(client.get(finished_key(rank), Deadline.after(_JOB_SECONDS))))
+    deadline = Deadline.after(_JOB_SECONDS)
+    sizes = [int(client.get(finished_key(rank), deadline)) for rank in range(len(hosts))]
     report = size_failure(sizes, hosts, result_cap)
     client.set(OUTCOME, b"" if report is None else report.to_json(), Deadline.after(_NOTE_SECONDS))
 

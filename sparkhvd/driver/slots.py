@@ -1,0 +1,138 @@
+"""How many ranks the cluster can run at once."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError, SlotsError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger(__name__)
+
+# Executors of other masters register late or on demand: slots are waited for this long, and when all are asked for,
+# their number has to stand still this long.
+SETTLE_SECONDS = 60.0
+_STILL_SECONDS = 3.0
+_POLL_SECONDS = 0.2
+
+_LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What decides the number of slots.
+
+    Attributes:
+        master: Spark's master URL.
+        task_cpus: ``spark.task.cpus``.
+        count: asks Spark for the slots that are registered now.
+    """
+
+    master: str
+    task_cpus: int
+    count: Callable[[], int]
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether the session talks to a Spark Connect server."""
+    return "connect" in type(spark).__module__
+
+
+def refuse_dynamic_allocation(spark: SparkSession) -> None:
+    """Spark refuses barrier stages under dynamic allocation, with a message that leads nowhere (SPARK-24942)."""
+    if str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
+        raise LaunchError(
+            "spark.dynamicAllocation.enabled is true, and Spark does not run barrier stages (all ranks at the same "
+            "time) under dynamic allocation. Start the session with spark.dynamicAllocation.enabled=false and a fixed "
+            "number of executors (spark.executor.instances, or spark.cores.max on a standalone cluster)."
+        )
+
+
+def describe_cluster(spark: SparkSession) -> Cluster:
+    """The cluster behind a session."""
+    task_cpus = int(str(spark.conf.get("spark.task.cpus", "1")))
+    if is_connect(spark):
+        return Cluster("connect", task_cpus, lambda: _partitions_of_range(spark))
+    context = spark.sparkContext
+    return Cluster(str(context.master), task_cpus, lambda: _concurrent_tasks(spark))
+
+
+def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
+    """The number of ranks to start: ``num_proc``, or all slots when it is None.
+
+    Raises:
+        SlotsError: there are fewer slots than ``num_proc``; at once where the cluster's size is fixed, else after
+            ``SETTLE_SECONDS`` or at the deadline.
+    """
+    fixed = fixed_slots(cluster)
+    if fixed is not None and num_proc is not None and num_proc > fixed:
+        raise SlotsError(too_few(cluster, num_proc, fixed, waited=None))
+    began = time.monotonic()
+    settle = deadline.capped(SETTLE_SECONDS)
+    slots, since = cluster.count(), began
+    while not _enough(slots, num_proc if num_proc is not None else fixed, time.monotonic() - since):
+        if settle.expired():
+            if num_proc is None and slots > 0:
+                return slots
+            waited = time.monotonic() - began
+            raise SlotsError(too_few(cluster, num_proc or 1, slots, waited))
+        time.sleep(_POLL_SECONDS)  # Spark tells Python of new executors in no other way
+        now = cluster.count()
+        if now != slots:
+            slots, since = now, time.monotonic()
+    return num_proc if num_proc is not None else slots
+
+
+def _enough(slots: int, wanted: int | None, still_for: float) -> bool:
+    if wanted is not None:
+        return slots >= wanted > 0
+    return slots > 0 and still_for >= _STILL_SECONDS
+
+
+def fixed_slots(cluster: Cluster) -> int | None:
+    """The slots of a master whose size cannot change, None for all others."""
+    if cluster.master == "local" or cluster.master.startswith("local["):
+        return cluster.count()
+    if found := _LOCAL_CLUSTER.fullmatch(cluster.master):
+        return int(found[1]) * (int(found[2]) // cluster.task_cpus)
+    return None
+
+
+def too_few(cluster: Cluster, num_proc: int, slots: int, waited: float | None) -> str:
+    """The message for too few slots: both numbers and the settings to change."""
+    after = "" if waited is None else f" after waiting {waited:.0f} s for executors"
+    return (
+        f"num_proc={num_proc} ranks were asked for, but the cluster has {slots} slots{after} "
+        f"(master {cluster.master}, spark.task.cpus={cluster.task_cpus}). {_way_out(cluster, num_proc)}"
+    )
+
+
+def _way_out(cluster: Cluster, num_proc: int) -> str:
+    less = f"or ask for fewer ranks, or lower spark.task.cpus={cluster.task_cpus}"
+    if cluster.master.startswith("local-cluster"):
+        return f"Start the session with a master like local-cluster[{num_proc},{cluster.task_cpus},1024], {less}."
+    if cluster.master.startswith("local"):
+        return f"Start the session with master local[{num_proc * cluster.task_cpus}], {less}."
+    if cluster.master.startswith("spark://"):
+        return f"Add workers, raise spark.cores.max, {less}."
+    return f"Raise spark.executor.instances or spark.executor.cores, {less}."
+
+
+def _concurrent_tasks(spark: SparkSession) -> int:
+    scala_context = spark.sparkContext._jsc.sc()  # noqa: SLF001 - Spark offers no public count of its slots
+    profile = scala_context.resourceProfileManager().defaultResourceProfile()
+    return int(scala_context.maxNumConcurrentTasks(profile))
+
+
+def _partitions_of_range(spark: SparkSession) -> int:
+    from pyspark.sql.functions import spark_partition_id  # noqa: PLC0415 - differs between classic and Connect
+
+    return int(spark.range(1 << 16).select(spark_partition_id()).distinct().count())
