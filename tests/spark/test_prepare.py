@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import Row, functions
+from pyspark.sql import types as t
+
+from sparkhvd.data import ParquetSource, head, load, select
+from sparkhvd.data.prepare import prepare
+from sparkhvd.errors import DataError, SchemaError
+from sparkhvd.store import LocalStore
+from sparkhvd.world import World
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(str(tmp_path / "my store"))
+
+
+def prepare_all(df, store, *, labels=("y",), features=None, weight=None, validation=None, num_proc=2, seed=7):
+    selection = select(df.schema, feature_cols=features, label_cols=labels, weight_col=weight, validation=validation)
+    return prepare(df, selection, store, num_proc=num_proc, seed=seed)
+
+
+def rows_of(store, manifest, split="train"):
+    """All rows of a split in DataFrame order, by column."""
+    source = ParquetSource(store, manifest, split, World(), 7, seed=0, shuffle=False)
+    batches = list(source.epoch(0))
+    return {name: np.concatenate([batch.columns[name] for batch in batches]) for name in manifest.schema.names()}
+
+
+def numbers(spark, rows=100, partitions=3):
+    return spark.range(0, rows, 1, partitions).select(
+        functions.col("id").alias("x"), (functions.col("id") % 3).alias("y")
+    )
+
+
+def assert_nothing_is_left(store):
+    assert store.list("") == []
+    assert list(Path(store.root).glob("datasets/*")) == []
+
+
+def test_the_rows_arrive_in_dataframe_order_without_validation(spark, store):
+    manifest = prepare_all(numbers(spark), store)
+    assert rows_of(store, manifest)["x"].tolist() == list(range(100))
+    assert manifest.train.rows == 100
+    assert manifest.validation is None
+    assert len(manifest.train.files) == 3
+    assert load(store, manifest.path) == manifest
+
+
+def test_the_rows_arrive_in_dataframe_order_in_both_splits(spark, store):
+    # More rows per task than one sort buffer page keeps the order honest; partitions of different size mix the files.
+    df = numbers(spark, 20_000, 3).union(numbers(spark, 50, 2).withColumn("x", functions.col("x") + 20_000))
+    manifest = prepare_all(df, store, validation=0.3)
+    train, held_out = rows_of(store, manifest)["x"], rows_of(store, manifest, "validation")["x"]
+    assert (np.diff(train) > 0).all()
+    assert (np.diff(held_out) > 0).all()
+    assert sorted([*train.tolist(), *held_out.tolist()]) == list(range(20_050))
+    assert 0.28 < len(held_out) / 20_050 < 0.32
+
+
+def executions(spark):
+    """The descriptions of all queries that Spark has run, by their number."""
+    entries = spark._jsparkSession.sharedState().statusStore().executionsList()
+    return {entries.apply(i).executionId(): entries.apply(i).physicalPlanDescription() for i in range(entries.size())}
+
+
+def test_the_write_has_one_sort_no_exchange_and_leaves_the_session_as_it_was(spark, store):
+    settings, before = dict(spark.conf.getAll), executions(spark)
+    prepare_all(numbers(spark), store, validation=0.3)
+    (plan,) = [plan for number, plan in executions(spark).items() if number not in before]
+    tree = plan.partition("\n\n")[0]
+    assert tree.count("Sort (") == 1, f"Spark sorts once more, and not by row number:\n{tree}"
+    assert "Exchange" not in tree
+    assert dict(spark.conf.getAll) == settings
+
+
+def test_the_lineage_is_evaluated_once(spark, store):
+    seen = spark.sparkContext.accumulator(0)
+
+    @functions.udf("long")
+    def counted(value):
+        seen.add(1)
+        return value
+
+    df = numbers(spark).withColumn("x", counted("x")).withColumn("a", functions.array("x", "x"))
+    prepare_all(df, store, validation=0.3)
+    assert seen.value == 100
+
+
+def test_a_sort_that_spills_keeps_the_order(spark, store):
+    # The order of equal keys is lost where spilled runs are merged; with runs of 1000 rows that happens here.
+    setting = "spark.shuffle.spill.numElementsForceSpillThreshold"
+    conf = spark.sparkContext._jsc.sc().conf()
+    conf.set(setting, "1000")
+    try:
+        manifest = prepare_all(numbers(spark, 20_000, 1), store, validation=0.5, num_proc=1)
+    finally:
+        conf.remove(setting)
+    assert (np.diff(rows_of(store, manifest)["x"]) > 0).all()
+    assert (np.diff(rows_of(store, manifest, "validation")["x"]) > 0).all()
+
+
+def test_every_supported_type_arrives_unchanged(spark, store):
+    types = {
+        "bool": (t.BooleanType(), True),
+        "int8": (t.ByteType(), -7),
+        "int16": (t.ShortType(), 300),
+        "int32": (t.IntegerType(), -70_000),
+        "int64": (t.LongType(), 2**60),
+        "float32": (t.FloatType(), 1.5),
+        "float64": (t.DoubleType(), 1e300),
+    }
+    fields, row = [], {}
+    for name, (spark_type, value) in types.items():
+        fields += [t.StructField(name, spark_type), t.StructField(f"{name} list.a", t.ArrayType(spark_type))]
+        row |= {name: value, f"{name} list.a": [value, value, type(value)(0)]}
+    fields += [t.StructField("vector", VectorUDT()), t.StructField("y", t.LongType())]
+    data = [
+        (*row.values(), vector, y) for vector, y in [(Vectors.dense([1, 0, 2]), 0), (Vectors.sparse(3, {1: 4.5}), 1)]
+    ]
+    df = spark.createDataFrame(data, t.StructType(fields)).coalesce(1)
+    manifest = prepare_all(df, store, num_proc=1)
+    columns = rows_of(store, manifest)
+    for name, (_, value) in types.items():
+        assert columns[name].dtype == columns[f"{name} list.a"].dtype == np.dtype(name)
+        assert columns[name].tolist() == [value, value]
+        assert columns[f"{name} list.a"].tolist() == [[value, value, type(value)(0)]] * 2
+        assert manifest.schema[f"{name} list.a"].shape == (3,)
+    assert columns["vector"].dtype == np.float64
+    assert columns["vector"].tolist() == [[1, 0, 2], [0, 4.5, 0]]
+    assert manifest.schema["vector"].kind == "vector"
+
+
+def test_the_split_depends_on_content_and_seed_and_not_on_partitioning(spark, store):
+    def held_out(df, seed):
+        return set(rows_of(store, prepare_all(df, store, validation=0.25, seed=seed), "validation")["x"].tolist())
+
+    first = held_out(numbers(spark, 400, 1), seed=1)
+    assert first == held_out(numbers(spark, 400, 7).orderBy(functions.desc("x")), seed=1)
+    assert first != held_out(numbers(spark, 400, 1), seed=2)
+    assert first != held_out(numbers(spark, 400, 1), seed=-1)
+
+
+@pytest.mark.parametrize("kind", ["boolean", "int", "double", "decimal(3,1)"])
+def test_a_validation_column_decides_and_is_not_delivered(spark, store, kind):
+    df = numbers(spark).withColumn("held out", (functions.col("x") % 5 == 0).cast("int").cast(kind))
+    manifest = prepare_all(df, store, validation="held out")
+    assert rows_of(store, manifest, "validation")["x"].tolist() == list(range(0, 100, 5))
+    assert manifest.train.rows == 80
+    assert manifest.schema.names() == ["x", "y"]
+
+
+def test_a_validation_column_with_null_or_other_values_is_refused_with_counts(spark, store):
+    df = numbers(spark).withColumn("v", functions.expr("CASE WHEN x < 3 THEN NULL WHEN x < 10 THEN 2 ELSE 0 END"))
+    with pytest.raises(DataError, match="column 'v' has 3 rows with NULL and 7 rows with another value than 0 and 1"):
+        prepare_all(df, store, validation="v")
+    assert_nothing_is_left(store)
+
+
+def test_two_datasets_in_one_store_never_see_each_other(spark, store):
+    first = prepare_all(numbers(spark, 10, 2), store)
+    second = prepare_all(numbers(spark, 20, 2).withColumn("x", -functions.col("x")), store)
+    assert first.dataset_id != second.dataset_id
+    assert rows_of(store, first)["x"].tolist() == list(range(10))
+    assert rows_of(store, second)["x"].tolist() == [-x for x in range(20)]
+
+
+def test_concurrent_preparations_keep_their_rows_apart(spark, store):
+    found = {}
+
+    def one(index):
+        df = numbers(spark, 200, 2).withColumn("x", functions.col("x") + 1000 * index)
+        found[index] = prepare_all(df, store, validation=0.5)
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for index in range(3):
+        x = rows_of(store, found[index])["x"]
+        assert (x // 1000 == index).all()
+        assert (np.diff(x) > 0).all()
+
+
+def test_the_weight_and_nan_are_data(spark, store):
+    df = numbers(spark, 4, 1).withColumn("w", functions.lit(float("nan")))
+    columns = rows_of(store, prepare_all(df, store, weight="w"))
+    assert columns["w"].dtype == np.float64
+    assert np.isnan(columns["w"]).all()
+
+
+def test_many_row_groups_are_read_in_order(spark, store):
+    # About 24 MiB in one task: more than one row group.
+    df = spark.range(0, 6000, 1, 1).select(
+        functions.col("id").alias("y"),
+        functions.transform(
+            functions.sequence(functions.lit(1), functions.lit(1000)), lambda i: functions.rand(3).cast("float") + i
+        ).alias("x"),
+    )
+    manifest = prepare_all(df, store)
+    assert len(manifest.train.block_rows()) > 1
+    assert rows_of(store, manifest)["y"].tolist() == list(range(6000))
+    assert head(store, manifest, 5)["x"].shape == (5, 1000)
+
+
+ARRAY = t.StructType([t.StructField("a", t.ArrayType(t.FloatType())), t.StructField("y", t.IntegerType())])
+
+
+FAULTS = {
+    "null array": ([([1.0, 2.0], 0), (None, 1), (None, 1)], DataError, r"'a' \(feature\) has 2 NULL values. Drop"),
+    "null inside": ([([1.0, 2.0], 0), ([1.0, None], 1)], DataError, r"'a' \(feature\) has 1 NULL values inside its"),
+    "ragged": (
+        [([1.0, 2.0], 0), ([1.0, 2.0, 3.0], 1)],
+        SchemaError,
+        r"'a' \(feature\) has rows of length 2 and 3;.* Pad",
+    ),
+    "empty one": ([([1.0, 2.0], 0), ([], 1)], SchemaError, "rows of length 0 and 2"),
+    "empty all": ([([], 0), ([], 1)], SchemaError, "holds only empty arrays"),
+    "null scalar": ([([1.0, 2.0], 0), ([1.0, 2.0], None)], DataError, r"'y' \(label\) has 1 NULL values. Drop"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("validation", [None, "held_out"])
+def test_rows_that_cannot_be_trained_on_are_refused_and_nothing_is_left(spark, store, fault, validation):
+    rows, error, message = FAULTS[fault]
+    # With validation, the first row is held out and what is wrong with the others shows only over both splits.
+    df = spark.createDataFrame([*rows, rows[0]], ARRAY).coalesce(1)
+    df = df.withColumn("held_out", functions.monotonically_increasing_id() == 0)
+    with pytest.raises(error, match=message):
+        prepare_all(df, store, features=["a"], validation=validation)
+    assert_nothing_is_left(store)
+
+
+def test_too_few_rows_are_refused_with_both_numbers(spark, store):
+    with pytest.raises(DataError, match="The DataFrame has no rows to train on"):
+        prepare_all(spark.createDataFrame([], ARRAY), store)
+    with pytest.raises(DataError, match="The DataFrame has no rows to train on"):
+        prepare_all(spark.createDataFrame([], ARRAY), store, validation=0.5)
+    with pytest.raises(DataError, match="There are 2 rows to train on but num_proc is 3"):
+        prepare_all(numbers(spark, 2), store, num_proc=3)
+    assert_nothing_is_left(store)
+
+
+def test_a_vector_that_is_null_or_of_another_length_is_refused(spark, store):
+    schema = t.StructType([t.StructField("v", VectorUDT()), t.StructField("y", t.IntegerType())])
+    for second, message in [(None, "Column 'v' .* has 1 NULL"), (Vectors.sparse(4, {0: 1.0}), "length 2 and 4")]:
+        df = spark.createDataFrame([(Vectors.dense([1, 2]), 0), (second, 1)], schema)
+        with pytest.raises(DataError, match=message):
+            prepare_all(df, store)
+    assert_nothing_is_left(store)
+
+
+def test_an_empty_split_is_refused(spark, store):
+    with pytest.raises(DataError, match="No row is held out: validation=1e-06 selects none of 100 rows"):
+        prepare_all(numbers(spark), store, validation=1e-6)
+    with pytest.raises(DataError, match="validation column 'z' selects none of 100 rows"):
+        prepare_all(numbers(spark).withColumn("z", functions.lit(0)), store, validation="z")
+    with pytest.raises(DataError, match="No row is left to train on: validation column 'o' holds out all 100 rows"):
+        prepare_all(numbers(spark).withColumn("o", functions.lit(True)), store, validation="o")
+    assert_nothing_is_left(store)
+
+
+def test_a_failing_lineage_leaves_nothing_and_keeps_its_own_error(spark, store):
+    df = numbers(spark).withColumn("x", functions.expr("IF(x < 99, x, raise_error('row 99 is bad'))"))
+    with pytest.raises(Exception, match="row 99 is bad"):
+        prepare_all(df, store, validation=0.2)
+    assert_nothing_is_left(store)
+
+
+def test_a_streaming_dataframe_is_refused(spark, store):
+    df = spark.readStream.format("rate").load().selectExpr("value AS x", "value AS y")
+    with pytest.raises(DataError, match="A streaming DataFrame has no end"):
+        prepare_all(df, store)
+
+
+def test_unusable_columns_are_refused_by_name_without_a_job(spark):
+    df = spark.createDataFrame([Row(x=1, name="a", y=1.0)])
+    for columns, message in [
+        ({"feature_cols": ["X"]}, "There is no column 'X' .* Did you mean 'x'"),
+        ({"feature_cols": ["name"]}, "Column 'name' has the type string, which cannot be a feature: index or encode"),
+    ]:
+        with pytest.raises(SchemaError, match=message):
+            select(df.schema, label_cols=["y"], **columns)
