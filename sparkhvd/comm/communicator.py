@@ -68,6 +68,7 @@ class Communicator:
                 self._rendezvous.close()
             raise
         self._closed = False
+        self._homogeneous = context.world.size == 1 or self._equal_on_all_ranks(context.world.local_size)
 
     @property
     def world(self) -> World:
@@ -78,6 +79,11 @@ class Communicator:
     def closed(self) -> bool:
         """Whether ``close()`` was called."""
         return self._closed
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether every host has the same number of ranks."""
+        return self._homogeneous
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts of what the core did, by name."""
@@ -108,7 +114,7 @@ class Communicator:
             target: receives the result; shape and dtype of ``source``.
             op: the reduction.
             name: the operation's name, made by counting when None.
-            prescale: multiplies this rank's values before the reduction; ranks may differ in it.
+            prescale: multiplies the values before the reduction; equal on all ranks.
             postscale: multiplies the result; equal on all ranks.
         """
         if source.shape != target.shape or source.dtype != target.dtype:
@@ -207,8 +213,8 @@ class Communicator:
             array: the same shape and dtype on all ranks.
             op: the reduction.
             name: see the class.
-            prescale: multiplies this rank's values before the reduction.
-            postscale: multiplies the result.
+            prescale: multiplies the values before the reduction; equal on all ranks.
+            postscale: multiplies the result; equal on all ranks.
             out: receives the result, a new array by default; ``array`` itself works in place.
 
         Returns:
@@ -300,6 +306,14 @@ class Communicator:
 
     def _name(self, kind: str, name: str | None) -> str:
         return f"{kind}.noname.{next(self._counts[kind])}" if name is None else name
+
+    def _equal_on_all_ranks(self, number: int) -> bool:
+        try:
+            numbers = self.allgather(np.array([number]), name="communicator.local_size")
+        except BaseException:
+            self.close()
+            raise
+        return bool((numbers == number).all())
 
     def _open_engine(self) -> _core.Engine:
         if self._closed:

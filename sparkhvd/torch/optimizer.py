@@ -1,0 +1,212 @@
+"""``DistributedOptimizer``: an optimizer whose gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.errors import ConfigError
+from sparkhvd.torch.gradients import ExchangeSettings, GradientExchange
+
+
+class ExchangingOptimizer(torch.optim.Optimizer):
+    """What ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
+
+    _exchange: GradientExchange
+    _skip: bool
+
+    def weight_next(self, share: float) -> None:
+        """Weight the next backward pass by this rank's part of the global batch.
+
+        The gradients of that pass, of the *mean* loss over this rank's rows, are multiplied by ``share`` and summed
+        over the ranks instead of averaged, so that the step's gradient is the mean over all rows of the global batch.
+        Call it before every backward pass of a step, on every rank; with several passes per step the shares of all
+        ranks' passes sum to 1. A rank without rows calls ``contribute_nothing()`` in place of its backward pass.
+
+        Args:
+            share: rows of this pass / rows of the whole step over all ranks, from 0 to 1.
+
+        Example:
+            >>> optimizer.zero_grad()
+            >>> if batch.rows:
+            ...     optimizer.weight_next(batch.share)
+            ...     loss(model(batch.features), batch.labels).backward()
+            ... else:
+            ...     optimizer.contribute_nothing()
+            >>> optimizer.step()
+        """
+        self._exchange.require_idle("weight_next() was called")
+        self._exchange.weight(share)
+
+    def contribute_nothing(self) -> None:
+        """Take part in a weighted step without rows: stands for one backward pass whose gradients are zero."""
+        self._exchange.require_idle("contribute_nothing() was called")
+        self._exchange.skip_pass()
+
+    def synchronize(self) -> None:
+        """Wait until every ``grad`` holds the combined gradient, for example to clip it before ``step()``."""
+        self._exchange.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this block ``step()`` takes the gradients as they are, after an explicit ``synchronize()``."""
+        self._skip = True
+        try:
+            yield
+        finally:
+            self._skip = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum ``passes`` backward passes on the rank before gradients are exchanged."""
+        self._exchange.set_passes(_positive(passes))
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; the optimizer then must not be used any more."""
+        self._exchange.close()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait for the gradients of all ranks, then do what the wrapped optimizer does.
+
+        Args:
+            closure: computes the loss and its gradients anew; they are exchanged after it.
+        """
+        if self._skip:
+            self._exchange.require_idle("step() was called inside skip_synchronize()")
+            result = super().step(closure)
+        elif closure is None:
+            self._synchronize_once()
+            result = super().step()
+        else:
+            result = super().step(self._synchronized(closure))
+        self._exchange.synchronized = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients.
+
+        Raises:
+            AssertionError: between ``backward()`` and ``step()``, while they are on their way to the other ranks.
+        """
+        self._exchange.require_idle("optimizer.zero_grad() was called")
+        self._exchange.reset()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; the ranks know their gradients by position."""
+        super().add_param_group(param_group)
+        self._exchange.track(_names_by_position(self.param_groups, only=len(self.param_groups) - 1))
+
+    def _synchronize_once(self) -> None:
+        if not self._exchange.synchronized:
+            self._exchange.synchronize()
+
+    def _synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self._synchronize_once()
+            return loss
+
+        return evaluate
+
+
+def DistributedOptimizer(  # noqa: N802  the name is Horovod's
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+) -> ExchangingOptimizer:
+    """An optimizer like ``optimizer`` whose ``step()`` applies the gradients of all ranks.
+
+    The result is an instance of the optimizer's own class (of a subclass with its name) and shares its ``param_groups``
+    and ``state``; make learning rate schedulers from the result. The exchange of a gradient starts as soon as backward
+    has computed it.
+
+    Args:
+        optimizer: the optimizer to wrap; use only the result afterwards.
+        named_parameters: ``model.named_parameters()``, for the names of the gradients; by position when None.
+        backward_passes_per_step: backward passes that are summed on the rank before gradients are exchanged.
+        op: how the ranks' gradients are combined: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
+        gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
+
+    Raises:
+        ConfigError: duplicate or missing names, or settings that contradict each other.
+
+    Example:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    """
+    if isinstance(optimizer, ExchangingOptimizer):
+        raise ConfigError("This optimizer is distributed already; wrap the plain one.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS decides from its rank's own loss how often to evaluate, so ranks would part; use another."
+        )
+    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, not {op}.")
+    if not gradient_predivide_factor > 0:
+        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor} is not positive.")
+    names = _names_by_position(optimizer.param_groups)
+    if named_parameters is not None:
+        names = _given_names(optimizer.param_groups, list(named_parameters))
+    kind = type(optimizer)
+    wrapped = cast(
+        "ExchangingOptimizer",
+        object.__new__(type(kind.__name__, (ExchangingOptimizer, kind), {"__module__": kind.__module__})),
+    )
+    # A scheduler that was made before has put its own `step` on the plain optimizer, which would bypass ours.
+    wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    wrapped._skip = False  # noqa: SLF001
+    wrapped._exchange = GradientExchange(  # noqa: SLF001
+        ExchangeSettings(ReduceOp(op), _positive(backward_passes_per_step), gradient_predivide_factor)
+    )
+    wrapped._exchange.track(names)  # noqa: SLF001
+    return wrapped
+
+
+def _positive(passes: int) -> int:
+    if passes < 1:
+        raise ConfigError(f"backward_passes_per_step={passes} is not at least 1.")
+    return passes
+
+
+def _names_by_position(groups: list[dict[str, Any]], only: int | None = None) -> dict[torch.Tensor, str]:
+    """A name per parameter from its place in the groups, for those of group ``only`` when given."""
+    return {
+        parameter: f"gradient.{group}.{index}"
+        for group, options in enumerate(groups)
+        for index, parameter in enumerate(options["params"])
+        if only is None or group == only
+    }
+
+
+def _given_names(groups: list[dict[str, Any]], pairs: list[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
+    """The user's name for every parameter of the optimizer."""
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ConfigError(
+                "named_parameters holds something that is not a (name, parameter); pass model.named_parameters()."
+            )
+    duplicates = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
+    if duplicates:
+        raise ConfigError(f"named_parameters holds the names {duplicates} more than once; names must be unique.")
+    name_of = {parameter: name for name, parameter in pairs}
+    unnamed = [
+        f"group {group}, position {index}, shape {tuple(parameter.shape)}"
+        for group, options in enumerate(groups)
+        for index, parameter in enumerate(options["params"])
+        if parameter not in name_of
+    ]
+    if unnamed:
+        raise ConfigError(
+            f"named_parameters does not name {len(unnamed)} parameters of the optimizer ({'; '.join(unnamed)}); "
+            f"its names are {sorted(name_of.values())}. Name all or pass named_parameters=None."
+        )
+    return {parameter: f"gradient.{name_of[parameter]}" for options in groups for parameter in options["params"]}

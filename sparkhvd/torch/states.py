@@ -1,0 +1,139 @@
+"""Parameters, optimizer states and Python objects from one rank to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from sparkhvd.comm import objects, session
+from sparkhvd.errors import ConfigError
+from sparkhvd.torch.operations import overwrite_async
+
+T = TypeVar("T")
+
+
+def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:
+    """The object of ``root_rank``, on every rank; what the other ranks pass is ignored.
+
+    Args:
+        obj: any object that cloudpickle takes.
+        root_rank: the rank whose object counts.
+        name: the operation's name, equal on all ranks.
+
+    Raises:
+        CollectiveError: on every rank, when the root's object cannot be pickled.
+    """
+    return objects.broadcast_object(session.current(), obj, root_rank, name=name or "broadcast_object")
+
+
+def allgather_object(obj: T, name: str | None = None) -> list[T]:
+    """The objects of all ranks, in rank order, on every rank.
+
+    Args:
+        obj: any object that cloudpickle takes.
+        name: the operation's name, equal on all ranks.
+
+    Raises:
+        CollectiveError: on every rank, when an object cannot be pickled.
+    """
+    return objects.allgather_object(session.current(), obj, name=name or "allgather_object")
+
+
+def broadcast_parameters(params: Mapping[str, object] | Iterable[tuple[str, torch.Tensor]], root_rank: int = 0) -> None:
+    """Overwrite parameters and buffers with those of ``root_rank``, in place.
+
+    Args:
+        params: ``model.state_dict()`` or ``model.named_parameters()``, with the same names on all ranks.
+        root_rank: the rank whose values count.
+
+    Raises:
+        ConfigError: an entry is not a tensor; the message names it.
+    """
+    pairs = list(params.items() if isinstance(params, Mapping) else params)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
+            raise ConfigError(
+                f"broadcast_parameters got {_shown(pair)}; pass a state_dict() of tensors or named_parameters(), "
+                "and other objects through broadcast_object()."
+            )
+    handles = [overwrite_async(tensor, root_rank, f"broadcast_parameters.{name}") for name, tensor in pairs]
+    for handle in handles:
+        handle.wait()
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+    """Give an optimizer the state and the options of that of ``root_rank``.
+
+    Works for every optimizer with a ``state_dict``, also where only the root has taken steps.
+
+    Args:
+        optimizer: over the same parameters, in the same groups, on all ranks.
+        root_rank: the rank whose optimizer counts.
+
+    Raises:
+        ValueError: the groups of this rank's optimizer differ from those of the root's.
+    """
+    is_root = session.current().world.rank == root_rank
+    mine: list[torch.Tensor] = []
+    outline = _outlined(optimizer.state_dict(), mine) if is_root else None
+    outline = broadcast_object(outline, root_rank, "broadcast_optimizer_state.outline")
+    tensors = mine if is_root else [torch.empty(slot.shape, dtype=slot.dtype) for slot in _slots(outline)]
+    handles = [
+        overwrite_async(tensor, root_rank, f"broadcast_optimizer_state.{index}") for index, tensor in enumerate(tensors)
+    ]
+    for handle in handles:
+        handle.wait()
+    if not is_root:
+        optimizer.load_state_dict(_filled(outline, tensors))
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in an outline of nested dicts, lists and tuples."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` with its tensors replaced by slots and collected in ``tensors``."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
+    if isinstance(value, dict):
+        return {key: _outlined(entry, tensors) for key, entry in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_outlined(entry, tensors) for entry in value)
+    return value
+
+
+def _slots(outline: Any) -> list[_Slot]:
+    """The slots of an outline, in the order of their tensors."""
+    if isinstance(outline, _Slot):
+        return [outline]
+    if isinstance(outline, dict):
+        return [slot for entry in outline.values() for slot in _slots(entry)]
+    if type(outline) in {list, tuple}:
+        return [slot for entry in outline for slot in _slots(entry)]
+    return []
+
+
+def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
+    """The outline with its tensors put back."""
+    if isinstance(outline, _Slot):
+        return tensors[outline.index]
+    if isinstance(outline, dict):
+        return {key: _filled(entry, tensors) for key, entry in outline.items()}
+    if type(outline) in {list, tuple}:
+        return type(outline)(_filled(entry, tensors) for entry in outline)
+    return outline
+
+
+def _shown(pair: object) -> str:
+    if isinstance(pair, tuple) and len(pair) == 2:
+        return f"{pair[0]!r} of type {type(pair[1]).__name__}"
+    return f"an entry of type {type(pair).__name__}"

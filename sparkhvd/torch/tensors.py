@@ -1,0 +1,95 @@
+"""Torch tensors as the memory that the core reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparkhvd.comm.buffers import Buffer
+from sparkhvd.errors import ConfigError
+
+_NAME_OF = {
+    torch.bool: "bool",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A tensor and the contiguous CPU memory that stands for it in a collective.
+
+    Attributes:
+        tensor: where results belong.
+        memory: the tensor's own memory where that is contiguous and on the CPU, else a copy of it.
+    """
+
+    tensor: torch.Tensor
+    memory: torch.Tensor
+
+    def write_back(self) -> torch.Tensor:
+        """Bring a result from the memory into the tensor; no copy where they are the same."""
+        if self.memory.data_ptr() != self.tensor.data_ptr():
+            with torch.no_grad():
+                self.tensor.copy_(self.memory)
+        return self.tensor
+
+
+def stage(tensor: torch.Tensor, what: str) -> Staged:
+    """Contiguous CPU memory with the values of ``tensor``.
+
+    Raises:
+        ConfigError: the tensor is sparse or has no memory; ``what`` says which one.
+    """
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{what} has layout {tensor.layout}; collectives take dense tensors, call to_dense() first.")
+    if tensor.is_meta:
+        raise ConfigError(f"{what} is on the meta device and has no values; materialize it first.")
+    return Staged(tensor, tensor.detach().contiguous().cpu())
+
+
+def require_contiguous(tensor: torch.Tensor, what: str) -> None:
+    """Raise ``ConfigError`` when an in-place collective could not write into the tensor's memory."""
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; an in-place "
+            "collective writes into its memory. Use the form without the underscore, or call contiguous() first."
+        )
+
+
+def buffer_of(memory: torch.Tensor, what: str) -> Buffer:
+    """The address, shape and element type of a contiguous CPU tensor.
+
+    Raises:
+        ConfigError: collectives have no such element type; ``what`` says which tensor has it.
+    """
+    name = _NAME_OF.get(memory.dtype)
+    if name is None:
+        raise ConfigError(f"{what} has dtype {memory.dtype}; collectives take {', '.join(_NAME_OF.values())}.")
+    return Buffer(memory.data_ptr(), tuple(memory.shape), name, memory)
+
+
+def bytes_of(memory: torch.Tensor) -> Buffer:
+    """The memory of a contiguous CPU tensor of any element type, as bytes: enough where nothing is computed."""
+    return Buffer(memory.data_ptr(), (memory.numel() * memory.element_size(),), "uint8", memory)
+
+
+def tensor_of(content: memoryview, like: torch.Tensor, rows: int) -> torch.Tensor:
+    """A new tensor with ``rows`` rows of the shape, dtype and device of the rows of ``like``, from their bytes."""
+    joined = torch.empty((rows, *like.shape[1:]), dtype=like.dtype)
+    if content.nbytes:
+        joined.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return joined.to(like.device)
+
+
+def has_dtype(memory: torch.Tensor) -> bool:
+    """Whether collectives have the tensor's element type."""
+    return memory.dtype in _NAME_OF
