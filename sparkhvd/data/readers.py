@@ -272,7 +272,8 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> npt.NDArray[np.
     import pyarrow as pa  # noqa: PLC0415
 
     values, shape = array, _shape(column)
-    if shape and pa.types.is_list(array.type):
+    is_list = pa.types.is_list(array.type)
+    if shape and is_list:
         lengths = np.diff(array.offsets.to_numpy())
         if (lengths != math.prod(shape)).any():
             raise DataError(
@@ -282,11 +283,8 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> npt.NDArray[np.
         values = array.flatten()
     if array.null_count or values.null_count:
         raise DataError(f"Column {column.name!r} in {where} holds NULL. Prepare the data again.")
-    try:
-        found: npt.NDArray[np.generic] = values.to_numpy(zero_copy_only=False)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"Column {column.name!r} in {where} has the type {array.type}: {error}.") from error
-    if found.dtype != np.dtype(column.dtype):
+    found: npt.NDArray[np.generic] = values.to_numpy(zero_copy_only=False)
+    if found.dtype != np.dtype(column.dtype) or is_list != bool(shape):
         raise DataError(
             f"Column {column.name!r} in {where} has the type {array.type}, the manifest says {column.dtype} of shape "
             f"{shape}. Prepare the data again."

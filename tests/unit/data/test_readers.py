@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sparkhvd.data import ColumnSpec, DataSchema, ParquetSource, head
+from sparkhvd.data.batches import Batch
+from sparkhvd.data.readers import _Feed, to_numpy
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import ConfigError, DataError, DeadlineExceededError, StoreError
+from sparkhvd.world import World
+
+from .conftest import SCHEMA, expected, table_of
+
+FILES = ((40, 1, 59), (100,), (7, 93))
+
+
+def world_of(rank, size):
+    return World(rank=rank, size=size, local_rank=rank, local_size=size)
+
+
+def source_of(store, manifest, *, rank=0, size=1, batch=16, split="train", shuffle=False, **options):
+    return ParquetSource(store, manifest, split, world_of(rank, size), batch, seed=5, shuffle=shuffle, **options)
+
+
+def reader_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("sparkhvd-read-")]
+
+
+def assert_rows(batch, ids):
+    want = expected(ids)
+    assert batch.rows == len(ids)
+    assert list(batch.columns) == SCHEMA.names()
+    for column in SCHEMA.columns:
+        found = batch.columns[column.name]
+        assert found.dtype == np.dtype(column.dtype)
+        assert found.shape == (len(ids), *column.shape)
+        assert found.flags.c_contiguous
+        assert found.flags.writeable
+        np.testing.assert_array_equal(found, want[column.name])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "window_bytes": 700}])
+def test_every_rank_reads_exactly_the_rows_of_the_plan(store, make_dataset, size, options):
+    manifest = make_dataset(FILES)
+    for epoch in (0, 1):
+        sources = [source_of(store, manifest, rank=rank, size=size, **options) for rank in range(size)]
+        ranks = [list(source.epoch(epoch)) for source in sources]
+        plan = list(sources[0].plan.global_batches(epoch))
+        assert [len(batches) for batches in ranks] == [sources[0].steps()] * size
+        for step, ids_of_rank in enumerate(plan):
+            for batches, ids in zip(ranks, ids_of_rank, strict=True):
+                assert_rows(batches[step], ids)
+            assert {batches[step].global_rows for batches in ranks} == {sum(map(len, ids_of_rank))}
+            assert sum(batches[step].share for batches in ranks) == pytest.approx(1)
+        assert sources[0].rows() == 300
+
+
+def test_the_windows_of_the_last_test_are_of_the_large_kind(store, make_dataset):
+    plan = source_of(store, make_dataset(FILES), shuffle=True, window_bytes=700).plan
+    assert 1 < plan.window_rows < plan.total_rows
+
+
+def test_a_rank_without_rows_in_a_step_gets_an_empty_batch(store, make_dataset):
+    manifest = make_dataset(((9,),))
+    last = list(source_of(store, manifest, rank=1, size=2, batch=4).epoch(0))[-1]
+    assert_rows(last, [])
+    assert (last.rows, last.global_rows, last.share) == (0, 1, 0.0)
+
+
+def test_the_validation_rows_are_read_from_their_own_files(store, make_dataset):
+    manifest = make_dataset(((5,),), validation=((3,), (2,)))
+    batches = list(source_of(store, manifest, split="validation", batch=5).epoch(0))
+    assert_rows(batches[0], [0, 1, 2, 3, 4])
+    assert source_of(store, manifest, split="validation").rows() == 5
+
+
+def test_more_steps_than_one_pass_continue_and_fewer_stop(store, make_dataset):
+    manifest = make_dataset(((10,),))
+    batches = list(source_of(store, manifest, batch=4, steps_per_epoch=5).epoch(0))
+    assert [batch.columns["id"].tolist() for batch in batches] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+    assert len(list(source_of(store, manifest, batch=4, steps_per_epoch=1).epoch(0))) == 1
+
+
+def test_batches_do_not_share_memory(store, make_dataset):
+    for shuffle in (False, True):
+        first, second = list(
+            source_of(store, make_dataset(((8,),), dataset_id=f"d{shuffle}"), batch=4, shuffle=shuffle).epoch(0)
+        )
+        before = second.columns["id"].copy()
+        first.columns["id"][:] = -1
+        np.testing.assert_array_equal(second.columns["id"], before)
+
+
+def test_head_gives_the_first_rows_over_row_groups_and_files(store, make_dataset):
+    manifest = make_dataset(((2, 0, 1), (4,)))
+    assert_rows(Batch(head(store, manifest, 5), 5, 5), range(5))
+    assert_rows(Batch(head(store, manifest, 100), 7, 7), range(7))
+
+
+def test_going_forward_never_decodes_a_row_group_twice(store, make_dataset, monkeypatch):
+    decoded = []
+    original = parquet.ParquetFile.iter_batches
+
+    def counted(self, *arguments, **options):
+        decoded.append(options["row_groups"])
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
+    list(source_of(store, make_dataset(FILES), rank=1, size=2, batch=3).epoch(0))
+    assert decoded == [[0], [1], [2], [0], [0], [1]]
+
+
+def test_closing_the_iterator_ends_the_thread(store, make_dataset):
+    batches = source_of(store, make_dataset(((5000,),)), batch=1, prefetch_bytes=1).epoch(0)
+    next(batches)
+    assert len(reader_threads()) == 1
+    batches.close()
+    assert reader_threads() == []
+
+
+def test_dropping_the_iterator_ends_the_thread(store, make_dataset):
+    batches = source_of(store, make_dataset(((5000,),)), batch=1, prefetch_bytes=1).epoch(0)
+    next(batches)
+    del batches
+    gc.collect()
+    assert reader_threads() == []
+
+
+def test_a_consumer_that_raises_ends_the_thread(store, make_dataset):
+    def consume():
+        for _ in source_of(store, make_dataset(((5000,),)), batch=1, prefetch_bytes=1).epoch(0):
+            raise RuntimeError("in training")
+
+    with pytest.raises(RuntimeError, match="in training"):
+        consume()
+    gc.collect()
+    assert reader_threads() == []
+
+
+def test_the_prefetching_is_bounded_by_bytes(store, make_dataset):
+    batch_bytes = 23 * 10  # int64 + 3 float32 + 2 bool + bool
+    feed_limit = 3 * batch_bytes
+    feed = _Feed(feed_limit)
+    blocked = threading.Event()
+    taken = source_of(store, make_dataset(((1000,),)), batch=10)
+
+    def fill():
+        for count, batch in enumerate(taken._batches(0, feed.stopped)):
+            if count == 3:
+                blocked.set()
+            try:
+                feed.put(batch)
+            except Exception:  # noqa: BLE001
+                return
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    assert blocked.wait(30)
+    thread.join(0.2)
+    assert thread.is_alive(), "the fourth batch went in above the limit"
+    assert feed._bytes == feed_limit
+    feed.close()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_trainer_whose_reader_never_delivers_stops_at_its_deadline():
+    with pytest.raises(DeadlineExceededError, match="Timed out waiting for the next batch"):
+        _Feed(1).take(Deadline.after(0.01), "the next batch")
+
+
+def test_a_reader_that_ended_early_is_noticed_at_once():
+    feed = _Feed(1)
+    feed.end(None)
+    with pytest.raises(DataError, match="The reader ended before the next batch"):
+        feed.take(Deadline.after(60), "the next batch")
+
+
+def path_of(store, manifest, index=0):
+    return Path(store.root, manifest.folder, manifest.train.files[index].path)
+
+
+def test_a_missing_file_is_named_in_the_trainer(store, make_dataset):
+    manifest = make_dataset(((10,), (10,)))
+    path_of(store, manifest, 1).unlink()
+    with pytest.raises(StoreError, match=r"Cannot read file://.*/rows/train-1.parquet: .*No such file"):
+        list(source_of(store, manifest).epoch(0))
+    assert reader_threads() == []
+
+
+def test_a_truncated_file_is_named(store, make_dataset):
+    manifest = make_dataset(((10,),))
+    content = path_of(store, manifest).read_bytes()
+    path_of(store, manifest).write_bytes(content[: len(content) // 2])
+    with pytest.raises(StoreError, match=r"Cannot read file://.*/rows/train-0.parquet"):
+        list(source_of(store, manifest).epoch(0))
+
+
+@pytest.mark.parametrize("rows", [9, 11, 0])
+def test_other_row_counts_than_the_manifest_says_are_an_error(store, make_dataset, rows):
+    manifest = make_dataset(((10,),))
+    parquet.write_table(table_of(range(rows)), path_of(store, manifest))
+    with pytest.raises(
+        DataError, match=r"row groups of \[.*\] rows, the manifest says \[10\]; the dataset was changed"
+    ):
+        list(source_of(store, manifest).epoch(0))
+
+
+@pytest.mark.parametrize(
+    ("array", "column", "message"),
+    [
+        (pa.array([1, None]), ColumnSpec("c", "int64", (), "feature", "scalar"), "'c' in here holds NULL"),
+        (
+            pa.array([1, 2]),
+            ColumnSpec("c", "int32", (), "feature", "scalar"),
+            "has the type int64, the manifest says int32",
+        ),
+        (pa.array(["a"]), ColumnSpec("c", "int32", (), "feature", "scalar"), "has the type string"),
+        (pa.array([[1.0], [2.0, 3.0, 4.0]]), ColumnSpec("c", "float64", (2,), "feature", "array"), "length 1 to 3"),
+        (pa.array([[1.0, None]]), ColumnSpec("c", "float64", (2,), "feature", "array"), "holds NULL"),
+        (pa.array([[1.0, 2.0], None]), ColumnSpec("c", "float64", (2,), "feature", "array"), "length 0 to 2"),
+        (pa.array([1.0, 2.0]), ColumnSpec("c", "float64", (2,), "feature", "array"), "of shape"),
+        (pa.array([1.0]), ColumnSpec("c", "float64", None, "feature", "array"), "The shape of column 'c' is not known"),
+    ],
+)
+def test_values_that_contradict_the_manifest_are_an_error(array, column, message):
+    with pytest.raises(DataError, match=message):
+        to_numpy(array, column, "here")
+
+
+def test_a_slice_of_an_arrow_array_is_converted_from_its_own_rows():
+    array = pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).slice(1, 1)
+    found = to_numpy(array, ColumnSpec("c", "float64", (2,), "feature", "array"), "here")
+    assert found.tolist() == [[3.0, 4.0]]
+
+
+def test_a_schema_without_shapes_and_wrong_numbers_are_refused(store, make_dataset):
+    manifest = make_dataset()
+    with pytest.raises(ConfigError, match="prefetch_bytes is 0"):
+        source_of(store, manifest, prefetch_bytes=0)
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        source_of(store, manifest, batch=0)
+    unknown = DataSchema((ColumnSpec("a.b", "float32", None, "feature", "array"),))
+    with pytest.raises(DataError, match=r"The shape of column 'a.b' is not known"):
+        source_of(store, make_dataset(dataset_id="e", schema=SCHEMA.replaced(unknown.columns)))

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store import LocalStore, Store
+
+
+def test_a_relative_path_is_resolved_when_the_store_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert LocalStore("here/../there").url == f"file://{tmp_path}/there"
+
+
+@pytest.mark.parametrize("form", ["{}", "file:{}", "file://{}", "file://localhost{}", "FILE://{}"])
+def test_all_ways_to_name_a_folder_give_the_same_store(tmp_path, form):
+    assert Store.create(form.format(tmp_path)) == LocalStore(str(tmp_path))
+
+
+def test_a_url_is_taken_literally_as_spark_does(tmp_path):
+    assert LocalStore(f"file://{tmp_path}/a%20b").root == f"{tmp_path}/a%20b"
+
+
+def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert LocalStore("~/data").root == f"{tmp_path}/data"
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=rf"Cannot use the folder file://{tmp_path}/file: File exists"):
+        Store.create(str(tmp_path / "file"))
+    with pytest.raises(StoreError, match="Not a directory"):
+        Store.create(str(tmp_path / "file" / "below"))
+
+
+def test_a_folder_that_cannot_be_made_is_refused():
+    with pytest.raises(StoreError, match="Cannot use the folder file:///proc/sparkhvd"):
+        Store.create("/proc/sparkhvd")
+
+
+def test_a_folder_that_is_not_writable_is_refused():
+    # Nobody, root included, may write there.
+    with pytest.raises(StoreError, match="The Store file:///proc/sys is not readable and writable for this user"):
+        Store.create("/proc/sys")
+
+
+@pytest.mark.parametrize(("url", "message"), [("file://host/x", "names the host 'host'"), ("", "names no folder")])
+def test_what_is_no_local_folder_is_refused(url, message):
+    with pytest.raises(StoreError, match=message):
+        LocalStore(url)
+
+
+def test_an_unfinished_file_of_a_killed_process_is_not_listed_and_is_deleted_with_its_folder(tmp_path):
+    store = LocalStore(str(tmp_path))
+    writer = store.open("run/x", "wb")
+    (hidden,) = (tmp_path / "run").iterdir()
+    assert hidden.name.startswith(".")
+    assert store.list("") == []
+    store.delete("run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(StoreError, match=r"Cannot write file://.*/run/x: No such file"):
+        writer.close()
+
+
+def test_deleting_a_link_keeps_what_it_leads_to(tmp_path):
+    (tmp_path / "target").mkdir()
+    store = LocalStore(str(tmp_path / "store"))
+    Path(store.root, "link").symlink_to(tmp_path / "target")
+    store.delete("link")
+    assert (tmp_path / "target").exists()
+
+
+def test_arrow_maps_files_into_memory(tmp_path):
+    filesystem, path = LocalStore(str(tmp_path)).arrow("x")
+    assert filesystem.equals(fs.LocalFileSystem(use_mmap=True))
+    assert path == f"{tmp_path}/x"
