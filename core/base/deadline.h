@@ -17,8 +17,8 @@ class Deadline {
   }
   static Deadline AfterSeconds(double seconds) {
     constexpr double kCentury = 3.0e9;
-    return After(std::chrono::nanoseconds(
-        static_cast<int64_t>(std::clamp(seconds, 0.0, kCentury) * 1e9)));
+    return After(
+        std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(seconds, 0.0, kCentury) * 1e9)));
   }
 
   Clock::time_point at() const { return at_; }

@@ -46,8 +46,8 @@ class [[nodiscard]] Status {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : value_(std::move(value)) {}                     // NOLINT: implicit by design
-  Result(Status status) : status_(std::move(status)) {              // NOLINT: implicit by design
+  Result(T value) : value_(std::move(value)) {}         // NOLINT: implicit by design
+  Result(Status status) : status_(std::move(status)) {  // NOLINT: implicit by design
     assert(!status_.ok() && "a Result without a value needs a failure");
   }
 
@@ -65,7 +65,7 @@ class [[nodiscard]] Result {
 }  // namespace sparkhvd
 
 // Leaves the enclosing function with the failure of `expression`, if it failed.
-#define SHVD_TRY(expression)                                   \
-  do {                                                         \
+#define SHVD_TRY(expression)                                                                  \
+  do {                                                                                        \
     if (::sparkhvd::Status shvd_status = (expression); !shvd_status.ok()) return shvd_status; \
   } while (false)

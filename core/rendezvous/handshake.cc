@@ -80,9 +80,10 @@ Status DialHandshake(int fd, const std::string& token, const std::string& purpos
   Status status = WriteExactly(fd, ConstBytes(ours.data(), ours.size()), deadline);
   if (status.ok()) status = ReadExactly(fd, Bytes(answer.data(), answer.size()), deadline);
   if (status.code() == StatusCode::kPeerLost) {
-    return Status(StatusCode::kAuthentication,
-                  "the other side closed the connection instead of proving that it knows the job's token; "
-                  "both sides need the same token");
+    return Status(
+        StatusCode::kAuthentication,
+        "the other side closed the connection instead of proving that it knows the job's token; "
+        "both sides need the same token");
   }
   SHVD_TRY(status.Annotate("handshake"));
   const Digest expected = Proof(token, "acpt", sent, nonce, purpose);

@@ -1,13 +1,15 @@
-// How two ends of a connection prove to each other that they know the job's token, before anything else is read.
+// How two ends of a connection prove to each other that they know the job's token, before anything
+// else is read.
 //
 //   dialer   -> acceptor  magic, nonce of the dialer, claim     (48 bytes)
 //   acceptor -> dialer    nonce of the acceptor                 (32 bytes)
 //   dialer   -> acceptor  HMAC("dial", nonces, claim, purpose)  (32 bytes)
 //   acceptor -> dialer    HMAC("acpt", nonces, claim, purpose)  (32 bytes)
 //
-// Both nonces are fresh, so nothing recorded is worth anything later; the label keeps a proof from being reflected; the
-// purpose (known to both, never sent) keeps a connection from being led to another listener of the job. A stranger
-// learns only a nonce. The proofs do not protect what follows: that needs an encrypted link.
+// Both nonces are fresh, so nothing recorded is worth anything later; the label keeps a proof from
+// being reflected; the purpose (known to both, never sent) keeps a connection from being led to
+// another listener of the job. A stranger learns only a nonce. The proofs do not protect what
+// follows: that needs an encrypted link.
 #pragma once
 
 #include <array>

@@ -6,7 +6,8 @@ Status MissingKey(const std::string& key) {
   return Status(StatusCode::kTimeout, "nobody set key '" + key + "' before the deadline");
 }
 
-Status InProcessStore::Set(const std::string& key, const std::string& value, Deadline /*deadline*/) {
+Status InProcessStore::Set(const std::string& key, const std::string& value,
+                           Deadline /*deadline*/) {
   const std::lock_guard<std::mutex> lock(mutex_);
   SHVD_TRY(closed_);
   if (values_.emplace(key, value).second) changed_.notify_all();

@@ -59,13 +59,15 @@ void Reception::Accept(int listener) {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
     UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!fd.valid()) {
-      const bool exhausted = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+      const bool exhausted =
+          errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
       // The listener stays readable meanwhile: without a pause the owner's loop would spin.
       if (exhausted) resume_accepting_ = Deadline::AfterSeconds(kPauseWithoutDescriptors);
       if (errno == EAGAIN || exhausted) return;
       continue;  // this one went away before it was accepted
     }
-    // A handshake among members takes a round trip or two; those who hold a place for long are not members.
+    // A handshake among members takes a round trip or two; those who hold a place for long are not
+    // members.
     if (strangers_.size() >= limits_.strangers) strangers_.pop_front();
     strangers_.push_back({std::move(fd), AcceptorHandshake(token_, purpose_),
                           Deadline::AfterSeconds(limits_.handshake_seconds)});
@@ -86,7 +88,8 @@ Reception::Verdict Reception::Advance(Stranger& stranger) {
     auto reply = stranger.handshake.Consume(ConstBytes(stranger.buffer.data(), wanted));
     if (!reply.ok()) return Verdict::kDropped;
     // The answers of a whole handshake fit into the smallest send buffer of the kernel.
-    auto sent = WriteSome(stranger.fd.get(), ConstBytes(reply.value().data(), reply.value().size()));
+    auto sent =
+        WriteSome(stranger.fd.get(), ConstBytes(reply.value().data(), reply.value().size()));
     if (!sent.ok() || sent.value() != reply.value().size()) return Verdict::kDropped;
     if (stranger.handshake.done()) return Verdict::kAdmitted;
   }

@@ -16,7 +16,7 @@
 namespace sparkhvd {
 
 struct ReceptionLimits {
-  size_t strangers = 64;           // connections that have not proved anything yet; the oldest makes room
+  size_t strangers = 64;  // connections that have not proved anything yet; the oldest makes room
   double handshake_seconds = 5.0;  // for the whole handshake of one connection
 };
 
@@ -26,8 +26,9 @@ struct Admitted {
   uint64_t claim;
 };
 
-// Owns listening sockets and the handshakes in progress on them. It has no thread: its owner polls the descriptors
-// from AppendPollFds together with its own, for at most TimeoutMillis, and then calls Serve.
+// Owns listening sockets and the handshakes in progress on them. It has no thread: its owner polls
+// the descriptors from AppendPollFds together with its own, for at most TimeoutMillis, and then
+// calls Serve.
 class Reception {
  public:
   Reception(std::vector<UniqueFd> listeners, std::string token, std::string purpose,

@@ -54,9 +54,9 @@ Result<socklen_t> AbstractAddress(const std::string& name, sockaddr_un* address)
   *address = {};
   address->sun_family = AF_UNIX;
   if (name.empty() || name.size() + 1 > sizeof(address->sun_path)) {
-    return Status(StatusCode::kInvalidArgument,
-                  "a Unix socket name has 1 to " + std::to_string(sizeof(address->sun_path) - 1) +
-                      " bytes, not " + std::to_string(name.size()));
+    return Status(StatusCode::kInvalidArgument, "a Unix socket name has 1 to " +
+                                                    std::to_string(sizeof(address->sun_path) - 1) +
+                                                    " bytes, not " + std::to_string(name.size()));
   }
   // The leading zero byte makes the name abstract.
   std::memcpy(address->sun_path + 1, name.data(), name.size());
@@ -66,7 +66,8 @@ Result<socklen_t> AbstractAddress(const std::string& name, sockaddr_un* address)
 Status FinishConnect(int fd, const sockaddr* address, socklen_t length, Deadline deadline) {
   while (::connect(fd, address, length) != 0) {
     if (errno == EINTR) continue;
-    // A Unix socket whose backlog is full: it has room as soon as the listener accepts; nothing to poll for.
+    // A Unix socket whose backlog is full: it has room as soon as the listener accepts; nothing to
+    // poll for.
     if (errno == EAGAIN && !deadline.Expired()) {
       pollfd none{-1, 0, 0};
       (void)::poll(&none, 1, deadline.RemainingMillis(5));
@@ -97,8 +98,7 @@ Result<size_t> Moved(ssize_t count, const char* what) {
 
 std::string ToText(const HostPort& address) {
   const bool bracketed = address.host.find(':') != std::string::npos;
-  return (bracketed ? "[" + address.host + "]" : address.host) + ":" +
-         std::to_string(address.port);
+  return (bracketed ? "[" + address.host + "]" : address.host) + ":" + std::to_string(address.port);
 }
 
 Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes) {
@@ -111,8 +111,7 @@ Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes) {
   // A port chosen by the user must be free again at once when the job is started anew.
   if (address.port != 0) SetOption(fd.get(), SOL_SOCKET, SO_REUSEADDR, 1);
   SetBuffers(fd.get(), buffer_bytes);
-  if (::bind(fd.get(), first.ai_addr, first.ai_addrlen) != 0 ||
-      ::listen(fd.get(), kBacklog) != 0) {
+  if (::bind(fd.get(), first.ai_addr, first.ai_addrlen) != 0 || ::listen(fd.get(), kBacklog) != 0) {
     return IoStatus(what, errno);
   }
   return fd;
@@ -156,7 +155,8 @@ Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buf
   UniqueFd fd(::socket(AF_UNIX, kSocketType, 0));
   if (!fd.valid()) return IoStatus("open a Unix socket", errno);
   SetBuffers(fd.get(), buffer_bytes);
-  SHVD_TRY(FinishConnect(fd.get(), reinterpret_cast<sockaddr*>(&address), length.value(), deadline));
+  SHVD_TRY(
+      FinishConnect(fd.get(), reinterpret_cast<sockaddr*>(&address), length.value(), deadline));
   return fd;
 }
 
@@ -171,7 +171,8 @@ Result<HostPort> LocalAddress(int fd) {
   const int error =
       ::getnameinfo(reinterpret_cast<sockaddr*>(&address), length, host.data(), host.size(),
                     port.data(), port.size(), NI_NUMERICHOST | NI_NUMERICSERV);
-  if (error != 0) return Status(StatusCode::kIo, std::string("getnameinfo: ") + gai_strerror(error));
+  if (error != 0)
+    return Status(StatusCode::kIo, std::string("getnameinfo: ") + gai_strerror(error));
   return HostPort{host.data(), static_cast<uint16_t>(std::stoul(port.data()))};
 }
 
@@ -180,7 +181,8 @@ void TuneStream(int fd) {
   socklen_t size = sizeof(domain);
   if (::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) != 0 || domain == AF_UNIX) return;
   SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  // A host that loses its power sends no RST: without these a link to it would look alive for hours.
+  // A host that loses its power sends no RST: without these a link to it would look alive for
+  // hours.
   SetOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
   SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);

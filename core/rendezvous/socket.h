@@ -18,8 +18,9 @@ struct HostPort {
 
 std::string ToText(const HostPort& address);  // "127.0.0.1:4242", "[::1]:4242"
 
-// Listens on `host` (a local address or a name of one); port 0 takes any. `buffer_bytes` sets the send and receive
-// buffers of accepted connections, 0 leaves the kernel's default; so for all functions here.
+// Listens on `host` (a local address or a name of one); port 0 takes any. `buffer_bytes` sets the
+// send and receive buffers of accepted connections, 0 leaves the kernel's default; so for all
+// functions here.
 Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes = 0);
 
 // Listens on a name in the abstract namespace: no file, nothing left when the process ends.
@@ -31,7 +32,8 @@ Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buf
 // The numeric address to which a TCP socket is bound.
 Result<HostPort> LocalAddress(int fd);
 
-// No delay for small segments, and an end to links whose other host has vanished. Nothing on Unix sockets.
+// No delay for small segments, and an end to links whose other host has vanished. Nothing on Unix
+// sockets.
 void TuneStream(int fd);
 
 // Waits until `events` (of poll) are there; kTimeout when they do not come.
@@ -41,7 +43,8 @@ Status AwaitEvents(int fd, short events, Deadline deadline);
 Status ReadExactly(int fd, Bytes data, Deadline deadline);
 Status WriteExactly(int fd, ConstBytes data, Deadline deadline);
 
-// One attempt without waiting: the number of bytes moved, 0 when the socket is not ready, or the failure as above.
+// One attempt without waiting: the number of bytes moved, 0 when the socket is not ready, or the
+// failure as above.
 Result<size_t> ReadSome(int fd, Bytes data);
 Result<size_t> WriteSome(int fd, ConstBytes data);
 

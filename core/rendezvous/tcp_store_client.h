@@ -13,8 +13,8 @@
 
 namespace sparkhvd {
 
-// Thread-safe: every call in progress has a connection to itself, taken from the idle ones or dialed, so a thread that
-// waits for a key keeps nobody waiting. Has no thread.
+// Thread-safe: every call in progress has a connection to itself, taken from the idle ones or
+// dialed, so a thread that waits for a key keeps nobody waiting. Has no thread.
 class TcpStoreClient final : public KeyValueStore {
  public:
   // Tries the addresses in order and keeps the first that answers and knows the token.

@@ -22,8 +22,8 @@ namespace {
 
 constexpr short kEnds = POLLRDHUP | POLLHUP | POLLERR;
 
-// One authenticated client connection. It carries one request at a time: a client thread that waits for a key has a
-// connection of its own, so nobody stands behind it.
+// One authenticated client connection. It carries one request at a time: a client thread that waits
+// for a key has a connection of its own, so nobody stands behind it.
 class Session {
  public:
   explicit Session(UniqueFd fd) : fd_(std::move(fd)) {}
@@ -43,7 +43,8 @@ class Session {
   }
 
   // Does what can be done without waiting; false when the connection is finished.
-  // `ready` is what poll reported; another connection may have brought the key that this one waits for.
+  // `ready` is what poll reported; another connection may have brought the key that this one waits
+  // for.
   bool Advance(InProcessStore& values, short ready) {
     if (state_ == State::kWaiting && (ready & kEnds) != 0) return false;
     if (state_ != State::kWaiting && ready == 0) return true;
@@ -182,8 +183,8 @@ Result<std::unique_ptr<TcpStoreServer>> TcpStoreServer::Start(const HostPort& ad
 
 TcpStoreServer::TcpStoreServer(HostPort address, UniqueFd wake, Reception reception)
     : address_(std::move(address)), wake_(std::move(wake)) {
-  thread_ = std::thread(
-      [this, owned = std::move(reception)]() mutable { Serve(std::move(owned)); });
+  thread_ =
+      std::thread([this, owned = std::move(reception)]() mutable { Serve(std::move(owned)); });
   (void)::pthread_setname_np(thread_.native_handle(), "shvd-rendezvous");
 }
 

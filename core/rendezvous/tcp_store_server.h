@@ -1,4 +1,5 @@
-// The rendezvous of a job whose ranks are processes: a key-value store behind an authenticated TCP port.
+// The rendezvous of a job whose ranks are processes: a key-value store behind an authenticated TCP
+// port.
 #pragma once
 
 #include <atomic>
@@ -32,8 +33,8 @@ class TcpStoreServer final : public KeyValueStore {
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
 
-  // Ends all connections and the thread; clients and local waiters wake with kPeerLost. Once is enough, twice is
-  // harmless; not from two threads at a time.
+  // Ends all connections and the thread; clients and local waiters wake with kPeerLost. Once is
+  // enough, twice is harmless; not from two threads at a time.
   void Close();
 
  private:

@@ -29,10 +29,10 @@ Status PeerAborted(int peer, const Status& why) {
 
 Status CheckPeer(int peer, int rank, int size) {
   if (peer >= 0 && peer < size && peer != rank) return Status();
-  return Status(StatusCode::kInvalidArgument,
-                "rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                    " has no link to rank " + std::to_string(peer) +
-                    "; a peer is another rank of the same job");
+  return Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " of " +
+                                                  std::to_string(size) + " has no link to rank " +
+                                                  std::to_string(peer) +
+                                                  "; a peer is another rank of the same job");
 }
 
 }  // namespace sparkhvd

@@ -1,4 +1,5 @@
-// The sentences in which every transport says what went wrong, so that they read the same everywhere.
+// The sentences in which every transport says what went wrong, so that they read the same
+// everywhere.
 #pragma once
 
 #include <cstddef>

@@ -14,8 +14,8 @@
 namespace sparkhvd {
 namespace {
 
-// Where the ranks meet. A send is complete when its receive has been posted, which is stricter than sockets are: what
-// deadlocks here would deadlock there with larger messages.
+// Where the ranks meet. A send is complete when its receive has been posted, which is stricter than
+// sockets are: what deadlocks here would deadlock there with larger messages.
 class Hub {
  public:
   explicit Hub(int size)
@@ -135,7 +135,8 @@ class Hub {
     return Status();
   }
 
-  // Breaks `rank` for good: nobody touches its buffers any more, and everybody looks whether that concerns them.
+  // Breaks `rank` for good: nobody touches its buffers any more, and everybody looks whether that
+  // concerns them.
   void Leave(int rank, const Status& why) {
     Member& leaver = At(rank);
     leaver.broken = why;

@@ -1,4 +1,5 @@
-// Everything a rank needs to reach its peers: the links, and the arena of its host where there is one.
+// Everything a rank needs to reach its peers: the links, and the arena of its host where there is
+// one.
 #pragma once
 
 #include <memory>
@@ -15,10 +16,11 @@ namespace sparkhvd {
 struct MeshOptions {
   int rank = 0;
   int size = 1;
-  std::string token;      // the job's secret; empty only when size is 1
-  std::string host_key;   // equal for ranks that may share memory; whether they do is decided by trying
+  std::string token;  // the job's secret; empty only when size is 1
+  std::string
+      host_key;  // equal for ranks that may share memory; whether they do is decided by trying
   std::string bind_host = "127.0.0.1";
-  std::string scope;      // prefix of this mesh's rendezvous keys; unique per mesh of a job
+  std::string scope;  // prefix of this mesh's rendezvous keys; unique per mesh of a job
   bool shared_memory = true;
   size_t arena_region_bytes = size_t{4} << 20;
   int socket_buffer_bytes = 0;  // 0 leaves the kernel's default; tests set tiny ones
@@ -29,13 +31,15 @@ struct Mesh {
   std::unique_ptr<Arena> arena;  // null where the rank shares memory with nobody
 };
 
-// Connects this rank with all the others through `rendezvous`; collective. Point-to-point bytes travel over
-// token-authenticated TCP (Unix sockets inside a host). Ranks of one host agree on an arena backed by a memfd that
-// travels over an authenticated Unix socket; when any of them cannot take it, none uses it.
+// Connects this rank with all the others through `rendezvous`; collective. Point-to-point bytes
+// travel over token-authenticated TCP (Unix sockets inside a host). Ranks of one host agree on an
+// arena backed by a memfd that travels over an authenticated Unix socket; when any of them cannot
+// take it, none uses it.
 Result<Mesh> ConnectMesh(const MeshOptions& options, KeyValueStore& rendezvous, Deadline deadline);
 
-// One mesh per rank, all inside this process, for tests: ranks are threads. `hosts[i]` is the host of rank i; ranks with
-// the same host share an arena (none where a host has one rank or `with_arena` is false).
+// One mesh per rank, all inside this process, for tests: ranks are threads. `hosts[i]` is the host
+// of rank i; ranks with the same host share an arena (none where a host has one rank or
+// `with_arena` is false).
 std::vector<Mesh> InProcessMeshes(const std::vector<int>& hosts, bool with_arena = true,
                                   size_t arena_region_bytes = size_t{64} << 10);
 

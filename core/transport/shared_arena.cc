@@ -109,8 +109,7 @@ class SharedArena final : public Arena {
   const std::vector<int>& ranks() const override { return ranks_; }
 
   Bytes Region(int member) const override {
-    const size_t offset =
-        ControlBytes(ranks_.size()) + static_cast<size_t>(member) * region_bytes_;
+    const size_t offset = ControlBytes(ranks_.size()) + static_cast<size_t>(member) * region_bytes_;
     return Bytes(mapping_->data() + offset, region_bytes_);
   }
 
@@ -128,9 +127,9 @@ class SharedArena final : public Arena {
 
   Status Await(int member, uint64_t step, Deadline deadline) override {
     if (member < 0 || member >= count()) {
-      return Status(StatusCode::kInvalidArgument,
-                    "the arena has members 0 to " + std::to_string(count() - 1) + ", not " +
-                        std::to_string(member));
+      return Status(StatusCode::kInvalidArgument, "the arena has members 0 to " +
+                                                      std::to_string(count() - 1) + ", not " +
+                                                      std::to_string(member));
     }
     return AwaitRange(member, member + 1, step, deadline);
   }
@@ -157,8 +156,8 @@ class SharedArena final : public Arena {
     return slots[member];
   }
 
-  // The bell changes before the waiters are looked at, and a waiter registers before it sleeps on the old value of the
-  // bell: one of the two sees the other, so no wake-up is lost.
+  // The bell changes before the waiters are looked at, and a waiter registers before it sleeps on
+  // the old value of the bell: one of the two sees the other, so no wake-up is lost.
   static void Ring(MemberSlot& slot) {
     slot.bell.fetch_add(1);
     if (slot.waiters.load() != 0) FutexWakeAll(slot.bell);
@@ -168,9 +167,7 @@ class SharedArena final : public Arena {
     return Slot(member).counter.load(std::memory_order_acquire) >= step;
   }
 
-  bool Aborted() const {
-    return Header().abort_state.load(std::memory_order_acquire) == kAborted;
-  }
+  bool Aborted() const { return Header().abort_state.load(std::memory_order_acquire) == kAborted; }
 
   Status AbortReason() const {
     const ArenaHeader& header = Header();
@@ -215,7 +212,8 @@ class SharedArena final : public Arena {
     return false;
   }
 
-  // A member that left after reaching the step owes nothing, so its counter is read again after the sign of its end.
+  // A member that left after reaching the step owes nothing, so its counter is read again after the
+  // sign of its end.
   Status FindDeparted(int first, int last, uint64_t step) const {
     for (int m = first; m < last; ++m) {
       if (Slot(m).departed.load(std::memory_order_acquire) != 0 && !Reached(m, step)) {
@@ -258,8 +256,7 @@ class SharedArena final : public Arena {
 }  // namespace
 
 Result<std::shared_ptr<SharedMapping>> SharedMapping::Anonymous(size_t size) {
-  void* data =
-      ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return IoStatus("map " + std::to_string(size) + " bytes", errno);
   return std::shared_ptr<SharedMapping>(new SharedMapping(static_cast<std::byte*>(data), size));
 }
@@ -278,8 +275,7 @@ bool MemberWatch::Ended() const {
   // poll skips negative descriptors.
   std::array<pollfd, 2> fds = {{{socket.get(), POLLRDHUP, 0}, {process.get(), POLLIN, 0}}};
   if (::poll(fds.data(), fds.size(), 0) <= 0) return false;
-  return (fds[0].revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0 ||
-         (fds[1].revents & POLLIN) != 0;
+  return (fds[0].revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0 || (fds[1].revents & POLLIN) != 0;
 }
 
 size_t ArenaBytes(size_t count, size_t region_bytes) {

@@ -31,8 +31,9 @@ class SharedMapping {
   size_t size_;
 };
 
-// How a member notices that another one has died without a word: a connected socket that ends with it, and a pidfd.
-// The pidfd covers children that inherited the socket and keep it open. Either may be missing.
+// How a member notices that another one has died without a word: a connected socket that ends with
+// it, and a pidfd. The pidfd covers children that inherited the socket and keep it open. Either may
+// be missing.
 struct MemberWatch {
   UniqueFd socket;
   UniqueFd process;
@@ -44,14 +45,15 @@ struct MemberWatch {
 // The bytes of an arena with `count` regions of `region_bytes` (rounded up to whole pages).
 size_t ArenaBytes(size_t count, size_t region_bytes);
 
-// Writes the header of a fresh arena into zeroed memory; done once, by the creator, before anybody else maps it.
+// Writes the header of a fresh arena into zeroed memory; done once, by the creator, before anybody
+// else maps it.
 void FormatArena(SharedMapping& mapping, size_t count, size_t region_bytes);
 
 // kInternal unless `mapping` holds an arena of this shape.
 Status CheckArena(const SharedMapping& mapping, size_t count, size_t region_bytes);
 
-// `ranks` is sorted and holds the rank of every member; `watches` has one entry per member (its own stays empty), or
-// none at all where the members are threads of one process.
+// `ranks` is sorted and holds the rank of every member; `watches` has one entry per member (its own
+// stays empty), or none at all where the members are threads of one process.
 std::unique_ptr<Arena> MakeSharedArena(std::shared_ptr<SharedMapping> mapping, int member,
                                        std::vector<int> ranks, size_t region_bytes,
                                        std::vector<MemberWatch> watches);

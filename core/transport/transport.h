@@ -14,9 +14,10 @@ namespace sparkhvd {
 // Names one posted transfer of one Transport; valid until a Wait on it returns.
 using Ticket = uint64_t;
 
-// Point-to-point transfers among `size` ranks. Messages from one rank to another arrive in the order in which they were
-// posted; both sides know the length, and a send of n bytes meets a receive of exactly n bytes (n may be 0).
-// The caller keeps the memory alive until Wait returns. One thread posts and waits at a time; Abort may come from any.
+// Point-to-point transfers among `size` ranks. Messages from one rank to another arrive in the
+// order in which they were posted; both sides know the length, and a send of n bytes meets a
+// receive of exactly n bytes (n may be 0). The caller keeps the memory alive until Wait returns.
+// One thread posts and waits at a time; Abort may come from any.
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -27,12 +28,14 @@ class Transport {
   virtual Result<Ticket> PostSend(int peer, ConstBytes data) = 0;
   virtual Result<Ticket> PostReceive(int peer, Bytes data) = 0;
 
-  // Returns once all the tickets are complete, or with the first failure: kTimeout ("receive from rank 5: 0 of 65536
-  // bytes"), kPeerLost when a peer of a pending ticket is gone, or the reason given to Abort. After a failure the
-  // transport is broken for good and no buffer is touched any more.
+  // Returns once all the tickets are complete, or with the first failure: kTimeout ("receive from
+  // rank 5: 0 of 65536 bytes"), kPeerLost when a peer of a pending ticket is gone, or the reason
+  // given to Abort. After a failure the transport is broken for good and no buffer is touched any
+  // more.
   virtual Status Wait(Span<const Ticket> tickets, Deadline deadline) = 0;
 
-  // Wakes every waiter here with `why` and makes later calls fail with it. Peers notice that this rank has gone.
+  // Wakes every waiter here with `why` and makes later calls fail with it. Peers notice that this
+  // rank has gone.
   virtual void Abort(const Status& why) = 0;
 };
 

@@ -1,0 +1,94 @@
+#include "transport/address_record.h"
+
+#include <array>
+#include <optional>
+
+#include "base/sha256.h"
+#include "base/wire.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr uint32_t kVersion = 1;
+constexpr size_t kMaxTextBytes = 4096;
+
+template <typename Word>
+void Append(std::string* out, Word value) {
+  std::array<std::byte, sizeof(Word)> bytes;
+  StoreLittleEndian(value, bytes.data());
+  out->append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+void AppendText(std::string* out, const std::string& text) {
+  Append(out, static_cast<uint32_t>(text.size()));
+  *out += text;
+}
+
+// Takes fields from the front; once a field does not fit, all later ones are empty, too.
+class Reader {
+ public:
+  explicit Reader(ConstBytes rest) : rest_(rest) {}
+
+  template <typename Word>
+  Word Take() {
+    if (!Has(sizeof(Word))) return Word{};
+    const Word value = LoadLittleEndian<Word>(rest_.data());
+    Skip(sizeof(Word));
+    return value;
+  }
+
+  std::string TakeText() {
+    const auto size = Take<uint32_t>();
+    if (size > kMaxTextBytes) good_ = false;
+    if (!Has(size)) return "";
+    std::string text(reinterpret_cast<const char*>(rest_.data()), size);
+    Skip(size);
+    return text;
+  }
+
+  bool Finished() const { return good_ && rest_.empty(); }
+
+ private:
+  bool Has(size_t size) {
+    good_ = good_ && rest_.size() >= size;
+    return good_;
+  }
+  void Skip(size_t size) { rest_ = rest_.Sub(size, rest_.size() - size); }
+
+  ConstBytes rest_;
+  bool good_ = true;
+};
+
+}  // namespace
+
+std::string EncodeAddressRecord(const AddressRecord& record) {
+  std::string out;
+  Append(&out, kVersion);
+  AppendText(&out, record.tcp.host);
+  Append(&out, record.tcp.port);
+  AppendText(&out, record.unix_name);
+  AppendText(&out, record.host_key);
+  Append(&out, static_cast<uint8_t>(record.shared_memory ? 1 : 0));
+  Append(&out, record.arena_region_bytes);
+  return out;
+}
+
+Result<AddressRecord> DecodeAddressRecord(const std::string& bytes) {
+  Reader reader(AsBytes(bytes));
+  const auto version = reader.Take<uint32_t>();
+  AddressRecord record;
+  record.tcp.host = reader.TakeText();
+  record.tcp.port = reader.Take<uint16_t>();
+  record.unix_name = reader.TakeText();
+  record.host_key = reader.TakeText();
+  const auto shared_memory = reader.Take<uint8_t>();
+  record.shared_memory = shared_memory == 1;
+  record.arena_region_bytes = reader.Take<uint64_t>();
+  if (version != kVersion || shared_memory > 1 || !reader.Finished()) {
+    return Status(StatusCode::kInvalidArgument,
+                  "malformed address record; do all ranks run the same version of sparkhvd?");
+  }
+  return record;
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,23 @@
+// What a rank tells the others through the rendezvous: how it can be reached.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/status.h"
+#include "rendezvous/socket.h"
+
+namespace sparkhvd {
+
+struct AddressRecord {
+  HostPort tcp;
+  std::string unix_name;  // empty where the rank has no host key
+  std::string host_key;
+  bool shared_memory = false;
+  uint64_t arena_region_bytes = 0;
+};
+
+std::string EncodeAddressRecord(const AddressRecord& record);
+Result<AddressRecord> DecodeAddressRecord(const std::string& bytes);
+
+}  // namespace sparkhvd

@@ -1,0 +1,109 @@
+#include "transport/arena_file.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/io_status.h"
+#include "rendezvous/socket.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// One byte of data, which a descriptor must accompany, and room for that descriptor.
+struct FileMessage {
+  FileMessage() {
+    part.iov_base = &has_file;
+    part.iov_len = 1;
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+  }
+  FileMessage(const FileMessage&) = delete;
+  FileMessage& operator=(const FileMessage&) = delete;
+
+  char has_file = 0;
+  iovec part{};
+  msghdr message{};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+};
+
+UniqueFd TakeFile(msghdr* message) {
+  UniqueFd file;
+  for (cmsghdr* entry = CMSG_FIRSTHDR(message); entry != nullptr;
+       entry = CMSG_NXTHDR(message, entry)) {
+    if (entry->cmsg_level != SOL_SOCKET || entry->cmsg_type != SCM_RIGHTS ||
+        entry->cmsg_len != CMSG_LEN(sizeof(int))) {
+      continue;
+    }
+    int fd = -1;
+    std::memcpy(&fd, CMSG_DATA(entry), sizeof(fd));
+    file.Reset(fd);
+  }
+  return file;
+}
+
+}  // namespace
+
+Result<UniqueFd> CreateArenaFile(size_t bytes) {
+  UniqueFd file(::memfd_create("sparkhvd-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!file.valid()) return IoStatus("memfd_create", errno);
+  // posix_fallocate returns its error.
+  const int error = ::posix_fallocate(file.get(), 0, static_cast<off_t>(bytes));
+  if (error != 0) {
+    return IoStatus("reserve " + std::to_string(bytes) + " bytes of shared memory", error);
+  }
+  if (::fcntl(file.get(), F_ADD_SEALS, kSeals) != 0) return IoStatus("seal shared memory", errno);
+  return file;
+}
+
+Status SendArenaFile(int socket, int file, Deadline deadline) {
+  FileMessage parts;
+  parts.has_file = file >= 0 ? 1 : 0;
+  if (file >= 0) {
+    cmsghdr* entry = CMSG_FIRSTHDR(&parts.message);
+    entry->cmsg_level = SOL_SOCKET;
+    entry->cmsg_type = SCM_RIGHTS;
+    entry->cmsg_len = CMSG_LEN(sizeof(int));
+    std::memcpy(CMSG_DATA(entry), &file, sizeof(file));
+  } else {
+    parts.message.msg_control = nullptr;
+    parts.message.msg_controllen = 0;
+  }
+  while (::sendmsg(socket, &parts.message, MSG_NOSIGNAL) < 0) {
+    if (errno != EAGAIN && errno != EINTR) return IoStatus("send shared memory", errno);
+    SHVD_TRY(AwaitEvents(socket, POLLOUT, deadline).Annotate("send shared memory"));
+  }
+  return Status();
+}
+
+Result<UniqueFd> ReceiveArenaFile(int socket, size_t bytes, Deadline deadline) {
+  FileMessage parts;
+  ssize_t count = 0;
+  while ((count = ::recvmsg(socket, &parts.message, MSG_CMSG_CLOEXEC)) < 0) {
+    if (errno != EAGAIN && errno != EINTR) return IoStatus("receive shared memory", errno);
+    SHVD_TRY(AwaitEvents(socket, POLLIN, deadline).Annotate("receive shared memory"));
+  }
+  UniqueFd file = TakeFile(&parts.message);
+  if (count == 0) return Status(StatusCode::kIo, "the creator of the shared memory is gone");
+  if (!file.valid()) return Status(StatusCode::kIo, "the creator could not share memory");
+  struct stat info{};
+  const int seals = ::fcntl(file.get(), F_GET_SEALS);
+  if (::fstat(file.get(), &info) != 0 || info.st_size != static_cast<off_t>(bytes) || seals < 0 ||
+      (seals & F_SEAL_SHRINK) == 0) {
+    return Status(StatusCode::kIo, "what came is not shared memory of " + std::to_string(bytes) +
+                                       " bytes fixed in size");
+  }
+  return file;
+}
+
+}  // namespace sparkhvd

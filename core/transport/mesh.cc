@@ -1,0 +1,362 @@
+// Connecting the ranks. Every rank listens, publishes its addresses, dials the ranks below its own
+// and then accepts those above: rank 0 only accepts, so the order has no cycle.
+#include "transport/mesh.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <optional>
+#include <utility>
+
+#include "base/io_status.h"
+#include "base/random.h"
+#include "rendezvous/reception.h"
+#include "rendezvous/socket.h"
+#include "transport/address_record.h"
+#include "transport/arena_file.h"
+#include "transport/shared_arena.h"
+#include "transport/socket_transport.h"
+
+namespace sparkhvd {
+namespace {
+
+// What a dialer says of a connection: its rank and what the connection is for. The watch comes
+// before the link.
+enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
+constexpr int kKindShift = 32;
+constexpr char kYes[] = "yes";
+
+uint64_t Claim(Kind kind, int rank) {
+  return (static_cast<uint64_t>(kind) << kKindShift) | static_cast<uint64_t>(rank);
+}
+
+std::string RankName(int rank) { return "rank " + std::to_string(rank); }
+
+// A name that nobody can guess and no other job uses.
+Result<std::string> FreshUnixName() {
+  std::array<std::byte, 16> bytes;
+  SHVD_TRY(FillRandom(Bytes(bytes.data(), bytes.size())));
+  constexpr char kDigits[] = "0123456789abcdef";
+  std::string name = "sparkhvd-";
+  for (const std::byte value : bytes) {
+    name += kDigits[std::to_integer<size_t>(value >> 4)];
+    name += kDigits[std::to_integer<size_t>(value & std::byte{15})];
+  }
+  return name;
+}
+
+// A pidfd of the process at the other end of a Unix socket; empty where the kernel or a namespace
+// denies it, and for this process itself.
+UniqueFd OpenPeerProcess(int unix_socket) {
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (::getsockopt(unix_socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0 ||
+      peer.pid == ::getpid()) {
+    return UniqueFd();
+  }
+  return UniqueFd(static_cast<int>(::syscall(SYS_pidfd_open, peer.pid, 0)));  // sets CLOEXEC
+}
+
+bool IsUnix(int fd) {
+  int domain = 0;
+  socklen_t size = sizeof(domain);
+  return ::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) == 0 && domain == AF_UNIX;
+}
+
+UniqueFd ProcessBehind(const UniqueFd& socket) {
+  return IsUnix(socket.get()) ? OpenPeerProcess(socket.get()) : UniqueFd();
+}
+
+Status CheckOptions(const MeshOptions& options) {
+  const auto invalid = [](const std::string& text) {
+    return Status(StatusCode::kInvalidArgument, text);
+  };
+  if (options.size < 1 || options.rank < 0 || options.rank >= options.size) {
+    return invalid("there is no rank " + std::to_string(options.rank) + " among " +
+                   std::to_string(options.size));
+  }
+  if (options.size == 1) return Status();
+  if (options.token.empty()) return invalid("ranks can only be connected with the job's token");
+  if (options.bind_host == "0.0.0.0" || options.bind_host == "::" || options.bind_host.empty()) {
+    return invalid("bind_host '" + options.bind_host +
+                   "' is no address that peers could dial; name one interface of this host");
+  }
+  return Status();
+}
+
+class MeshBuilder {
+ public:
+  MeshBuilder(const MeshOptions& options, KeyValueStore& rendezvous, Deadline deadline)
+      : options_(options),
+        rendezvous_(rendezvous),
+        deadline_(deadline),
+        records_(static_cast<size_t>(options.size)),
+        links_(static_cast<size_t>(options.size)),
+        watches_(static_cast<size_t>(options.size)) {}
+
+  Result<Mesh> Build() {
+    if (options_.size > 1) {
+      SHVD_TRY(Listen());
+      SHVD_TRY(ExchangeRecords());
+      for (int peer = 0; peer < options_.rank; ++peer) SHVD_TRY(Dial(peer));
+      SHVD_TRY(AcceptHigherRanks());
+      reception_.reset();
+    }
+    Mesh mesh;
+    auto arena = ShareArena();
+    if (!arena.ok()) return arena.status();
+    mesh.arena = std::move(arena).value();
+    auto transport = MakeSocketTransport(options_.rank, std::move(links_));
+    if (!transport.ok()) return transport.status();
+    mesh.transport = std::move(transport).value();
+    return mesh;
+  }
+
+ private:
+  template <typename T>
+  static T& At(std::vector<T>& items, int rank) {
+    return items[static_cast<size_t>(rank)];
+  }
+
+  std::string Key(const char* what, int rank) const {
+    return options_.scope + "/" + what + "/" + std::to_string(rank);
+  }
+
+  std::string Purpose(int acceptor) const {
+    return "mesh/" + options_.scope + "/" + std::to_string(acceptor);
+  }
+
+  Status Listen() {
+    AddressRecord& own = At(records_, options_.rank);
+    std::vector<UniqueFd> listeners;
+    auto tcp = ListenTcp({options_.bind_host, 0}, options_.socket_buffer_bytes);
+    if (!tcp.ok()) return tcp.status().Annotate(RankName(options_.rank));
+    auto address = LocalAddress(tcp.value().get());
+    if (!address.ok()) return address.status().Annotate(RankName(options_.rank));
+    own.tcp = address.value();
+    listeners.push_back(std::move(tcp).value());
+    own.host_key = options_.host_key;
+    own.arena_region_bytes = options_.arena_region_bytes;
+    if (!options_.host_key.empty()) {
+      auto name = FreshUnixName();
+      if (!name.ok()) return name.status();
+      auto local = ListenUnix(name.value(), options_.socket_buffer_bytes);
+      // Where there are no Unix sockets, TCP serves inside the host, too.
+      if (local.ok()) {
+        own.unix_name = name.value();
+        own.shared_memory = options_.shared_memory;
+        listeners.push_back(std::move(local).value());
+      }
+    }
+    reception_.emplace(std::move(listeners), options_.token, Purpose(options_.rank));
+    return Status();
+  }
+
+  Status ExchangeRecords() {
+    SHVD_TRY(rendezvous_.Set(Key("address", options_.rank),
+                             EncodeAddressRecord(At(records_, options_.rank)), deadline_));
+    for (int peer = 0; peer < options_.size; ++peer) {
+      if (peer == options_.rank) continue;
+      const std::string context =
+          RankName(options_.rank) + " waits for the address of " + RankName(peer);
+      auto bytes = rendezvous_.Get(Key("address", peer), deadline_);
+      if (!bytes.ok()) return bytes.status().Annotate(context);
+      auto record = DecodeAddressRecord(bytes.value());
+      if (!record.ok()) return record.status().Annotate(context);
+      At(records_, peer) = std::move(record).value();
+    }
+    return Status();
+  }
+
+  bool SameHost(int peer) {
+    const AddressRecord& own = At(records_, options_.rank);
+    const AddressRecord& other = At(records_, peer);
+    return !own.unix_name.empty() && !other.unix_name.empty() && own.host_key == other.host_key;
+  }
+
+  Status Dial(int peer) {
+    if (SameHost(peer)) {
+      auto watch = DialUnix(peer, Kind::kWatch);
+      auto link = watch.ok() ? DialUnix(peer, Kind::kLink) : Result<UniqueFd>(watch.status());
+      if (link.ok()) {
+        Keep(Kind::kWatch, peer, std::move(watch).value());
+        Keep(Kind::kLink, peer, std::move(link).value());
+        return Status();
+      }
+      // Equal host keys need not mean one network namespace. What is wrong beyond that, TCP will
+      // show.
+    }
+    const HostPort& address = At(records_, peer).tcp;
+    auto link = ConnectTcp(address, deadline_, options_.socket_buffer_bytes);
+    Status status = link.status();
+    if (status.ok()) {
+      status = DialHandshake(link.value().get(), options_.token, Purpose(peer),
+                             Claim(Kind::kLink, options_.rank), deadline_);
+    }
+    if (!status.ok()) {
+      return status.Annotate(RankName(options_.rank) + " could not reach " + RankName(peer) +
+                             " at " + ToText(address));
+    }
+    Keep(Kind::kLink, peer, std::move(link).value());
+    return Status();
+  }
+
+  Result<UniqueFd> DialUnix(int peer, Kind kind) {
+    auto fd = ConnectUnix(At(records_, peer).unix_name, deadline_, options_.socket_buffer_bytes);
+    if (!fd.ok()) return fd.status();
+    SHVD_TRY(DialHandshake(fd.value().get(), options_.token, Purpose(peer),
+                           Claim(kind, options_.rank), deadline_));
+    return fd;
+  }
+
+  void Keep(Kind kind, int peer, UniqueFd fd) {
+    UniqueFd process = ProcessBehind(fd);
+    if (kind == Kind::kLink) {
+      At(links_, peer) = PeerSocket{std::move(fd), std::move(process)};
+    } else {
+      At(watches_, peer) = MemberWatch{std::move(fd), std::move(process)};
+    }
+  }
+
+  Status AcceptHigherRanks() {
+    std::vector<pollfd> fds;
+    while (true) {
+      for (Admitted& admitted : reception_->Serve()) Admit(std::move(admitted));
+      const std::string missing = MissingLinks();
+      if (missing.empty()) return Status();
+      if (deadline_.Expired()) {
+        return Status(StatusCode::kTimeout,
+                      RankName(options_.rank) + " at " + ToText(At(records_, options_.rank).tcp) +
+                          " was not reached by rank(s) " + missing + " before the deadline");
+      }
+      fds.clear();
+      reception_->AppendPollFds(fds);
+      const int timeout = reception_->TimeoutMillis(deadline_.RemainingMillis());
+      if (::poll(fds.data(), fds.size(), timeout) < 0 && errno != EINTR) {
+        return IoStatus("poll", errno);
+      }
+    }
+  }
+
+  // The other side knows the token, yet what it says must still make sense; otherwise its
+  // connection ends here.
+  void Admit(Admitted admitted) {
+    const auto kind = static_cast<Kind>(admitted.claim >> kKindShift);
+    const uint64_t rank = admitted.claim & 0xffffffff;
+    if (rank <= static_cast<uint64_t>(options_.rank) ||
+        rank >= static_cast<uint64_t>(options_.size)) {
+      return;
+    }
+    const int peer = static_cast<int>(rank);
+    if (kind == Kind::kLink && !At(links_, peer).stream.valid()) {
+      Keep(kind, peer, std::move(admitted.fd));
+    } else if (kind == Kind::kWatch && IsUnix(admitted.fd.get())) {
+      Keep(kind, peer, std::move(admitted.fd));
+    }
+  }
+
+  std::string MissingLinks() {
+    std::string missing;
+    for (int peer = options_.rank + 1; peer < options_.size; ++peer) {
+      if (At(links_, peer).stream.valid()) continue;
+      missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+    }
+    return missing;
+  }
+
+  // The ranks of this host in rank order, the same list on each of them; empty where they cannot
+  // share an arena.
+  std::vector<int> ArenaRanks() {
+    const AddressRecord& own = At(records_, options_.rank);
+    std::vector<int> ranks;
+    for (int rank = 0; rank < options_.size; ++rank) {
+      const AddressRecord& other = At(records_, rank);
+      if (own.host_key.empty() || other.host_key != own.host_key) continue;
+      if (!other.shared_memory || other.arena_region_bytes != own.arena_region_bytes) return {};
+      ranks.push_back(rank);
+    }
+    return ranks.size() > 1 ? ranks : std::vector<int>();
+  }
+
+  Result<std::unique_ptr<Arena>> ShareArena() {
+    const std::vector<int> ranks = ArenaRanks();
+    if (ranks.empty()) return std::unique_ptr<Arena>();
+    auto mapping = ranks.front() == options_.rank ? CreateArena(ranks) : ReceiveArena(ranks);
+    const std::string vote = mapping.ok() ? kYes : mapping.status().message();
+    SHVD_TRY(rendezvous_.Set(Key("arena", options_.rank), vote, deadline_));
+    bool unanimous = true;
+    for (const int rank : ranks) {
+      auto answer = rendezvous_.Get(Key("arena", rank), deadline_);
+      if (!answer.ok()) {
+        return answer.status().Annotate(RankName(options_.rank) + " waits for " + RankName(rank) +
+                                        " to share memory");
+      }
+      unanimous = unanimous && answer.value() == kYes;
+    }
+    if (!unanimous) return std::unique_ptr<Arena>();
+    std::vector<MemberWatch> watches;
+    for (const int rank : ranks) watches.push_back(std::move(At(watches_, rank)));
+    const auto member = std::find(ranks.begin(), ranks.end(), options_.rank) - ranks.begin();
+    return MakeSharedArena(std::move(mapping).value(), static_cast<int>(member), ranks,
+                           options_.arena_region_bytes, std::move(watches));
+  }
+
+  Result<std::shared_ptr<SharedMapping>> CreateArena(const std::vector<int>& ranks) {
+    const size_t bytes = ArenaBytes(ranks.size(), options_.arena_region_bytes);
+    auto file = CreateArenaFile(bytes);
+    auto mapping = file.ok() ? SharedMapping::OfFile(file.value().get(), bytes)
+                             : Result<std::shared_ptr<SharedMapping>>(file.status());
+    if (mapping.ok()) FormatArena(*mapping.value(), ranks.size(), options_.arena_region_bytes);
+    Status sent;
+    for (const int rank : ranks) {
+      if (rank == options_.rank) continue;
+      const int socket = At(watches_, rank).socket.get();
+      const Status status =
+          socket < 0 ? NoWatch(rank)
+                     : SendArenaFile(socket, mapping.ok() ? file.value().get() : -1, deadline_);
+      if (sent.ok()) sent = status;
+    }
+    if (!sent.ok()) return sent;
+    return mapping;
+  }
+
+  Result<std::shared_ptr<SharedMapping>> ReceiveArena(const std::vector<int>& ranks) {
+    for (const int rank : ranks) {
+      if (rank != options_.rank && !At(watches_, rank).socket.valid()) return NoWatch(rank);
+    }
+    const size_t bytes = ArenaBytes(ranks.size(), options_.arena_region_bytes);
+    auto file = ReceiveArenaFile(At(watches_, ranks.front()).socket.get(), bytes, deadline_);
+    if (!file.ok()) return file.status();
+    auto mapping = SharedMapping::OfFile(file.value().get(), bytes);
+    if (!mapping.ok()) return mapping;
+    SHVD_TRY(CheckArena(*mapping.value(), ranks.size(), options_.arena_region_bytes));
+    return mapping;
+  }
+
+  Status NoWatch(int rank) const {
+    return Status(StatusCode::kIo, RankName(options_.rank) + " and " + RankName(rank) +
+                                       " have no Unix socket between them");
+  }
+
+  const MeshOptions& options_;
+  KeyValueStore& rendezvous_;
+  const Deadline deadline_;
+  std::optional<Reception> reception_;
+  std::vector<AddressRecord> records_;
+  std::vector<PeerSocket> links_;
+  std::vector<MemberWatch> watches_;
+};
+
+}  // namespace
+
+Result<Mesh> ConnectMesh(const MeshOptions& options, KeyValueStore& rendezvous, Deadline deadline) {
+  SHVD_TRY(CheckOptions(options).Annotate("connect the ranks"));
+  return MeshBuilder(options, rendezvous, deadline).Build();
+}
+
+}  // namespace sparkhvd

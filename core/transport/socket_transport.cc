@@ -1,0 +1,395 @@
+#include "transport/socket_transport.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "base/io_status.h"
+#include "rendezvous/socket.h"
+#include "transport/failures.h"
+#include "transport/message_header.h"
+
+namespace sparkhvd {
+namespace {
+
+// One system call moves at most this much, so that no peer starves while another one sends.
+constexpr size_t kBytesPerCall = size_t{1} << 20;
+constexpr int kCallsPerTurn = 8;
+constexpr char kClosed[] = "it closed its links";
+
+struct Operation {
+  Ticket ticket;
+  std::byte* data;  // a send only reads it
+  size_t size;
+  std::array<std::byte, kMessageHeaderBytes> header;
+  size_t done = 0;  // bytes of the header and the data that have moved
+
+  size_t total() const { return kMessageHeaderBytes + size; }
+  size_t payload_done() const { return done - std::min(done, kMessageHeaderBytes); }
+};
+
+// The part of an operation that comes next, as sendmsg and recvmsg want it.
+class Remaining {
+ public:
+  explicit Remaining(Operation& operation) {
+    if (operation.done < kMessageHeaderBytes) {
+      Add(operation.header.data() + operation.done, kMessageHeaderBytes - operation.done);
+    }
+    const size_t offset = operation.payload_done();
+    Add(operation.data + offset, std::min(operation.size - offset, kBytesPerCall));
+    message_.msg_iov = parts_.data();
+  }
+  Remaining(const Remaining&) = delete;
+  Remaining& operator=(const Remaining&) = delete;
+  msghdr* message() { return &message_; }
+
+ private:
+  void Add(std::byte* data, size_t size) {
+    if (size == 0) return;
+    parts_[message_.msg_iovlen++] = {data, size};
+  }
+  std::array<iovec, 2> parts_{};
+  msghdr message_{};
+};
+
+enum class Move { kNothing, kSome, kEnded };
+
+Move Classify(ssize_t count) {
+  if (count > 0) return Move::kSome;
+  if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
+    return Move::kNothing;
+  }
+  return Move::kEnded;
+}
+
+class Link {
+ public:
+  Link(int peer, PeerSocket socket) : peer_(peer), socket_(std::move(socket)) {}
+
+  int peer() const { return peer_; }
+  bool connected() const { return socket_.stream.valid(); }
+  bool pending() const { return !sends_.empty() || !receives_.empty(); }
+  const Status& failure() const { return failure_; }
+
+  void Post(Direction direction, const Operation& operation) {
+    (direction == Direction::kSend ? sends_ : receives_).push_back(operation);
+  }
+
+  // Moves what the socket takes and gives now; completed tickets leave `open`. True when anything
+  // moved.
+  bool Advance(std::unordered_set<Ticket>& open) {
+    bool moved = false;
+    for (int call = 0; call < kCallsPerTurn && failure_.ok() && pending(); ++call) {
+      const bool sent = AdvanceSend(open);
+      const bool received = failure_.ok() && AdvanceReceive(open);
+      if (!sent && !received) break;
+      moved = true;
+    }
+    return moved;
+  }
+
+  void AppendPollFds(std::vector<pollfd>& fds) const {
+    // A peer that has stopped sending is gone, also for somebody who only sends to it.
+    short events = POLLRDHUP;
+    if (!sends_.empty()) events |= POLLOUT;
+    if (!receives_.empty()) events |= POLLIN;
+    fds.push_back({socket_.stream.get(), events, 0});
+    fds.push_back({socket_.process.get(), POLLIN, 0});
+  }
+
+  // Called with what poll said, after which nothing more could be moved: is the peer gone?
+  void Judge(short stream_events, short process_events) {
+    if (!failure_.ok() || !pending()) return;
+    if ((stream_events & (POLLRDHUP | POLLHUP | POLLERR)) != 0 && receives_.empty()) End(kClosed);
+    if (failure_.ok() && (process_events & POLLIN) != 0) End("its process has ended");
+  }
+
+  const Operation* Find(Ticket ticket, Direction* direction) const {
+    for (const auto* queue : {&sends_, &receives_}) {
+      for (const Operation& operation : *queue) {
+        if (operation.ticket != ticket) continue;
+        *direction = queue == &sends_ ? Direction::kSend : Direction::kReceive;
+        return &operation;
+      }
+    }
+    return nullptr;
+  }
+
+  // Says why, if a message is not just half sent, and ends the connection. No buffer is touched any
+  // more.
+  void Close(const Status* why) {
+    if (!connected()) return;
+    const bool between_messages = sends_.empty() || sends_.front().done == 0;
+    if (why != nullptr && between_messages) SendFarewell(*why);
+    ::shutdown(socket_.stream.get(), SHUT_RDWR);
+    sends_.clear();
+    receives_.clear();
+  }
+
+ private:
+  bool AdvanceSend(std::unordered_set<Ticket>& open) {
+    if (sends_.empty()) return false;
+    Operation& operation = sends_.front();
+    Remaining remaining(operation);
+    const ssize_t count = ::sendmsg(socket_.stream.get(), remaining.message(), MSG_NOSIGNAL);
+    const Move move = Classify(count);
+    if (move == Move::kEnded) End(count == 0 ? kClosed : ErrorText(errno));
+    if (move != Move::kSome) return false;
+    operation.done += static_cast<size_t>(count);
+    if (operation.done == operation.total()) {
+      open.erase(operation.ticket);
+      sends_.pop_front();
+    }
+    return true;
+  }
+
+  bool AdvanceReceive(std::unordered_set<Ticket>& open) {
+    if (receives_.empty()) return false;
+    Operation& operation = receives_.front();
+    Remaining remaining(operation);
+    const size_t before = operation.done;
+    const ssize_t count = ::recvmsg(socket_.stream.get(), remaining.message(), 0);
+    const Move move = Classify(count);
+    if (move == Move::kEnded) End(count == 0 ? kClosed : ErrorText(errno));
+    if (move != Move::kSome) return false;
+    operation.done += static_cast<size_t>(count);
+    if (before < kMessageHeaderBytes && operation.done >= kMessageHeaderBytes) {
+      if (!CheckHeader(operation)) return false;
+    }
+    if (operation.done == operation.total()) {
+      open.erase(operation.ticket);
+      receives_.pop_front();
+    }
+    return true;
+  }
+
+  bool CheckHeader(const Operation& operation) {
+    auto header = DecodeMessageHeader(ConstBytes(operation.header.data(), operation.header.size()));
+    if (!header.ok()) {
+      failure_ = header.status().Annotate(Front());
+    } else if (header.value().farewell) {
+      ReadFarewell(header.value(), ConstBytes(operation.data, operation.payload_done()));
+    } else if (header.value().length != operation.size) {
+      failure_ = LengthMismatch(peer_, header.value().length, operation.size);
+    }
+    return failure_.ok();
+  }
+
+  // `start` is what came together with the header.
+  void ReadFarewell(const MessageHeader& header, ConstBytes start) {
+    std::string text(reinterpret_cast<const char*>(start.data()),
+                     std::min<size_t>(start.size(), header.length));
+    const size_t missing = header.length - text.size();
+    std::array<std::byte, kMaxFarewellBytes> rest;
+    auto count = ReadSome(socket_.stream.get(), Bytes(rest.data(), missing));
+    if (count.ok()) text.append(reinterpret_cast<const char*>(rest.data()), count.value());
+    failure_ = PeerAborted(peer_, Status(header.code, text)).Annotate(Front());
+  }
+
+  void SendFarewell(const Status& why) {
+    const std::string text = why.message().substr(0, kMaxFarewellBytes);
+    const auto header = EncodeMessageHeader({true, text.size(), why.code()});
+    std::string message(reinterpret_cast<const char*>(header.data()), header.size());
+    message += text;
+    // What does not go at once does not go: the peer then learns of the end without the reason.
+    (void)!::send(socket_.stream.get(), message.data(), message.size(), MSG_NOSIGNAL);
+  }
+
+  // The peer is gone. Its farewell may lie unread where nobody has posted a receive.
+  void End(const std::string& how) {
+    const bool between_messages = receives_.empty() || receives_.front().done == 0;
+    std::array<std::byte, kMessageHeaderBytes> bytes;
+    if (between_messages) {
+      auto count = ReadSome(socket_.stream.get(), Bytes(bytes.data(), bytes.size()));
+      if (count.ok() && count.value() == bytes.size()) {
+        auto header = DecodeMessageHeader(ConstBytes(bytes.data(), bytes.size()));
+        if (header.ok() && header.value().farewell) return ReadFarewell(header.value(), {});
+      }
+    }
+    failure_ = PeerGone(peer_, how).Annotate(Front());
+  }
+
+  // The transfer that suffers.
+  std::string Front() const {
+    return TransferName(receives_.empty() ? Direction::kSend : Direction::kReceive, peer_);
+  }
+
+  int peer_;
+  PeerSocket socket_;
+  std::deque<Operation> sends_;
+  std::deque<Operation> receives_;
+  Status failure_;
+};
+
+class SocketTransport final : public Transport {
+ public:
+  SocketTransport(int rank, std::vector<PeerSocket> peers, UniqueFd wake)
+      : rank_(rank), wake_(std::move(wake)) {
+    for (size_t peer = 0; peer < peers.size(); ++peer) {
+      links_.emplace_back(static_cast<int>(peer), std::move(peers[peer]));
+    }
+  }
+
+  ~SocketTransport() override {
+    for (Link& link : links_) link.Close(nullptr);
+  }
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(links_.size()); }
+
+  Result<Ticket> PostSend(int peer, ConstBytes data) override {
+    return Post(Direction::kSend, peer, const_cast<std::byte*>(data.data()), data.size());
+  }
+
+  Result<Ticket> PostReceive(int peer, Bytes data) override {
+    return Post(Direction::kReceive, peer, data.data(), data.size());
+  }
+
+  Status Wait(Span<const Ticket> tickets, Deadline deadline) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      LetAbortIn(lock);
+      if (broken_) return *broken_;
+      const bool moved = AdvanceLinks();
+      if (Status failure = FirstFailure(); !failure.ok()) return Break(failure);
+      const Ticket* open = FirstOpen(tickets);
+      if (open == nullptr) return Status();
+      if (deadline.Expired()) return Break(Late(*open));
+      if (!moved) SHVD_TRY(AwaitSockets(lock, deadline));
+    }
+  }
+
+  void Abort(const Status& why) override {
+    aborts_waiting_.fetch_add(1);
+    const uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    aborts_waiting_.fetch_sub(1);
+    if (!broken_) {
+      (void)Break(why.ok() ? Status(StatusCode::kAborted, "aborted without a reason") : why);
+    }
+    aborted_.notify_all();
+  }
+
+ private:
+  Result<Ticket> Post(Direction direction, int peer, std::byte* data, size_t size) {
+    SHVD_TRY(CheckPeer(peer, rank_, this->size()));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (broken_) return *broken_;
+    Operation operation{++last_ticket_, data, size, {}};
+    const bool sending = direction == Direction::kSend;
+    if (sending) operation.header = EncodeMessageHeader({false, size, StatusCode::kAborted});
+    open_.insert(operation.ticket);
+    Link& link = links_[static_cast<size_t>(peer)];
+    link.Post(direction, operation);
+    // A small message is on its way before anybody waits for it. A failure is reported by Wait.
+    if (sending) link.Advance(open_);
+    return operation.ticket;
+  }
+
+  // A mutex is not fair: while data flows, this thread could take it again and again before an
+  // aborting one gets it.
+  void LetAbortIn(std::unique_lock<std::mutex>& lock) {
+    aborted_.wait(lock, [this] { return aborts_waiting_.load() == 0; });
+  }
+
+  bool AdvanceLinks() {
+    bool moved = false;
+    for (Link& link : links_) {
+      if (link.pending() && link.Advance(open_)) moved = true;
+    }
+    return moved;
+  }
+
+  Status FirstFailure() const {
+    for (const Link& link : links_) SHVD_TRY(link.failure());
+    return Status();
+  }
+
+  const Ticket* FirstOpen(Span<const Ticket> tickets) const {
+    for (const Ticket& ticket : tickets) {
+      if (open_.count(ticket) != 0) return &ticket;
+    }
+    return nullptr;
+  }
+
+  Status Late(Ticket ticket) const {
+    for (const Link& link : links_) {
+      Direction direction{};
+      const Operation* operation = link.Find(ticket, &direction);
+      if (operation == nullptr) continue;
+      return LateTransfer(direction, link.peer(), operation->payload_done(), operation->size);
+    }
+    return Status(StatusCode::kInternal, "an open ticket belongs to no link");
+  }
+
+  // Sleeps without the mutex until a socket is ready, a peer ends, or somebody aborts.
+  Status AwaitSockets(std::unique_lock<std::mutex>& lock, Deadline deadline) {
+    poll_fds_.clear();
+    polled_links_.clear();
+    for (Link& link : links_) {
+      if (!link.pending()) continue;
+      link.AppendPollFds(poll_fds_);
+      polled_links_.push_back(&link);
+    }
+    poll_fds_.push_back({wake_.get(), POLLIN, 0});
+    lock.unlock();
+    const int ready = ::poll(poll_fds_.data(), poll_fds_.size(), deadline.RemainingMillis());
+    const int error = errno;
+    lock.lock();
+    if (broken_) return *broken_;
+    if (ready < 0 && error != EINTR) return Break(IoStatus("poll", error));
+    if (ready <= 0) return Status();
+    // First what the peers sent before they went, then whether they are gone.
+    if (AdvanceLinks()) return Status();
+    for (size_t i = 0; i < polled_links_.size(); ++i) {
+      polled_links_[i]->Judge(poll_fds_[2 * i].revents, poll_fds_[2 * i + 1].revents);
+    }
+    return Status();
+  }
+
+  Status Break(const Status& why) {
+    broken_ = why;
+    for (Link& link : links_) link.Close(&why);
+    open_.clear();
+    return why;
+  }
+
+  const int rank_;
+  const UniqueFd
+      wake_;  // an eventfd that only Abort writes and nobody reads: the transport is over then
+  std::atomic<int> aborts_waiting_{0};
+  std::condition_variable aborted_;
+  std::mutex mutex_;  // guards all fields below; not held while waiting for sockets
+  std::vector<Link> links_;
+  std::unordered_set<Ticket> open_;
+  Ticket last_ticket_ = 0;
+  std::optional<Status> broken_;
+  std::vector<pollfd> poll_fds_;
+  std::vector<Link*> polled_links_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<PeerSocket> peers) {
+  UniqueFd wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!wake.valid()) return IoStatus("eventfd", errno);
+  return std::unique_ptr<Transport>(
+      std::make_unique<SocketTransport>(rank, std::move(peers), std::move(wake)));
+}
+
+}  // namespace sparkhvd

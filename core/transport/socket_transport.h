@@ -1,0 +1,22 @@
+// A Transport over one connected stream socket per peer.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/unique_fd.h"
+#include "transport/transport.h"
+
+namespace sparkhvd {
+
+// The connection to one peer. `process` is a pidfd where the peer is on this host, or empty: it
+// tells of the peer's end also while a child of the peer keeps a copy of the socket.
+struct PeerSocket {
+  UniqueFd stream;
+  UniqueFd process;
+};
+
+// `peers` has one entry per rank, the own one empty; sockets are non-blocking and authenticated.
+Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<PeerSocket> peers);
+
+}  // namespace sparkhvd
