@@ -1,0 +1,37 @@
+// The extension module sparkhvd._core.
+#include <pybind11/pybind11.h>
+
+#include "bindings/engine_binding.h"
+#include "bindings/errors.h"
+#include "bindings/rendezvous_binding.h"
+
+namespace py = pybind11;
+
+namespace sparkhvd::bindings {
+
+void RegisterErrors(py::module_& module) {
+  const py::object type = py::reinterpret_steal<py::object>(
+      PyErr_NewException("sparkhvd._core.CoreError", nullptr, nullptr));
+  module.attr("CoreError") = type;
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const CoreFailure& failure) {
+      // Looked up where it is needed: a module-level reference would outlive the interpreter.
+      const py::object error = py::module_::import("sparkhvd._core").attr("CoreError");
+      const Status& status = failure.status();
+      const py::tuple arguments =
+          py::make_tuple(StatusCodeName(status.code()), py::str(status.message()));
+      PyErr_SetObject(error.ptr(), arguments.ptr());
+    }
+  });
+}
+
+}  // namespace sparkhvd::bindings
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "The compiled collective core.";
+  sparkhvd::bindings::RegisterErrors(module);
+  sparkhvd::bindings::RegisterRendezvous(module);
+  sparkhvd::bindings::RegisterEngine(module);
+}

@@ -1,0 +1,105 @@
+#include "bindings/rendezvous_binding.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "bindings/errors.h"
+#include "bindings/interruptible.h"
+#include "rendezvous/tcp_store_server.h"
+
+namespace py = pybind11;
+
+namespace sparkhvd::bindings {
+namespace {
+
+using Address = std::pair<std::string, uint16_t>;
+
+HostPort ToHostPort(const Address& address) {
+  HostPort target;
+  target.host = address.first;
+  target.port = address.second;
+  return target;
+}
+
+// A local access needs no network: what is set is there at once.
+constexpr double kLocalSeconds = 10.0;
+
+std::unique_ptr<TcpStoreServer> StartServer(const std::string& token, const std::string& host,
+                                            uint16_t port) {
+  const py::gil_scoped_release release;
+  return Take(TcpStoreServer::Start(ToHostPort({host, port}), token));
+}
+
+py::bytes Get(KeyValueStore& store, const std::string& key, double timeout_s) {
+  std::string value;
+  Check(WaitInSlices(
+      timeout_s,
+      [&](Deadline deadline) {
+        Result<std::string> result = store.Get(key, deadline);
+        if (!result.ok()) return result.status();
+        value = std::move(result).value();
+        return Status();
+      },
+      [] { return false; }));
+  return py::bytes(value);
+}
+
+void Set(KeyValueStore& store, const std::string& key, const std::string& value, double timeout_s) {
+  const py::gil_scoped_release release;
+  Check(store.Set(key, value, Deadline::AfterSeconds(timeout_s)));
+}
+
+RendezvousClient Connect(const std::vector<Address>& addresses, const std::string& token,
+                         double timeout_s) {
+  std::vector<HostPort> targets;
+  for (const Address& address : addresses) targets.push_back(ToHostPort(address));
+  const py::gil_scoped_release release;
+  return RendezvousClient{std::shared_ptr<TcpStoreClient>(
+      Take(TcpStoreClient::Connect(targets, token, Deadline::AfterSeconds(timeout_s))))};
+}
+
+}  // namespace
+
+void RegisterRendezvous(py::module_& module) {
+  using py::arg;
+  py::class_<TcpStoreServer>(module, "RendezvousServer")
+      .def(py::init(&StartServer), arg("token"), arg("host") = "127.0.0.1", arg("port") = 0)
+      .def_property_readonly("port",
+                             [](const TcpStoreServer& server) { return server.address().port; })
+      .def(
+          "set",
+          [](TcpStoreServer& server, const std::string& key, const py::bytes& value) {
+            Set(server, key, value, kLocalSeconds);
+          },
+          arg("key"), arg("value"))
+      .def(
+          "get",
+          [](TcpStoreServer& server, const std::string& key, double timeout_s) {
+            return Get(server, key, timeout_s);
+          },
+          arg("key"), arg("timeout_s"))
+      .def("close", &TcpStoreServer::Close, py::call_guard<py::gil_scoped_release>());
+  py::class_<RendezvousClient>(module, "RendezvousClient")
+      .def(py::init(&Connect), arg("addresses"), arg("token"), arg("timeout_s"))
+      .def(
+          "set",
+          [](RendezvousClient& self, const std::string& key, const py::bytes& value,
+             double timeout_s) { Set(*self.client, key, value, timeout_s); },
+          arg("key"), arg("value"), arg("timeout_s"))
+      .def(
+          "get",
+          [](RendezvousClient& self, const std::string& key, double timeout_s) {
+            return Get(*self.client, key, timeout_s);
+          },
+          arg("key"), arg("timeout_s"))
+      .def(
+          "close", [](RendezvousClient& self) { self.client->Close(); },
+          py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace sparkhvd::bindings

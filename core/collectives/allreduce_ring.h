@@ -1,0 +1,20 @@
+// Allreduce among all ranks of a transport.
+#pragma once
+
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/span.h"
+#include "base/status.h"
+#include "collectives/reduction.h"
+#include "transport/transport.h"
+
+namespace sparkhvd {
+
+// Reduces `count` elements of every rank; all ranks get the same bits. `target` may be `source`.
+// `scratch` is working memory of the caller, grown as needed and worth keeping.
+Status AllreduceRing(Transport& transport, const Reduction& reduction, const std::byte* source,
+                     std::byte* target, size_t count, std::vector<std::byte>& scratch,
+                     Deadline deadline);
+
+}  // namespace sparkhvd

@@ -1,0 +1,102 @@
+#include "collectives/allreduce_shm.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "collectives/kernels.h"
+#include "collectives/slices.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr size_t kCacheLine = 64;
+
+// Up to this many bytes from all members together everybody reduces everything: one step instead of
+// two.
+constexpr size_t kSmallBytes = size_t{32} << 10;
+
+// What a round moves: its share of the source, the target and everybody's slot stay in the
+// second-level cache.
+constexpr size_t kChunkBytes = size_t{256} << 10;
+
+// Combines what all members have in their slots, from element `begin` on, into `target`: in member
+// order, so that a result doesn't depend on who computes it.
+void CombineSlots(const ArenaSteps& steps, const ArenaSteps::Round& round,
+                  const Reduction& reduction, std::byte* target, Slice slice) {
+  const size_t offset = slice.begin * SizeOf(reduction.dtype);
+  Combine(reduction.dtype, reduction.op, target, round.Slot(0) + offset, round.Slot(1) + offset,
+          slice.count);
+  for (int member = 2; member < steps.count(); ++member) {
+    Combine(reduction.dtype, reduction.op, target, target, round.Slot(member) + offset,
+            slice.count);
+  }
+  Finish(reduction, steps.count(), target, slice.count);
+}
+
+// One step: write the own contribution, then read all of them.
+Status AllreduceSmall(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
+                      std::byte* target, size_t count, Deadline deadline) {
+  const ArenaSteps::Round round = steps.StartRound();
+  CopyPrescaled(reduction, round.Slot(steps.member()), source, count);
+  SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
+  CombineSlots(steps, round, reduction, target, Slice{0, count});
+  return Status();
+}
+
+// Two steps: write the own contribution; combine the own slice of everybody's and show it; read the
+// others' slices.
+Status AllreduceChunk(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
+                      std::byte* target, size_t count, Deadline deadline) {
+  const size_t width = SizeOf(reduction.dtype);
+  const int members = steps.count();
+  const ArenaSteps::Round round = steps.StartRound();
+  std::byte* own = round.Slot(steps.member());
+  CopyPrescaled(reduction, own, source, count);
+  SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
+
+  // The own contribution stands where the result will be shown, so the result is built in the
+  // target first.
+  const Slice mine = SliceOf(count, members, steps.member(), kCacheLine / width);
+  if (mine.count > 0) {
+    std::byte* result = target + mine.begin * width;
+    CombineSlots(steps, round, reduction, result, mine);
+    std::memcpy(own + mine.begin * width, result, mine.count * width);
+  }
+  SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
+
+  for (int distance = 1; distance < members; ++distance) {
+    const int member = (steps.member() + distance) % members;
+    const Slice theirs = SliceOf(count, members, member, kCacheLine / width);
+    if (theirs.count == 0) continue;
+    std::memcpy(target + theirs.begin * width, round.Slot(member) + theirs.begin * width,
+                theirs.count * width);
+  }
+  return Status();
+}
+
+}  // namespace
+
+Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
+                    std::byte* target, size_t count, Deadline deadline) {
+  const size_t width = SizeOf(reduction.dtype);
+  const auto members = static_cast<size_t>(steps.count());
+  const size_t slot_bytes = steps.SlotBytes();
+  if (members == 1 || (count * width * members <= kSmallBytes && count * width <= slot_bytes)) {
+    if (count == 0) return Status();
+    if (members > 1) return AllreduceSmall(steps, reduction, source, target, count, deadline);
+    CopyPrescaled(reduction, target, source, count);
+    Finish(reduction, 1, target, count);
+    return Status();
+  }
+  const size_t chunk = std::min(slot_bytes, kChunkBytes) / width;
+  for (size_t done = 0; done < count; done += chunk) {
+    const size_t part = std::min(chunk, count - done);
+    SHVD_TRY(AllreduceChunk(steps, reduction, source + done * width, target + done * width, part,
+                            deadline)
+                 .Annotate("element " + std::to_string(done) + " of " + std::to_string(count)));
+  }
+  return Status();
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,17 @@
+// Allreduce among the members of an arena.
+#pragma once
+
+#include "base/deadline.h"
+#include "base/span.h"
+#include "base/status.h"
+#include "collectives/arena_steps.h"
+#include "collectives/reduction.h"
+
+namespace sparkhvd {
+
+// Reduces `count` elements of every member; all members get the same bits. `target` may be
+// `source`.
+Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
+                    std::byte* target, size_t count, Deadline deadline);
+
+}  // namespace sparkhvd

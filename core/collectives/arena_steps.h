@@ -1,0 +1,62 @@
+// Where a member stands in the use of its arena.
+#pragma once
+
+#include <cstdint>
+
+#include "base/deadline.h"
+#include "base/span.h"
+#include "base/status.h"
+#include "transport/arena.h"
+
+namespace sparkhvd {
+
+// One per arena, owned by whoever runs collectives over it. All members run the same collectives in
+// the same order, so all count alike, and the count alone says which part of a region may be
+// written.
+//
+// A region is used in `kSlots` slots. A collective works in rounds; a round starts after everybody
+// was awaited at the step that is then current, makes one or two steps, and uses the slot that
+// belongs to the step at which it starts. What it leaves in the slot may be read until the reader's
+// next step, that is at most three steps after the round's start. The slot comes up again at the
+// earliest four steps after, when everybody has been awaited at the fourth: nobody reads what is
+// overwritten, and no round has to wait for the readers of the one before.
+class ArenaSteps {
+ public:
+  static constexpr uint64_t kSlots = 4;
+
+  explicit ArenaSteps(Arena& arena) : arena_(arena) {}
+
+  Arena& arena() const { return arena_; }
+  int member() const { return arena_.member(); }
+  int count() const { return arena_.count(); }
+
+  size_t SlotBytes() const { return arena_.Region(arena_.member()).size() / kSlots; }
+
+  // Everybody's slots of one round; stays good while the steps advance.
+  class Round {
+   public:
+    Round(const Arena& arena, size_t offset) : arena_(arena), offset_(offset) {}
+    std::byte* Slot(int member) const { return arena_.Region(member).data() + offset_; }
+
+   private:
+    const Arena& arena_;
+    size_t offset_;
+  };
+
+  // The round that starts now.
+  Round StartRound() const {
+    return Round(arena_, static_cast<size_t>(step_ % kSlots) * SlotBytes());
+  }
+
+  // Ends a step: what this member wrote is visible to everybody who awaits it.
+  Status ArriveAndAwaitAll(Deadline deadline) {
+    step_ = arena_.Arrive();
+    return arena_.AwaitAll(step_, deadline);
+  }
+
+ private:
+  Arena& arena_;
+  uint64_t step_ = 0;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,71 @@
+#include "collectives/broadcast.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace sparkhvd {
+namespace {
+
+// Pieces let a rank pass on the beginning while the rest is still coming.
+constexpr size_t kPieceBytes = size_t{512} << 10;
+
+Status PostToChildren(Transport& transport, const std::vector<int>& children, ConstBytes piece,
+                      std::vector<Ticket>& tickets) {
+  for (const int child : children) {
+    const Result<Ticket> posted = transport.PostSend(child, piece);
+    SHVD_TRY(posted.status());
+    tickets.push_back(posted.value());
+  }
+  return Status();
+}
+
+}  // namespace
+
+// A binomial tree over the ranks counted from the root: the parent of a rank is the rank without
+// its lowest set bit, its children are the rank with one lower bit set.
+Status BroadcastTree(Transport& transport, int root, const std::byte* source, Bytes target,
+                     Deadline deadline) {
+  const int size = transport.size();
+  const int place = (transport.rank() - root + size) % size;
+  const auto rank_at = [&](int other) { return (other + root) % size; };
+  int lowest = 1;
+  while (lowest < size && (place & lowest) == 0) lowest <<= 1;
+  std::vector<int> children;
+  for (int bit = lowest >> 1; bit > 0; bit >>= 1) {
+    if (place + bit < size) children.push_back(rank_at(place + bit));
+  }
+  if (place == 0 && source != target.data() && !target.empty()) {
+    std::memcpy(target.data(), source, target.size());
+  }
+  std::vector<Ticket> sends;
+  for (size_t done = 0; done < target.size(); done += kPieceBytes) {
+    const Bytes piece = target.Sub(done, std::min(kPieceBytes, target.size() - done));
+    if (place != 0) {
+      const Result<Ticket> posted = transport.PostReceive(rank_at(place - lowest), piece);
+      SHVD_TRY(posted.status());
+      SHVD_TRY(transport.Wait(Span<const Ticket>(&posted.value(), 1), deadline));
+    }
+    SHVD_TRY(PostToChildren(transport, children, piece, sends));
+  }
+  return transport.Wait(Span<const Ticket>(sends.data(), sends.size()), deadline);
+}
+
+Status BroadcastShm(ArenaSteps& steps, int root, const std::byte* source, Bytes target,
+                    Deadline deadline) {
+  const bool is_root = steps.member() == root;
+  if (is_root && source != target.data() && !target.empty()) {
+    std::memcpy(target.data(), source, target.size());
+  }
+  for (size_t done = 0; done < target.size(); done += steps.SlotBytes()) {
+    const Bytes piece = target.Sub(done, std::min(steps.SlotBytes(), target.size() - done));
+    std::byte* slot = steps.StartRound().Slot(root);
+    if (is_root) std::memcpy(slot, piece.data(), piece.size());
+    SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
+    if (!is_root) std::memcpy(piece.data(), slot, piece.size());
+  }
+  return Status();
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,21 @@
+// Broadcast of one rank's bytes to all.
+#pragma once
+
+#include "base/deadline.h"
+#include "base/span.h"
+#include "base/status.h"
+#include "collectives/arena_steps.h"
+#include "transport/transport.h"
+
+namespace sparkhvd {
+
+// `source` counts on the root alone; `target` receives on every rank (on the root it may be the
+// source).
+Status BroadcastTree(Transport& transport, int root, const std::byte* source, Bytes target,
+                     Deadline deadline);
+
+// The same among the members of an arena; `root` is a member.
+Status BroadcastShm(ArenaSteps& steps, int root, const std::byte* source, Bytes target,
+                    Deadline deadline);
+
+}  // namespace sparkhvd

@@ -1,0 +1,92 @@
+#include "collectives/kernels.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "collectives/kernel_loops.h"
+
+namespace sparkhvd {
+namespace {
+
+template <typename T>
+struct Generic {
+  template <typename Op>
+  static void Combine(std::byte* target, const std::byte* left, const std::byte* right,
+                      size_t count) {
+    loops::CombineAll<T, Op>(target, left, right, count);
+  }
+  static void Scale(std::byte* target, const std::byte* source, size_t count, double factor) {
+    loops::ScaleAll<T>(target, source, count, factor);
+  }
+};
+
+template <typename T>
+void DivideAll(std::byte* data, size_t count, int divisor) {
+  // Wide enough for every element type and for the number of ranks.
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t value = static_cast<int64_t>(loops::Load<T>(data, i));
+    loops::Store<T>(data, i, static_cast<T>(value / divisor));
+  }
+}
+
+bool IsFloating(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 || dtype == DType::kFloat32 ||
+         dtype == DType::kFloat64;
+}
+
+void DivideIntegers(DType dtype, int divisor, std::byte* data, size_t count) {
+  switch (dtype) {
+    case DType::kUInt8:
+      return DivideAll<uint8_t>(data, count, divisor);
+    case DType::kInt8:
+      return DivideAll<int8_t>(data, count, divisor);
+    case DType::kInt16:
+      return DivideAll<int16_t>(data, count, divisor);
+    case DType::kInt32:
+      return DivideAll<int32_t>(data, count, divisor);
+    case DType::kInt64:
+      return DivideAll<int64_t>(data, count, divisor);
+    default:
+      return;  // floating types are scaled, an average of bool is refused when it is submitted
+  }
+}
+
+void Scale(DType dtype, std::byte* target, const std::byte* source, size_t count, double factor) {
+  FastestKernels().scale[static_cast<size_t>(dtype)](target, source, count, factor);
+}
+
+}  // namespace
+
+const KernelTable& GenericKernels() {
+  static const KernelTable table = loops::MakeTable<Generic>("generic");
+  return table;
+}
+
+void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
+             const std::byte* right, size_t count) {
+  const auto& row = FastestKernels().combine[static_cast<size_t>(dtype)];
+  row[loops::CombineIndex(op)](target, left, right, count);
+}
+
+void CopyPrescaled(const Reduction& reduction, std::byte* target, const std::byte* source,
+                   size_t count) {
+  if (reduction.prescale != 1.0) {
+    Scale(reduction.dtype, target, source, count, reduction.prescale);
+  } else if (target != source && count > 0) {
+    std::memcpy(target, source, count * SizeOf(reduction.dtype));
+  }
+}
+
+void Finish(const Reduction& reduction, int ranks, std::byte* data, size_t count) {
+  double factor = reduction.postscale;
+  if (reduction.op == ReduceOp::kAverage) {
+    if (IsFloating(reduction.dtype)) {
+      factor /= ranks;
+    } else if (ranks > 1) {
+      DivideIntegers(reduction.dtype, ranks, data, count);
+    }
+  }
+  if (factor != 1.0) Scale(reduction.dtype, data, data, count, factor);
+}
+
+}  // namespace sparkhvd

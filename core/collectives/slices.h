@@ -1,0 +1,29 @@
+// How a range of elements is divided among ranks.
+#pragma once
+
+#include <cstddef>
+
+namespace sparkhvd {
+
+struct Slice {
+  size_t begin = 0;
+  size_t count = 0;
+};
+
+// The `index`-th of `parts` slices of `count` elements: contiguous, in order, covering all, of
+// lengths that differ by at most one `grain` (a number of elements that should stay together, such
+// as a cache line); some are empty when there are few.
+inline Slice SliceOf(size_t count, int parts, int index, size_t grain = 1) {
+  const size_t grains = (count + grain - 1) / grain;
+  const auto total = static_cast<size_t>(parts);
+  const auto position = static_cast<size_t>(index);
+  const size_t base = grains / total;
+  const size_t extra = grains % total;
+  const size_t first = position * base + (position < extra ? position : extra);
+  const size_t length = base + (position < extra ? 1 : 0);
+  const size_t begin = first * grain < count ? first * grain : count;
+  const size_t end = (first + length) * grain < count ? (first + length) * grain : count;
+  return Slice{begin, end - begin};
+}
+
+}  // namespace sparkhvd

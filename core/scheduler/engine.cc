@@ -1,0 +1,304 @@
+#include "scheduler/engine.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "scheduler/fusion.h"
+
+namespace sparkhvd {
+namespace {
+
+using Clock = Deadline::Clock;
+
+constexpr std::chrono::microseconds kShortestPause{50};
+constexpr std::chrono::microseconds kLongestPause{2000};
+
+// Long enough for a server on another host, short enough not to hold up the failure of an
+// operation.
+constexpr double kBoardSeconds = 2.0;
+
+uint64_t MicrosecondsSince(Clock::time_point start) {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start).count());
+}
+
+std::vector<int> LocalRanks(const Mesh& mesh) {
+  return mesh.arena ? mesh.arena->ranks() : std::vector<int>{mesh.transport->rank()};
+}
+
+void AbortMesh(const Mesh& mesh, const Status& why) {
+  if (mesh.arena) mesh.arena->Abort(why);
+  mesh.transport->Abort(why);
+}
+
+// A failure as it stands on the board: the code as one character, then the message.
+std::string Note(const Status& status, int rank) {
+  return std::string(1, static_cast<char>('A' + static_cast<int>(status.code()))) + "rank " +
+         std::to_string(rank) + ": " + status.message();
+}
+
+std::optional<Status> ReadNote(const std::string& note) {
+  const int last = static_cast<int>(StatusCode::kInternal);
+  if (note.empty() || note[0] <= 'A' || note[0] > 'A' + last) return std::nullopt;
+  return Status(static_cast<StatusCode>(note[0] - 'A'), note.substr(1));
+}
+
+}  // namespace
+
+Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
+    : config_(config),
+      mesh_(std::move(mesh)),
+      board_(std::move(board)),
+      rank_(mesh_.transport->rank()),
+      size_(mesh_.transport->size()),
+      local_ranks_(LocalRanks(mesh_)),
+      negotiation_(*mesh_.transport, config.cache_capacity, config.collective_timeout_s),
+      execution_(mesh_),
+      thread_([this] { Main(); }) {}
+
+Engine::~Engine() {
+  static_cast<void>(Shutdown(Deadline::AfterSeconds(0)));
+  if (thread_.joinable()) thread_.join();
+}
+
+Result<std::shared_ptr<Operation>> Engine::Submit(Request request, const std::byte* source,
+                                                  std::byte* target) {
+  if (const std::optional<std::string> problem = Problem(request, size_)) {
+    return Status(StatusCode::kInvalidArgument, *problem).Annotate(request.Title());
+  }
+  auto operation = std::make_shared<Operation>(std::move(request), source, target);
+  const Request& kept = operation->request();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (end_) return end_->Annotate(kept.Title());
+    if (!in_flight_.insert(kept.name).second) {
+      return Status(StatusCode::kInvalidArgument,
+                    kept.Title() +
+                        ": an operation of this name is in flight already; wait for it "
+                        "or give this one another name");
+    }
+    queue_.push_back(operation);
+  }
+  wake_.notify_one();
+  return operation;
+}
+
+void Engine::Abort(const std::string& why) {
+  const std::lock_guard<std::mutex> leaving(leave_mutex_);
+  const Status status(StatusCode::kAborted, why);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (end_) return;
+  }
+  // The reason stands on the board before the links break, so that every peer finds it there.
+  End(FirstFailure(status));
+}
+
+Status Engine::Shutdown(Deadline deadline) {
+  const std::lock_guard<std::mutex> leaving(leave_mutex_);
+  if (!thread_.joinable()) return Status();
+  bool interrupt = false;
+  const Status why(StatusCode::kShutDown, "this rank has shut down");
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!end_) end_ = why;
+    // Without operations in flight the thread is not waiting for anybody, and peers that are still
+    // busy with an operation that has ended here must not be disturbed.
+    interrupt = !in_flight_.empty();
+  }
+  wake_.notify_one();
+  if (interrupt) AbortMesh(mesh_, why);
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!finished_changed_.wait_until(lock, deadline.at(), [this] { return finished_; })) {
+      return Status(StatusCode::kTimeout, "the engine has not ended yet");
+    }
+  }
+  thread_.join();
+  mesh_.arena.reset();  // peers that still need this rank notice now
+  mesh_.transport.reset();
+  return Status();
+}
+
+void Engine::Main() {
+  pthread_setname_np(pthread_self(), "shvd-engine");
+  sigset_t all;  // signals are for the threads of the program
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  try {
+    Loop();
+  } catch (
+      const std::exception& error) {  // no memory: the thread must not take the process with it
+    End(Status(StatusCode::kInternal, std::string("engine: ") + error.what()));
+  }
+  FailEverything();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  finished_ = true;
+  finished_changed_.notify_all();
+}
+
+void Engine::Loop() {
+  while (auto submitted = NextSubmissions()) {
+    const Status status = RunCycle(*submitted);
+    if (!status.ok()) End(FirstFailure(status));
+  }
+}
+
+std::optional<std::vector<Engine::OperationPointer>> Engine::NextSubmissions() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto called = [this] { return !queue_.empty() || end_.has_value(); };
+  if (pending_.empty()) {
+    wake_.wait(lock, called);
+  } else if (pause_.count() > 0) {
+    wake_.wait_for(lock, pause_, called);
+  }
+  if (end_) return std::nullopt;
+  return std::exchange(queue_, {});
+}
+
+Status Engine::RunCycle(const std::vector<OperationPointer>& submitted) {
+  std::vector<const Request*> requests;
+  for (const OperationPointer& operation : submitted) {
+    requests.push_back(&operation->request());
+    pending_[operation->request().name] = operation;
+  }
+  const RequestMessage report = negotiation_.Report(requests);
+  const auto start = Clock::now();
+  Result<ResponseMessage> response = negotiation_.Cycle(report);
+  if (!response.ok()) return response.status().Annotate("pending here " + PendingTitles());
+  ++counters_.cycles;
+  counters_.cache_hits += report.cached.size();
+  counters_.negotiation_us += MicrosecondsSince(start);
+
+  const Result<std::vector<Ready>> ready = Resolve(response.value());
+  SHVD_TRY(ready.status());
+  const bool idle =
+      submitted.empty() && response.value().cached.empty() && response.value().agreements.empty();
+  pause_ =
+      !idle ? std::chrono::microseconds{0} : std::clamp(2 * pause_, kShortestPause, kLongestPause);
+  return Execute(ready.value());
+}
+
+Result<std::vector<Engine::Ready>> Engine::Resolve(const ResponseMessage& response) {
+  std::vector<Ready> ready;
+  ResponseCache& cache = negotiation_.cache();
+  for (const uint32_t id : response.cached) {
+    OperationPointer operation = cache.Contains(id) ? TakePending(cache.Own(id).name) : nullptr;
+    if (!operation) {
+      return Status(StatusCode::kInternal, "the coordinator calls for operation " +
+                                               std::to_string(id) + ", which is not pending here");
+    }
+    cache.Touch(id);
+    ready.push_back(Ready{std::move(operation), cache.FirstDims(id)});
+  }
+  for (const Agreement& agreement : response.agreements) {
+    OperationPointer operation = TakePending(agreement.name);
+    if (agreement.code != StatusCode::kOk) {
+      if (operation) Complete(operation, Status(agreement.code, agreement.message));
+      continue;
+    }
+    if (!operation) {
+      return Status(StatusCode::kInternal, "the coordinator calls for operation '" +
+                                               agreement.name + "', which is not pending here");
+    }
+    negotiation_.Remember(operation->request(), agreement.first_dims);
+    ready.push_back(Ready{std::move(operation), agreement.first_dims});
+  }
+  return ready;
+}
+
+Status Engine::Execute(const std::vector<Ready>& ready) {
+  std::vector<const Request*> requests;
+  for (const Ready& entry : ready) requests.push_back(&entry.operation->request());
+  Status failure;
+  for (const std::vector<size_t>& positions : PlanFusion(requests, config_.fusion_threshold)) {
+    std::vector<OperationPointer> group;
+    for (const size_t position : positions) group.push_back(ready[position].operation);
+    if (failure.ok()) {
+      const auto start = Clock::now();
+      const Deadline deadline = Deadline::AfterSeconds(config_.collective_timeout_s);
+      failure = group.size() > 1
+                    ? execution_.Allreduce(group, deadline)
+                    : execution_.Run(*group[0], ready[positions[0]].first_dims, deadline);
+      counters_.collective_us += MicrosecondsSince(start);
+      if (!failure.ok()) failure = FirstFailure(failure);
+      if (group.size() > 1) ++counters_.fused_buffers;
+    }
+    for (const OperationPointer& operation : group) Complete(operation, failure);
+  }
+  return failure;
+}
+
+Engine::OperationPointer Engine::TakePending(const std::string& name) {
+  const auto found = pending_.find(name);
+  if (found == pending_.end()) return nullptr;
+  OperationPointer operation = std::move(found->second);
+  pending_.erase(found);
+  return operation;
+}
+
+void Engine::Complete(const OperationPointer& operation, const Status& status) {
+  if (status.ok()) {
+    ++counters_.operations;
+    counters_.bytes += operation->bytes();
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    in_flight_.erase(operation->request().name);
+  }
+  operation->Complete(status);
+}
+
+void Engine::End(const Status& why) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!end_) end_ = why;
+  }
+  wake_.notify_one();
+  AbortMesh(mesh_, why);
+}
+
+void Engine::FailEverything() {
+  Status why;
+  std::vector<OperationPointer> left;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    why = *end_;
+    left = std::exchange(queue_, {});
+  }
+  for (const auto& [name, operation] : pending_) left.push_back(operation);
+  pending_.clear();
+  for (const OperationPointer& operation : left) Complete(operation, why);
+}
+
+Status Engine::FirstFailure(const Status& own) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (end_) return *end_;
+  }
+  if (!board_.store) return own;
+  const std::string key = board_.scope + "/failure";
+  const std::string note = Note(own, rank_);
+  const Deadline deadline = Deadline::AfterSeconds(kBoardSeconds);
+  if (!board_.store->Set(key, note, deadline).ok()) return own;
+  const Result<std::string> first = board_.store->Get(key, deadline);
+  if (!first.ok() || first.value() == note) return own;
+  return ReadNote(first.value()).value_or(own);
+}
+
+std::string Engine::PendingTitles() const {
+  constexpr size_t kShown = 5;
+  std::vector<std::string> titles;
+  for (const auto& [name, operation] : pending_) titles.push_back(operation->request().Title());
+  std::sort(titles.begin(), titles.end());
+  std::string text = "(";
+  for (size_t i = 0; i < titles.size() && i < kShown; ++i) text += (i > 0 ? ", " : "") + titles[i];
+  if (titles.size() > kShown) text += " and " + std::to_string(titles.size() - kShown) + " more";
+  return text + ")";
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,127 @@
+// One rank of a job: a queue of named operations in, tickets out, and the thread that negotiates
+// and runs them.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/status.h"
+#include "rendezvous/key_value_store.h"
+#include "scheduler/execution.h"
+#include "scheduler/negotiation.h"
+#include "scheduler/operation.h"
+#include "transport/mesh.h"
+
+namespace sparkhvd {
+
+struct EngineConfig {
+  size_t fusion_threshold = size_t{64} << 20;
+  size_t cache_capacity = 1024;
+  double collective_timeout_s = 1800.0;
+};
+
+// Where the ranks of one engine tell each other why they failed; the first reason is everybody's.
+// The links themselves only say that a peer is gone, which is rarely the reason.
+struct FailureBoard {
+  std::shared_ptr<KeyValueStore> store;  // null: everybody is left with what the links say
+  std::string scope;                     // unique per engine of a job
+};
+
+struct Counters {
+  std::atomic<uint64_t> operations{0};
+  std::atomic<uint64_t> bytes{0};
+  std::atomic<uint64_t> cycles{0};
+  std::atomic<uint64_t> cache_hits{0};
+  std::atomic<uint64_t> fused_buffers{0};
+  std::atomic<uint64_t> negotiation_us{0};
+  std::atomic<uint64_t> collective_us{0};
+};
+
+// Ranks run cycles in lockstep. A rank enters a cycle as soon as it has submitted something or
+// waits for something, and the cycle lasts until all ranks have entered it, so nobody waits for a
+// tick and an idle job costs nothing. When a cycle brought nothing new to anybody (every rank waits
+// for something that others have not submitted yet) the next one is put off by up to kLongestPause,
+// or until something is submitted here.
+class Engine {
+ public:
+  Engine(const EngineConfig& config, Mesh mesh, FailureBoard board);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::vector<int>& local_ranks() const { return local_ranks_; }
+  const Counters& counters() const { return counters_; }
+
+  // The caller keeps the buffers alive until the operation is done. Fails with kInvalidArgument for
+  // a request that cannot work or a name that is in flight already, and with the engine's failure
+  // once it has one.
+  Result<std::shared_ptr<Operation>> Submit(Request request, const std::byte* source,
+                                            std::byte* target);
+
+  // Ends every pending and future operation here and on all peers with kAborted.
+  void Abort(const std::string& why);
+
+  // Leaves the job: pending operations fail with kShutDown. May be called again.
+  Status Shutdown(Deadline deadline);
+
+ private:
+  using OperationPointer = std::shared_ptr<Operation>;
+  struct Ready {
+    OperationPointer operation;
+    std::vector<int64_t> first_dims;
+  };
+
+  void Main();
+  void Loop();
+  std::optional<std::vector<OperationPointer>> NextSubmissions();
+  Status RunCycle(const std::vector<OperationPointer>& submitted);
+  Result<std::vector<Ready>> Resolve(const ResponseMessage& response);
+  Status Execute(const std::vector<Ready>& ready);
+  OperationPointer TakePending(const std::string& name);
+  void Complete(const OperationPointer& operation, const Status& status);
+  void End(const Status& why);
+  void FailEverything();
+  Status FirstFailure(const Status& own);
+  std::string PendingTitles() const;
+
+  const EngineConfig config_;
+  Mesh mesh_;  // empty once the engine has left; changed under leave_mutex_, after the thread has
+               // ended
+  const FailureBoard board_;
+  const int rank_;
+  const int size_;
+  std::vector<int> local_ranks_;
+  Counters counters_;
+
+  // The engine thread's own.
+  Negotiation negotiation_;
+  Execution execution_;
+  std::unordered_map<std::string, OperationPointer> pending_;
+  std::chrono::microseconds pause_{0};
+
+  std::mutex mutex_;  // guards what follows; an Operation's mutex may be taken inside
+  std::condition_variable wake_;
+  std::condition_variable finished_changed_;
+  std::vector<OperationPointer> queue_;
+  std::unordered_set<std::string> in_flight_;
+  std::optional<Status> end_;  // why nothing can be submitted any more
+  bool finished_ = false;
+
+  std::mutex leave_mutex_;  // one Shutdown or Abort at a time; taken before mutex_
+  std::thread thread_;
+};
+
+}  // namespace sparkhvd

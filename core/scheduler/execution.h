@@ -1,0 +1,43 @@
+// Carries out operations that all ranks agreed on.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/status.h"
+#include "collectives/arena_steps.h"
+#include "collectives/reduction.h"
+#include "collectives/select.h"
+#include "scheduler/operation.h"
+#include "transport/mesh.h"
+
+namespace sparkhvd {
+
+// One rank's hands: the mesh, and working memory that outlives a single operation.
+class Execution {
+ public:
+  explicit Execution(Mesh& mesh);
+
+  // Runs one allreduce over all the operations together. They compute the same.
+  Status Allreduce(const std::vector<std::shared_ptr<Operation>>& group, Deadline deadline);
+
+  // Runs an operation of any kind; `first_dims` is for allgather.
+  Status Run(Operation& operation, const std::vector<int64_t>& first_dims, Deadline deadline);
+
+ private:
+  Status Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
+                size_t count, Deadline deadline);
+  Status Gather(Operation& operation, const std::vector<int64_t>& first_dims, Deadline deadline);
+  Status Broadcast(const Operation& operation, Deadline deadline);
+
+  Transport& transport_;
+  std::optional<ArenaSteps> steps_;
+  Algorithm algorithm_;
+  std::vector<std::byte> scratch_;  // of the ring
+  std::vector<std::byte> fused_;    // where small tensors travel together
+};
+
+}  // namespace sparkhvd

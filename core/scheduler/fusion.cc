@@ -1,0 +1,48 @@
+#include "scheduler/fusion.h"
+
+#include <map>
+#include <tuple>
+
+namespace sparkhvd {
+namespace {
+
+// Where a fused tensor begins: on a boundary that suits every vector register.
+constexpr size_t kAlignment = 64;
+
+size_t PaddedBytes(const Request& request) {
+  const size_t bytes = ElementCount(request.shape).value_or(0) * SizeOf(request.dtype);
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+}  // namespace
+
+std::vector<std::vector<size_t>> PlanFusion(const std::vector<const Request*>& ready,
+                                            size_t threshold) {
+  struct Open {
+    size_t group;
+    size_t bytes;
+  };
+  std::map<std::tuple<DType, ReduceOp, double, double>, Open> open;
+  std::vector<std::vector<size_t>> groups;
+  for (size_t position = 0; position < ready.size(); ++position) {
+    const Request& request = *ready[position];
+    if (request.kind != OperationKind::kAllreduce) {
+      groups.push_back({position});
+      continue;
+    }
+    const auto key =
+        std::make_tuple(request.dtype, request.op, request.prescale, request.postscale);
+    const size_t bytes = PaddedBytes(request);
+    const auto found = open.find(key);
+    if (found != open.end() && bytes <= threshold && found->second.bytes <= threshold - bytes) {
+      groups[found->second.group].push_back(position);
+      found->second.bytes += bytes;
+    } else {
+      open[key] = Open{groups.size(), bytes};
+      groups.push_back({position});
+    }
+  }
+  return groups;
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,194 @@
+#include "scheduler/messages.h"
+
+#include <cstring>
+#include <type_traits>
+
+namespace sparkhvd {
+namespace {
+
+class Writer {
+ public:
+  template <typename T>
+  void Put(T value) {
+    static_assert(std::is_trivially_copyable_v<T>);
+    Append(&value, sizeof(value));
+  }
+  void PutText(const std::string& text) {
+    Put(static_cast<uint32_t>(text.size()));
+    Append(text.data(), text.size());
+  }
+  void PutList(const std::vector<int64_t>& list) {
+    Put(static_cast<uint32_t>(list.size()));
+    Append(list.data(), list.size() * sizeof(int64_t));
+  }
+  // Ids as a bit vector that ends with its last set byte.
+  void PutBits(const std::vector<uint32_t>& ids) {
+    std::vector<uint8_t> bits(ids.empty() ? 0 : ids.back() / 8 + 1);
+    for (const uint32_t id : ids) bits[id / 8] |= static_cast<uint8_t>(1u << (id % 8));
+    Put(static_cast<uint32_t>(bits.size()));
+    Append(bits.data(), bits.size());
+  }
+  std::vector<std::byte> Take() { return std::move(bytes_); }
+
+ private:
+  void Append(const void* data, size_t length) {
+    const auto* begin = static_cast<const std::byte*>(data);
+    bytes_.insert(bytes_.end(), begin, begin + length);
+  }
+  std::vector<std::byte> bytes_;
+};
+
+// Reads what is there; after the first read beyond the end everything is zero and ok() is false.
+class Reader {
+ public:
+  explicit Reader(ConstBytes bytes) : bytes_(bytes) {}
+
+  bool ok() const { return ok_; }
+  bool AtEnd() const { return ok_ && position_ == bytes_.size(); }
+
+  template <typename T>
+  T Get() {
+    T value{};
+    Read(&value, sizeof(value));
+    return value;
+  }
+  // A count of things that take at least `least` bytes each.
+  size_t GetCount(size_t least) {
+    const size_t count = Get<uint32_t>();
+    if (count > (bytes_.size() - position_) / least) ok_ = false;
+    return ok_ ? count : 0;
+  }
+  std::string GetText() {
+    std::string text(GetCount(1), '\0');
+    Read(text.data(), text.size());
+    return text;
+  }
+  std::vector<int64_t> GetList() {
+    std::vector<int64_t> list(GetCount(sizeof(int64_t)));
+    Read(list.data(), list.size() * sizeof(int64_t));
+    return list;
+  }
+  std::vector<uint32_t> GetBits() {
+    std::vector<uint32_t> ids;
+    const size_t length = GetCount(1);
+    for (size_t index = 0; index < length; ++index) {
+      const auto bits = Get<uint8_t>();
+      for (unsigned bit = 0; bit < 8; ++bit) {
+        if ((bits >> bit & 1u) != 0) ids.push_back(static_cast<uint32_t>(index * 8 + bit));
+      }
+    }
+    return ids;
+  }
+  // A value of an enumeration whose last value is `last`.
+  template <typename E>
+  E GetEnum(E last) {
+    const auto value = Get<uint8_t>();
+    if (value > static_cast<uint8_t>(last)) ok_ = false;
+    return ok_ ? static_cast<E>(value) : E{};
+  }
+
+ private:
+  void Read(void* target, size_t length) {
+    if (!ok_ || length > bytes_.size() - position_) {
+      ok_ = false;
+      return;
+    }
+    if (length > 0) std::memcpy(target, bytes_.data() + position_, length);
+    position_ += length;
+  }
+  ConstBytes bytes_;
+  size_t position_ = 0;
+  bool ok_ = true;
+};
+
+void Put(Writer& writer, const Request& request) {
+  writer.PutText(request.name);
+  writer.Put(static_cast<uint8_t>(request.kind));
+  writer.Put(static_cast<uint8_t>(request.dtype));
+  writer.Put(static_cast<uint8_t>(request.op));
+  writer.Put(request.root);
+  writer.Put(request.prescale);
+  writer.Put(request.postscale);
+  writer.PutList(request.shape);
+}
+
+Request GetRequest(Reader& reader) {
+  Request request;
+  request.name = reader.GetText();
+  request.kind = reader.GetEnum(OperationKind::kBarrier);
+  request.dtype = reader.GetEnum(DType::kFloat64);
+  request.op = reader.GetEnum(ReduceOp::kProduct);
+  request.root = reader.Get<int32_t>();
+  request.prescale = reader.Get<double>();
+  request.postscale = reader.Get<double>();
+  request.shape = reader.GetList();
+  return request;
+}
+
+void Put(Writer& writer, const Agreement& agreement) {
+  writer.PutText(agreement.name);
+  writer.Put(static_cast<uint8_t>(agreement.code));
+  writer.PutText(agreement.message);
+  writer.PutList(agreement.first_dims);
+}
+
+Agreement GetAgreement(Reader& reader) {
+  Agreement agreement;
+  agreement.name = reader.GetText();
+  agreement.code = reader.GetEnum(StatusCode::kInternal);
+  agreement.message = reader.GetText();
+  agreement.first_dims = reader.GetList();
+  return agreement;
+}
+
+constexpr size_t kLeastRequestBytes = 31;
+constexpr size_t kLeastAgreementBytes = 13;
+
+Status Broken(const char* what) {
+  return Status(StatusCode::kInternal,
+                std::string("a ") + what +
+                    " of the negotiation cannot be read; do all ranks run the "
+                    "same version of sparkhvd?");
+}
+
+}  // namespace
+
+std::vector<std::byte> Encode(const RequestMessage& message) {
+  Writer writer;
+  writer.PutBits(message.cached);
+  writer.Put(static_cast<uint32_t>(message.requests.size()));
+  for (const Request& request : message.requests) Put(writer, request);
+  return writer.Take();
+}
+
+std::vector<std::byte> Encode(const ResponseMessage& message) {
+  Writer writer;
+  writer.PutBits(message.cached);
+  writer.Put(static_cast<uint32_t>(message.agreements.size()));
+  for (const Agreement& agreement : message.agreements) Put(writer, agreement);
+  return writer.Take();
+}
+
+Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes) {
+  Reader reader(bytes);
+  RequestMessage message;
+  message.cached = reader.GetBits();
+  const size_t count = reader.GetCount(kLeastRequestBytes);
+  for (size_t i = 0; i < count && reader.ok(); ++i) message.requests.push_back(GetRequest(reader));
+  if (!reader.AtEnd()) return Broken("request");
+  return message;
+}
+
+Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes) {
+  Reader reader(bytes);
+  ResponseMessage message;
+  message.cached = reader.GetBits();
+  const size_t count = reader.GetCount(kLeastAgreementBytes);
+  for (size_t i = 0; i < count && reader.ok(); ++i) {
+    message.agreements.push_back(GetAgreement(reader));
+  }
+  if (!reader.AtEnd()) return Broken("response");
+  return message;
+}
+
+}  // namespace sparkhvd

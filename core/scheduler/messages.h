@@ -1,0 +1,46 @@
+// What ranks and the coordinator tell each other in a cycle, and its form on the wire.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/span.h"
+#include "base/status.h"
+#include "scheduler/request.h"
+
+namespace sparkhvd {
+
+// From a rank: what it has submitted since its last message.
+struct RequestMessage {
+  std::vector<uint32_t> cached;   // by the ids of the response cache, ascending
+  std::vector<Request> requests;  // everything else
+};
+
+// The coordinator's word about one operation that was asked for in full.
+struct Agreement {
+  std::string name;
+  StatusCode code = StatusCode::kOk;  // otherwise the operation fails with `message`
+  std::string message;
+  std::vector<int64_t> first_dims;  // allgather: by rank
+};
+
+// From the coordinator: what all ranks do next, `cached` first, in this order.
+struct ResponseMessage {
+  std::vector<uint32_t> cached;
+  std::vector<Agreement> agreements;
+};
+
+// The length of the longest message that is read at all.
+constexpr size_t kMaxMessageBytes = size_t{256} << 20;
+
+std::vector<std::byte> Encode(const RequestMessage& message);
+std::vector<std::byte> Encode(const ResponseMessage& message);
+
+// Bytes that no Encode made fail with kInternal; nothing is allocated beyond what the bytes can
+// hold.
+Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes);
+Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes);
+
+}  // namespace sparkhvd

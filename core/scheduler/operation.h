@@ -1,0 +1,77 @@
+// One submitted collective: the ticket that its submitter waits on.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/span.h"
+#include "base/status.h"
+#include "scheduler/request.h"
+
+namespace sparkhvd {
+
+// Shared by the submitter and the engine. Whoever owns the buffers keeps them alive until done().
+class Operation {
+ public:
+  Operation(Request request, const std::byte* source, std::byte* target)
+      : request_(std::move(request)), source_(source), target_(target) {}
+
+  const Request& request() const { return request_; }
+  const std::byte* source() const { return source_; }
+  std::byte* target() const { return target_; }
+  size_t count() const { return ElementCount(request_.shape).value_or(0); }
+  size_t bytes() const { return count() * SizeOf(request_.dtype); }
+
+  bool done() const { return done_.load(std::memory_order_acquire); }
+
+  // The outcome; kTimeout naming the tensor when there is none by the deadline (the operation goes
+  // on).
+  Status Wait(Deadline deadline) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!changed_.wait_until(lock, deadline.at(), [this] { return done(); })) {
+      return Status(StatusCode::kTimeout,
+                    request_.Title() + ": not finished yet; some rank may not have submitted it");
+    }
+    return status_;
+  }
+
+  // Allgather only, once done: what all ranks contributed, in rank order.
+  Bytes output() const { return Bytes(output_.get(), output_bytes_); }
+  const std::vector<int64_t>& first_dims() const { return first_dims_; }
+
+  // The rest is the engine's.
+  void SetOutput(std::unique_ptr<std::byte[]> output, size_t bytes,
+                 std::vector<int64_t> first_dims) {
+    output_ = std::move(output);
+    output_bytes_ = bytes;
+    first_dims_ = std::move(first_dims);
+  }
+  void Complete(const Status& status) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    status_ = status.Annotate(request_.Title());
+    done_.store(true, std::memory_order_release);
+    changed_.notify_all();
+  }
+
+ private:
+  const Request request_;
+  const std::byte* const source_;
+  std::byte* const target_;
+  std::unique_ptr<std::byte[]> output_;
+  size_t output_bytes_ = 0;
+  std::vector<int64_t> first_dims_;
+
+  std::mutex mutex_;  // guards status_; a leaf: nothing else is locked while it is held
+  std::condition_variable changed_;
+  std::atomic<bool> done_{false};
+  Status status_;
+};
+
+}  // namespace sparkhvd

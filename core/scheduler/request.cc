@@ -1,0 +1,126 @@
+#include "scheduler/request.h"
+
+#include <cmath>
+#include <limits>
+#include <sstream>
+
+namespace sparkhvd {
+namespace {
+
+std::string Text(const std::vector<int64_t>& shape) {
+  std::string text = "(";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(shape[i]);
+  }
+  return text + (shape.size() == 1 ? ",)" : ")");
+}
+
+std::string Text(double value) {
+  std::ostringstream text;
+  text.precision(17);
+  text << value;
+  return text.str();
+}
+
+std::vector<int64_t> WithoutFirst(const std::vector<int64_t>& shape) {
+  return shape.empty() ? shape : std::vector<int64_t>(shape.begin() + 1, shape.end());
+}
+
+std::string Differ(const char* what, int first_rank, const std::string& first, int second_rank,
+                   const std::string& second) {
+  return std::string("ranks disagree about the ") + what + ": rank " + std::to_string(first_rank) +
+         " submitted " + first + ", rank " + std::to_string(second_rank) + " submitted " + second;
+}
+
+}  // namespace
+
+const char* Name(OperationKind kind) {
+  switch (kind) {
+    case OperationKind::kAllreduce:
+      return "allreduce";
+    case OperationKind::kAllgather:
+      return "allgather";
+    case OperationKind::kBroadcast:
+      return "broadcast";
+    case OperationKind::kBarrier:
+      return "barrier";
+  }
+  return "unknown operation";
+}
+
+bool Request::operator==(const Request& other) const {
+  return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root &&
+         prescale == other.prescale && postscale == other.postscale && shape == other.shape &&
+         name == other.name;
+}
+
+std::string Request::Title() const { return std::string(sparkhvd::Name(kind)) + " '" + name + "'"; }
+
+std::optional<size_t> ElementCount(const std::vector<int64_t>& shape) {
+  constexpr size_t kLimit = static_cast<size_t>(std::numeric_limits<int64_t>::max());
+  size_t count = 1;
+  for (const int64_t dimension : shape) {
+    if (dimension < 0) return std::nullopt;
+    const auto length = static_cast<size_t>(dimension);
+    if (length != 0 && count > kLimit / length) return std::nullopt;
+    count *= length;
+  }
+  return count;
+}
+
+std::optional<std::string> Problem(const Request& request, int size) {
+  const std::optional<size_t> count = ElementCount(request.shape);
+  if (!count || *count > std::numeric_limits<size_t>::max() / 16) {
+    return "shape " + Text(request.shape) + " has a negative dimension or too many elements";
+  }
+  if (request.kind == OperationKind::kAllgather && request.shape.empty()) {
+    return std::string("a scalar has no first dimension to gather along; give it the shape (1,)");
+  }
+  if (request.kind == OperationKind::kBroadcast && (request.root < 0 || request.root >= size)) {
+    return "root " + std::to_string(request.root) + " is not a rank of this job of " +
+           std::to_string(size) + " ranks";
+  }
+  if (!std::isfinite(request.prescale) || !std::isfinite(request.postscale)) {
+    return std::string("prescale and postscale must be finite numbers");
+  }
+  if (request.kind == OperationKind::kAllreduce && request.dtype == DType::kBool) {
+    if (request.op == ReduceOp::kAverage) {
+      return std::string("bool has no average; use sum (or), product (and), or another dtype");
+    }
+    if (request.prescale != 1.0 || request.postscale != 1.0) {
+      return std::string("bool cannot be scaled; leave prescale and postscale at 1");
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> Disagreement(const Request& first, int first_rank, const Request& second,
+                                        int second_rank) {
+  const auto differ = [&](const char* what, const std::string& one, const std::string& other) {
+    return Differ(what, first_rank, one, second_rank, other);
+  };
+  if (first.kind != second.kind) return differ("operation", Name(first.kind), Name(second.kind));
+  if (first.dtype != second.dtype) return differ("dtype", Name(first.dtype), Name(second.dtype));
+  const bool ragged = first.kind == OperationKind::kAllgather;
+  const bool same_shape = ragged ? first.shape.size() == second.shape.size() &&
+                                       WithoutFirst(first.shape) == WithoutFirst(second.shape)
+                                 : first.shape == second.shape;
+  if (!same_shape) {
+    return differ(ragged ? "shape after the first dimension" : "shape", Text(first.shape),
+                  Text(second.shape));
+  }
+  if (first.op != second.op) return differ("reduce operation", Name(first.op), Name(second.op));
+  if (first.root != second.root) {
+    return differ("root", std::to_string(first.root), std::to_string(second.root));
+  }
+  if (first.prescale != second.prescale) {
+    return differ("prescale", Text(first.prescale), Text(second.prescale));
+  }
+  if (first.postscale != second.postscale) {
+    return differ("postscale", Text(first.postscale), Text(second.postscale));
+  }
+  return std::nullopt;
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,46 @@
+// What a rank asks for when it submits an operation.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+
+namespace sparkhvd {
+
+enum class OperationKind : uint8_t { kAllreduce, kAllgather, kBroadcast, kBarrier };
+
+const char* Name(OperationKind kind);
+
+// All that ranks have to agree on, and nothing else: two ranks' requests for one tensor are
+// compared with Disagreement().
+struct Request {
+  std::string name;
+  OperationKind kind = OperationKind::kAllreduce;
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;  // allreduce
+  int32_t root = 0;              // broadcast
+  double prescale = 1.0;         // allreduce
+  double postscale = 1.0;        // allreduce
+  std::vector<int64_t> shape;    // allgather: the first dimension may differ among ranks
+
+  bool operator==(const Request& other) const;
+
+  // "allreduce 'grad/7'", as error messages begin.
+  std::string Title() const;
+};
+
+// Elements of `shape`; nothing when a dimension is negative or the product does not fit.
+std::optional<size_t> ElementCount(const std::vector<int64_t>& shape);
+
+// What is wrong with a request by itself, as a sentence; nothing when it is fine.
+std::optional<std::string> Problem(const Request& request, int size);
+
+// How the requests of two ranks for one name contradict each other, with both values; nothing when
+// they agree.
+std::optional<std::string> Disagreement(const Request& first, int first_rank, const Request& second,
+                                        int second_rank);
+
+}  // namespace sparkhvd

@@ -1,0 +1,61 @@
+// Operations that were agreed on before, so that asking for them again takes one bit.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "scheduler/request.h"
+
+namespace sparkhvd {
+
+// Every rank feeds its cache with the same agreements in the same order, so that the ids mean the
+// same everywhere. Only the requests are a rank's own: where they differ among ranks (first
+// dimensions of an allgather) the agreement tells how.
+class ResponseCache {
+ public:
+  explicit ResponseCache(size_t capacity) : capacity_(capacity) {}
+
+  // The id of exactly this request of this rank.
+  std::optional<uint32_t> Find(const Request& request) const;
+
+  // The id under which `name` is remembered, whatever was asked for.
+  std::optional<uint32_t> FindName(const std::string& name) const;
+
+  bool Contains(uint32_t id) const { return id < entries_.size() && entries_[id].used; }
+  const Request& Own(uint32_t id) const { return entries_[id].own; }
+  const std::vector<int64_t>& FirstDims(uint32_t id) const { return entries_[id].first_dims; }
+
+  // What `rank` asked for when `id` was agreed on.
+  Request OfRank(uint32_t id, int rank) const;
+
+  // The id that Insert will give to `name`: its own, a free one or the least recently used; nothing
+  // without capacity.
+  std::optional<uint32_t> NextId(const std::string& name) const;
+
+  void Insert(const Request& own, const std::vector<int64_t>& first_dims);
+
+  // Marks `id` as the most recently used.
+  void Touch(uint32_t id);
+
+  // One more than the highest id in use.
+  size_t IdBound() const { return entries_.size(); }
+
+ private:
+  struct Entry {
+    bool used = false;
+    Request own;
+    std::vector<int64_t> first_dims;
+    std::list<uint32_t>::iterator position;
+  };
+
+  size_t capacity_;
+  std::vector<Entry> entries_;
+  std::unordered_map<std::string, uint32_t> ids_;
+  std::list<uint32_t> recent_;  // most recently used first
+};
+
+}  // namespace sparkhvd

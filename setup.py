@@ -1,0 +1,53 @@
+"""Builds the compiled core with CMake; everything declarative is in pyproject.toml, every compile flag in CMakeLists.txt."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class CMakeBuild(build_ext):
+    """Configures and builds the one extension, in its own folder, into the place where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        source = Path(__file__).resolve().parent
+        output = Path(self.get_ext_fullpath(ext.name)).resolve()
+        staging = (Path(self.build_temp) / "cmake").resolve()
+        ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
+        self.spawn(
+            [
+                "cmake",
+                "-S",
+                str(source),
+                "-B",
+                str(staging),
+                *ninja,
+                f"-DPython_EXECUTABLE={sys.executable}",
+                f"-Dpybind11_DIR={_pybind11_folder()}",
+                "-DCMAKE_BUILD_TYPE=Release",
+            ]
+        )
+        self.spawn(["cmake", "--build", str(staging), "--target", "_core", "--parallel"])
+        output.parent.mkdir(parents=True, exist_ok=True)
+        # A running process may have the old file mapped: replace it, never write into it.
+        partial = output.with_name(output.name + ".partial")
+        shutil.copyfile(staging / output.name, partial)
+        partial.replace(output)
+
+
+def _pybind11_folder() -> str:
+    command = [sys.executable, "-m", "pybind11", "--cmakedir"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+setup(
+    ext_modules=[Extension("sparkhvd._core", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    # pip fetches CMake for the build alone where the machine has none.
+    setup_requires=[] if shutil.which("cmake") else ["cmake>=3.21"],
+)
