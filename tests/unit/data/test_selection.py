@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import pytest
+from pyspark.ml.linalg import MatrixUDT, VectorUDT
+from pyspark.sql import types as t
+
+from sparkhvd.data import ColumnSpec, Selection, schema_of, select
+from sparkhvd.errors import SchemaError
+
+SCALARS = {
+    "bool": t.BooleanType(),
+    "int8": t.ByteType(),
+    "int16": t.ShortType(),
+    "int32": t.IntegerType(),
+    "int64": t.LongType(),
+    "float32": t.FloatType(),
+    "float64": t.DoubleType(),
+}
+
+
+def struct(**columns):
+    return t.StructType([t.StructField(name, spark_type) for name, spark_type in columns.items()])
+
+
+PLAIN = struct(x=t.FloatType(), z=t.DoubleType(), y=t.LongType(), w=t.DoubleType(), held=t.BooleanType())
+
+
+def refused(message, schema=PLAIN, **options):
+    with pytest.raises(SchemaError, match=message):
+        select(schema, **{"feature_cols": ["x"], "label_cols": ["y"], **options})
+
+
+@pytest.mark.parametrize("dtype", SCALARS)
+def test_every_supported_type_keeps_its_type(dtype):
+    schema = struct(s=SCALARS[dtype], a=t.ArrayType(SCALARS[dtype]), y=t.LongType())
+    found = schema_of(schema, ["s", "a"], ["y"])
+    assert found["s"] == ColumnSpec("s", dtype, (), "feature", "scalar")
+    assert found["a"] == ColumnSpec("a", dtype, None, "feature", "array")
+
+
+def test_a_vector_becomes_an_array_of_doubles():
+    found = schema_of(struct(v=VectorUDT(), y=t.LongType()), ["v"], ["y"])
+    assert found["v"] == ColumnSpec("v", "float64", None, "feature", "vector")
+
+
+def test_columns_come_in_the_order_given_features_then_labels_then_weight():
+    selection = select(PLAIN, feature_cols=["z", "x"], label_cols=["y"], weight_col="w", validation="held")
+    assert selection.schema.names() == ["z", "x", "y", "w"]
+    assert [column.role for column in selection.schema.columns] == ["feature", "feature", "label", "weight"]
+    assert selection.validation == "held"
+
+
+def test_without_feature_cols_all_others_are_features():
+    selection = select(PLAIN, feature_cols=None, label_cols=["y"], weight_col="w", validation="held")
+    assert [column.name for column in selection.schema.of("feature")] == ["x", "z"]
+    assert [column.name for column in schema_of(PLAIN, None, []).of("feature")] == PLAIN.names
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, None), (0, None), (0.0, None), (0.25, 0.25)])
+def test_a_fraction_of_zero_means_no_validation(given, kept):
+    schema = schema_of(PLAIN, ["x"], ["y"])
+    assert select(PLAIN, feature_cols=["x"], label_cols=["y"], validation=given) == Selection(schema, kept)
+
+
+@pytest.mark.parametrize("fraction", [1, 1.0, -0.1, float("nan"), float("inf")])
+def test_a_fraction_out_of_range_is_refused(fraction):
+    refused(r"The validation fraction .* is not in \[0, 1\)", validation=fraction)
+
+
+@pytest.mark.parametrize("validation", [True, ["held"], b"held"])
+def test_a_validation_that_is_neither_a_fraction_nor_a_name_is_refused(validation):
+    refused(r"validation is .*; give a fraction in \[0, 1\), the name of a column, or None", validation=validation)
+
+
+def test_a_missing_column_is_named_with_those_that_are_there():
+    refused(r"There is no column 'xx' \(asked for as feature\)\. .*The DataFrame has 'x', 'z'", feature_cols=["xx"])
+    refused(r"There is no column 'Y' \(asked for as label\)\. Did you mean 'y'\?", label_cols=["Y"])
+    refused(r"There is no column 'hold' \(asked for as validation\)\. Did you mean 'held'\?", validation="hold")
+    refused(r"There is no column 'ww' \(asked for as weight\)", weight_col="ww")
+
+
+def test_a_wide_dataframe_is_listed_in_part():
+    wide = struct(**{f"c{index}": t.LongType() for index in range(100)})
+    refused(r"'c0', .*'c29' and 70 more", schema=wide, feature_cols=["nothing"], label_cols=[])
+
+
+@pytest.mark.parametrize(
+    ("spark_type", "message"),
+    [
+        (t.StringType(), "the type string, which cannot be a feature: index or encode it"),
+        (t.BinaryType(), "the type binary.*decode it"),
+        (t.DateType(), "the type date.*unix_date"),
+        (t.TimestampType(), "the type timestamp.*unix_micros"),
+        (t.DecimalType(10, 2), r"the type decimal\(10,2\).*cast it to double"),
+        (t.StructType([t.StructField("a", t.LongType())]), "the type struct.*select its fields"),
+        (t.MapType(t.StringType(), t.LongType()), "the type map.*select its values"),
+        (t.ArrayType(t.StringType()), "the type array<string>.*only arrays of numbers"),
+        (t.ArrayType(t.ArrayType(t.FloatType())), "the type array<array<float>>.*flatten"),
+        (MatrixUDT(), "which cannot be a feature: it is not numeric"),
+        (t.NullType(), "which cannot be a feature: it is not numeric"),
+    ],
+)
+def test_an_unsupported_type_is_refused_with_the_reason_and_the_types_that_are(spark_type, message):
+    refused(rf"Column 'bad' has .*{message}", schema=struct(bad=spark_type, y=t.LongType()), feature_cols=["bad"])
+    refused("Supported are boolean, byte", schema=struct(bad=spark_type, y=t.LongType()), feature_cols=["bad"])
+
+
+def test_a_column_selected_twice_is_refused():
+    message = "Column 'x' is selected more than once"
+    refused(message, feature_cols=["x", "x"])
+    refused(message, label_cols=["x"])
+    refused(message, weight_col="x")
+    refused("Column 'held' is selected more than once", feature_cols=["held"], validation="held")
+
+
+def test_names_that_spark_cannot_tell_apart_are_refused():
+    twice = t.StructType([t.StructField("x", t.LongType()), t.StructField("X", t.LongType())])
+    refused("Column 'x' .* is ambiguous: the DataFrame has 'x', 'X'", schema=twice, label_cols=[])
+    same = t.StructType([t.StructField("x", t.LongType()), t.StructField("x", t.LongType())])
+    refused("Column 'x' .* is ambiguous", schema=same, label_cols=[])
+
+
+def test_a_reserved_name_is_refused():
+    schema = struct(sparkhvd_split=t.LongType(), y=t.LongType())
+    refused("names that start with 'sparkhvd_' are reserved", schema=schema, feature_cols=["sparkhvd_split"])
+
+
+def test_a_string_instead_of_a_list_and_an_empty_list_are_refused():
+    refused(r"feature_cols is the string 'x'; give a list of column names: \['x'\]", feature_cols="x")
+    refused("label_cols is the string 'y'", label_cols="y")
+    refused("No feature column is selected", feature_cols=[])
+    refused("The feature column 3 is not a string", feature_cols=[3])
+
+
+def test_a_weight_that_is_not_one_number_is_refused():
+    schema = struct(x=t.LongType(), y=t.LongType(), w=t.ArrayType(t.DoubleType()))
+    refused("Column 'w' has the type array<double>; a weight is one number per row", schema=schema, weight_col="w")
+    refused("Column 'held' has the type boolean; a weight is one number per row", weight_col="held")
+
+
+def test_a_validation_column_must_be_boolean_or_a_number():
+    schema = struct(x=t.LongType(), y=t.LongType(), v=t.StringType())
+    refused("Validation column 'v' has the type string; it must be boolean, or a number", schema=schema, validation="v")
