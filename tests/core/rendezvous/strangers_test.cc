@@ -1,0 +1,201 @@
+#include "rendezvous/strangers.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <vector>
+
+#include "base/leak_check.h"
+#include "base/wire.h"
+#include "rendezvous/store_frames.h"
+#include "rendezvous/tcp_store_client.h"
+#include "rendezvous/tcp_store_server.h"
+
+namespace sparkhvd {
+namespace {
+
+Deadline Late() { return Deadline::AfterSeconds(30); }
+
+class RendezvousServer : public testing::Test {
+ protected:
+  void Start(ReceptionLimits limits = {}) {
+    auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret", limits);
+    ASSERT_TRUE(server.ok()) << server.status().message();
+    server_ = std::move(server).value();
+  }
+  Dialer dial() const {
+    return [this] { return ConnectTcp(server_->address(), Late()); };
+  }
+  UniqueFd Member() const {
+    auto fd = dial()();
+    EXPECT_TRUE(DialHandshake(fd.value().get(), "secret", kStorePurpose, 0, Late()).ok());
+    return std::move(fd).value();
+  }
+  void ExpectServes() {
+    auto client = TcpStoreClient::Connect({server_->address()}, "secret", Late());
+    ASSERT_TRUE(client.ok()) << client.status().message();
+    EXPECT_TRUE(client.value()->Set("alive", "yes", Late()).ok());
+    EXPECT_EQ(client.value()->Get("alive", Late()).value(), "yes");
+  }
+
+  std::unique_ptr<TcpStoreServer> server_;
+};
+
+TEST_F(RendezvousServer, GoesOnAfterGarbage) {
+  Start();
+  SendGarbage(dial());
+  ExpectServes();
+}
+
+TEST_F(RendezvousServer, GoesOnAfterAStreamWithoutEnd) {
+  Start();
+  SendWithoutEnd(dial());
+  ExpectServes();
+}
+
+TEST_F(RendezvousServer, GoesOnAfterAWrongToken) {
+  Start();
+  UseWrongToken(dial(), kStorePurpose);
+  ExpectServes();
+}
+
+TEST_F(RendezvousServer, GoesOnAfterAWrongPurpose) {
+  Start();
+  auto fd = dial()();
+  ASSERT_TRUE(fd.ok());
+  EXPECT_EQ(DialHandshake(fd.value().get(), "secret", "mesh/x/0", 0, Late()).code(),
+            StatusCode::kAuthentication);
+  ExpectServes();
+}
+
+TEST_F(RendezvousServer, RefusesARecordedHandshake) {
+  Start();
+  Replay(dial(), "secret", kStorePurpose);
+  ExpectServes();
+}
+
+TEST_F(RendezvousServer, DropsThoseWhoSayNothing) {
+  ReceptionLimits limits;
+  limits.handshake_seconds = 0.05;
+  Start(limits);
+  auto silent = dial()();
+  auto halfway = dial()();
+  ASSERT_TRUE(silent.ok() && halfway.ok());
+  (void)WriteSome(halfway.value().get(), AsBytes("shvd"));
+  EXPECT_TRUE(IsDropped(silent.value(), Late()));
+  EXPECT_TRUE(IsDropped(halfway.value(), Late()));
+}
+
+TEST_F(RendezvousServer, MakesRoomWhenManySayNothing) {
+  ReceptionLimits limits;
+  limits.strangers = 4;
+  limits.handshake_seconds = 600;
+  Start(limits);
+  std::vector<UniqueFd> silent;
+  for (int i = 0; i < 40; ++i) {
+    auto fd = dial()();
+    ASSERT_TRUE(fd.ok()) << fd.status().message();
+    silent.push_back(std::move(fd).value());
+  }
+  ExpectServes();
+  EXPECT_TRUE(IsDropped(silent.front(), Late()));
+}
+
+TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatBreaksTheProtocol) {
+  Start();
+  const std::vector<StoreRequestHeader> malformed = {
+      {static_cast<StoreRequest>(0), 1, 1},
+      {static_cast<StoreRequest>(77), 1, 1},
+      {StoreRequest::kGet, 1, 1},
+      {StoreRequest::kSet, kMaxKeyBytes + 1, 1},
+      {StoreRequest::kSet, 1, kMaxValueBytes + 1},
+      {StoreRequest::kSet, 0xffffffff, 0xffffffff},
+  };
+  for (const StoreRequestHeader& header : malformed) {
+    const UniqueFd member = Member();
+    const auto bytes = EncodeStoreRequest(header);
+    ASSERT_TRUE(WriteExactly(member.get(), ConstBytes(bytes.data(), bytes.size()), Late()).ok());
+    EXPECT_TRUE(IsDropped(member, Late())) << header.key_bytes << " " << header.value_bytes;
+  }
+  ExpectServes();
+}
+
+TEST_F(RendezvousServer, ForgetsMembersThatLeaveInTheMiddle) {
+  Start();
+  const Holdings before;
+  for (int i = 0; i < 10; ++i) {
+    const UniqueFd waiting = Member();
+    const auto get = EncodeStoreRequest({StoreRequest::kGet, 0, 0});
+    ASSERT_TRUE(WriteExactly(waiting.get(), ConstBytes(get.data(), get.size()), Late()).ok());
+    const UniqueFd half = Member();
+    const auto set = EncodeStoreRequest({StoreRequest::kSet, 5, 1000});
+    ASSERT_TRUE(WriteExactly(half.get(), ConstBytes(set.data(), set.size()), Late()).ok());
+  }
+  ExpectServes();
+  // The server closes its ends a moment after the members closed theirs.
+  const Deadline deadline = Late();
+  while (!(before == Holdings()) && !deadline.Expired()) ExpectServes();
+  const Holdings after;
+  EXPECT_TRUE(before == after) << ToText(before) << " became " << ToText(after);
+}
+
+// Random bytes to every decoder: the seed is fixed, so a failure can be repeated.
+TEST(RendezvousDecoders, SurviveRandomBytes) {
+  std::mt19937 random(20261121);
+  for (int round = 0; round < 20'000; ++round) {
+    std::vector<std::byte> bytes(random() % 80);
+    for (std::byte& value : bytes) value = static_cast<std::byte>(random() % (round % 2 ? 256 : 3));
+    const ConstBytes view(bytes.data(), bytes.size());
+    const auto header = DecodeStoreRequest(view);
+    if (header.ok()) {
+      EXPECT_LE(header.value().key_bytes, kMaxKeyBytes);
+      EXPECT_LE(header.value().value_bytes, kMaxValueBytes);
+    }
+    AcceptorHandshake handshake("secret", "test");
+    EXPECT_FALSE(handshake.Consume(view).ok());
+    EXPECT_FALSE(handshake.done());
+  }
+}
+
+TEST(Handshake, RefusesAnAcceptorThatDoesNotKnowTheToken) {
+  std::array<int, 2> pair;
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
+  const UniqueFd dialer(pair[0]);
+  const UniqueFd impostor(pair[1]);
+  // It sends the dialer's own proof back, the best that it has.
+  std::thread thread([&] {
+    std::array<std::byte, kHelloBytes> hello;
+    EXPECT_TRUE(ReadExactly(impostor.get(), Bytes(hello.data(), hello.size()), Late()).ok());
+    std::array<std::byte, kProofBytes> proof;
+    EXPECT_TRUE(WriteExactly(impostor.get(), ConstBytes(hello.data(), kNonceBytes), Late()).ok());
+    EXPECT_TRUE(ReadExactly(impostor.get(), Bytes(proof.data(), proof.size()), Late()).ok());
+    EXPECT_TRUE(WriteExactly(impostor.get(), ConstBytes(proof.data(), proof.size()), Late()).ok());
+  });
+  const Status status = DialHandshake(dialer.get(), "secret", "test", 0, Late());
+  thread.join();
+  EXPECT_EQ(status.code(), StatusCode::kAuthentication);
+  EXPECT_EQ(status.message(), "the other side does not know the job's token");
+}
+
+TEST(Handshake, TellsTheAcceptorWhatTheDialerClaims) {
+  std::array<int, 2> pair;
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
+  const UniqueFd dialer(pair[0]);
+  const UniqueFd acceptor(pair[1]);
+  std::thread thread([&] {
+    EXPECT_TRUE(DialHandshake(dialer.get(), "secret", "test", 0x123456789abcdef0, Late()).ok());
+  });
+  AcceptorHandshake handshake("secret", "test");
+  while (!handshake.done()) {
+    std::vector<std::byte> message(handshake.wanted());
+    ASSERT_TRUE(ReadExactly(acceptor.get(), Bytes(message.data(), message.size()), Late()).ok());
+    auto reply = handshake.Consume(ConstBytes(message.data(), message.size()));
+    ASSERT_TRUE(reply.ok()) << reply.status().message();
+    ASSERT_TRUE(WriteExactly(acceptor.get(), ConstBytes(reply.value().data(), 32), Late()).ok());
+  }
+  thread.join();
+  EXPECT_EQ(handshake.claim(), 0x123456789abcdef0u);
+}
+
+}  // namespace
+}  // namespace sparkhvd
