@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import logging
@@ -24,7 +23,6 @@ from sparkhvd.config import export
 from sparkhvd.errors import CollectiveError, MismatchError
 from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned, WorkerSpec
 
-_PR_SET_PDEATHSIG = 1
 _LEAVE_SECONDS = 10.0
 
 
@@ -34,7 +32,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("preload", nargs="*")
     options = parser.parse_args(arguments)
-    _die_with_parent()
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
@@ -120,18 +117,15 @@ def _lost_a_peer(error: BaseException | None) -> bool:
 
 
 def _watch_task(connection: Connection, inbox: queue.SimpleQueue[object]) -> None:
-    """Hand on what the task sends; when its end of the socket closes, end this whole process group with it."""
+    """Hand on what the task sends; when its end of the socket closes, end this whole process group with it.
+
+    A parent-death signal of the kernel would be no help: it ends this process alone, and then nobody ends its children.
+    """
     while True:
         try:
             inbox.put(pickle.loads(connection.recv_bytes()))
         except (EOFError, OSError):
             os.killpg(0, signal.SIGKILL)
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to end this process with the task, also when fn holds the interpreter lock."""
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: the watcher thread remains
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def _configure_logging(level: int) -> None:

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sparkhvd.driver.launchers.barrier import results_of, spark_failure
+from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
+from sparkhvd.task.job import FAILURE, RESULT
+from sparkhvd.task.report import NOT_STARTED, TOO_LARGE, FailureReport
+
+
+def row(rank: int, chunk: int, content: bytes, kind: str = RESULT) -> SimpleNamespace:
+    return SimpleNamespace(rank=rank, kind=kind, chunk=chunk, content=bytearray(content))
+
+
+def test_chunks_are_put_together_in_rank_order_whatever_order_they_arrive_in():
+    rows = [row(1, 1, b"d"), row(0, 0, b"a"), row(1, 0, b"c"), row(0, 1, b"b"), row(2, 0, b"")]
+    assert results_of(rows, 3) == [b"ab", b"cd", b""]
+
+
+def test_a_missing_result_is_not_passed_over():
+    with pytest.raises(LaunchError, match=r"no result of ranks \[1\]"):
+        results_of([row(0, 0, b"a")], 2)
+
+
+def failed(**fields: str) -> list[SimpleNamespace]:
+    report = FailureReport(1, "node-4", "raised ValueError: bad", **fields)
+    return [row(0, 0, b"a"), row(1, 0, report.to_json(), FAILURE)]
+
+
+def test_a_failed_rank_is_raised_with_everything_that_is_known():
+    with pytest.raises(RankFailedError) as caught:
+        results_of(failed(traceback="Traceback ... in f", stderr_tail="last words"), 2)
+    assert str(caught.value).startswith("Rank 1 on host node-4 raised ValueError: bad.")
+    assert "Traceback ... in f" in str(caught.value)
+    assert (caught.value.rank, caught.value.host) == (1, "node-4")
+    assert (caught.value.remote_traceback, caught.value.stderr_tail) == ("Traceback ... in f", "last words")
+
+
+def test_without_a_traceback_the_message_carries_the_last_words():
+    with pytest.raises(RankFailedError, match="wrote to stderr:\nlast words"):
+        results_of(failed(stderr_tail="last words"), 2)
+
+
+def test_other_kinds_of_failure_have_their_own_types():
+    with pytest.raises(StartTimeoutError, match="Raise start_timeout"):
+        results_of(failed(kind=NOT_STARTED), 2)
+    with pytest.raises(LaunchError, match="Rank 1 on host node-4") as caught:
+        results_of(failed(kind=TOO_LARGE), 2)
+    assert type(caught.value) is LaunchError
+
+
+def test_an_executor_without_sparkhvd_gets_its_own_sentence():
+    assert "install it on every node" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y"))
+    assert spark_failure(RuntimeError("cause\n\tat org.y")).endswith("Spark says: cause")

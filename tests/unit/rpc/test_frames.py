@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import AuthenticationError, DeadlineExceededError
+from sparkhvd.rpc.frames import MAX_FRAME_BYTES, FrameSocket, accept_handshake, connect_handshake
+
+SECRET = b"s" * 32
+
+
+def soon() -> Deadline:
+    return Deadline.after(20.0)
+
+
+@pytest.fixture
+def sockets():
+    server, client = socket.socketpair()
+    with server, client:
+        yield server, client
+
+
+def handshake(server: socket.socket, client: socket.socket) -> tuple[FrameSocket, FrameSocket]:
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept_handshake, server, SECRET, soon())
+        connected = connect_handshake(client, SECRET, soon())
+        return accepted.result(), connected
+
+
+def test_frames_travel_in_both_directions_and_in_order(sockets):
+    server, client = handshake(*sockets)
+    for payload in (b"", b"one", b"two" * 1000):
+        client.send(payload, soon())
+        server.send(payload + b"!", soon())
+        assert server.receive(soon()) == payload
+        assert client.receive(soon()) == payload + b"!"
+
+
+def test_the_end_of_a_connection_between_frames_is_no_error(sockets):
+    server, client = handshake(*sockets)
+    client.wake()
+    assert server.receive(soon()) is None
+
+
+def test_a_client_with_another_secret_is_turned_away(sockets):
+    server, client = sockets
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect_handshake, client, b"x" * 32, soon())
+        with pytest.raises(AuthenticationError, match="client could not prove"):
+            accept_handshake(server, SECRET, soon())
+        server.close()
+        with pytest.raises(ConnectionError):
+            connecting.result()
+
+
+def test_a_server_with_another_secret_is_turned_away(sockets):
+    server, client = sockets
+    server.sendall(b"SHVD\x00\x01" + bytes(32) + bytes(32))
+    with pytest.raises(AuthenticationError, match="server could not prove"):
+        connect_handshake(client, SECRET, soon())
+
+
+def test_a_proof_reflected_to_its_sender_is_not_accepted(sockets):
+    server, client = sockets
+    server.sendall(b"SHVD\x00\x01" + bytes(32))
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect_handshake, client, SECRET, soon())
+        answer = server.recv(70, socket.MSG_WAITALL)
+        server.sendall(answer[-32:])
+        with pytest.raises(AuthenticationError, match="server could not prove"):
+            connecting.result()
+
+
+def test_a_recorded_handshake_does_not_open_a_second_connection(sockets):
+    server, client = sockets
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(accept_handshake, server, SECRET, soon())
+        hello = client.recv(38, socket.MSG_WAITALL)
+        relay_near, relay_far = socket.socketpair()
+        with relay_near, relay_far:
+            connecting = threading.Thread(target=lambda: connect_handshake(relay_far, SECRET, soon()))
+            connecting.start()
+            relay_near.sendall(hello)
+            recorded = relay_near.recv(70, socket.MSG_WAITALL)
+            client.sendall(recorded)
+            relay_near.sendall(client.recv(32, socket.MSG_WAITALL))
+            connecting.join()
+        accepting.result()
+    second_server, second_client = socket.socketpair()
+    with second_server, second_client:
+        second_client.sendall(recorded)
+        with pytest.raises(AuthenticationError, match="client could not prove"):
+            accept_handshake(second_server, SECRET, soon())
+
+
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, bytes(70), b"SHVD\x00\x01" + b"\xff" * 64])
+def test_garbage_instead_of_a_handshake_is_turned_away(sockets, garbage):
+    server, client = sockets
+    client.sendall(garbage)
+    with pytest.raises(AuthenticationError):
+        accept_handshake(server, SECRET, soon())
+
+
+def test_a_silent_client_is_given_up_at_the_deadline(sockets):
+    server, _ = sockets
+    with pytest.raises(DeadlineExceededError, match="Timed out waiting for 70 more bytes"):
+        accept_handshake(server, SECRET, Deadline.after(0.05))
+
+
+def test_a_client_that_sends_byte_by_byte_cannot_extend_the_deadline(sockets):
+    server, client = sockets
+    stop = threading.Event()
+
+    def drip() -> None:
+        while not stop.wait(0.01):
+            client.send(b"S")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    try:
+        with pytest.raises(DeadlineExceededError):
+            accept_handshake(server, SECRET, Deadline.after(0.1))
+    finally:
+        stop.set()
+        dripping.join()
+
+
+def test_a_replayed_frame_is_noticed(sockets):
+    server, client = handshake(*sockets)
+    client.send(b"pay 1", soon())
+    recorded = sockets[0].recv(4 + 32 + 5, socket.MSG_PEEK)
+    assert server.receive(soon()) == b"pay 1"
+    sockets[1].sendall(recorded)
+    with pytest.raises(AuthenticationError, match="altered, replayed"):
+        server.receive(soon())
+
+
+def test_an_altered_frame_is_noticed(sockets):
+    server, client = handshake(*sockets)
+    client.send(b"pay 1", soon())
+    frame = bytearray(sockets[0].recv(4 + 32 + 5, socket.MSG_WAITALL))
+    frame[-1] ^= 1
+    sockets[1].sendall(frame)
+    with pytest.raises(AuthenticationError, match="altered, replayed"):
+        server.receive(soon())
+
+
+def test_a_length_above_the_cap_is_refused_before_anything_is_read(sockets):
+    server, _ = handshake(*sockets)
+    sockets[1].sendall(struct.pack(">I", MAX_FRAME_BYTES + 1))
+    with pytest.raises(AuthenticationError, match=f"announces {MAX_FRAME_BYTES + 1} bytes"):
+        server.receive(soon())
+
+
+def test_a_frame_above_the_cap_is_not_sent(sockets):
+    _, client = handshake(*sockets)
+    with pytest.raises(ValueError, match="above the cap"):
+        client.send(bytes(MAX_FRAME_BYTES + 1), soon())
+
+
+def test_a_frame_that_stops_halfway_is_given_up(sockets):
+    server, _ = handshake(*sockets)
+    sockets[1].sendall(struct.pack(">I", 100) + b"half")
+    with pytest.raises(DeadlineExceededError):
+        server.receive(soon(), frame_seconds=0.05)
+
+
+def test_sending_to_a_peer_that_never_reads_ends_at_the_deadline(sockets):
+    _, client = handshake(*sockets)
+    sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with pytest.raises(DeadlineExceededError, match="the other side to take"):
+        client.send(bytes(MAX_FRAME_BYTES), Deadline.after(0.1))

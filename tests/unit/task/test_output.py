@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import os
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.rpc.server import Server
+from sparkhvd.task.job import Job
+from sparkhvd.task.output import DriverLog, LineBuffer, OutputPump
+
+SECRET = b"q" * 32
+
+
+@given(st.lists(st.binary(max_size=20).map(lambda piece: piece.replace(b"x", b"\n"))))
+def test_lines_stay_whole_however_they_are_cut(pieces):
+    buffer = LineBuffer()
+    passed = []
+    for piece in pieces:
+        lines = buffer.add(piece)
+        if lines:
+            passed.append(b"" if lines == b"\n" else lines)
+    content = b"".join(pieces)
+    end = content.rfind(b"\n")
+    assert buffer.flush() == content[end + 1 :]
+    assert b"\n".join(passed) == content[: max(end, 0)]
+
+
+def test_a_line_without_an_end_is_passed_on_in_pieces_of_bounded_size():
+    buffer = LineBuffer(max_line_bytes=10)
+    assert buffer.add(b"123456789") == b""
+    assert buffer.add(b"0") == b"1234567890"
+    assert buffer.flush() == b""
+
+
+class Stream:
+    """A text stream that remembers what was written."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        return
+
+
+def pumped(log: DriverLog, stdout: bytes, stderr: bytes) -> OutputPump:
+    readers = []
+    for content in (stdout, stderr):
+        reader, writer = os.pipe()
+        threading.Thread(target=lambda w=writer, c=content: (os.write(w, c), os.close(w))).start()
+        readers.append(reader)
+    pump = OutputPump(*readers, log)
+    pump.start()
+    pump.finish(seconds=20.0)
+    return pump
+
+
+def test_output_reaches_the_driver_under_its_rank():
+    stdout, stderr = Stream(), Stream()
+    started = threading.Event()
+    stream = LogStream(stdout, stderr, timestamps=False, on_started=started.set)
+    with Server(SECRET, stream) as server:
+        log = DriverLog(Job(b"", 2, log_addresses=(("127.0.0.1", server.port),), log_secret=SECRET))
+        log.rank = 1
+        log.started()
+        pump = pumped(log, "one\n\ntwo ü\nthree".encode(), b"oh\n")
+        log.close()
+    assert stdout.text == "[1]<stdout>:one\n[1]<stdout>:\n[1]<stdout>:two ü\n[1]<stdout>:three\n"
+    assert stderr.text == "[1]<stderr>:oh\n"
+    assert pump.stderr_tail() == "oh"
+    assert started.is_set()
+
+
+def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
+    with Server(SECRET, LogStream(None, None, timestamps=False, on_started=lambda: None)) as server:
+        address = ("127.0.0.1", server.port)
+    log = DriverLog(Job(b"", 1, log_addresses=(address,), log_secret=SECRET))
+    log.rank = 0
+    pumped(log, b"one\ntwo\n", b"")
+    log.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("sparkhvd: the driver cannot be reached, so the output of rank 0 goes here: No server")
+    assert lines[1:] == ["[0]<stdout>:one", "[0]<stdout>:two"]
+
+
+def test_a_process_that_holds_the_pipe_open_does_not_hold_the_task():
+    held_open = []
+    readers = []
+    for _ in range(2):
+        reader, writer = os.pipe()
+        readers.append(reader)
+        held_open.append(writer)
+    pump = OutputPump(*readers, DriverLog(Job(b"", 1)))
+    pump.start()
+    pump.finish(seconds=0.01)
+    for writer in held_open:
+        os.close(writer)
+
+
+def test_lines_can_carry_the_time_of_their_arrival():
+    stdout = Stream()
+    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
+
+    LogStream(stdout, None, timestamps=True, on_started=lambda: None).handle(Output(0, "stdout", b"x"))
+    stamp, _, rest = stdout.text.partition("[0]")
+    assert rest == "<stdout>:x\n"
+    assert stamp.count(":") == 2
