@@ -72,19 +72,22 @@ Status Execution::Reduce(const Reduction& reduction, const std::byte* source, st
 
 Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group,
                             Deadline deadline) {
-  const Reduction reduction = ReductionOf(group.front()->request());
   if (group.size() == 1) {
     const Operation& only = *group.front();
-    return Reduce(reduction, only.source(), only.target(), only.count(), deadline);
+    return Reduce(ReductionOf(only.request()), only.source(), only.target(), only.count(),
+                  deadline);
   }
   size_t total = 0;
   for (const auto& operation : group) total += operation->bytes();
   if (fused_.size() < total) fused_.resize(total);
   size_t offset = 0;
   for (const auto& operation : group) {
-    CopyBytes(fused_.data() + offset, operation->source(), operation->bytes());
+    CopyPrescaled(ReductionOf(operation->request()), fused_.data() + offset, operation->source(),
+                  operation->count());
     offset += operation->bytes();
   }
+  Reduction reduction = ReductionOf(group.front()->request());
+  reduction.prescale = 1.0;  // done while the buffer was filled
   SHVD_TRY(
       Reduce(reduction, fused_.data(), fused_.data(), total / SizeOf(reduction.dtype), deadline));
   offset = 0;

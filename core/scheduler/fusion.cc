@@ -22,7 +22,7 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<const Request*>& r
     size_t group;
     size_t bytes;
   };
-  std::map<std::tuple<DType, ReduceOp, double, double>, Open> open;
+  std::map<std::tuple<DType, ReduceOp, double>, Open> open;
   std::vector<std::vector<size_t>> groups;
   for (size_t position = 0; position < ready.size(); ++position) {
     const Request& request = *ready[position];
@@ -30,8 +30,8 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<const Request*>& r
       groups.push_back({position});
       continue;
     }
-    const auto key =
-        std::make_tuple(request.dtype, request.op, request.prescale, request.postscale);
+    // Not the prescale: it is each rank's own, and all ranks have to come to the same plan.
+    const auto key = std::make_tuple(request.dtype, request.op, request.postscale);
     const size_t bytes = PaddedBytes(request);
     const auto found = open.find(key);
     if (found != open.end() && bytes <= threshold && found->second.bytes <= threshold - bytes) {

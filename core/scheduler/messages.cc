@@ -107,7 +107,6 @@ void Put(Writer& writer, const Request& request) {
   writer.Put(static_cast<uint8_t>(request.dtype));
   writer.Put(static_cast<uint8_t>(request.op));
   writer.Put(request.root);
-  writer.Put(request.prescale);
   writer.Put(request.postscale);
   writer.PutList(request.shape);
 }
@@ -119,7 +118,6 @@ Request GetRequest(Reader& reader) {
   request.dtype = reader.GetEnum(DType::kFloat64);
   request.op = reader.GetEnum(ReduceOp::kProduct);
   request.root = reader.Get<int32_t>();
-  request.prescale = reader.Get<double>();
   request.postscale = reader.Get<double>();
   request.shape = reader.GetList();
   return request;
@@ -141,7 +139,7 @@ Agreement GetAgreement(Reader& reader) {
   return agreement;
 }
 
-constexpr size_t kLeastRequestBytes = 31;
+constexpr size_t kLeastRequestBytes = 23;
 constexpr size_t kLeastAgreementBytes = 13;
 
 Status Broken(const char* what) {

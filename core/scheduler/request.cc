@@ -51,8 +51,7 @@ const char* Name(OperationKind kind) {
 
 bool Request::operator==(const Request& other) const {
   return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root &&
-         prescale == other.prescale && postscale == other.postscale && shape == other.shape &&
-         name == other.name;
+         postscale == other.postscale && shape == other.shape && name == other.name;
 }
 
 std::string Request::Title() const { return std::string(sparkhvd::Name(kind)) + " '" + name + "'"; }
@@ -113,9 +112,6 @@ std::optional<std::string> Disagreement(const Request& first, int first_rank, co
   if (first.op != second.op) return differ("reduce operation", Name(first.op), Name(second.op));
   if (first.root != second.root) {
     return differ("root", std::to_string(first.root), std::to_string(second.root));
-  }
-  if (first.prescale != second.prescale) {
-    return differ("prescale", Text(first.prescale), Text(second.prescale));
   }
   if (first.postscale != second.postscale) {
     return differ("postscale", Text(first.postscale), Text(second.postscale));

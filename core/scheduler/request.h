@@ -14,15 +14,16 @@ enum class OperationKind : uint8_t { kAllreduce, kAllgather, kBroadcast, kBarrie
 
 const char* Name(OperationKind kind);
 
-// All that ranks have to agree on, and nothing else: two ranks' requests for one tensor are
-// compared with Disagreement().
+// What ranks have to agree on (two ranks' requests for one tensor are compared with
+// Disagreement()), and the factor that is each rank's own: it neither travels nor takes part in
+// comparisons.
 struct Request {
   std::string name;
   OperationKind kind = OperationKind::kAllreduce;
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;  // allreduce
   int32_t root = 0;              // broadcast
-  double prescale = 1.0;         // allreduce
+  double prescale = 1.0;         // allreduce; this rank's own
   double postscale = 1.0;        // allreduce
   std::vector<int64_t> shape;    // allgather: the first dimension may differ among ranks
 
