@@ -184,7 +184,7 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
 
     def keep_busy() -> None:
         context.addJobTag("busy")
-        with pytest.raises(Exception, match="(?i)cancel"):
+        with pytest.raises(Exception, match=r"(?i)cancel"):
             spark.range(4, numPartitions=4).mapInArrow(sleeping_rows, "id long").collect()
 
     busy = threading.Thread(target=keep_busy, name="busy")
