@@ -28,6 +28,9 @@ class TrainSpec:
     seed: int
     scale_lr: bool
     backward_passes_per_step: int = 1
+    shuffle: bool = True
+    train_steps_per_epoch: int | None = None
+    validation_steps_per_epoch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,14 @@ class EpochReport:
         train: metric name -> (sum over this rank's rows, rows); ``loss`` is always there.
         validation: the same over the validation rows; empty without validation.
         times: where the time went.
+        steps: training steps, the same on every rank.
     """
 
     epoch: int
     train: Mapping[str, tuple[float, int]]
     validation: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     times: StepTimes = StepTimes(0.0, 0.0, 0.0)
+    steps: int = 0
 
 
 class TrainHooks(Protocol):
@@ -104,8 +109,14 @@ class FrameworkPlugin(Protocol):
             The shape of one row of every output, empty while it cannot be known.
         """
 
+    def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
+        """Which columns go to which input and output, in words for the log."""
+
     def pack(self, params: Mapping[str, object]) -> bytes:
-        """Everything the trainer needs of the user's objects, for the way to the ranks."""
+        """Everything the trainer needs of the user's objects, for the way to the ranks.
+
+        ``params`` are the estimator's parameters and, as ``"schema"``, the columns with all shapes.
+        """
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer: ...
 

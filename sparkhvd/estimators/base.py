@@ -1,0 +1,158 @@
+"""``fit``: from a DataFrame to a trained model, the same for every framework."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pyspark.ml import Estimator
+
+from sparkhvd.config import from_environment
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.prepare import prepare
+from sparkhvd.data.readers import head
+from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.data.selection import select
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.run import run
+from sparkhvd.driver.slots import describe_cluster, reserve
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators import checkpoint, files
+from sparkhvd.estimators.model import Trained, TrainedModel
+from sparkhvd.estimators.params import EstimatorParams
+from sparkhvd.estimators.plugin import TrainSpec
+from sparkhvd.estimators.predict import OutputSpec
+from sparkhvd.estimators.worker import TrainJob, TrainResult, find_plugin, train_worker
+from sparkhvd.store import layout
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_ROWS = 2
+_NEXT_STEP = {
+    "store": "make one with sparkhvd.Store.create('file:///a/folder/that/all/executors/share')",
+    "feature_cols": "give the names of the columns that the model reads",
+    "label_cols": "give the names of the columns that the model learns",
+}
+
+
+class DistributedEstimator(Estimator, EstimatorParams):
+    """Fits a model with one training process per rank."""
+
+    plugin: ClassVar[str]
+    model_class: ClassVar[type[TrainedModel]]
+    preload: ClassVar[tuple[str, ...]]  # what the ranks import while they wait for each other; first the framework
+    required: ClassVar[tuple[str, ...]] = ("store", "feature_cols", "label_cols")
+
+    def _fit(self, dataset: DataFrame) -> TrainedModel:
+        params = self._checked_values()
+        selection = select(
+            dataset.schema,
+            feature_cols=params["feature_cols"],
+            label_cols=params["label_cols"],
+            validation=params["validation"],
+        )
+        plugin = find_plugin(self.plugin)
+        plugin.check(params, selection.schema, None)
+        spark = dataset.sparkSession
+        params["num_proc"] = _ranks(spark, params["num_proc"])
+        params["run_id"] = params["run_id"] or self._new_run_id()
+        params["random_seed"] = _seed(params)
+        manifest = prepare(dataset, selection, params["store"], num_proc=params["num_proc"], seed=params["random_seed"])
+        shapes = plugin.check(params, manifest.schema, head(params["store"], manifest, _SAMPLE_ROWS))
+        logger.info("run %s: %s", params["run_id"], plugin.mapping(params, manifest.schema))
+        result = self._train(spark, params, manifest)
+        return self._model(params, manifest, shapes, result)
+
+    def _checked_values(self) -> dict[str, Any]:
+        params = self.values()
+        for name in self.required:
+            if params[name] is None or params[name] == ():
+                hint = f": {_NEXT_STEP[name]}" if name in _NEXT_STEP else ""
+                raise ParamError(f"{type(self).__name__} needs {name}{hint}.")
+        return params
+
+    def _new_run_id(self) -> str:
+        framework = self.preload[0]
+        return f"{framework}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
+
+    def _train(self, spark: SparkSession, params: Mapping[str, Any], manifest: Manifest) -> TrainResult:
+        plugin = find_plugin(self.plugin)
+        packed = plugin.pack({**params, "schema": manifest.schema})
+        path = f"{layout.run_folder(params['run_id'])}/payload-{uuid.uuid4().hex[:16]}"
+        job = TrainJob(
+            plugin=self.plugin,
+            store=params["store"],
+            manifest_path=manifest.path,
+            run_id=params["run_id"],
+            payload=files.payload(params["store"], path, packed),
+            spec=_train_spec(params, manifest.schema),
+        )
+        try:
+            results = run(
+                train_worker,
+                (job,),
+                num_proc=params["num_proc"],
+                spark=spark,
+                preload=self.preload,
+                verbose=params["verbose"],
+            )
+        finally:
+            if job.payload.file is not None:
+                params["store"].delete(path)
+        return next(result for result in results if result is not None)  # only rank 0 returns one
+
+    def _model(
+        self, params: Mapping[str, Any], manifest: Manifest, shapes: list[tuple[int, ...]], result: TrainResult
+    ) -> TrainedModel:
+        labels = manifest.schema.of("label")
+        outputs = tuple(_output(shape, label) for shape, label in zip(shapes, labels, strict=True))
+        trained = Trained(params["store"], result.files, manifest.schema, outputs, result.history)
+        return self.model_class(
+            trained,
+            feature_columns=params["feature_cols"],
+            label_columns=params["label_cols"],
+            run_id=params["run_id"],
+        )
+
+
+def _ranks(spark: SparkSession, num_proc: int | None) -> int:
+    """How many ranks there will be; too few slots is said now, before the data are prepared."""
+    deadline = Deadline.after(from_environment().start_timeout)
+    return reserve(describe_cluster(spark), num_proc, deadline)
+
+
+def _seed(params: Mapping[str, Any]) -> int:
+    """The seed: the given one, that of the run to be continued, or a new one."""
+    if params["random_seed"] is not None:
+        return int(params["random_seed"])
+    path = checkpoint.latest(params["store"], params["run_id"])
+    return secrets.randbelow(2**31) if path is None else checkpoint.load(params["store"], path).seed
+
+
+def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
+    return TrainSpec(
+        schema=schema,
+        epochs=params["epochs"],
+        batch_size=params["batch_size"],
+        val_batch_size=params["val_batch_size"] or params["batch_size"],
+        seed=params["random_seed"],
+        scale_lr=params["scale_lr"],
+        backward_passes_per_step=params.get("backward_passes_per_step", 1),
+        shuffle=params["shuffle"],
+        train_steps_per_epoch=params["train_steps_per_epoch"],
+        validation_steps_per_epoch=params["validation_steps_per_epoch"],
+    )
+
+
+def _output(shape: tuple[int, ...], label: ColumnSpec) -> OutputSpec:
+    """A column of numbers for one value per row, of vectors for several or where the label is one."""
+    vector = math.prod(shape) != 1 or label.kind != "scalar"
+    return OutputSpec(shape, "float32" if label.dtype == "float32" and not vector else "float64", vector)

@@ -1,0 +1,141 @@
+"""The trained model as a Spark Transformer."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from pyspark.ml import Model
+
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.selection import expressions, schema_of, source
+from sparkhvd.errors import ParamError, SchemaError
+from sparkhvd.estimators.files import StoredFile
+from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.params import ModelParams
+from sparkhvd.estimators.predict import OutputSpec, PredictSpec, arrow_function, field_of
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import DataType
+
+_PREDICTION = "sparkhvd_prediction"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training run left.
+
+    Attributes:
+        store: where the model lies.
+        files: its files.
+        schema: the columns that it was trained on.
+        outputs: what it gives, one per label column.
+        history: one record per epoch.
+    """
+
+    store: Store
+    files: tuple[StoredFile, ...]
+    schema: DataSchema
+    outputs: tuple[OutputSpec, ...]
+    history: tuple[EpochRecord, ...]
+
+
+class TrainedModel(Model, ModelParams):
+    """Adds the model's outputs to a DataFrame, one column per output.
+
+    An output with one value per row is a number (float where the label was float, else double); one with several is a
+    dense ML vector that keeps them all. A NULL in a feature column is an error when the rows are evaluated.
+    """
+
+    plugin: ClassVar[str]
+
+    def __init__(self, trained: Trained, **values: object) -> None:
+        super().__init__(**values)
+        self._trained = trained
+
+    @property
+    def output_names(self) -> list[str]:
+        """The columns that ``transform`` adds."""
+        given = self.getOrDefault("output_cols")
+        return list(given) if given else [f"{name}__output" for name in self.getOrDefault("label_columns")]
+
+    def getOutputCols(self) -> list[str]:  # noqa: N802  (Spark's name)
+        """The columns that ``transform`` adds: ``<label>__output`` unless ``setOutputCols`` was called."""
+        return self.output_names
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        from pyspark.sql.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
+        from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
+
+        names, spec = self._output_columns(dataset), self._predict_spec(dataset)
+        fields = [StructField(field_of(i), _element_type(output)) for i, output in enumerate(spec.outputs)]
+        predict = arrow_udf(arrow_function(spec), StructType(fields))
+        predicted = dataset.select("*", predict(*expressions(spec.features)).alias(_PREDICTION))
+        outputs = [
+            _output(i, output).alias(name) for i, (name, output) in enumerate(zip(names, spec.outputs, strict=True))
+        ]
+        return predicted.select(*(source(name) for name in dataset.columns), *outputs)
+
+    def _output_columns(self, dataset: DataFrame) -> list[str]:
+        names = self.output_names
+        if len(names) != len(self._trained.outputs):
+            raise ParamError(
+                f"output_cols names {len(names)} columns {names} but the model has {len(self._trained.outputs)} outputs, for the "
+                f"labels {list(self.getOrDefault('label_columns'))}."
+            )
+        there = {column.lower() for column in dataset.columns}
+        for name in names:
+            if name.lower() in there:
+                raise SchemaError(
+                    f"The DataFrame has a column {name!r} already, where transform would put the model's output. Drop it, or "
+                    "choose another name with setOutputCols."
+                )
+        return names
+
+    def _predict_spec(self, dataset: DataFrame) -> PredictSpec:
+        trained = self._trained.schema.of("feature")
+        chosen: Sequence[str] = self.getOrDefault("feature_columns")
+        if len(chosen) != len(trained):
+            raise ParamError(
+                f"feature_columns names {len(chosen)} columns {list(chosen)} but the model was trained on {len(trained)}: "
+                f"{[column.name for column in trained]}."
+            )
+        features = []
+        for column, known in zip(schema_of(dataset.schema, chosen, ()).columns, trained, strict=True):
+            if (column.kind == "scalar") != (known.kind == "scalar"):
+                raise SchemaError(
+                    f"Feature column {column.name!r} is {_article(column.kind)}; the model was trained on {_article(known.kind)} "
+                    f"({known.name!r})."
+                )
+            features.append(replace(column, shape=known.shape))
+        return PredictSpec(
+            plugin=self.plugin,
+            store=self._trained.store,
+            files=self._trained.files,
+            features=tuple(features),
+            names=tuple(column.name for column in trained),
+            outputs=self._trained.outputs,
+            batch_size=self.getOrDefault("batch_size"),
+        )
+
+
+def _article(kind: str) -> str:
+    return {"scalar": "a number", "array": "an array", "vector": "a vector"}[kind]
+
+
+def _element_type(output: OutputSpec) -> DataType:
+    from pyspark.sql.types import ArrayType, DoubleType, FloatType  # noqa: PLC0415
+
+    element = FloatType() if output.element == "float32" else DoubleType()
+    return ArrayType(element, containsNull=False) if output.vector else element
+
+
+def _output(index: int, output: OutputSpec) -> Column:
+    from pyspark.ml.functions import array_to_vector  # noqa: PLC0415
+
+    column = source(_PREDICTION).getField(field_of(index))
+    return array_to_vector(column) if output.vector else column

@@ -1,0 +1,106 @@
+"""A trained torch model as files.
+
+=================  ======================================================================================
+``state_dict.pt``  the weights; ``torch.load(..., weights_only=True)`` opens it without running any code
+``module.pkl``     the module without its weights, a cloudpickle
+``optimizer.pkl``  the optimizer; its parameters are those of the module, by name
+``inputs.json``    which columns make which input
+=================  ======================================================================================
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from sparkhvd.estimators.torch.inputs import ModelInput
+
+STATE, MODULE, OPTIMIZER, INPUTS = "state_dict.pt", "module.pkl", "optimizer.pkl", "inputs.json"
+
+
+def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Sequence[ModelInput]) -> None:
+    """Write a model, its optimizer and how columns become its inputs into ``folder``."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    torch.save(state, folder / STATE)
+    names: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in state and type(tensor) in {torch.nn.Parameter, torch.Tensor}:
+            names.setdefault(id(tensor), name)
+    (folder / MODULE).write_bytes(_dump(model, names))
+    (folder / OPTIMIZER).write_bytes(_dump(optimizer, {id(p): name for name, p in model.named_parameters()}))
+    described = [{**asdict(part), "dtype": str(part.dtype).removeprefix("torch.")} for part in inputs]
+    (folder / INPUTS).write_text(json.dumps(described))
+
+
+def load_model(folder: Path) -> torch.nn.Module:
+    """The module of ``save``, in evaluation mode. Runs the code in ``module.pkl``: open only what you trust."""
+    weights: Mapping[str, torch.Tensor] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
+    with (folder / MODULE).open("rb") as file:
+        model: torch.nn.Module = _WithTensors(file, lambda reference: _tensor(weights, reference)).load()
+    return model.eval()
+
+
+def load_inputs(folder: Path) -> tuple[ModelInput, ...]:
+    """How columns become the inputs of the module of ``save``."""
+    return tuple(
+        ModelInput(
+            columns=tuple(part["columns"]),
+            shape=None if part["shape"] is None else tuple(part["shape"]),
+            dtype=getattr(torch, part["dtype"]),
+        )
+        for part in json.loads((folder / INPUTS).read_text())
+    )
+
+
+def load_optimizer(folder: Path, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of ``save``, over the parameters of ``model``, which ``load_model`` gave."""
+    parameters = dict(model.named_parameters())
+    with (folder / OPTIMIZER).open("rb") as file:
+        optimizer: torch.optim.Optimizer = _WithTensors(file, lambda reference: parameters[reference[0]]).load()
+    return optimizer
+
+
+def _tensor(weights: Mapping[str, torch.Tensor], reference: tuple[str, bool | None]) -> torch.Tensor:
+    name, requires_grad = reference
+    return weights[name] if requires_grad is None else torch.nn.Parameter(weights[name], requires_grad)
+
+
+def _dump(value: object, names: Mapping[int, str]) -> bytes:
+    buffer = io.BytesIO()
+    _WithoutTensors(buffer, names).dump(value)
+    return buffer.getvalue()
+
+
+class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Writes the tensors that have a name as references to them."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, value: object) -> tuple[str, bool | None] | None:
+        if not isinstance(value, torch.Tensor) or id(value) not in self._names:
+            return None
+        return self._names[id(value)], value.requires_grad if isinstance(value, torch.nn.Parameter) else None
+
+
+class _WithTensors(pickle.Unpickler):
+    """Reads what ``_WithoutTensors`` wrote; each reference becomes one tensor, however often it occurs."""
+
+    def __init__(self, file: Any, resolve: Callable[[tuple[str, bool | None]], torch.Tensor]) -> None:
+        super().__init__(file)
+        self._resolve = resolve
+        self._resolved: dict[str, torch.Tensor] = {}
+
+    def persistent_load(self, reference: tuple[str, bool | None]) -> torch.Tensor:
+        if reference[0] not in self._resolved:
+            self._resolved[reference[0]] = self._resolve(reference)
+        return self._resolved[reference[0]]

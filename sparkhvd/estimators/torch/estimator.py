@@ -1,0 +1,118 @@
+"""``TorchEstimator`` and ``TorchModel``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from sparkhvd.estimators.base import DistributedEstimator
+from sparkhvd.estimators.declare import Declared, declared
+from sparkhvd.estimators.files import fetched
+from sparkhvd.estimators.model import TrainedModel
+from sparkhvd.estimators.params import numbers, positive_integer, shapes
+from sparkhvd.estimators.torch import artifact
+
+Measure = Callable[..., torch.Tensor]
+
+_PLUGIN = "sparkhvd.estimators.torch.plugin:PLUGIN"
+
+
+class TorchModel(TrainedModel):
+    """A trained ``torch.nn.Module`` as a Spark Transformer."""
+
+    plugin: ClassVar[str] = _PLUGIN
+
+    def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
+        """The trained module in evaluation mode, loaded from the Store; every call gives another copy."""
+        with fetched(self._trained.store, self._trained.files) as folder:
+            return artifact.load_model(folder)
+
+    def getOptimizer(self) -> torch.optim.Optimizer:  # noqa: N802  (Horovod's name)
+        """The optimizer as the training left it, with the learning rate that was given.
+
+        Its parameters are those of a copy of the module; to go on training take both from
+        ``getModelAndOptimizer()``.
+        """
+        return self.getModelAndOptimizer()[1]
+
+    def getModelAndOptimizer(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: N802
+        """The trained module and its optimizer, which holds the module's own parameters."""
+        with fetched(self._trained.store, self._trained.files) as folder:
+            model = artifact.load_model(folder)
+            return model, artifact.load_optimizer(folder, model)
+
+    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802  (Horovod's name)
+        """One entry per epoch, in Horovod's form and with where the time went.
+
+        Example:
+            >>> model.getHistory()[0]  # doctest: +SKIP
+            {'epoch': 0, 'train': {'loss': 0.7, 'all_metrics': [{'accuracy': 0.5}]}, 'validation': {}, ...}
+        """
+        return [
+            {**record.to_json(), "train": _as_groups(record.train), "validation": _as_groups(record.validation)}
+            for record in self._trained.history
+        ]
+
+
+class TorchEstimator(DistributedEstimator):
+    """Trains a ``torch.nn.Module`` on a Spark DataFrame, with one process per rank.
+
+    Every parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``); ``explainParams()`` describes them. How
+    columns become inputs is written in ``sparkhvd.estimators.torch.inputs``, how labels reach the loss in
+    ``sparkhvd.estimators.torch.objective``. The given model and optimizer are never changed.
+
+    Example:
+        >>> estimator = TorchEstimator(
+        ...     num_proc=2,
+        ...     store=Store.create("/tmp/experiments"),
+        ...     model=net,
+        ...     optimizer=torch.optim.Adam(net.parameters()),
+        ...     loss=torch.nn.functional.cross_entropy,
+        ...     feature_cols=["pixels"],
+        ...     label_cols=["digit"],
+        ...     epochs=3,
+        ... )
+        >>> predicted = estimator.fit(train_df).transform(test_df)  # doctest: +SKIP
+    """
+
+    plugin: ClassVar[str] = _PLUGIN
+    model_class: ClassVar[type[TrainedModel]] = TorchModel
+    preload: ClassVar[tuple[str, ...]] = ("torch", "sparkhvd.torch")
+    required: ClassVar[tuple[str, ...]] = ("store", "model", "optimizer", "loss", "feature_cols", "label_cols")
+
+    model: Declared[torch.nn.Module | None] = declared("The module to train; it is copied, not changed.", default=None)
+    optimizer: Declared[torch.optim.Optimizer | None] = declared(
+        "An optimizer over the model's parameters; it is copied, not changed.", default=None
+    )
+    loss: Declared[Measure | Sequence[Measure] | None] = declared(
+        "Loss of (output, label) that is a mean over the rows; one, or a list with one per label.", default=None
+    )
+    loss_weights: Declared[Sequence[float] | None] = declared(
+        "Weights of the losses in their sum; by default all the same, adding up to 1.", numbers, default=None
+    )
+    metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
+        "Functions of (output, label) that are means over the rows: a list, a dict by name, or a list of groups with one "
+        "function per label.",
+        default=None,
+    )
+    input_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
+        "Shape of one row of every feature column, with or without a leading -1 for the rows.", shapes, default=None
+    )
+    label_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
+        "Shape of one row of every label column; by default that of the output if it has as many elements.",
+        shapes,
+        default=None,
+    )
+    backward_passes_per_step: Declared[int] = declared(
+        "Batches per rank whose gradients make one step; their mean is over all their rows.",
+        positive_integer,
+        default=1,
+    )
+
+
+def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
+    if not values:
+        return {}
+    return {"loss": values["loss"], "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}

@@ -1,0 +1,134 @@
+"""How feature columns become the inputs of a model.
+
+The rule, in the order in which it is tried:
+
+1. ``input_shapes`` given: one input per feature column, each reshaped to its shape; a leading -1 stands for the rows.
+2. ``forward`` takes as many arguments as there are feature columns (and more than one): one input per column, in order,
+   each with the column's own shape; a scalar column is ``(rows,)``.
+3. ``forward`` takes one argument: a single array or vector column as it is, or else all columns side by side as
+   ``(rows, k)``; scalars count one.
+
+Floating point and boolean columns get the dtype of the model's parameters. Integer columns stay int64 when the model holds
+an embedding layer, else they get the model's dtype too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparkhvd.data.schema import ColumnSpec
+from sparkhvd.errors import ParamError, SchemaError
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One argument of ``forward``.
+
+    Attributes:
+        columns: the columns that it is made of; several are put side by side.
+        shape: shape of one row; None keeps the column's own.
+        dtype: what the tensor is cast to.
+    """
+
+    columns: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+
+    def tensor(self, arrays: Mapping[str, npt.NDArray[np.generic]], rows: int) -> torch.Tensor:
+        """The input for these rows; shares the memory of a single column whose dtype and shape fit already."""
+        parts = [torch.from_numpy(arrays[name]) for name in self.columns]
+        if len(parts) > 1:
+            return torch.cat([part.reshape(rows, -1).to(self.dtype) for part in parts], dim=1)
+        part = parts[0].to(self.dtype)
+        return part if self.shape is None else part.reshape(rows, *self.shape)
+
+    def __str__(self) -> str:
+        shape = "" if self.shape is None else f" as rows x {list(self.shape)}"
+        return f"{' + '.join(self.columns)}{shape} ({str(self.dtype).removeprefix('torch.')})"
+
+
+def plan_inputs(
+    model: torch.nn.Module, columns: Sequence[ColumnSpec], input_shapes: Sequence[Sequence[int]] | None
+) -> tuple[ModelInput, ...]:
+    """The inputs of ``model``, in the order of ``forward``'s arguments.
+
+    Raises:
+        ParamError: ``input_shapes`` or the number of columns does not fit; the message names both.
+        SchemaError: columns of different kinds cannot be put side by side.
+    """
+    dtypes = {column.name: _dtype(model, column) for column in columns}
+    if input_shapes is not None:
+        return _reshaped(columns, input_shapes, dtypes)
+    least, most = _argument_counts(model)
+    if len(columns) > 1 and least <= len(columns) <= most:
+        return tuple(ModelInput((column.name,), None, dtypes[column.name]) for column in columns)
+    if not least <= 1 <= most:
+        names = [column.name for column in columns]
+        takes = str(least) if least == most else f"{least} to {most}"
+        raise ParamError(
+            f"The model's forward takes {takes} inputs but feature_cols has {len(names)} columns: {names}. Give one column per "
+            "input, or one input to which all columns go side by side."
+        )
+    if len(columns) == 1 and columns[0].kind != "scalar":
+        return (ModelInput((columns[0].name,), None, dtypes[columns[0].name]),)
+    if len(set(dtypes.values())) > 1:
+        raise SchemaError(
+            f"The feature columns {[f'{name}: {str(kind)[6:]}' for name, kind in dtypes.items()]} cannot go side by side into "
+            "the model's one input, because the model holds an embedding and integers stay integers then. Cast them to "
+            "one type, or let forward take one argument per column."
+        )
+    widths = [1 if column.kind == "scalar" else int(np.prod(column.shape or (-1,))) for column in columns]
+    width = sum(widths) if min(widths) > 0 else -1
+    return (ModelInput(tuple(dtypes), (width,), next(iter(dtypes.values()))),)
+
+
+def model_dtype(model: torch.nn.Module) -> torch.dtype:
+    """The dtype of the model's first floating point parameter; torch's default where there is none."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+
+def row_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape of one row from one that may begin with -1 for the rows."""
+    return tuple(shape[1:]) if shape and shape[0] == -1 else tuple(shape)
+
+
+def _reshaped(
+    columns: Sequence[ColumnSpec], input_shapes: Sequence[Sequence[int]], dtypes: Mapping[str, torch.dtype]
+) -> tuple[ModelInput, ...]:
+    if len(input_shapes) != len(columns):
+        raise ParamError(
+            f"input_shapes has {len(input_shapes)} shapes but feature_cols has {len(columns)} columns: "
+            f"{[column.name for column in columns]}. Give one shape per column."
+        )
+    inputs = []
+    for column, given in zip(columns, input_shapes, strict=True):
+        shape = row_shape(given)
+        if column.shape is not None and np.prod(shape, dtype=int) != np.prod(column.shape, dtype=int):
+            raise ParamError(
+                f"input_shapes says {list(given)} for column {column.name!r}, whose rows have shape {list(column.shape)}: "
+                "the numbers of elements differ."
+            )
+        inputs.append(ModelInput((column.name,), shape, dtypes[column.name]))
+    return tuple(inputs)
+
+
+def _dtype(model: torch.nn.Module, column: ColumnSpec) -> torch.dtype:
+    has_embedding = any(isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag) for m in model.modules())
+    if column.dtype.startswith("int") and has_embedding:
+        return torch.int64
+    return model_dtype(model)
+
+
+def _argument_counts(model: torch.nn.Module) -> tuple[int, float]:
+    parameters: list[Any] = list(inspect.signature(model.forward).parameters.values())
+    positional = [p for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+    least = sum(p.default is p.empty for p in positional)
+    endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return least, float("inf") if endless else len(positional)

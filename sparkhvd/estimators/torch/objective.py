@@ -1,0 +1,210 @@
+"""Losses, labels and metrics: what a torch model is trained towards.
+
+A label goes to its loss in this form:
+
+* with ``label_shapes``, in that shape, else
+* as int64 class numbers for the class losses (cross entropy, negative log likelihood) when it has fewer elements than
+  the output, else
+* in the output's shape and dtype when it has as many elements as the output, else
+* in the column's own shape; integers and booleans as int64, the rest in the output's dtype.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from sparkhvd.errors import DataError, ModelOutputError, ParamError
+from sparkhvd.estimators.torch.inputs import row_shape
+
+Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_CLASS_LOSSES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
+_CLASS_LOSS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
+_SHAPES_DIFFER = "that is different to the input size"  # torch only warns where shapes are about to be broadcast
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A function of one output and its label whose value is a mean over the rows."""
+
+    name: str
+    output: int
+    function: Measure
+    group: int
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the outputs are compared with and how.
+
+    Attributes:
+        label_cols: one label column per output of the model, in its order.
+        losses: one per label, each a mean over the rows.
+        weights: of the losses in their sum.
+        label_shapes: shape of one row of each label, None to follow the rule above.
+        metrics: what is reported beside the loss.
+    """
+
+    label_cols: tuple[str, ...]
+    losses: tuple[Measure, ...]
+    weights: tuple[float, ...]
+    label_shapes: tuple[tuple[int, ...], ...] | None
+    metrics: tuple[Metric, ...]
+
+    def labels(
+        self, outputs: Sequence[torch.Tensor], columns: Mapping[str, npt.NDArray[np.generic]]
+    ) -> list[torch.Tensor]:
+        """The label tensors as the losses take them."""
+        labels = []
+        for index, (name, output, loss) in enumerate(zip(self.label_cols, outputs, self.losses, strict=True)):
+            raw = torch.from_numpy(columns[name])
+            shape = self.label_shapes[index] if self.label_shapes else None
+            labels.append(_label(name, raw if shape is None else raw.reshape(len(raw), *shape), output, loss, shape))
+        return labels
+
+    def loss(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The weighted sum of the losses."""
+        parts = [w * f(o, t) for w, f, o, t in zip(self.weights, self.losses, outputs, labels, strict=True)]
+        return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+    def measure(
+        self, loss: torch.Tensor, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
+    ) -> dict[str, float]:
+        """The loss and every metric of one batch."""
+        found = {"loss": float(loss.detach())}
+        with torch.no_grad():
+            for metric in self.metrics:
+                output = outputs[metric.output].detach()
+                found[metric.name] = float(metric.function(output, labels[metric.output]))
+        return found
+
+    def names(self) -> list[str]:
+        """``loss`` and the names of the metrics: what ``measure`` reports."""
+        return ["loss", *(metric.name for metric in self.metrics)]
+
+    def try_out(self, outputs: Sequence[torch.Tensor], columns: Mapping[str, npt.NDArray[np.generic]]) -> None:
+        """Compute everything once on a few rows.
+
+        Raises:
+            ModelOutputError: the outputs do not fit the labels, a loss or a metric; the message names the shapes.
+        """
+        if len(outputs) != len(self.label_cols):
+            raise ModelOutputError(
+                f"The model gives {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but label_cols has "
+                f"{len(self.label_cols)}: {list(self.label_cols)}. Each output needs its label column, in the same order."
+            )
+        labels = self.labels(outputs, columns)
+        for name, output, label, loss in zip(self.label_cols, outputs, labels, self.losses, strict=True):
+            _try_measure(f"The loss {_name(loss)}", loss, output, label, name)
+        for metric in self.metrics:
+            name = self.label_cols[metric.output]
+            _try_measure(
+                f"The metric {metric.name!r}", metric.function, outputs[metric.output], labels[metric.output], name
+            )
+
+
+def objective_of(params: Mapping[str, object]) -> Objective:
+    """The objective that an estimator's parameters describe.
+
+    Raises:
+        ParamError: a list has another length than ``label_cols``, or a loss is not a mean.
+    """
+    label_cols = tuple(cast("Sequence[str]", params["label_cols"]))
+    count = len(label_cols)
+    losses = params["loss"] if isinstance(params["loss"], list | tuple) else [params["loss"]]
+    losses = tuple(losses) * count if len(losses) == 1 else tuple(losses)
+    weights = params.get("loss_weights") or (1.0 / count,) * count
+    shapes = params.get("label_shapes")
+    for name, values in (("loss", losses), ("loss_weights", weights), ("label_shapes", shapes)):
+        if values is not None and len(values) != count:  # type: ignore[arg-type]
+            raise ParamError(f"{name} has {len(values)} entries but label_cols has {count}: {list(label_cols)}.")  # type: ignore[arg-type]
+    for loss in losses:
+        if not callable(loss):
+            raise ParamError(f"loss={loss!r} is not callable; give a function or module of (output, label).")
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise ParamError(
+                f"The loss {_name(loss)} has reduction={loss.reduction!r}; it must be 'mean', because the gradient of a step is "
+                "the mean over the rows of all ranks."
+            )
+    return Objective(
+        label_cols=label_cols,
+        losses=losses,
+        weights=tuple(weights),  # type: ignore[arg-type]
+        label_shapes=None if shapes is None else tuple(row_shape(shape) for shape in shapes),  # type: ignore[attr-defined]
+        metrics=_metrics(params.get("metrics"), label_cols),
+    )
+
+
+def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
+    """Metrics from a dict, from a list of functions, or from Horovod's list of groups of functions."""
+    if not given:
+        return ()
+    found: list[Metric] = []
+    items = list(given.items()) if isinstance(given, dict) else [(None, item) for item in given]  # type: ignore[attr-defined]
+    for index, (key, item) in enumerate(items):
+        grouped = isinstance(item, list | tuple)
+        functions = tuple(item) if grouped else (item,)
+        functions = functions * len(label_cols) if len(functions) == 1 else functions
+        if len(functions) != len(label_cols) or not all(callable(function) for function in functions):
+            raise ParamError(
+                f"metrics: entry {index} must be a function, or a group of one function for every label or one per label "
+                f"({len(label_cols)}); it is {item!r}."
+            )
+        for output, (label, function) in enumerate(zip(label_cols, functions, strict=True)):
+            name = f"group_{index}_{label}" if grouped else key or _name(function)
+            name = name if grouped or len(label_cols) == 1 else f"{name}_{label}"
+            found.append(Metric(name, output, function, index))
+    names = ["loss", *(metric.name for metric in found)]
+    if len(set(names)) != len(names):
+        raise ParamError(f"metrics: the names {names[1:]} are not all different; give a dict of name: function.")
+    return tuple(found)
+
+
+def _label(
+    name: str, label: torch.Tensor, output: torch.Tensor, loss: Measure, shape: tuple[int, ...] | None
+) -> torch.Tensor:
+    if label.numel() < output.numel() and (isinstance(loss, _CLASS_LOSSES) or loss in _CLASS_LOSS_FUNCTIONS):
+        return _class_numbers(name, label, output)
+    if label.numel() == output.numel() and (shape is None or label.shape == output.shape):
+        label = label.reshape(output.shape)
+        return label.to(output.dtype) if output.is_floating_point() else label
+    if label.is_floating_point():
+        return label.to(output.dtype) if output.is_floating_point() else label
+    return label.to(torch.int64)
+
+
+def _class_numbers(name: str, label: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    numbers = label.to(torch.int64)
+    if label.is_floating_point() and not bool((numbers == label).all()):
+        raise DataError(f"Label column {name!r} holds numbers that are not whole; a class loss needs class numbers.")
+    return numbers.reshape(len(numbers)) if output.dim() == 2 and numbers.numel() == len(numbers) else numbers
+
+
+def _try_measure(what: str, function: Measure, output: torch.Tensor, label: torch.Tensor, name: str) -> None:
+    shapes = f"output of shape {list(output.shape)} with label {name!r} of shape {list(label.shape)} ({label.dtype})"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=f".*{_SHAPES_DIFFER}.*")
+            value = function(output, label)
+    except Exception as error:
+        raise ModelOutputError(
+            f"{what} cannot compare the model's {shapes}: {error} Make the model's last layer, label_cols or "
+            "label_shapes fit."
+        ) from error
+    if np.size(value) != 1 and torch.as_tensor(value).numel() != 1:
+        raise ModelOutputError(
+            f"{what} gives shape {list(torch.as_tensor(value).shape)} for the model's {shapes}; it must give one number, the "
+            "mean over the rows."
+        )
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)

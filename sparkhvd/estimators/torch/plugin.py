@@ -1,0 +1,166 @@
+"""PyTorch behind the estimators' plug-in protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
+from sparkhvd.estimators.pickling import by_value
+from sparkhvd.estimators.plugin import Arrays, TrainSpec
+from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
+from sparkhvd.estimators.torch.objective import objective_of
+from sparkhvd.estimators.torch.trainer import Package, TorchTrainer, outputs_of
+from sparkhvd.world import World
+
+_MADE_UP_ROWS = 2
+
+
+class TorchPlugin:
+    """Trains ``torch.nn.Module``s."""
+
+    def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
+        """See ``FrameworkPlugin.check``; runs a copy of the model in evaluation mode, without gradients.
+
+        Raises:
+            ParamError: a parameter is of the wrong kind, or the objects cannot be sent to the ranks.
+            ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
+        """
+        _check_kinds(params)
+        package = _unpack(self.pack({**params, "schema": schema}))
+        known = all(column.shape is not None for column in schema.columns)
+        if rows is None and not known:
+            return []
+        sample = _made_up(schema) if rows is None else _at_least_two(rows)
+        return _try_out(package, schema, sample)
+
+    def pack(self, params: Mapping[str, object]) -> bytes:
+        """The model, its optimizer, how columns become inputs, and the objective, in one pickle."""
+        schema = cast("DataSchema", params["schema"])
+        model = cast("torch.nn.Module", params["model"])
+        package = Package(
+            model=model,
+            optimizer=cast("torch.optim.Optimizer", params["optimizer"]),
+            inputs=plan_inputs(model, schema.of("feature"), _shapes(params)),
+            objective=objective_of(params),
+        )
+        measures = [*package.objective.losses, *(metric.function for metric in package.objective.metrics)]
+        try:
+            with by_value([*model.modules(), *measures, package.optimizer]):
+                return bytes(cloudpickle.dumps(package))
+        except SparkHvdError:
+            raise
+        except Exception as error:
+            raise ParamError(
+                f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: {error} Build what "
+                "cannot be pickled (locks, open files, sessions, scripted modules) inside the model's forward."
+            ) from error
+
+    def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> TorchTrainer:
+        """The trainer of one rank."""
+        return TorchTrainer(_unpack(payload), spec, world)
+
+    def predictor(self, folder: Path) -> TorchPredictor:
+        """The model in a folder that ``TorchTrainer.export`` wrote."""
+        return TorchPredictor(artifact.load_model(folder), artifact.load_inputs(folder))
+
+    def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
+        """Which columns go where, for the log."""
+        inputs = plan_inputs(cast("torch.nn.Module", params["model"]), schema.of("feature"), _shapes(params))
+        labels = ", ".join(f"output {i} is {column.name}" for i, column in enumerate(schema.of("label")))
+        return f"{', '.join(f'input {i} is {each}' for i, each in enumerate(inputs))}; {labels}"
+
+
+@dataclass(frozen=True)
+class TorchPredictor:
+    """A trained model in evaluation mode."""
+
+    model: torch.nn.Module
+    inputs: tuple[ModelInput, ...]
+
+    @torch.no_grad()
+    def predict(self, columns: Arrays) -> list[npt.NDArray[np.generic]]:
+        """One array per output, first dimension = rows."""
+        rows = len(next(iter(columns.values())))
+        outputs = outputs_of(self.model(*(part.tensor(columns, rows) for part in self.inputs)))
+        return [output.numpy() for output in outputs]
+
+
+PLUGIN = TorchPlugin()
+
+
+def _shapes(params: Mapping[str, object]) -> Sequence[Sequence[int]] | None:
+    return cast("Sequence[Sequence[int]] | None", params.get("input_shapes"))
+
+
+def _unpack(payload: bytes) -> Package:
+    return cast("Package", cloudpickle.loads(payload))
+
+
+def _check_kinds(params: Mapping[str, object]) -> None:
+    model, optimizer = params["model"], params["optimizer"]
+    if not isinstance(model, torch.nn.Module):
+        raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ParamError(
+            f"optimizer is a {type(optimizer).__name__}; give an instance such as torch.optim.Adam(model.parameters())."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise ParamError(
+            f"optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
+            f"{list(foreign[0].shape)}); make it from model.parameters() of the model that is given."
+        )
+
+
+def _made_up(schema: DataSchema) -> Arrays:
+    return {c.name: np.zeros((_MADE_UP_ROWS, *(c.shape or ())), np.dtype(c.dtype)) for c in schema.columns}
+
+
+def _at_least_two(rows: Arrays) -> Arrays:
+    """One row does not show which dimension counts the rows."""
+    return {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
+
+
+def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple[int, ...]]:
+    rows = len(next(iter(sample.values())))
+    model = package.model.eval()
+    inputs = [part.tensor(sample, rows) for part in package.inputs]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            outputs = outputs_of(model(*inputs))
+        except DataError as error:
+            raise ModelOutputError(str(error)) from error
+        except Exception as error:
+            raise ModelOutputError(_cannot_take(package, schema, inputs, error)) from error
+        for index, output in enumerate(outputs):
+            if output.dim() == 0 or len(output) != rows:
+                raise ModelOutputError(
+                    f"Output {index} of the model has shape {list(output.shape)} for {rows} rows; its first dimension must "
+                    "be the rows."
+                )
+        package.objective.try_out(outputs, sample)
+    return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _cannot_take(package: Package, schema: DataSchema, inputs: Sequence[torch.Tensor], error: Exception) -> str:
+    given = "; ".join(
+        f"input {index} of shape {list(tensor.shape)} from {part}"
+        for index, (part, tensor) in enumerate(zip(package.inputs, inputs, strict=True))
+    )
+    columns = ", ".join(f"{c.name}: {c.dtype}{list(c.shape or ())}" for c in schema.of("feature"))
+    return (
+        f"The model cannot take the feature columns ({columns}). It was called with {given}, and raised "
+        f"{type(error).__name__}: {error} Give input_shapes if the columns need another shape; integer columns stay "
+        "integers only for a model with an embedding layer."
+    )

@@ -1,0 +1,128 @@
+"""The training of one rank: the one function that every estimator runs remotely."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import uuid
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from sparkhvd.comm import objects, session
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.data.manifest import Manifest, SplitName, load
+from sparkhvd.data.readers import ParquetSource
+from sparkhvd.estimators import checkpoint, files
+from sparkhvd.estimators.history import EpochRecord, averaged
+from sparkhvd.estimators.plugin import EpochReport, FrameworkPlugin, Trainer, TrainSpec
+from sparkhvd.store import layout
+from sparkhvd.store.protocol import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """What a rank needs to train.
+
+    Attributes:
+        plugin: ``module:name`` of the framework's plug-in.
+        store: where everything lies.
+        manifest_path: the prepared dataset.
+        run_id: names the run's folder.
+        payload: what ``FrameworkPlugin.pack`` gave.
+        spec: how to train.
+    """
+
+    plugin: str
+    store: Store
+    manifest_path: str
+    run_id: str
+    payload: files.Payload
+    spec: TrainSpec
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What rank 0 gives back."""
+
+    history: tuple[EpochRecord, ...]
+    files: tuple[files.StoredFile, ...]
+
+
+def find_plugin(name: str) -> FrameworkPlugin:
+    """The plug-in at ``module:name``."""
+    module, _, attribute = name.partition(":")
+    return cast("FrameworkPlugin", getattr(import_module(module), attribute))
+
+
+def train_worker(job: TrainJob) -> TrainResult | None:
+    """Train as this process's rank; collective.
+
+    Returns:
+        On rank 0 the history and the files of the trained model, else None.
+    """
+    session.init()
+    communicator = session.current()
+    manifest = load(job.store, job.manifest_path)
+    trainer = find_plugin(job.plugin).trainer(job.payload.read(job.store), job.spec, communicator.world)
+    hooks = EpochHooks(job, communicator)
+    if hooks.resumed is not None:
+        trainer.restore(hooks.resumed.state)
+    train = _source(job, manifest, "train", communicator)
+    validation = _source(job, manifest, "validation", communicator) if manifest.validation is not None else None
+    trainer.fit(train, validation, hooks)
+    if communicator.world.rank != 0:
+        return None
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-export-") as folder:
+        trainer.export(Path(folder))
+        # A folder of its own, because a continued run has one already and files are never replaced.
+        target = f"{layout.model_folder(job.run_id)}/{uuid.uuid4().hex[:16]}"
+        return TrainResult(tuple(hooks.history), files.write_folder(job.store, target, Path(folder)))
+
+
+class EpochHooks:
+    """What happens around every epoch, whatever the framework: averages, the line, the checkpoint.
+
+    Construction is collective: rank 0 looks for a checkpoint of the run, and all ranks continue from that one.
+    """
+
+    def __init__(self, job: TrainJob, communicator: Communicator) -> None:
+        self._job = job
+        self._communicator = communicator
+        found = checkpoint.latest(job.store, job.run_id) if communicator.world.rank == 0 else None
+        path = objects.broadcast_object(communicator, found, 0, name="checkpoint to resume")
+        self.resumed = None if path is None else checkpoint.load(job.store, path)
+        self.history: list[EpochRecord] = [] if self.resumed is None else list(self.resumed.history)
+        if self.resumed is not None and communicator.world.rank == 0:
+            logger.info("run %s continues after epoch %d", job.run_id, self.resumed.epoch + 1)
+
+    @property
+    def first_epoch(self) -> int:
+        return 0 if self.resumed is None else self.resumed.epoch + 1
+
+    def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
+        record = averaged(report, self._communicator)
+        self.history.append(record)
+        if self._communicator.world.rank == 0:
+            logger.info("%s", record.line(self._job.spec.epochs))
+            content = checkpoint.Checkpoint(record.epoch, self._job.spec.seed, tuple(self.history), trainer.state())
+            checkpoint.save(self._job.store, self._job.run_id, content)
+        return True
+
+
+def _source(job: TrainJob, manifest: Manifest, split: SplitName, communicator: Communicator) -> ParquetSource:
+    training = split == "train"
+    spec = job.spec
+    return ParquetSource(
+        job.store,
+        manifest,
+        split,
+        communicator.world,
+        spec.batch_size if training else spec.val_batch_size,
+        seed=spec.seed,
+        shuffle=spec.shuffle and training,
+        steps_per_epoch=spec.train_steps_per_epoch if training else spec.validation_steps_per_epoch,
+    )
