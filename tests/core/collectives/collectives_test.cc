@@ -1,0 +1,223 @@
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <numeric>
+#include <optional>
+#include <tuple>
+
+#include "collectives/allgather.h"
+#include "collectives/allreduce_ring.h"
+#include "collectives/allreduce_shm.h"
+#include "collectives/barrier.h"
+#include "collectives/broadcast.h"
+#include "collectives/ranks.h"
+#include "collectives/select.h"
+#include "collectives/slices.h"
+
+namespace sparkhvd {
+namespace {
+
+using testing::Elements;
+using testing::ExpectAllOk;
+using testing::OnEveryRank;
+using testing::Soon;
+
+constexpr int kSizes[] = {1, 2, 3, 4, 7, 8};
+
+std::vector<Mesh> OneHost(int size) {
+  return InProcessMeshes(std::vector<int>(static_cast<size_t>(size), 0));
+}
+
+Status Allreduce(Mesh& mesh, ArenaSteps* steps, const Reduction& reduction, Elements& source,
+                 Elements& target) {
+  if (steps != nullptr) {
+    return AllreduceShm(*steps, reduction, source.data(), target.data(), source.count(), Soon());
+  }
+  std::vector<std::byte> scratch;
+  return AllreduceRing(*mesh.transport, reduction, source.data(), target.data(), source.count(),
+                       scratch, Soon());
+}
+
+// Out of place, then in place, against the oracle.
+Status CheckAllreduce(int rank, Mesh& mesh, ArenaSteps* steps, DType dtype, ReduceOp op,
+                      size_t count) {
+  const int size = mesh.transport->size();
+  Elements source(dtype, count, static_cast<size_t>(rank % 3));
+  Elements target(dtype, count, static_cast<size_t>(rank % 2));
+  for (size_t i = 0; i < count; ++i) source.Set(i, testing::Contribution(dtype, op, rank, i));
+  const Reduction reduction{dtype, op, 1.0, 1.0};
+  SHVD_TRY(Allreduce(mesh, steps, reduction, source, target));
+  for (size_t i = 0; i < count; ++i) {
+    EXPECT_EQ(source.Get(i), testing::Contribution(dtype, op, rank, i)) << "the source changed";
+  }
+  SHVD_TRY(Allreduce(mesh, steps, reduction, source, source));
+  for (Elements* result : {&target, &source}) {
+    for (size_t i = 0; i < count; ++i) {
+      if (result->Get(i) != testing::Expected(dtype, op, size, i)) {
+        return Status(StatusCode::kInternal, std::string(Name(dtype)) + " " + Name(op) + " " +
+                                                 std::to_string(i) + " of " +
+                                                 std::to_string(count));
+      }
+    }
+  }
+  return Status();
+}
+
+class AllreduceTest : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(AllreduceTest, MatchesTheOracleForEveryDTypeOperatorAndLength) {
+  const auto [size, use_arena] = GetParam();
+  std::vector<Mesh> meshes = OneHost(size);
+  const bool arena = use_arena && size > 1;
+  ExpectAllOk(OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    std::optional<ArenaSteps> steps;
+    if (arena) steps.emplace(*mesh.arena);
+    ArenaSteps* used = arena ? &*steps : nullptr;
+    for (const size_t count : {size_t{0}, size_t{1}, size_t{3}, size_t{64}, size_t{997}}) {
+      for (const DType dtype : testing::kEveryDType) {
+        for (const ReduceOp op : testing::kEveryOp) {
+          if (op == ReduceOp::kAverage) continue;
+          SHVD_TRY(CheckAllreduce(rank, mesh, used, dtype, op, count));
+        }
+      }
+    }
+    // Several chunks of the arena, several pieces of the ring, and sizes that change from one
+    // operation to the next.
+    for (const size_t count : {size_t{100003}, size_t{5}, size_t{20000}}) {
+      SHVD_TRY(CheckAllreduce(rank, mesh, used, DType::kFloat32, ReduceOp::kSum, count));
+      SHVD_TRY(CheckAllreduce(rank, mesh, used, DType::kInt8, ReduceOp::kMax, count));
+    }
+    return Status();
+  }));
+}
+
+TEST_P(AllreduceTest, AppliesScalesAndAverages) {
+  const auto [size, use_arena] = GetParam();
+  std::vector<Mesh> meshes = OneHost(size);
+  const bool arena = use_arena && size > 1;
+  ExpectAllOk(OnEveryRank(meshes, [&, size = size](int rank, Mesh& mesh) {
+    std::optional<ArenaSteps> steps;
+    if (arena) steps.emplace(*mesh.arena);
+    for (const size_t count : {size_t{10}, size_t{30011}}) {
+      Elements data(DType::kFloat64, count);
+      for (size_t i = 0; i < count; ++i) data.Set(i, rank + 1.0);
+      const Reduction reduction{DType::kFloat64, ReduceOp::kAverage, 3.0, 0.5};
+      SHVD_TRY(Allreduce(mesh, arena ? &*steps : nullptr, reduction, data, data));
+      for (size_t i = 0; i < count; ++i) EXPECT_NEAR(data.Get(i), 1.5 * (size + 1) / 2, 1e-12);
+      Elements whole(DType::kInt32, count);
+      for (size_t i = 0; i < count; ++i) whole.Set(i, -rank);
+      const Reduction average{DType::kInt32, ReduceOp::kAverage, 1.0, 1.0};
+      SHVD_TRY(Allreduce(mesh, arena ? &*steps : nullptr, average, whole, whole));
+      for (size_t i = 0; i < count; ++i) EXPECT_EQ(whole.Get(i), -(size * (size - 1) / 2 / size));
+    }
+    return Status();
+  }));
+}
+
+TEST_P(AllreduceTest, GathersRaggedContributionsAndBroadcastsFromEveryRoot) {
+  const auto [size, use_arena] = GetParam();
+  std::vector<Mesh> meshes = OneHost(size);
+  const bool arena = use_arena && size > 1;
+  ExpectAllOk(OnEveryRank(meshes, [&, size = size](int rank, Mesh& mesh) {
+    std::optional<ArenaSteps> steps;
+    if (arena) steps.emplace(*mesh.arena);
+    for (const size_t unit : {size_t{1}, size_t{0}, size_t{30011}}) {
+      std::vector<size_t> lengths;
+      for (int r = 0; r < size; ++r) lengths.push_back(unit * static_cast<size_t>((r + 1) % 3));
+      const std::vector<std::byte> own(lengths[static_cast<size_t>(rank)], std::byte(rank + 1));
+      std::vector<std::byte> all(std::accumulate(lengths.begin(), lengths.end(), size_t{0}));
+      const ConstBytes source(own.data(), own.size());
+      const Bytes target(all.data(), all.size());
+      SHVD_TRY(arena ? AllgatherShm(*steps, source, lengths, target, Soon())
+                     : AllgatherRing(*mesh.transport, source, lengths, target, Soon()));
+      std::vector<std::byte> expected;
+      for (int r = 0; r < size; ++r) {
+        expected.insert(expected.end(), lengths[static_cast<size_t>(r)], std::byte(r + 1));
+      }
+      EXPECT_EQ(all, expected);
+      for (int root = 0; root < size; ++root) {
+        std::vector<std::byte> data(unit * 23 + 1, std::byte(rank + 1));
+        const Bytes view(data.data(), data.size());
+        SHVD_TRY(arena ? BroadcastShm(*steps, root, data.data(), view, Soon())
+                       : BroadcastTree(*mesh.transport, root, data.data(), view, Soon()));
+        EXPECT_EQ(data, std::vector<std::byte>(unit * 23 + 1, std::byte(root + 1)));
+      }
+    }
+    return Status();
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, AllreduceTest,
+                         ::testing::Combine(::testing::ValuesIn(kSizes), ::testing::Bool()),
+                         [](const auto& chosen) {
+                           return std::to_string(std::get<0>(chosen.param)) +
+                                  (std::get<1>(chosen.param) ? "ranksArena" : "ranksLinks");
+                         });
+
+TEST(Collectives, BarrierLetsNobodyThroughBeforeEverybodyHasCome) {
+  for (const int size : kSizes) {
+    std::vector<Mesh> meshes = OneHost(size);
+    std::atomic<int> came{0};
+    ExpectAllOk(OnEveryRank(meshes, [&](int, Mesh& mesh) {
+      for (int round = 1; round <= 20; ++round) {
+        ++came;
+        SHVD_TRY(Barrier(*mesh.transport, Soon()));
+        EXPECT_GE(came.load(), round * size);
+      }
+      return Status();
+    }));
+  }
+}
+
+TEST(Collectives, MissingRankFailsTheOthersWithItsNumberAndTheStep) {
+  for (const bool arena : {false, true}) {
+    std::vector<Mesh> meshes = InProcessMeshes({0, 0, 0});
+    const auto statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+      if (rank == 2) return Status();
+      std::vector<float> data(70000);
+      auto* bytes = reinterpret_cast<std::byte*>(data.data());
+      const Deadline deadline = Deadline::AfterSeconds(0.2);
+      if (arena) {
+        ArenaSteps steps(*mesh.arena);
+        return AllreduceShm(steps, Reduction{}, bytes, bytes, data.size(), deadline);
+      }
+      std::vector<std::byte> scratch;
+      return AllreduceRing(*mesh.transport, Reduction{}, bytes, bytes, data.size(), scratch,
+                           deadline);
+    });
+    EXPECT_EQ(statuses[0].code(), StatusCode::kTimeout);
+    EXPECT_NE(statuses[0].message().find("2"), std::string::npos) << statuses[0].message();
+    EXPECT_NE(statuses[0].message().find(arena ? "element 0 of 70000" : "ring reduce step 0"),
+              std::string::npos)
+        << statuses[0].message();
+    EXPECT_FALSE(statuses[1].ok());
+  }
+}
+
+TEST(Slices, CoverEverythingInOrderAndDifferByOneGrain) {
+  for (const size_t count : {size_t{0}, size_t{1}, size_t{5}, size_t{64}, size_t{997}}) {
+    for (int parts = 1; parts <= 9; ++parts) {
+      for (const size_t grain : {size_t{1}, size_t{16}}) {
+        size_t next = 0;
+        for (int index = 0; index < parts; ++index) {
+          const Slice slice = SliceOf(count, parts, index, grain);
+          EXPECT_EQ(slice.begin, next);
+          const size_t even = count / static_cast<size_t>(parts);
+          EXPECT_LE(slice.count, even + 2 * grain);
+          next = slice.begin + slice.count;
+        }
+        EXPECT_EQ(next, count);
+      }
+    }
+  }
+}
+
+TEST(Select, UsesTheArenaOnlyWhenItHoldsTheWholeJob) {
+  EXPECT_EQ(Select(Topology{1, 0}), Algorithm::kLocal);
+  EXPECT_EQ(Select(Topology{4, 4}), Algorithm::kArena);
+  EXPECT_EQ(Select(Topology{4, 2}), Algorithm::kTransport);
+  EXPECT_EQ(Select(Topology{4, 0}), Algorithm::kTransport);
+}
+
+}  // namespace
+}  // namespace sparkhvd

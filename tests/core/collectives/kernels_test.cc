@@ -1,0 +1,123 @@
+#include "collectives/kernels.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "collectives/kernel_loops.h"
+#include "collectives/ranks.h"
+
+namespace sparkhvd {
+namespace {
+
+using testing::Elements;
+using testing::LoadElement;
+
+TEST(Kernels, CombineEveryDTypeAndOperatorLikeTheScalarOracleAtEveryAlignment) {
+  for (const DType dtype : testing::kEveryDType) {
+    for (const ReduceOp op : testing::kEveryOp) {
+      for (const size_t count : {size_t{0}, size_t{1}, size_t{7}, size_t{31}, size_t{1027}}) {
+        for (const size_t misalignment : {size_t{0}, size_t{1}, size_t{3}}) {
+          Elements left(dtype, count, misalignment);
+          Elements right(dtype, count, misalignment + 1);
+          for (size_t i = 0; i < count; ++i) {
+            left.Set(i, testing::Contribution(dtype, op, 0, i));
+            right.Set(i, testing::Contribution(dtype, op, 1, i));
+          }
+          Combine(dtype, op, left.data(), left.data(), right.data(), count);
+          for (size_t i = 0; i < count; ++i) {
+            ASSERT_EQ(left.Get(i), testing::Expected(dtype, op, 2, i))
+                << Name(dtype) << " " << Name(op) << " element " << i << " of " << count;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Kernels, FastestGivesTheSameBitsAsGenericForEveryPairOfHalves) {
+  // Every float16 and bfloat16 against a handful of partners: normal, subnormal, infinite and NaN.
+  constexpr uint16_t kPartners[] = {0x0000, 0x0001, 0x03ff, 0x3c00, 0x3c01,
+                                    0xbc00, 0x7bff, 0x7c00, 0x7e01, 0x4248};
+  std::vector<uint16_t> all(0x10000);
+  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(i);
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    for (size_t op = 0; op < kCombineCount; ++op) {
+      for (const uint16_t partner : kPartners) {
+        const std::vector<uint16_t> others(all.size(), partner);
+        std::vector<uint16_t> fast(all.size());
+        std::vector<uint16_t> generic(all.size());
+        const auto index = static_cast<size_t>(dtype);
+        const auto* left = reinterpret_cast<const std::byte*>(all.data());
+        const auto* right = reinterpret_cast<const std::byte*>(others.data());
+        FastestKernels().combine[index][op](reinterpret_cast<std::byte*>(fast.data()), left, right,
+                                            all.size());
+        GenericKernels().combine[index][op](reinterpret_cast<std::byte*>(generic.data()), left,
+                                            right, all.size());
+        for (size_t i = 0; i < all.size(); ++i) {
+          const double one = LoadElement(dtype, reinterpret_cast<std::byte*>(fast.data()), i);
+          const double two = LoadElement(dtype, reinterpret_cast<std::byte*>(generic.data()), i);
+          ASSERT_TRUE(one == two || (std::isnan(one) && std::isnan(two)))
+              << Name(dtype) << " operator " << op << ": " << all[i] << " and " << partner;
+        }
+      }
+    }
+  }
+}
+
+TEST(Kernels, Float16RoundsToNearestEvenOverItsWholeRange) {
+  // Midpoints between neighbours go to the even one, everything else to the nearer one.
+  for (uint32_t bits = 0; bits < 0x7bff; ++bits) {
+    const auto half = [](uint32_t b) { return loops::Float16{static_cast<uint16_t>(b)}; };
+    const float low = loops::Widen(half(bits));
+    const float high = loops::Widen(half(bits + 1));
+    const float middle = low + (high - low) / 2;
+    const uint32_t even = bits % 2 == 0 ? bits : bits + 1;
+    ASSERT_EQ(loops::NarrowToFloat16(low).bits, bits);
+    ASSERT_EQ(loops::NarrowToFloat16(middle).bits, even);
+    ASSERT_EQ(loops::NarrowToFloat16(std::nextafter(middle, 0.0f)).bits, bits);
+    ASSERT_EQ(loops::NarrowToFloat16(-std::nextafter(middle, 1e9f)).bits, (bits + 1) | 0x8000u);
+  }
+  EXPECT_EQ(loops::NarrowToFloat16(65520.0f).bits, 0x7c00);
+  EXPECT_EQ(loops::NarrowToFloat16(65519.0f).bits, 0x7bff);
+  EXPECT_EQ(loops::NarrowToFloat16(1e30f).bits, 0x7c00);
+}
+
+TEST(Kernels, AverageOfIntegersTruncatesTowardsZero) {
+  std::vector<int64_t> values{7, -7, 6, 1, -1, (int64_t{1} << 60) + 1};
+  const Reduction average{DType::kInt64, ReduceOp::kAverage, 1.0, 1.0};
+  Finish(average, 2, reinterpret_cast<std::byte*>(values.data()), values.size());
+  EXPECT_EQ(values, (std::vector<int64_t>{3, -3, 3, 0, 0, int64_t{1} << 59}));
+}
+
+TEST(Kernels, ScaledIntegersTruncateAndSaturate) {
+  std::vector<int32_t> values{7, -7, std::numeric_limits<int32_t>::max(), 0};
+  const Reduction half{DType::kInt32, ReduceOp::kSum, 1.0, 0.5};
+  Finish(half, 1, reinterpret_cast<std::byte*>(values.data()), 2);
+  EXPECT_EQ(values[0], 3);
+  EXPECT_EQ(values[1], -3);
+  const Reduction huge{DType::kInt32, ReduceOp::kSum, 1.0, 1e9};
+  Finish(huge, 1, reinterpret_cast<std::byte*>(values.data() + 2), 2);
+  EXPECT_EQ(values[2], std::numeric_limits<int32_t>::max());
+  EXPECT_EQ(values[3], 0);
+}
+
+TEST(Kernels, MinimumAndMaximumKeepANaNFromEitherSide) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax}) {
+    std::vector<float> left(19, nan);
+    std::vector<float> right(19, 1.0f);
+    std::vector<float> result(19);
+    auto* target = reinterpret_cast<std::byte*>(result.data());
+    Combine(DType::kFloat32, op, target, reinterpret_cast<std::byte*>(left.data()),
+            reinterpret_cast<std::byte*>(right.data()), 19);
+    for (const float value : result) EXPECT_TRUE(std::isnan(value));
+    Combine(DType::kFloat32, op, target, reinterpret_cast<std::byte*>(right.data()),
+            reinterpret_cast<std::byte*>(left.data()), 19);
+    for (const float value : result) EXPECT_TRUE(std::isnan(value));
+  }
+}
+
+}  // namespace
+}  // namespace sparkhvd

@@ -1,0 +1,102 @@
+// Ranks as threads of one process.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/status.h"
+#include "transport/mesh.h"
+
+namespace sparkhvd::testing {
+
+// Runs `body(rank, mesh)` on one thread per mesh and gives back what each returned.
+inline std::vector<Status> OnEveryRank(std::vector<Mesh>& meshes,
+                                       const std::function<Status(int, Mesh&)>& body) {
+  std::vector<Status> statuses(meshes.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < meshes.size(); ++rank) {
+    threads.emplace_back(
+        [&, rank] { statuses[rank] = body(static_cast<int>(rank), meshes[rank]); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return statuses;
+}
+
+inline void ExpectAllOk(const std::vector<Status>& statuses) {
+  for (size_t rank = 0; rank < statuses.size(); ++rank) {
+    EXPECT_TRUE(statuses[rank].ok()) << "rank " << rank << ": " << statuses[rank].message();
+  }
+}
+
+inline Deadline Soon() { return Deadline::AfterSeconds(30); }
+
+// Elements as doubles, so that one oracle serves all dtypes. Values stay small enough to be exact
+// in every one of them.
+void StoreElement(DType dtype, std::byte* data, size_t index, double value);
+double LoadElement(DType dtype, const std::byte* data, size_t index);
+
+// Memory for `count` elements that begins `misalignment` bytes after an aligned address.
+class Elements {
+ public:
+  Elements(DType dtype, size_t count, size_t misalignment = 0)
+      : dtype_(dtype), count_(count), offset_(misalignment), bytes_(count * SizeOf(dtype) + 64) {}
+  std::byte* data() { return bytes_.data() + offset_; }
+  size_t count() const { return count_; }
+  size_t size_bytes() const { return count_ * SizeOf(dtype_); }
+  void Set(size_t index, double value) { StoreElement(dtype_, data(), index, value); }
+  double Get(size_t index) { return LoadElement(dtype_, data(), index); }
+
+ private:
+  DType dtype_;
+  size_t count_;
+  size_t offset_;
+  std::vector<std::byte> bytes_;
+};
+
+inline constexpr DType kEveryDType[] = {
+    DType::kBool,  DType::kUInt8,   DType::kInt8,     DType::kInt16,   DType::kInt32,
+    DType::kInt64, DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+inline constexpr ReduceOp kEveryOp[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
+                                        ReduceOp::kMax, ReduceOp::kProduct};
+
+// What rank `rank` contributes at `index` in the tests: small, so that every dtype holds sums and
+// products of eight exactly.
+inline double Contribution(DType dtype, ReduceOp op, int rank, size_t index) {
+  const auto seed = static_cast<int>((index * 7 + static_cast<size_t>(rank) * 3) % 5);
+  if (dtype == DType::kBool) return seed < 2 ? 1 : 0;
+  if (op == ReduceOp::kProduct) return rank % 4 == 0 ? 2 : 1;
+  return dtype == DType::kUInt8 ? seed : seed - 2;
+}
+
+// The scalar oracle.
+inline double Expected(DType dtype, ReduceOp op, int size, size_t index) {
+  double result = Contribution(dtype, op, 0, index);
+  for (int rank = 1; rank < size; ++rank) {
+    const double value = Contribution(dtype, op, rank, index);
+    switch (op) {
+      case ReduceOp::kSum:
+      case ReduceOp::kAverage:
+        result = dtype == DType::kBool ? std::max(result, value) : result + value;
+        break;
+      case ReduceOp::kMin:
+        result = std::min(result, value);
+        break;
+      case ReduceOp::kMax:
+        result = std::max(result, value);
+        break;
+      case ReduceOp::kProduct:
+        result *= value;
+        break;
+    }
+  }
+  return result;
+}
+
+}  // namespace sparkhvd::testing

@@ -1,0 +1,325 @@
+#include "scheduler/engine.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <thread>
+
+#include "rendezvous/in_process_store.h"
+
+namespace sparkhvd {
+namespace {
+
+using Pointer = std::shared_ptr<Operation>;
+
+Deadline Soon() { return Deadline::AfterSeconds(30); }
+
+// One rank's engine with the calls that tests need.
+class Rank {
+ public:
+  Rank(const EngineConfig& config, Mesh mesh, std::shared_ptr<KeyValueStore> store)
+      : engine(config, std::move(mesh), FailureBoard{std::move(store), "test"}) {}
+
+  Result<Pointer> TryAllreduce(const std::string& name, std::vector<float>& data,
+                               ReduceOp op = ReduceOp::kSum, double prescale = 1.0) {
+    Request request;
+    request.name = name;
+    request.op = op;
+    request.prescale = prescale;
+    request.shape = {static_cast<int64_t>(data.size())};
+    auto* bytes = reinterpret_cast<std::byte*>(data.data());
+    return engine.Submit(std::move(request), bytes, bytes);
+  }
+  Pointer Allreduce(const std::string& name, std::vector<float>& data) {
+    Result<Pointer> operation = TryAllreduce(name, data);
+    EXPECT_TRUE(operation.ok()) << operation.status().message();
+    return std::move(operation).value();
+  }
+  Result<Pointer> TryBarrier(const std::string& name) {
+    Request request;
+    request.name = name;
+    request.kind = OperationKind::kBarrier;
+    request.shape = {0};
+    return engine.Submit(std::move(request), nullptr, nullptr);
+  }
+  Status BarrierAndWait(const std::string& name) {
+    Result<Pointer> operation = TryBarrier(name);
+    SHVD_TRY(operation.status());
+    return operation.value()->Wait(Soon());
+  }
+
+  Engine engine;
+};
+
+EngineConfig Quick(double timeout_s = 30) {
+  EngineConfig config;
+  config.collective_timeout_s = timeout_s;
+  return config;
+}
+
+std::vector<int> OneHost(int size) { return std::vector<int>(static_cast<size_t>(size), 0); }
+
+// Runs `body` once per rank, each on a thread with an engine; the ranks leave when all bodies have
+// ended.
+void OnEveryRank(const std::vector<int>& hosts, const EngineConfig& config,
+                 const std::function<void(int, Rank&)>& body) {
+  std::vector<Mesh> meshes = InProcessMeshes(hosts);
+  auto store = std::make_shared<InProcessStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (Mesh& mesh : meshes) ranks.push_back(std::make_unique<Rank>(config, std::move(mesh), store));
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    threads.emplace_back([&, rank] { body(static_cast<int>(rank), *ranks[rank]); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Waits for `operation` to fail; the status.
+Status FailureOf(const Result<Pointer>& operation) {
+  return operation.ok() ? operation.value()->Wait(Soon()) : operation.status();
+}
+
+void ExpectFailure(const Status& status, StatusCode code, const std::vector<std::string>& words) {
+  EXPECT_EQ(status.code(), code) << status.message();
+  for (const std::string& word : words) {
+    EXPECT_NE(status.message().find(word), std::string::npos) << word << " in " << status.message();
+  }
+}
+
+class EngineSizes : public ::testing::TestWithParam<std::vector<int>> {};
+
+TEST_P(EngineSizes, RunsEveryKindOfOperation) {
+  const int size = static_cast<int>(GetParam().size());
+  OnEveryRank(GetParam(), Quick(), [size](int rank, Rank& self) {
+    std::vector<float> data(1000, static_cast<float>(rank + 1));
+    EXPECT_TRUE(self.Allreduce("sum", data)->Wait(Soon()).ok());
+    EXPECT_EQ(data[999], static_cast<float>(size * (size + 1) / 2));
+
+    Request gather;
+    gather.name = "gather";
+    gather.kind = OperationKind::kAllgather;
+    gather.dtype = DType::kUInt8;
+    gather.shape = {rank, 2};
+    const std::vector<std::byte> own(static_cast<size_t>(2 * rank), std::byte(rank));
+    Result<Pointer> gathered = self.engine.Submit(gather, own.data(), nullptr);
+    ASSERT_TRUE(gathered.ok());
+    EXPECT_TRUE(gathered.value()->Wait(Soon()).ok());
+    EXPECT_EQ(gathered.value()->output().size(), static_cast<size_t>(size * (size - 1)));
+    for (int r = 0; r < size; ++r)
+      EXPECT_EQ(gathered.value()->first_dims()[static_cast<size_t>(r)], r);
+
+    Request broadcast;
+    broadcast.name = "broadcast";
+    broadcast.kind = OperationKind::kBroadcast;
+    broadcast.root = size - 1;
+    broadcast.shape = {1000};
+    auto* bytes = reinterpret_cast<std::byte*>(data.data());
+    data.assign(1000, static_cast<float>(rank));
+    Result<Pointer> spread = self.engine.Submit(broadcast, bytes, bytes);
+    ASSERT_TRUE(spread.ok());
+    EXPECT_TRUE(spread.value()->Wait(Soon()).ok());
+    EXPECT_EQ(data[0], static_cast<float>(size - 1));
+    EXPECT_TRUE(self.BarrierAndWait("barrier").ok());
+  });
+}
+
+TEST_P(EngineSizes, MatchesByNameWhateverTheOrderOfSubmission) {
+  const int size = static_cast<int>(GetParam().size());
+  constexpr int kTensors = 40;
+  OnEveryRank(GetParam(), Quick(), [size](int rank, Rank& self) {
+    for (int round = 0; round < 5; ++round) {
+      std::vector<std::vector<float>> data;
+      for (int i = 0; i < kTensors; ++i) data.emplace_back(17 + i, static_cast<float>(i));
+      std::vector<Pointer> operations;
+      for (int k = 0; k < kTensors; ++k) {
+        const int i = (k * (rank % 2 == 0 ? 1 : 39) + rank * 7 + round) % kTensors;
+        operations.push_back(
+            self.Allreduce("tensor/" + std::to_string(i), data[static_cast<size_t>(i)]));
+      }
+      for (const Pointer& operation : operations) EXPECT_TRUE(operation->Wait(Soon()).ok());
+      for (int i = 0; i < kTensors; ++i) {
+        EXPECT_EQ(data[static_cast<size_t>(i)].back(), static_cast<float>(i * size));
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, EngineSizes,
+                         ::testing::Values(OneHost(1), OneHost(2), OneHost(3), OneHost(4),
+                                           OneHost(7), OneHost(8), std::vector<int>{0, 0, 1, 1},
+                                           std::vector<int>{0, 1, 0}));
+
+TEST(Engine, AsksByIdAloneOnceANameIsKnown) {
+  OnEveryRank(OneHost(2), Quick(), [](int, Rank& self) {
+    std::vector<float> data(8, 1.0f);
+    for (int round = 0; round < 10; ++round) {
+      EXPECT_TRUE(self.Allreduce("known", data)->Wait(Soon()).ok());
+    }
+    EXPECT_EQ(self.engine.counters().cache_hits.load(), 9u);
+    EXPECT_EQ(self.engine.counters().operations.load(), 10u);
+  });
+}
+
+TEST(Engine, SurvivesACacheThatIsTooSmall) {
+  EngineConfig config = Quick();
+  config.cache_capacity = 3;
+  OnEveryRank(OneHost(3), config, [](int rank, Rank& self) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<std::vector<float>> data(7, std::vector<float>(5, 1.0f));
+      std::vector<Pointer> operations;
+      for (size_t k = 0; k < data.size(); ++k) {
+        const size_t i = (k + static_cast<size_t>(rank * 3)) % data.size();
+        operations.push_back(self.Allreduce(std::to_string(i), data[i]));
+      }
+      for (const Pointer& operation : operations) EXPECT_TRUE(operation->Wait(Soon()).ok());
+      for (const auto& tensor : data) EXPECT_EQ(tensor[4], 3.0f);
+    }
+  });
+}
+
+TEST(Engine, FusesWhatIsReadyTogether) {
+  OnEveryRank(OneHost(2), Quick(), [](int, Rank& self) {
+    // While the first cycle waits for both ranks, the rest piles up.
+    std::vector<std::vector<float>> data(100, std::vector<float>(3, 1.0f));
+    for (int round = 0; round < 10; ++round) {
+      std::vector<Pointer> operations;
+      for (size_t i = 0; i < data.size(); ++i) {
+        data[i].assign(3, static_cast<float>(i));
+        operations.push_back(self.Allreduce(std::to_string(i), data[i]));
+      }
+      for (const Pointer& operation : operations) EXPECT_TRUE(operation->Wait(Soon()).ok());
+      for (size_t i = 0; i < data.size(); ++i) EXPECT_EQ(data[i][2], static_cast<float>(2 * i));
+    }
+    EXPECT_GT(self.engine.counters().fused_buffers.load(), 0u);
+  });
+}
+
+TEST(Engine, MismatchFailsThatOperationOnEveryRankAndNothingElse) {
+  OnEveryRank(OneHost(3), Quick(), [](int rank, Rank& self) {
+    std::vector<float> wrong(rank == 2 ? 5 : 4);
+    std::vector<float> right(4, 1.0f);
+    const Pointer bad = self.Allreduce("bad", wrong);
+    const Pointer good = self.Allreduce("good", right);
+    ExpectFailure(bad->Wait(Soon()), StatusCode::kMismatch,
+                  {"allreduce 'bad'", "shape", "rank 0 submitted (4,)", "rank 2 submitted (5,)"});
+    EXPECT_TRUE(good->Wait(Soon()).ok());
+    EXPECT_EQ(right[0], 3.0f);
+    std::vector<float> again(4, 1.0f);
+    EXPECT_TRUE(self.Allreduce("bad", again)->Wait(Soon()).ok()) << "the name is free again";
+    ExpectFailure(
+        FailureOf(self.TryAllreduce("op", right, rank == 1 ? ReduceOp::kMin : ReduceOp::kMax)),
+        StatusCode::kMismatch, {"allreduce 'op'", "min", "max", "rank 1"});
+    ExpectFailure(FailureOf(rank == 0 ? self.TryBarrier("kind") : self.TryAllreduce("kind", right)),
+                  StatusCode::kMismatch, {"'kind'", "barrier", "allreduce"});
+  });
+}
+
+TEST(Engine, RefusesANameThatIsInFlightAndAnImpossibleRequest) {
+  OnEveryRank(OneHost(2), Quick(), [](int rank, Rank& self) {
+    std::vector<float> data(4);
+    if (rank == 0) {
+      const Pointer first = self.Allreduce("same", data);
+      ExpectFailure(FailureOf(self.TryAllreduce("same", data)), StatusCode::kInvalidArgument,
+                    {"allreduce 'same'", "in flight"});
+      EXPECT_TRUE(self.BarrierAndWait("go").ok());
+      EXPECT_TRUE(first->Wait(Soon()).ok());
+    } else {
+      EXPECT_TRUE(self.BarrierAndWait("go").ok());
+      EXPECT_TRUE(self.Allreduce("same", data)->Wait(Soon()).ok());
+    }
+  });
+}
+
+TEST(Engine, CrossedSubmissionsGoOnWhenTheMissingOneComes) {
+  OnEveryRank(OneHost(2), Quick(), [](int rank, Rank& self) {
+    std::vector<float> first(4, 1.0f);
+    std::vector<float> second(4, 1.0f);
+    // Each rank waits for what the other has not submitted yet, and submits its other one only
+    // after a while of that.
+    const Pointer early = self.Allreduce(rank == 0 ? "a" : "b", first);
+    EXPECT_EQ(early->Wait(Deadline::AfterSeconds(0.05)).code(), StatusCode::kTimeout);
+    const Pointer late = self.Allreduce(rank == 0 ? "b" : "a", second);
+    EXPECT_TRUE(early->Wait(Soon()).ok());
+    EXPECT_TRUE(late->Wait(Soon()).ok());
+  });
+}
+
+TEST(Engine, AnOperationThatOthersNeverSubmitTimesOutAndNamesThem) {
+  OnEveryRank(OneHost(3), Quick(0.3), [](int rank, Rank& self) {
+    // Everybody waits for something of its own, so the cycles go on and the coordinator knows who
+    // lacks what.
+    std::vector<float> data(4);
+    const std::string name = "only/" + std::to_string(rank);
+    const Status status = self.Allreduce(name, data)->Wait(Soon());
+    ExpectFailure(status, StatusCode::kTimeout,
+                  {"allreduce '" + name + "'", "not submitted by rank(s)"});
+    EXPECT_TRUE(self.BarrierAndWait("after").ok()) << "the engine goes on";
+  });
+}
+
+TEST(Engine, ARankThatNeverComesIsNamedWithTheTensorsThatWait) {
+  for (const int absent : {0, 2}) {
+    OnEveryRank(OneHost(3), Quick(0.3), [absent](int rank, Rank& self) {
+      if (rank == absent) return;
+      std::vector<float> data(4);
+      const Status status = FailureOf(self.TryAllreduce("lonely", data));
+      ExpectFailure(status, StatusCode::kTimeout,
+                    {"allreduce 'lonely'", "rank " + std::to_string(absent)});
+    });
+  }
+}
+
+TEST(Engine, AbortEndsEverybodysOperationsWithTheReason) {
+  OnEveryRank(OneHost(3), Quick(), [](int rank, Rank& self) {
+    EXPECT_TRUE(self.BarrierAndWait("start").ok());
+    std::vector<float> data(4);
+    if (rank == 1) return self.engine.Abort("the user said so");
+    ExpectFailure(FailureOf(self.TryAllreduce("x", data)), StatusCode::kAborted,
+                  {"allreduce 'x'", "rank 1", "the user said so"});
+    ExpectFailure(FailureOf(self.TryAllreduce("y", data)), StatusCode::kAborted,
+                  {"the user said so"});
+  });
+}
+
+TEST(Engine, ARankThatLeavesEarlyIsNamedToThoseWhoNeedIt) {
+  for (const int leaver : {0, 1}) {
+    OnEveryRank(OneHost(3), Quick(), [leaver](int rank, Rank& self) {
+      EXPECT_TRUE(self.BarrierAndWait("start").ok());
+      if (rank == leaver) {
+        EXPECT_TRUE(self.engine.Shutdown(Soon()).ok());
+        return;
+      }
+      std::vector<float> data(4);
+      ExpectFailure(FailureOf(self.TryAllreduce("needed", data)), StatusCode::kPeerLost,
+                    {"allreduce 'needed'", "rank " + std::to_string(leaver)});
+    });
+  }
+}
+
+TEST(Engine, ShutdownFailsWhatIsPendingHere) {
+  OnEveryRank(OneHost(2), Quick(), [](int rank, Rank& self) {
+    if (rank == 1) return;
+    std::vector<float> data(4);
+    const Pointer pending = self.Allreduce("pending", data);
+    EXPECT_TRUE(self.engine.Shutdown(Soon()).ok());
+    ExpectFailure(pending->Wait(Soon()), StatusCode::kShutDown, {"allreduce 'pending'"});
+    ExpectFailure(FailureOf(self.TryAllreduce("later", data)), StatusCode::kShutDown,
+                  {"shut down"});
+    EXPECT_TRUE(self.engine.Shutdown(Soon()).ok()) << "twice is harmless";
+  });
+}
+
+TEST(Engine, RanksThatLeaveTogetherLeaveInPeace) {
+  for (int round = 0; round < 30; ++round) {
+    OnEveryRank(round % 2 == 0 ? OneHost(3) : std::vector<int>{0, 1, 2}, Quick(),
+                [](int, Rank& self) {
+                  std::vector<float> data(50000, 1.0f);
+                  EXPECT_TRUE(self.Allreduce("last", data)->Wait(Soon()).ok());
+                  EXPECT_TRUE(self.engine.Shutdown(Soon()).ok());
+                  EXPECT_EQ(data[49999], 3.0f);
+                });
+  }
+}
+
+}  // namespace
+}  // namespace sparkhvd
