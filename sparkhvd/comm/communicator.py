@@ -233,7 +233,7 @@ class Communicator:
         dtype, rest = array.dtype, array.shape[1:]
 
         def join(gathered: Gathered) -> Array:
-            joined: Array = np.frombuffer(bytearray(gathered.content), dtype)
+            joined: Array = np.frombuffer(gathered.content, dtype)
             return joined.reshape(sum(gathered.first_dims), *rest)
 
         return self.gather_buffer(buffer_of(array, "The array to gather"), name=name).then(join)

@@ -8,14 +8,10 @@ from typing import Generic, TypeVar
 
 from sparkhvd._core import CoreError, Operation
 from sparkhvd.comm.failures import translate
-from sparkhvd.deadline import Deadline
 from sparkhvd.errors import CollectiveError, NotInitializedError
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-# A wait inside the core cannot be interrupted by a signal; between two of these slices Python handles Ctrl-C.
-_SLICE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +43,17 @@ class Handle(Generic[T]):
             DeadlineExceededError: not all ranks took part in time.
             CollectiveError: the operation failed otherwise, or the communicator was closed before it was done.
         """
-        deadline = Deadline.after(self.timeout if timeout is None else timeout)
-        while not self._finished_within(deadline):
-            pass
+        try:
+            self.operation.wait(self.timeout if timeout is None else timeout)
+        except CoreError as error:
+            failure = translate(error)
+            if isinstance(failure, NotInitializedError):
+                reason = f"{self.name!r} was pending when its communicator was closed: {failure}"
+                raise CollectiveError(reason) from error
+            raise failure from error
         return self.finish(self.operation)
 
     def then(self, step: Callable[[T], U]) -> Handle[U]:
         """The same operation with ``step`` applied to its result by ``wait()``."""
         finish = self.finish
         return Handle(self.name, self.operation, self.timeout, lambda operation: step(finish(operation)))
-
-    def _finished_within(self, deadline: Deadline) -> bool:
-        remaining = deadline.remaining()
-        try:
-            self.operation.wait(min(remaining, _SLICE_SECONDS))
-        except CoreError as error:
-            if error.args[0] == "timeout" and remaining > _SLICE_SECONDS and not self.operation.done():
-                return False
-            failure = translate(error)
-            if isinstance(failure, NotInitializedError):
-                raise CollectiveError(
-                    f"{self.name!r} was pending when its communicator was closed: {failure}"
-                ) from error
-            raise failure from error
-        return True

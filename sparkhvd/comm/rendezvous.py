@@ -9,6 +9,7 @@ from typing import Self
 from sparkhvd import _core
 from sparkhvd.comm.failures import translated
 from sparkhvd.deadline import Deadline
+from sparkhvd.errors import NotInitializedError
 
 
 class RendezvousServer:
@@ -25,17 +26,18 @@ class RendezvousServer:
 
     def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
         with translated():
-            self._core = _core.RendezvousServer(token, host, port)
+            self._core: _core.RendezvousServer | None = _core.RendezvousServer(token, host, port)
+        self._port = self._core.port
 
     @property
     def port(self) -> int:
         """The port that clients connect to."""
-        return self._core.port
+        return self._port
 
     def set(self, key: str, value: bytes) -> None:
         """Store ``value`` and wake everybody who waits for ``key``."""
         with translated():
-            self._core.set(key, value)
+            self._open().set(key, value)
 
     def get(self, key: str, deadline: Deadline) -> bytes:
         """The value of ``key``, waiting until somebody sets it.
@@ -44,12 +46,19 @@ class RendezvousServer:
             DeadlineExceededError: nobody set it in time.
         """
         with translated():
-            return self._core.get(key, deadline.remaining())
+            return self._open().get(key, deadline.remaining())
 
     def close(self) -> None:
         """Stop serving; clients that wait are woken with an error. Closing twice is fine."""
-        with translated():
-            self._core.close()
+        server, self._core = self._core, None  # the core's object frees its last descriptor when it is dropped
+        if server is not None:
+            with translated():
+                server.close()
+
+    def _open(self) -> _core.RendezvousServer:
+        if self._core is None:
+            raise NotInitializedError("This rendezvous server is closed; start a new one.")
+        return self._core
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import Array, ReduceOp
 from sparkhvd.comm.handle import Handle
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, DeadlineExceededError, SparkHvdError
 from sparkhvd.torch.tensors import Staged, buffer_of, stage
 
 
@@ -113,9 +113,9 @@ class GradientExchange:
         try:
             self._submit_rest()
             in_use = self._anywhere_in_use()
-            for tracked in self._tracked.values():
-                self._finish(tracked)
+            _settle([*(tracked.pending.handle for tracked in self._tracked.values() if tracked.pending), in_use])
             for tracked, used in zip(self._tracked.values(), in_use.wait(), strict=True):
+                self._finish(tracked)
                 if not used:
                     tracked.parameter.grad = None
         finally:
@@ -209,13 +209,24 @@ class GradientExchange:
         pending = tracked.pending
         if pending is None:
             return
-        pending.handle.wait()
         pending.staged.write_back()
         if tracked.parameter.grad is not pending.gradient:
             raise AssertionError(
                 f"The grad of {tracked.name!r} was replaced or set to None between loss.backward() and "
                 "optimizer.step(); call optimizer.synchronize() before changing gradients."
             )
+
+
+def _settle(handles: Sequence[Handle[Array] | Handle[None]]) -> None:
+    """Wait for all, then raise the first failure: what stayed in flight would be in the way of the next step."""
+    failure: SparkHvdError | None = None
+    for handle in handles:
+        try:
+            handle.wait(0.0 if isinstance(failure, DeadlineExceededError) else None)
+        except SparkHvdError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 def _before_accumulation(

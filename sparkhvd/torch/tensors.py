@@ -83,11 +83,11 @@ def bytes_of(memory: torch.Tensor) -> Buffer:
 
 
 def tensor_of(content: memoryview, like: torch.Tensor, rows: int) -> torch.Tensor:
-    """A new tensor with ``rows`` rows of the shape, dtype and device of the rows of ``like``, from their bytes."""
-    joined = torch.empty((rows, *like.shape[1:]), dtype=like.dtype)
-    if content.nbytes:
-        joined.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    return joined.to(like.device)
+    """The tensor of ``rows`` rows, each of the shape, dtype and device of those of ``like``, whose bytes these are."""
+    shape = (rows, *like.shape[1:])
+    if not content.nbytes:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return torch.frombuffer(content, dtype=torch.uint8).view(like.dtype).reshape(shape).to(like.device)
 
 
 def has_dtype(memory: torch.Tensor) -> bool:

@@ -1,0 +1,197 @@
+"""Real processes as ranks, for tests: a group is started once and runs many cases.
+
+A case is a module-level function of a test module; every rank runs it with the same arguments, inside an initialized
+session. Functions travel by value, so they can stand beside the assertions that need them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import cloudpickle
+
+from sparkhvd.comm import session
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.config import Config
+from sparkhvd.deadline import Deadline
+from sparkhvd.world import layout
+
+CASE_SECONDS = 60.0
+_START_SECONDS = 60.0
+_ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case came to on one rank: a value, a traceback, or neither when the process died."""
+
+    value: Any = None
+    failure: str = ""
+    died: bool = False
+
+
+class RankGroup:
+    """``size`` processes that are ranks of one job; a context manager.
+
+    Args:
+        size: number of ranks.
+        hosts: the host key of each rank, all on one by default.
+        imports: modules to load while starting, so that no case pays for them.
+        collective_timeout: seconds after which a rank that waits for the others fails.
+        connect: whether ``init()`` is called before the first case.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        hosts: tuple[str, ...] | None = None,
+        imports: tuple[str, ...] = (),
+        collective_timeout: float = 30.0,
+        connect: bool = True,
+    ) -> None:
+        token = secrets.token_bytes(16)
+        hosts = hosts or ("one",) * size
+        config = Config(collective_timeout=collective_timeout, start_timeout=_START_SECONDS)
+        self.size = size
+        self._server = RendezvousServer(token)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._links: list[Connection] = []
+        try:
+            for world, host in zip(layout(hosts), hosts, strict=True):
+                address = (("127.0.0.1", self._server.port),)
+                self._start(LaunchContext(world, address, token, host_key=host, config=config), imports, connect)
+            self._receive(Deadline.after(_START_SECONDS), "start")
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, case: Callable[..., Any], *arguments: Any, seconds: float = CASE_SECONDS) -> list[Any]:
+        """The value of ``case(*arguments)`` of every rank, in rank order; fails the test when a rank failed."""
+        outcomes = self.outcomes(case, *arguments, seconds=seconds)
+        bad = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.failure or outcome.died}
+        if bad:
+            shown = "\n".join(f"rank {rank}: {outcome.failure or 'the process died'}" for rank, outcome in bad.items())
+            raise AssertionError(f"{case.__name__} failed on ranks {sorted(bad)}:\n{shown}")
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, case: Callable[..., Any], *arguments: Any, seconds: float = CASE_SECONDS) -> list[Outcome]:
+        """What ``case(*arguments)`` came to on every rank."""
+        module = sys.modules[case.__module__]
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            content = cloudpickle.dumps((case, arguments))
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+        for link in self._links:
+            link.send_bytes(content)
+        return self._receive(Deadline.after(seconds), case.__name__)
+
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """End the processes: by closing their links, and by force if that is not enough."""
+        for link in self._links:
+            link.close()
+        deadline = Deadline.after(15.0)
+        for process in self._processes:
+            try:
+                process.wait(deadline.remaining())
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._links, self._processes = [], []
+        self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, context: LaunchContext, imports: tuple[str, ...], connect: bool) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.ranks", str(theirs.fileno())],
+                cwd=_ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                pass_fds=[theirs.fileno()],
+            )
+            self._processes.append(process)
+            self._links.append(Connection(ours.detach()))
+        self._links[-1].send_bytes(cloudpickle.dumps((context, imports, connect)))
+
+    def _receive(self, deadline: Deadline, what: str) -> list[Outcome]:
+        missing = {link: rank for rank, link in enumerate(self._links)}
+        outcomes: dict[int, Outcome] = {}
+        while missing:
+            ready = wait(list(missing), timeout=deadline.remaining())
+            if not ready:
+                late = sorted(missing.values())
+                for rank in late:
+                    self._processes[rank].send_signal(signal.SIGUSR1)  # shows where it stands
+                raise AssertionError(f"{what}: ranks {late} did not answer in time; their stacks are on stderr")
+            for link in ready:
+                outcomes[missing.pop(link)] = _answer(link)
+        return [outcomes[rank] for rank in range(self.size)]
+
+
+def _answer(link: Connection) -> Outcome:
+    try:
+        return cloudpickle.loads(link.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return Outcome(died=True)
+
+
+def _serve(link: Connection) -> None:
+    """The life of a rank: start, then run cases until the link closes."""
+    context, imports, connect = cloudpickle.loads(link.recv_bytes())
+    for module in imports:
+        __import__(module)
+    session.offer(context)
+    if connect:
+        session.init()
+    link.send_bytes(cloudpickle.dumps(Outcome()))
+    try:
+        while True:
+            case, arguments = cloudpickle.loads(link.recv_bytes())
+            link.send_bytes(cloudpickle.dumps(_outcome(case, arguments)))
+    except EOFError:
+        session.shutdown()
+
+
+def _outcome(case: Callable[..., Any], arguments: tuple[Any, ...]) -> Outcome:
+    try:
+        return Outcome(value=case(*arguments))
+    except BaseException:  # noqa: BLE001  whatever a case raises is its outcome
+        return Outcome(failure=traceback.format_exc())
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
+    with Connection(int(sys.argv[1])) as parent:
+        _serve(parent)
+
+
+if __name__ == "__main__":
+    from tests import ranks  # outcomes must be of the class that the parent knows
+
+    ranks.main()

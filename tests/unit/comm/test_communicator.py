@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.errors import ConfigError, DeadlineExceededError, MismatchError, NotInitializedError
+from sparkhvd.world import World
+from tests.ranks import RankGroup
+
+FLOATS = ("float16", "float32", "float64")
+INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+SHAPES = ((), (1,), (0,), (7,), (3, 0, 2), (5, 3), (1000,), (64, 129))
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def group(request):
+    with RankGroup(request.param) as started:
+        yield started
+
+
+@pytest.fixture
+def alone():
+    with Communicator(LaunchContext()) as communicator:
+        yield communicator
+
+
+def inputs(dtype: str, shape: tuple[int, ...], ranks: int, seed: int) -> list[np.ndarray]:
+    """What every rank puts in; small, so that no integer type overflows."""
+    draw = np.random.default_rng(seed)
+    low = 0 if dtype in {"uint8", "bool"} else -3
+    if dtype == "bool":
+        return [draw.integers(0, 2, shape).astype(bool) for _ in range(ranks)]
+    if dtype in FLOATS:
+        return [np.asarray(draw.normal(size=shape)).astype(dtype) for _ in range(ranks)]
+    return [np.asarray(draw.integers(low, 4, shape)).astype(dtype) for _ in range(ranks)]
+
+
+def expected(values: list[np.ndarray], op: ReduceOp) -> np.ndarray:
+    dtype = values[0].dtype
+    stacked = np.stack(values)
+    if dtype.kind == "b":
+        return {"sum": stacked.any, "max": stacked.any, "product": stacked.all, "min": stacked.all}[op](axis=0)
+    wide = stacked.astype("float64")
+    result = {"sum": wide.sum, "average": wide.mean, "min": wide.min, "max": wide.max, "product": wide.prod}[op](axis=0)
+    return (np.trunc(result) if dtype.kind in "iu" else result).astype(dtype)
+
+
+# What the ranks do.
+
+
+def reduce_everything(cases):
+    me = session.current()
+    handles = [me.allreduce_async(values[me.world.rank], op, name=name) for name, op, values in cases]
+    return [handle.wait() for handle in handles]
+
+
+def gather_ragged(dtype):
+    me = session.current()
+    mine = np.full((me.world.rank * 2, 3), me.world.rank).astype(dtype)
+    return me.allgather(mine, name=f"ragged.{dtype}")
+
+
+def broadcast_from_each(dtype):
+    me = session.current()
+    mine = np.full((2, 3), me.world.rank + 1).astype(dtype)
+    received = [me.broadcast(mine, root) for root in range(me.world.size)]
+    in_place = mine.copy()
+    me.broadcast(in_place, me.world.size - 1, out=in_place)
+    return received, in_place, mine
+
+
+def reduce_in_place_and_scaled():
+    me = session.current()
+    mine = np.arange(6.0, dtype=np.float32) * (me.world.rank + 1)
+    result = me.allreduce(mine, ReduceOp.SUM, prescale=0.5, postscale=3.0, out=mine)
+    return result is mine, mine
+
+
+def submit_unnamed_in_threads():
+    """Names are given in the order of submission, which is the same on all ranks; the waits are not."""
+    me = session.current()
+    handles = [me.allreduce_async(np.full(10, float(i)), ReduceOp.SUM) for i in range(50)]
+    results = {}
+    threads = [
+        threading.Thread(target=lambda i=i: results.__setitem__(i, handles[i].wait())) for i in reversed(range(50))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [float(results[i][0]) for i in range(50)]
+
+
+def submit_in_opposite_orders():
+    me = session.current()
+    names = [f"crossed.{i}" for i in range(40)]
+    order = names if me.world.rank % 2 == 0 else names[::-1]
+    handles = {name: me.allreduce_async(np.array([float(name.split(".")[1])]), name=name) for name in order}
+    return [handles[name].wait().item() for name in names]
+
+
+def error_of(kind, make):
+    """The message of the error that every rank must see."""
+    me = session.current()
+    with pytest.raises(kind) as caught:
+        make(me)
+    after = me.allreduce(np.ones(3, np.float32), ReduceOp.SUM)
+    assert after.tolist() == [me.world.size] * 3, "the communicator must work after a refused operation"
+    return str(caught.value)
+
+
+def disagree_on_shape():
+    return error_of(MismatchError, lambda me: me.allreduce(np.ones(4 + me.world.rank), name="bad shape"))
+
+
+def disagree_on_dtype():
+    return error_of(
+        MismatchError,
+        lambda me: me.allreduce(np.ones(4, [np.float32, np.float64][me.world.rank % 2]), name="bad dtype"),
+    )
+
+
+def disagree_on_operation():
+    return error_of(
+        MismatchError,
+        lambda me: me.allreduce(np.ones(4), [ReduceOp.SUM, ReduceOp.MAX][me.world.rank % 2], name="bad operation"),
+    )
+
+
+def disagree_on_root():
+    return error_of(MismatchError, lambda me: me.broadcast(np.ones(4), me.world.rank % 2, name="bad root"))
+
+
+def disagree_on_kind():
+    def make(me):
+        return me.barrier(name="bad kind") if me.world.rank == 0 else me.allreduce(np.ones(1), name="bad kind")
+
+    return error_of(MismatchError, make)
+
+
+def disagree_on_row_shape():
+    return error_of(MismatchError, lambda me: me.allgather(np.ones((2, 3 + me.world.rank)), name="bad rows"))
+
+
+def wait_too_short():
+    me = session.current()
+    ones = np.ones(2)
+    if me.world.rank == 0:
+        handle = me.allreduce_async(ones, ReduceOp.SUM, name="late")
+        with pytest.raises(DeadlineExceededError, match="late"):
+            handle.wait(0.05)
+        assert not handle.done()
+    me.barrier()
+    if me.world.rank != 0:
+        handle = me.allreduce_async(ones, ReduceOp.SUM, name="late")
+    return handle.wait().tolist(), handle.wait().tolist(), handle.done()
+
+
+# What they must come to.
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
+def test_an_allreduce_equals_numpy_for_every_shape_and_operation(group, dtype):
+    cases = [
+        (f"{dtype}.{op}.{shape}", op, inputs(dtype, shape, group.size, seed))
+        for seed, (op, shape) in enumerate((op, shape) for op in ReduceOp for shape in SHAPES)
+    ]
+    tolerance = {"float16": 4e-3, "float32": 1e-6, "float64": 1e-14}.get(dtype, 0)
+    for results in group.run(reduce_everything, cases):
+        for (name, op, values), result in zip(cases, results, strict=True):
+            want = expected(values, op)
+            assert result.dtype == want.dtype
+            assert result.shape == want.shape
+            np.testing.assert_allclose(result, want, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def test_an_allreduce_of_booleans_is_or_and_and(group):
+    cases = [
+        (f"bool.{op}.{shape}", op, inputs("bool", shape, group.size, seed))
+        for seed, (op, shape) in enumerate((op, shape) for op in ("sum", "product", "min", "max") for shape in SHAPES)
+    ]
+    for results in group.run(reduce_everything, cases):
+        for (name, op, values), result in zip(cases, results, strict=True):
+            np.testing.assert_array_equal(result, expected(values, op), err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
+def test_an_allgather_joins_different_numbers_of_rows_in_rank_order(group, dtype):
+    want = np.concatenate([np.full((rank * 2, 3), rank).astype(dtype) for rank in range(group.size)])
+    for result in group.run(gather_ragged, dtype):
+        assert result.dtype == want.dtype
+        np.testing.assert_array_equal(result, want)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
+def test_a_broadcast_brings_the_array_of_any_root(group, dtype):
+    for received, in_place, mine in group.run(broadcast_from_each, dtype):
+        for root, result in enumerate(received):
+            np.testing.assert_array_equal(result, np.full((2, 3), root + 1).astype(dtype))
+        np.testing.assert_array_equal(in_place, np.full((2, 3), group.size).astype(dtype))
+        assert mine.shape == (2, 3)
+
+
+def test_scales_apply_and_a_result_can_go_into_its_input(group):
+    want = np.arange(6.0, dtype=np.float32) * sum(range(1, group.size + 1)) * 1.5
+    for same, result in group.run(reduce_in_place_and_scaled):
+        assert same
+        np.testing.assert_allclose(result, want, rtol=1e-6)
+
+
+def test_unnamed_operations_meet_by_their_order_whoever_waits_for_them(group):
+    for results in group.run(submit_unnamed_in_threads):
+        assert results == [float(i * group.size) for i in range(50)]
+
+
+def test_named_operations_meet_in_whatever_order_ranks_submit_them(group):
+    for results in group.run(submit_in_opposite_orders):
+        assert results == [float(i) for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (disagree_on_shape, ("bad shape", "4", "5")),
+        (disagree_on_dtype, ("bad dtype", "float32", "float64")),
+        (disagree_on_operation, ("bad operation", "sum", "max")),
+        (disagree_on_root, ("bad root", "0", "1")),
+        (disagree_on_kind, ("bad kind", "barrier", "allreduce")),
+        (disagree_on_row_shape, ("bad rows", "3", "4")),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_disagreement_is_one_error_with_both_values_on_every_rank(group, case, words):
+    for message in group.run(case):
+        for word in words:
+            assert word in message
+
+
+def test_a_wait_ends_at_its_deadline_and_the_operation_goes_on(group):
+    for first, again, done in group.run(wait_too_short):
+        assert first == again == [float(group.size)] * 2
+        assert done
+
+
+def test_one_rank_alone_gets_back_what_it_gave(alone):
+    array = np.arange(12.0).reshape(3, 4)
+    for op in ReduceOp:
+        np.testing.assert_array_equal(alone.allreduce(array, op), array)
+    np.testing.assert_array_equal(alone.allreduce(array, prescale=2.0, postscale=0.25), array / 2)
+    np.testing.assert_array_equal(alone.allgather(array), array)
+    np.testing.assert_array_equal(alone.broadcast(array), array)
+    alone.barrier()
+    assert alone.world == World()
+    assert alone.homogeneous
+    assert alone.counters()["operations"] >= 7
+
+
+def test_arrays_with_strides_are_copied_unless_they_receive_the_result(alone):
+    array = np.arange(12.0).reshape(3, 4).T
+    np.testing.assert_array_equal(alone.allreduce(array), array)
+    with pytest.raises(ConfigError, match=r"array for the result of shape \(4, 3\) is not contiguous"):
+        alone.allreduce(np.ascontiguousarray(array), out=array)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda c: c.allreduce(np.ones(2, np.complex64)),
+            "array to reduce has dtype complex64; collectives take bfloat16",
+        ),
+        (lambda c: c.allreduce(np.array(["a"])), "has dtype <U1"),
+        (lambda c: c.allreduce(np.ones(2), out=np.ones(3)), r"float64\[2\] cannot go into float64\[3\]"),
+        (lambda c: c.allreduce(np.ones(2), "median"), "'median' is not a valid ReduceOp"),
+        (lambda c: c.allgather(np.float32(1)), "needs at least one dimension"),
+        (lambda c: c.broadcast(np.ones(2), 3), r"Root rank 3 is not among the 1 ranks 0..0"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_is_submitted(alone, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(alone)
+
+
+def test_a_name_cannot_be_in_flight_twice(group):
+    for message in group.run(submit_a_name_twice):
+        assert "twice" in message
+
+
+def submit_a_name_twice():
+    me = session.current()
+    me.barrier()
+    if me.world.rank == 0:
+        first = me.allreduce_async(np.ones(2), name="twice")
+        with pytest.raises(ConfigError) as caught:
+            me.allreduce_async(np.ones(2), name="twice")
+    me.barrier()
+    if me.world.rank != 0:
+        first = me.allreduce_async(np.ones(2), name="twice")
+    first.wait()
+    return str(caught.value) if me.world.rank == 0 else "twice"
+
+
+def test_a_closed_communicator_says_so():
+    communicator = Communicator(LaunchContext())
+    communicator.close()
+    communicator.close()
+    with pytest.raises(NotInitializedError, match="closed; open a new one"):
+        communicator.allreduce(np.ones(2))
+
+
+def test_more_than_one_rank_needs_a_rendezvous():
+    with pytest.raises(ConfigError, match="Rank 1 of 2 knows no rendezvous address"):
+        Communicator(LaunchContext(world=World(rank=1, size=2)))

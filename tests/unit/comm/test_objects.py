@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.objects import allgather_object, broadcast_object
+from sparkhvd.errors import CollectiveError
+from tests.ranks import RankGroup
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(2) as started:
+        yield started
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("holds a socket")
+
+
+def broadcast_value(root):
+    me = session.current()
+    value = {"from": me.world.rank, "array": np.arange(3), "function": lambda x: x + me_too(x)}
+    received = broadcast_object(me, value, root)
+    return received["from"], received["array"].tolist(), received["function"](1)
+
+
+def me_too(x):
+    return x * 10
+
+
+def gather_values():
+    me = session.current()
+    return allgather_object(me, None if me.world.rank == 0 else ["x" * 1000 * me.world.rank])
+
+
+def broadcast_what_cannot_be_pickled():
+    with pytest.raises(CollectiveError) as caught:
+        broadcast_object(session.current(), Unpicklable())
+    return str(caught.value)
+
+
+def gather_what_cannot_be_pickled():
+    me = session.current()
+    with pytest.raises(CollectiveError) as caught:
+        allgather_object(me, Unpicklable() if me.world.rank == 1 else 5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_an_object_of_the_root_reaches_every_rank(group, root):
+    assert group.run(broadcast_value, root) == [(root, [0, 1, 2], 11)] * 2
+
+
+def test_objects_of_all_ranks_come_in_rank_order(group):
+    assert group.run(gather_values) == [[None, ["x" * 1000]]] * 2
+
+
+def test_a_root_that_cannot_pickle_fails_every_rank(group):
+    root, other = group.run(broadcast_what_cannot_be_pickled)
+    assert root == "Rank 0 cannot broadcast a Unpicklable: holds a socket"
+    assert other == "Rank 0 could not pickle the object that it wanted to broadcast; see its error."
+
+
+def test_a_rank_that_cannot_pickle_fails_every_rank_of_a_gather(group):
+    other, failed = group.run(gather_what_cannot_be_pickled)
+    assert failed == "A Unpicklable cannot be sent to other ranks: holds a socket"
+    assert other == "Ranks [1] could not pickle the object that they wanted to send; see their errors."

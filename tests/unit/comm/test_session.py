@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.errors import CollectiveError, ConfigError, NotInitializedError, PeerLostError
+from sparkhvd.world import World
+from tests.ranks import RankGroup
+
+
+@pytest.fixture(autouse=True)
+def _closed_session():
+    session.offer(LaunchContext())
+    yield
+    session.shutdown()
+
+
+def test_before_init_the_error_names_the_next_step():
+    assert not session.is_initialized()
+    with pytest.raises(NotInitializedError, match=r"has not been initialized; call hvd\.init\(\) first"):
+        session.current()
+
+
+def test_after_shutdown_the_error_says_so():
+    session.init()
+    session.shutdown()
+    session.shutdown()
+    with pytest.raises(NotInitializedError, match=r"has been shut down; call hvd\.init\(\)"):
+        session.current()
+
+
+def test_init_without_a_launcher_is_a_job_of_one_and_twice_is_once():
+    session.init()
+    first = session.current()
+    session.init()
+    assert session.current() is first
+    assert first.world == World()
+    session.shutdown()
+    session.init()
+    assert session.current() is not first
+
+
+def test_threads_that_call_init_together_share_one_communicator():
+    found = []
+    start = threading.Barrier(4)
+
+    def join():
+        start.wait(10.0)
+        session.init()
+        found.append(session.current())
+
+    threads = [threading.Thread(target=join) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert len(found) == 4
+    assert len(set(map(id, found))) == 1
+
+
+def test_a_context_cannot_be_offered_to_a_running_session():
+    session.init()
+    with pytest.raises(ConfigError, match=r"call shutdown\(\) before offering"):
+        session.offer(LaunchContext())
+
+
+def test_a_process_that_never_calls_shutdown_ends_by_itself():
+    script = "from sparkhvd.comm import session; session.init(); session.current().barrier(); print('end')"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
+
+
+# Ranks that come and go get a group of their own: their links must not outlive the test.
+
+
+def connect_again(times):
+    sums = []
+    for _ in range(times):
+        session.init()
+        sums.append(session.current().allreduce(np.ones(2), ReduceOp.SUM).tolist())
+        session.shutdown()
+    return sums, session.is_initialized()
+
+
+def layout_seen():
+    me = session.current()
+    return me.world, me.homogeneous
+
+
+def leave_while_others_wait():
+    me = session.current()
+    if me.world.rank == 0:
+        session.shutdown()
+        return "left"
+    with pytest.raises(PeerLostError) as caught:
+        me.allreduce(np.ones(3), name="wanted")
+    return str(caught.value)
+
+
+def die_while_others_wait():
+    me = session.current()
+    if me.world.rank == 1:
+        os._exit(3)
+    with pytest.raises(PeerLostError) as caught:
+        me.allreduce(np.ones(3), name="wanted")
+    return str(caught.value)
+
+
+def abort_while_others_wait():
+    me = session.current()
+    if me.world.rank == 1:
+        me.abort("the data ran out")
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        me.allreduce(np.ones(3), name="wanted")
+    return str(caught.value)
+
+
+def raise_inside_the_communicator():
+    me = session.current()
+    if me.world.rank == 1:
+        with pytest.raises(KeyError), me:
+            raise KeyError("weights")
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        me.allreduce(np.ones(3), name="wanted")
+    return str(caught.value)
+
+
+def close_with_an_operation_pending():
+    me = session.current()
+    if me.world.rank == 0:
+        handle = me.allreduce_async(np.ones(3), name="pending")
+        session.shutdown()
+        with pytest.raises(CollectiveError, match=r"'pending' was pending when its communicator was closed"):
+            handle.wait()
+
+
+def test_init_after_shutdown_connects_the_ranks_again():
+    with RankGroup(2, connect=False) as group:
+        assert group.run(connect_again, 3) == [([[2.0, 2.0]] * 3, False)] * 2
+
+
+@pytest.mark.parametrize("case", [leave_while_others_wait, die_while_others_wait])
+def test_a_rank_that_goes_away_fails_those_who_wait_for_it(case):
+    with RankGroup(3) as group:
+        outcomes = group.outcomes(case)
+    gone = 0 if case is leave_while_others_wait else 1
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.failure == ""
+        if rank != gone:
+            assert f"rank {gone}" in outcome.value
+    assert outcomes[1].died == (case is die_while_others_wait)
+
+
+def test_an_abort_tells_every_rank_why():
+    with RankGroup(3) as group:
+        others = group.run(abort_while_others_wait)
+    assert "the data ran out" in others[0]
+    assert "the data ran out" in others[2]
+
+
+def test_an_exception_inside_the_communicator_aborts_the_others_with_its_message():
+    with RankGroup(2) as group:
+        assert "rank 1 left with KeyError: 'weights'" in group.run(raise_inside_the_communicator)[0]
+
+
+def test_closing_fails_what_is_still_pending():
+    with RankGroup(2) as group:
+        group.run(close_with_an_operation_pending)
+
+
+def test_ranks_know_the_layout_of_their_hosts():
+    with RankGroup(3, hosts=("a", "b", "a")) as group:
+        seen = group.run(layout_seen)
+    assert [world.local_rank for world, _ in seen] == [0, 0, 1]
+    assert [world.cross_size for world, _ in seen] == [2, 2, 1]
+    assert [homogeneous for _, homogeneous in seen] == [False] * 3

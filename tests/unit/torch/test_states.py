@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.comm import session
+from sparkhvd.comm.launch_context import LaunchContext
+from tests.ranks import RankGroup
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(2, imports=("torch", "sparkhvd.torch")) as started:
+        yield started
+
+
+@pytest.fixture
+def alone():
+    session.offer(LaunchContext())
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+OPTIMIZERS = {
+    "SGD": torch.optim.SGD,
+    "SGD with momentum": lambda parameters, lr: torch.optim.SGD(parameters, lr, momentum=0.9, nesterov=True),
+    "Adam": lambda parameters, lr: torch.optim.Adam(parameters, lr, amsgrad=True),
+    "RMSprop": lambda parameters, lr: torch.optim.RMSprop(parameters, lr, centered=True, momentum=0.1),
+    "Adagrad": torch.optim.Adagrad,
+    "LBFGS": lambda parameters, lr: torch.optim.LBFGS(parameters, lr, history_size=5, max_iter=4),
+}
+
+
+def network(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 1)
+    )
+
+
+def train(model, optimizer, steps):
+    torch.manual_seed(100)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 1, 4, 4) * torch.arange(1.0, 5).reshape(4, 1, 1, 1)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+def share_parameters(root):
+    model = network(seed=hvd.rank())
+    model[0].to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        model(torch.randn(3, 1, 4, 4) + hvd.rank())  # running statistics and an int64 counter differ
+    identities = [id(value) for value in model.parameters()]
+    hvd.broadcast_parameters(model.state_dict(), root)
+    assert [id(value) for value in model.parameters()] == identities
+    other = network(seed=10 + hvd.rank())
+    hvd.broadcast_parameters(other.named_parameters(), root)
+    return [value.tolist() for value in (*model.state_dict().values(), *other.parameters())]
+
+
+def share_complex_parameters():
+    mine = torch.full((3,), complex(hvd.rank(), 5.0))
+    hvd.broadcast_parameters({"phase": mine, "scalar": torch.tensor(hvd.rank(), dtype=torch.complex128)}, 1)
+    return mine.tolist()
+
+
+def share_optimizer_state(kind, root_steps, other_steps, root):
+    model = network(seed=0)
+    lr = 0.01 if hvd.rank() == root else 0.5
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr)
+    train(model, optimizer, root_steps if hvd.rank() == root else other_steps)
+    hvd.broadcast_parameters(model.state_dict(), root)
+    hvd.broadcast_optimizer_state(optimizer, root)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    train(model, optimizer, 3)
+    return [value.tolist() for value in model.parameters()]
+
+
+def train_undisturbed(kind, steps):
+    model = network(seed=0)
+    train(model, OPTIMIZERS[kind](model.parameters(), 0.01), steps)
+    return [value.tolist() for value in model.parameters()]
+
+
+def share_objects():
+    return hvd.broadcast_object({"epoch": hvd.rank()}, 1), hvd.allgather_object("ab" * hvd.rank())
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_parameters_and_buffers_become_those_of_the_root_in_place(group, root):
+    first, second = group.run(share_parameters, root)
+    assert first == second
+    torch.manual_seed(root)
+    assert first[0] == network(root).state_dict()["0.weight"].tolist()
+
+
+def test_parameters_of_a_type_that_cannot_be_reduced_can_be_broadcast(group):
+    assert group.run(share_complex_parameters) == [[complex(1.0, 5.0)] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("root_steps", "other_steps", "root"), [(0, 0, 0), (2, 0, 1), (0, 2, 0), (2, 3, 0)], ids=str)
+def test_training_goes_on_alike_after_the_optimizer_state_was_broadcast(group, kind, root_steps, other_steps, root):
+    first, second = group.run(share_optimizer_state, kind, root_steps, other_steps, root)
+    assert first == second
+
+
+def test_the_roots_optimizer_trains_on_as_if_it_had_not_broadcast(group):
+    assert group.run(share_optimizer_state, "Adam", 2, 0, 0) == group.run(train_undisturbed, "Adam", 5)
+
+
+def test_objects_are_broadcast_and_gathered(group):
+    assert group.run(share_objects) == [({"epoch": 1}, ["", "ab"])] * 2
+
+
+def test_an_entry_that_is_no_tensor_is_named(alone):
+    with pytest.raises(ValueError, match=r"got 'extra' of type dict; pass a state_dict\(\) of tensors"):
+        hvd.broadcast_parameters({"weight": torch.ones(2), "extra": {}})
+    with pytest.raises(ValueError, match="an entry of type Tensor"):
+        hvd.broadcast_parameters([torch.ones(2)])
