@@ -5,10 +5,13 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/sysinfo.h>
 #include <sys/uio.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "base/io_status.h"
 #include "rendezvous/socket.h"
@@ -37,6 +40,19 @@ struct FileMessage {
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
 };
 
+// The kernel does not refuse to reserve more than there is: it ends other processes to find it. So
+// this is decided here.
+Status CheckAffordable(size_t bytes) {
+  struct sysinfo info{};
+  if (::sysinfo(&info) != 0) return IoStatus("sysinfo", errno);
+  const uint64_t memory = uint64_t{info.totalram} * info.mem_unit;
+  if (bytes <= memory / 4) return Status();
+  return Status(StatusCode::kIo,
+                std::to_string(bytes) +
+                    " bytes of shared memory are more than a quarter of this host's " +
+                    std::to_string(memory));
+}
+
 UniqueFd TakeFile(msghdr* message) {
   UniqueFd file;
   for (cmsghdr* entry = CMSG_FIRSTHDR(message); entry != nullptr;
@@ -55,6 +71,7 @@ UniqueFd TakeFile(msghdr* message) {
 }  // namespace
 
 Result<UniqueFd> CreateArenaFile(size_t bytes) {
+  SHVD_TRY(CheckAffordable(bytes));
   UniqueFd file(::memfd_create("sparkhvd-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!file.valid()) return IoStatus("memfd_create", errno);
   // posix_fallocate returns its error.

@@ -30,6 +30,7 @@ namespace {
 enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
 constexpr int kKindShift = 32;
 constexpr char kYes[] = "yes";
+constexpr size_t kMaxArenaRegionBytes = size_t{1} << 40;
 
 uint64_t Claim(Kind kind, int rank) {
   return (static_cast<uint64_t>(kind) << kKindShift) | static_cast<uint64_t>(rank);
@@ -81,6 +82,11 @@ Status CheckOptions(const MeshOptions& options) {
                    std::to_string(options.size));
   }
   if (options.size == 1) return Status();
+  // Also keeps the arena's size, a sum over all members, from overflowing.
+  if (options.arena_region_bytes == 0 || options.arena_region_bytes > kMaxArenaRegionBytes) {
+    return invalid("an arena region has 1 to " + std::to_string(kMaxArenaRegionBytes) +
+                   " bytes, not " + std::to_string(options.arena_region_bytes));
+  }
   if (options.token.empty()) return invalid("ranks can only be connected with the job's token");
   if (options.bind_host == "0.0.0.0" || options.bind_host == "::" || options.bind_host.empty()) {
     return invalid("bind_host '" + options.bind_host +

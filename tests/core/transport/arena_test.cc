@@ -115,7 +115,8 @@ TEST_P(ArenaContract, KeepsTheStartOfAReasonThatIsVeryLong) {
 
 TEST_P(ArenaContract, NoticesAMemberThatLeaves) {
   auto meshes = Make(3);
-  auto waiter = std::async(std::launch::async, [&] { return meshes[0].arena->AwaitAll(1, Late()); });
+  auto waiter =
+      std::async(std::launch::async, [&] { return meshes[0].arena->AwaitAll(1, Late()); });
   meshes[2].arena.reset();
   (void)meshes[0].arena->Arrive();
   const Status status = waiter.get();
@@ -131,9 +132,13 @@ TEST_P(ArenaContract, OwesNothingToAMemberThatLeftAfterItsLastStep) {
 }
 
 TEST_P(ArenaContract, LeavesNothingOpenOrMapped) {
-  { auto warm_up = Make(2); }
+  {
+    auto warm_up = Make(2);
+  }
   const Holdings before;
-  { auto meshes = Make(4); }
+  {
+    auto meshes = Make(4);
+  }
   const Holdings after;
   EXPECT_TRUE(before == after) << ToText(before) << " became " << ToText(after);
 }

@@ -35,11 +35,13 @@ inline MeshOptions OptionsOf(int rank, int size) {
 }
 
 // What ConnectMesh gives each rank; `change` adapts the options.
-inline std::vector<Result<Mesh>> TryConnect(int size, const std::function<void(MeshOptions*)>& change,
+inline std::vector<Result<Mesh>> TryConnect(int size,
+                                            const std::function<void(MeshOptions*)>& change,
                                             Deadline deadline = Late()) {
   InProcessStore store;
   std::vector<Result<Mesh>> results;
-  for (int rank = 0; rank < size; ++rank) results.push_back(Status(StatusCode::kInternal, "not run"));
+  for (int rank = 0; rank < size; ++rank)
+    results.push_back(Status(StatusCode::kInternal, "not run"));
   ForEachRank(size, [&](int rank) {
     MeshOptions options = OptionsOf(rank, size);
     if (change) change(&options);
@@ -62,6 +64,8 @@ struct MeshKind {
   std::vector<Mesh> (*make)(int size);
 };
 
-inline std::string KindName(const testing::TestParamInfo<MeshKind>& info) { return info.param.name; }
+inline std::string KindName(const testing::TestParamInfo<MeshKind>& info) {
+  return info.param.name;
+}
 
 }  // namespace sparkhvd

@@ -1,0 +1,406 @@
+// How ranks find each other, and what becomes of them when one does not.
+#include "transport/mesh.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <future>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "rendezvous/strangers.h"
+#include "rendezvous/tcp_store_client.h"
+#include "rendezvous/tcp_store_server.h"
+#include "transport/address_record.h"
+#include "transport/arena_file.h"
+#include "transport/meshes.h"
+#include "transport/message_header.h"
+
+namespace sparkhvd {
+namespace {
+
+AddressRecord RecordOf(KeyValueStore& store, int rank) {
+  auto bytes = store.Get("test/address/" + std::to_string(rank), Late());
+  EXPECT_TRUE(bytes.ok()) << bytes.status().message();
+  return DecodeAddressRecord(bytes.value()).value();
+}
+
+TEST(ConnectMesh, NeedsNoSocketForOneRank) {
+  InProcessStore store;
+  store.Close(Status(StatusCode::kInternal, "the store was used"));
+  MeshOptions options;
+  auto mesh = ConnectMesh(options, store, Soon());
+  ASSERT_TRUE(mesh.ok()) << mesh.status().message();
+  EXPECT_EQ(mesh.value().transport->size(), 1);
+  EXPECT_EQ(mesh.value().arena, nullptr);
+  EXPECT_TRUE(mesh.value().transport->Wait({}, Soon()).ok());
+}
+
+TEST(ConnectMesh, SharesMemoryAmongTheRanksOfEachHost) {
+  const auto meshes = Connect(
+      5, [](MeshOptions* options) { options->host_key = options->rank % 2 == 0 ? "even" : "odd"; });
+  for (size_t rank = 0; rank < 5; ++rank) {
+    ASSERT_NE(meshes[rank].arena, nullptr);
+    const auto expected = rank % 2 == 0 ? std::vector<int>{0, 2, 4} : std::vector<int>{1, 3};
+    EXPECT_EQ(meshes[rank].arena->ranks(), expected);
+  }
+}
+
+TEST(ConnectMesh, SharesNoMemoryWhenOneMemberCannot) {
+  const auto check = [](const std::function<void(MeshOptions*)>& change) {
+    for (const Mesh& mesh : Connect(3, change)) {
+      EXPECT_EQ(mesh.arena, nullptr);
+      EXPECT_NE(mesh.transport, nullptr);
+    }
+  };
+  check([](MeshOptions* options) { options->shared_memory = options->rank != 1; });
+  check([](MeshOptions* options) { options->arena_region_bytes += options->rank == 2 ? 1 : 0; });
+  check([](MeshOptions* options) { options->host_key.clear(); });
+  // 2 TiB, which the creator refuses before it reserves a byte.
+  check([](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 39; });
+}
+
+TEST(ConnectMesh, RefusesOptionsThatCannotWork) {
+  InProcessStore store;
+  const auto message = [&store](const std::function<void(MeshOptions*)>& change) {
+    MeshOptions options = OptionsOf(0, 2);
+    change(&options);
+    return ConnectMesh(options, store, Soon()).status().message();
+  };
+  EXPECT_EQ(message([](MeshOptions* options) { options->rank = 2; }),
+            "connect the ranks: there is no rank 2 among 2");
+  EXPECT_EQ(message([](MeshOptions* options) { options->token.clear(); }),
+            "connect the ranks: ranks can only be connected with the job's token");
+  EXPECT_EQ(
+      message([](MeshOptions* options) { options->arena_region_bytes = size_t{1} << 55; }),
+      "connect the ranks: an arena region has 1 to 1099511627776 bytes, not 36028797018963968");
+  EXPECT_EQ(message([](MeshOptions* options) { options->bind_host = "0.0.0.0"; }),
+            "connect the ranks: bind_host '0.0.0.0' is no address that peers could dial; name one "
+            "interface of this host");
+}
+
+TEST(ConnectMesh, NamesTheRankThatNeverPublishesItsAddress) {
+  InProcessStore store;
+  const Status status = ConnectMesh(OptionsOf(0, 2), store, Soon()).status();
+  EXPECT_EQ(status.code(), StatusCode::kTimeout);
+  EXPECT_EQ(status.message(),
+            "rank 0 waits for the address of rank 1: nobody set key 'test/address/1' before the "
+            "deadline");
+}
+
+TEST(ConnectMesh, NamesTheRankThatNeverDials) {
+  InProcessStore store;
+  ASSERT_TRUE(store.Set("test/address/1", EncodeAddressRecord({}), Late()).ok());
+  const Status status = ConnectMesh(OptionsOf(0, 2), store, Soon()).status();
+  EXPECT_EQ(status.code(), StatusCode::kTimeout);
+  EXPECT_EQ(status.message(), "rank 0 at " + ToText(RecordOf(store, 0).tcp) +
+                                  " was not reached by rank(s) 1 before the deadline");
+}
+
+TEST(ConnectMesh, NamesTheRankThatCannotBeReachedAndItsAddress) {
+  InProcessStore store;
+  AddressRecord dead;
+  {
+    auto listener = ListenTcp({"127.0.0.1", 0});
+    dead.tcp = LocalAddress(listener.value().get()).value();
+  }
+  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(dead), Late()).ok());
+  const Status status = ConnectMesh(OptionsOf(1, 2), store, Late()).status();
+  EXPECT_EQ(status.message(), "rank 1 could not reach rank 0 at " + ToText(dead.tcp) +
+                                  ": connect: Connection refused");
+}
+
+TEST(ConnectMesh, StopsWaitingForARankThatAcceptsAndSaysNothing) {
+  InProcessStore store;
+  auto listener = ListenTcp({"127.0.0.1", 0});
+  AddressRecord silent;
+  silent.tcp = LocalAddress(listener.value().get()).value();
+  ASSERT_TRUE(store.Set("test/address/0", EncodeAddressRecord(silent), Late()).ok());
+  const Status status = ConnectMesh(OptionsOf(1, 2), store, Soon()).status();
+  EXPECT_EQ(status.code(), StatusCode::kTimeout);
+  EXPECT_NE(status.message().find("rank 1 could not reach rank 0"), std::string::npos);
+}
+
+TEST(ConnectMesh, RefusesARankWithAnotherToken) {
+  const auto results = TryConnect(
+      2,
+      [](MeshOptions* options) {
+        if (options->rank == 1) options->token = "wrong";
+      },
+      Deadline::AfterSeconds(0.5));
+  EXPECT_EQ(results[1].status().code(), StatusCode::kAuthentication);
+  EXPECT_EQ(results[0].status().code(), StatusCode::kTimeout);
+}
+
+TEST(ConnectMesh, GoesOnWhenStrangersCallAtItsListeners) {
+  for (const bool unix_socket : {false, true}) {
+    InProcessStore store;
+    auto zero = std::async(std::launch::async,
+                           [&store] { return ConnectMesh(OptionsOf(0, 2), store, Late()); });
+    // Rank 0 accepts once it knows the address of rank 1, which itself comes later.
+    const AddressRecord record = RecordOf(store, 0);
+    ASSERT_TRUE(store
+                    .Set("test/address/1",
+                         EncodeAddressRecord({{"127.0.0.1", 1}, "x", "this host", true, 10'000}),
+                         Late())
+                    .ok());
+    const Dialer dial = [&] {
+      return unix_socket ? ConnectUnix(record.unix_name, Late()) : ConnectTcp(record.tcp, Late());
+    };
+    const auto half_open = dial();
+    SendGarbage(dial);
+    SendWithoutEnd(dial);
+    UseWrongToken(dial, "mesh/test/0");
+    Replay(dial, "secret", "mesh/test/0");
+    auto fd = dial();
+    ASSERT_TRUE(fd.ok());
+    // The link of rank 1, claimed by the one who knows the token.
+    EXPECT_TRUE(
+        DialHandshake(fd.value().get(), "secret", "mesh/test/0", (uint64_t{1} << 32) | 1, Late())
+            .ok());
+    ASSERT_TRUE(store.Set("test/arena/1", "no", Late()).ok());
+    auto mesh = zero.get();
+    EXPECT_TRUE(mesh.ok()) << mesh.status().message();
+  }
+}
+
+// ---- ranks as processes, one of which is killed
+// ---------------------------------------------------------------------
+
+struct Child {
+  pid_t pid;
+  UniqueFd orders;   // written here: what the child needs to start
+  UniqueFd reports;  // read here: what the child says
+};
+
+void Say(int fd, const std::string& text) {
+  const std::string line = text + "\n";
+  (void)!::write(fd, line.data(), line.size());
+}
+
+std::string ReadLine(int fd, Deadline deadline) {
+  std::string line;
+  char letter = 0;
+  while (AwaitEvents(fd, POLLIN, deadline).ok() && ::read(fd, &letter, 1) == 1 && letter != '\n') {
+    line += letter;
+  }
+  return line;
+}
+
+using Body = void (*)(Mesh& mesh, int orders, int reports);
+
+// Runs in the child: connects, says so, does its part.
+void RunRank(int rank, int size, int orders, int reports, Body body) {
+  const Deadline deadline = Late();
+  const HostPort server{"127.0.0.1", static_cast<uint16_t>(std::stoi(ReadLine(orders, deadline)))};
+  auto client = TcpStoreClient::Connect({server}, "secret", deadline);
+  if (!client.ok()) return Say(reports, client.status().message());
+  auto mesh = ConnectMesh(OptionsOf(rank, size), *client.value(), deadline);
+  if (!mesh.ok()) return Say(reports, mesh.status().message());
+  Say(reports, mesh.value().arena == nullptr ? "without arena" : "connected");
+  body(mesh.value(), orders, reports);
+}
+
+// Forks before this process starts any thread.
+std::vector<Child> ForkRanks(int size, Body body) {
+  std::vector<Child> children;
+  for (int rank = 0; rank < size; ++rank) {
+    std::array<int, 2> orders;
+    std::array<int, 2> reports;
+    EXPECT_EQ(::pipe2(orders.data(), O_CLOEXEC), 0);
+    EXPECT_EQ(::pipe2(reports.data(), O_CLOEXEC), 0);
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      ::close(orders[1]);
+      ::close(reports[0]);
+      RunRank(rank, size, orders[0], reports[1], body);
+      ::_exit(0);
+    }
+    ::close(orders[0]);
+    ::close(reports[1]);
+    children.push_back({pid, UniqueFd(orders[1]), UniqueFd(reports[0])});
+  }
+  return children;
+}
+
+// Connects the children, kills the last one once all are connected, and returns what the others say
+// then.
+std::vector<std::string> KillTheLast(std::vector<Child>& children) {
+  auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
+  EXPECT_TRUE(server.ok());
+  for (const Child& child : children) {
+    Say(child.orders.get(), std::to_string(server.value()->address().port));
+  }
+  for (const Child& child : children) {
+    EXPECT_EQ(ReadLine(child.reports.get(), Late()), "connected");
+  }
+  if (children.back().pid > 0)
+    ::kill(children.back().pid, SIGKILL);  // kill(-1) would mean everybody
+  std::vector<std::string> reports;
+  for (size_t i = 0; i + 1 < children.size(); ++i) {
+    reports.push_back(ReadLine(children[i].reports.get(), Late()));
+  }
+  for (const Child& child : children) {
+    int status = 0;
+    ::waitpid(child.pid, &status, 0);
+  }
+  return reports;
+}
+
+void AwaitInArena(Mesh& mesh, int /*orders*/, int reports) {
+  const Status status = mesh.arena->AwaitAll(mesh.arena->Arrive() + 1, Late());
+  Say(reports, std::string(StatusCodeName(status.code())) + ": " + status.message());
+}
+
+void AwaitLastRank(Mesh& mesh, int /*orders*/, int reports) {
+  std::array<std::byte, 100> buffer;
+  const int last = mesh.transport->size() - 1;
+  const int peer = mesh.transport->rank() == last ? 0 : last;
+  const auto ticket = mesh.transport->PostReceive(peer, Bytes(buffer.data(), buffer.size()));
+  const Status status = mesh.transport->Wait(Span<const Ticket>(&ticket.value(), 1), Late());
+  Say(reports, std::string(StatusCodeName(status.code())) + ": " + status.message());
+}
+
+// The last rank leaves a child behind that holds copies of all its sockets until the test is over,
+// as a data loader's worker would for a while.
+void AwaitInArenaWithAChild(Mesh& mesh, int orders, int reports) {
+  if (mesh.arena->member() == mesh.arena->count() - 1 && ::fork() == 0) {
+    (void)ReadLine(orders, Late());  // ends with the test's end of the pipe
+    ::_exit(0);
+  }
+  AwaitInArena(mesh, orders, reports);
+}
+
+TEST(KilledRank, WakesTheWaitersOfItsArena) {
+  auto children = ForkRanks(3, AwaitInArena);
+  const auto reports = KillTheLast(children);
+  ASSERT_EQ(reports.size(), 2u);
+  for (const std::string& report : reports) {
+    // The first to notice leaves, which the second may see first.
+    EXPECT_TRUE(report == "peer_lost: rank 2 is gone: its process has ended" ||
+                report.find("is gone: it left the arena") != std::string::npos)
+        << report;
+  }
+  EXPECT_NE((reports[0] + reports[1]).find("rank 2 is gone: its process has ended"),
+            std::string::npos);
+}
+
+TEST(KilledRank, IsNoticedAlsoWhileAChildOfItKeepsItsSockets) {
+  auto children = ForkRanks(2, AwaitInArenaWithAChild);
+  const auto reports = KillTheLast(children);
+  EXPECT_EQ(reports.at(0), "peer_lost: rank 1 is gone: its process has ended");
+}
+
+TEST(KilledRank, WakesThoseWhoReceiveFromIt) {
+  auto children = ForkRanks(3, AwaitLastRank);
+  for (const std::string& report : KillTheLast(children)) {
+    EXPECT_EQ(report.find("peer_lost: receive from rank 2: rank 2 is gone: "), 0u) << report;
+  }
+}
+
+// ---- decoders and the memory's way
+// --------------------------------------------------------------------------------
+
+TEST(AddressRecord, ComesBackAsItWas) {
+  const AddressRecord record{
+      {"::1", 65535}, "name", std::string("a\0b", 3), true, uint64_t{1} << 40};
+  const auto back = DecodeAddressRecord(EncodeAddressRecord(record));
+  ASSERT_TRUE(back.ok()) << back.status().message();
+  EXPECT_EQ(ToText(back.value().tcp), "[::1]:65535");
+  EXPECT_EQ(back.value().unix_name, "name");
+  EXPECT_EQ(back.value().host_key, record.host_key);
+  EXPECT_TRUE(back.value().shared_memory);
+  EXPECT_EQ(back.value().arena_region_bytes, record.arena_region_bytes);
+}
+
+TEST(AddressRecord, IsRefusedWhenCutOrExtended) {
+  const std::string whole = EncodeAddressRecord({{"127.0.0.1", 1}, "n", "h", true, 4096});
+  for (size_t length = 0; length < whole.size(); ++length) {
+    EXPECT_FALSE(DecodeAddressRecord(whole.substr(0, length)).ok()) << length;
+  }
+  EXPECT_FALSE(DecodeAddressRecord(whole + "x").ok());
+}
+
+TEST(TransportDecoders, SurviveRandomBytes) {
+  std::mt19937 random(20261121);
+  const std::string whole = EncodeAddressRecord({{"127.0.0.1", 1}, "n", "h", true, 4096});
+  for (int round = 0; round < 20'000; ++round) {
+    std::string bytes = whole;
+    for (int change = 0; change < 3; ++change)
+      bytes[random() % bytes.size()] = static_cast<char>(random());
+    (void)DecodeAddressRecord(bytes);
+    bytes.resize(random() % 16);
+    (void)DecodeAddressRecord(bytes);
+    const auto header = DecodeMessageHeader(AsBytes(bytes));
+    if (header.ok() && header.value().farewell) {
+      EXPECT_LE(header.value().length, kMaxFarewellBytes);
+    }
+  }
+}
+
+TEST(MessageHeader, ComesBackAsItWas) {
+  const auto message = EncodeMessageHeader({false, 1234567, StatusCode::kAborted});
+  const auto plain = DecodeMessageHeader(ConstBytes(message.data(), message.size()));
+  EXPECT_FALSE(plain.value().farewell);
+  EXPECT_EQ(plain.value().length, 1234567u);
+  const auto last = EncodeMessageHeader({true, 12, StatusCode::kMismatch});
+  const auto farewell = DecodeMessageHeader(ConstBytes(last.data(), last.size()));
+  EXPECT_TRUE(farewell.value().farewell);
+  EXPECT_EQ(farewell.value().code, StatusCode::kMismatch);
+}
+
+class ArenaFile : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::array<int, 2> pair;
+    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
+    sender_.Reset(pair[0]);
+    receiver_.Reset(pair[1]);
+  }
+  UniqueFd sender_;
+  UniqueFd receiver_;
+};
+
+TEST_F(ArenaFile, ArrivesWithItsSizeFixed) {
+  auto file = CreateArenaFile(8192);
+  ASSERT_TRUE(file.ok()) << file.status().message();
+  ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), Late()).ok());
+  auto received = ReceiveArenaFile(receiver_.get(), 8192, Late());
+  ASSERT_TRUE(received.ok()) << received.status().message();
+  EXPECT_EQ(::ftruncate(received.value().get(), 0), -1);
+  EXPECT_EQ(::ftruncate(received.value().get(), 1 << 20), -1);
+}
+
+TEST_F(ArenaFile, IsNotReservedWhenTheHostCannotAffordIt) {
+  const Status status = CreateArenaFile(size_t{1} << 50).status();
+  EXPECT_EQ(status.code(), StatusCode::kIo);
+  EXPECT_EQ(
+      status.message().find("1125899906842624 bytes of shared memory are more than a quarter"), 0u)
+      << status.message();
+}
+
+TEST_F(ArenaFile, IsRefusedWhenItIsNotWhatWasAgreed) {
+  auto file = CreateArenaFile(8192);
+  ASSERT_TRUE(SendArenaFile(sender_.get(), file.value().get(), Late()).ok());
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 4096, Late()).status().message(),
+            "what came is not shared memory of 4096 bytes fixed in size");
+  const UniqueFd other(::open("/dev/null", O_RDWR | O_CLOEXEC));
+  ASSERT_TRUE(SendArenaFile(sender_.get(), other.get(), Late()).ok());
+  EXPECT_FALSE(ReceiveArenaFile(receiver_.get(), 0, Late()).ok());
+  ASSERT_TRUE(SendArenaFile(sender_.get(), -1, Late()).ok());
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, Late()).status().message(),
+            "the creator could not share memory");
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, Soon()).status().code(), StatusCode::kTimeout);
+  sender_.Reset();
+  EXPECT_EQ(ReceiveArenaFile(receiver_.get(), 8192, Late()).status().message(),
+            "the creator of the shared memory is gone");
+}
+
+}  // namespace
+}  // namespace sparkhvd
