@@ -227,7 +227,10 @@ class SharedArena final : public Arena {
     if (watches_.empty()) return Status();
     for (int m = first; m < last; ++m) {
       if (m == member_ || Reached(m, step)) continue;
-      if (watches_[static_cast<size_t>(m)].Ended() && !Reached(m, step) && !Aborted()) {
+      if (!watches_[static_cast<size_t>(m)].Ended()) continue;
+      // A member that leaves marks that first and closes its sockets then; it has not died.
+      SHVD_TRY(FindDeparted(m, m + 1, step));
+      if (!Reached(m, step) && !Aborted()) {
         return PeerGone(ranks_[static_cast<size_t>(m)], "its process has ended");
       }
     }
