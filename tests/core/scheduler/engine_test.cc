@@ -1,90 +1,35 @@
-#include "scheduler/engine.h"
-
 #include <gtest/gtest.h>
 
-#include <functional>
-#include <thread>
+#include <condition_variable>
+#include <mutex>
 
-#include "rendezvous/in_process_store.h"
+#include "scheduler/rank.h"
 
 namespace sparkhvd {
 namespace {
 
-using Pointer = std::shared_ptr<Operation>;
+Deadline Soon() { return Patience(); }
 
-Deadline Soon() { return Deadline::AfterSeconds(30); }
-
-// One rank's engine with the calls that tests need.
-class Rank {
- public:
-  Rank(const EngineConfig& config, Mesh mesh, std::shared_ptr<KeyValueStore> store)
-      : engine(config, std::move(mesh), FailureBoard{std::move(store), "test"}) {}
-
-  Result<Pointer> TryAllreduce(const std::string& name, std::vector<float>& data,
-                               ReduceOp op = ReduceOp::kSum, double prescale = 1.0) {
-    Request request;
-    request.name = name;
-    request.op = op;
-    request.prescale = prescale;
-    request.shape = {static_cast<int64_t>(data.size())};
-    auto* bytes = reinterpret_cast<std::byte*>(data.data());
-    return engine.Submit(std::move(request), bytes, bytes);
-  }
-  Pointer Allreduce(const std::string& name, std::vector<float>& data) {
-    Result<Pointer> operation = TryAllreduce(name, data);
-    EXPECT_TRUE(operation.ok()) << operation.status().message();
-    return std::move(operation).value();
-  }
-  Result<Pointer> TryBarrier(const std::string& name) {
-    Request request;
-    request.name = name;
-    request.kind = OperationKind::kBarrier;
-    request.shape = {0};
-    return engine.Submit(std::move(request), nullptr, nullptr);
-  }
-  Status BarrierAndWait(const std::string& name) {
-    Result<Pointer> operation = TryBarrier(name);
-    SHVD_TRY(operation.status());
-    return operation.value()->Wait(Soon());
-  }
-
-  Engine engine;
-};
-
-EngineConfig Quick(double timeout_s = 30) {
-  EngineConfig config;
-  config.collective_timeout_s = timeout_s;
-  return config;
-}
-
-std::vector<int> OneHost(int size) { return std::vector<int>(static_cast<size_t>(size), 0); }
-
-// Runs `body` once per rank, each on a thread with an engine; the ranks leave when all bodies have
-// ended.
 void OnEveryRank(const std::vector<int>& hosts, const EngineConfig& config,
                  const std::function<void(int, Rank&)>& body) {
-  std::vector<Mesh> meshes = InProcessMeshes(hosts);
-  auto store = std::make_shared<InProcessStore>();
-  std::vector<std::unique_ptr<Rank>> ranks;
-  for (Mesh& mesh : meshes) ranks.push_back(std::make_unique<Rank>(config, std::move(mesh), store));
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    threads.emplace_back([&, rank] { body(static_cast<int>(rank), *ranks[rank]); });
-  }
-  for (std::thread& thread : threads) thread.join();
+  sparkhvd::OnEveryRank(InProcessMeshes(hosts), config, body);
 }
 
-// Waits for `operation` to fail; the status.
-Status FailureOf(const Result<Pointer>& operation) {
-  return operation.ok() ? operation.value()->Wait(Soon()) : operation.status();
-}
-
-void ExpectFailure(const Status& status, StatusCode code, const std::vector<std::string>& words) {
-  EXPECT_EQ(status.code(), code) << status.message();
-  for (const std::string& word : words) {
-    EXPECT_NE(status.message().find(word), std::string::npos) << word << " in " << status.message();
+// Where the threads of a test meet without the engine's help.
+class Gate {
+ public:
+  explicit Gate(int count) : missing_(count) {}
+  void Meet() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (--missing_ == 0) changed_.notify_all();
+    EXPECT_TRUE(changed_.wait_until(lock, Soon().at(), [this] { return missing_ == 0; }));
   }
-}
+
+ private:
+  std::mutex mutex_;  // guards missing_
+  std::condition_variable changed_;
+  int missing_;
+};
 
 class EngineSizes : public ::testing::TestWithParam<std::vector<int>> {};
 
@@ -231,13 +176,15 @@ TEST(Engine, RefusesANameThatIsInFlightAndAnImpossibleRequest) {
 }
 
 TEST(Engine, CrossedSubmissionsGoOnWhenTheMissingOneComes) {
-  OnEveryRank(OneHost(2), Quick(), [](int rank, Rank& self) {
+  Gate gate(2);
+  OnEveryRank(OneHost(2), Quick(), [&gate](int rank, Rank& self) {
     std::vector<float> first(4, 1.0f);
     std::vector<float> second(4, 1.0f);
     // Each rank waits for what the other has not submitted yet, and submits its other one only
-    // after a while of that.
+    // after both have waited in vain.
     const Pointer early = self.Allreduce(rank == 0 ? "a" : "b", first);
     EXPECT_EQ(early->Wait(Deadline::AfterSeconds(0.05)).code(), StatusCode::kTimeout);
+    gate.Meet();
     const Pointer late = self.Allreduce(rank == 0 ? "b" : "a", second);
     EXPECT_TRUE(early->Wait(Soon()).ok());
     EXPECT_TRUE(late->Wait(Soon()).ok());

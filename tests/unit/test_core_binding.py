@@ -1,0 +1,545 @@
+"""What the compiled core promises to Python: real processes as ranks, without anything above ``_core``.
+
+The file is two programs. Under pytest it starts ranks and judges what they say; as a script it is one rank, which runs
+the case of the given name and answers in lines of JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from sparkhvd import _core
+
+SECONDS = 30.0
+TOKEN = b"0123456789abcdef"
+_ROOT = Path(__file__).parents[2]
+
+
+class Ranks:
+    """``size`` processes that run ``case``; a context manager that kills what is still there at its end."""
+
+    def __init__(self, case: str, size: int, **options: Any) -> None:
+        self._server = _core.RendezvousServer(TOKEN)
+        self._unread = [b""] * size
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, __file__, case, str(rank), str(size), str(self._server.port), json.dumps(options)],
+                cwd=_ROOT,
+                env=os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+            )
+            for rank in range(size)
+        ]
+
+    def says(self, rank: int) -> Any:
+        """The next line of a rank."""
+        stream = self.processes[rank].stdout
+        deadline = time.monotonic() + SECONDS
+        while b"\n" not in self._unread[rank]:
+            ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
+            received = os.read(stream.fileno(), 65536) if ready else b""
+            if not received:
+                self.processes[rank].kill()
+                pytest.fail(f"rank {rank} said nothing; stderr: {self.processes[rank].stderr.read().decode()}")
+            self._unread[rank] += received
+        line, _, self._unread[rank] = self._unread[rank].partition(b"\n")
+        return json.loads(line)
+
+    def all_say(self) -> list[Any]:
+        return [self.says(rank) for rank in range(len(self.processes))]
+
+    def tell(self, rank: int) -> None:
+        """Lets a rank out of ``await_parent``."""
+        self.processes[rank].stdin.write(b"\n")
+
+    def endings(self, *ranks: int) -> list[tuple[int, str]]:
+        """Exit status and stderr of ranks that end by themselves, of all by default."""
+        chosen = [self.processes[rank] for rank in ranks] or self.processes
+        return [(p.wait(SECONDS), p.stderr.read().decode()) for p in chosen]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self.processes:
+            process.kill()  # also ends one that is stopped
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                stream.close()
+        self._server.close()
+
+
+# The life of a rank.
+
+
+class Rank:
+    """One rank: its engine and the calls that cases need."""
+
+    def __init__(self, rank: int, size: int, port: int, options: dict[str, Any]) -> None:
+        self.rank, self.size, self._options = rank, size, options
+        self._client = _core.RendezvousClient([("127.0.0.1", port)], TOKEN, SECONDS)
+        self.engine = self.connect("first")
+
+    def connect(self, scope: str) -> _core.Engine:
+        return _core.Engine(
+            self.rank,
+            self.size,
+            rendezvous=self._client,
+            token=TOKEN,
+            scope=scope,
+            host_key="one",
+            timeout_s=SECONDS,
+            **self._options,
+        )
+
+    def allreduce(self, name: str, array: np.ndarray, **options: Any) -> _core.Operation:
+        return allreduce(self.engine, name, array, **options)
+
+    def barrier(self, name: str) -> None:
+        self.engine.barrier(name).wait(SECONDS)
+
+
+def allreduce(engine: _core.Engine, name: str, array: np.ndarray, dtype: str = "", **options: Any) -> _core.Operation:
+    """In place."""
+    address = array.ctypes.data
+    dtype = dtype or str(array.dtype)
+    return engine.allreduce(name, address, address, array.shape, dtype, keep_alive=array, **options)
+
+
+def say(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def await_parent() -> None:
+    sys.stdin.readline()
+
+
+def failure_of(operation: _core.Operation) -> list[str]:
+    try:
+        operation.wait(SECONDS)
+    except _core.CoreError as error:
+        return list(error.args)
+    return ["ok", ""]
+
+
+# What the ranks do.
+
+
+def every_collective(me: Rank) -> None:
+    ranks = range(me.size)
+    for dtype in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"):
+        for count in (0, 1, 1001):
+            array = (np.arange(count) % 5 + me.rank).astype(dtype)
+            me.allreduce(f"sum {dtype} {count}", array).wait(SECONDS)
+            assert array.tolist() == [me.size * (i % 5) + sum(ranks) for i in range(count)], (dtype, count)
+    flags = np.array([me.rank == 0, False, True])
+    me.allreduce("or", flags).wait(SECONDS)
+    assert flags.tolist() == [True, False, True]
+    halves = np.array([0x3F80 if me.rank == 0 else 0x4000], np.uint16)  # 1.0 and 2.0 as bfloat16
+    me.allreduce("bfloat16", halves, dtype="bfloat16", op="max").wait(SECONDS)
+    assert halves.tolist() == [0x4000]
+    several_megabytes(me)
+    ragged_allgather(me)
+    for root in ranks:
+        source, target = np.full(70_000, me.rank, np.int64), np.empty(70_000, np.int64)
+        addresses = source.ctypes.data, target.ctypes.data
+        me.engine.broadcast(f"from {root}", *addresses, (70_000,), "int64", root).wait(SECONDS)
+        assert (target == root).all()
+        assert (source == me.rank).all()
+    me.barrier("end")
+    say([me.engine.local_ranks(), me.engine.counters()["operations"]])
+
+
+def several_megabytes(me: Rank) -> None:
+    source = np.arange(1_500_000, dtype=np.float32) % 1000 * (me.rank + 1)
+    kept, target = source.copy(), np.empty_like(source)
+    addresses = source.ctypes.data, target.ctypes.data
+    me.engine.allreduce("large", *addresses, source.shape, "float32", "average", 2.0, 0.5).wait(SECONDS)
+    expected = np.arange(1_500_000, dtype=np.float32) % 1000 * ((me.size + 1) / 2)
+    assert np.array_equal(target, expected)
+    assert np.array_equal(source, kept), "the source is only read"
+
+
+def ragged_allgather(me: Rank) -> None:
+    for rows in (1, 20_000):
+        mine = np.full((rows * me.rank, 2), me.rank, np.int32)
+        operation = me.engine.allgather(f"rows {rows}", mine.ctypes.data, mine.shape, "int32")
+        operation.wait(SECONDS)
+        view = operation.output()
+        del operation  # the view keeps it
+        assert (view.format, view.ndim) == ("B", 1)
+        expected = [rank for rank in range(me.size) for _ in range(2 * rows * rank)]
+        assert np.frombuffer(view, np.int32).tolist() == expected
+    nothing = me.engine.allgather("nothing", 0, (0, 3), "float64")
+    nothing.wait(SECONDS)
+    assert (nothing.output().nbytes, nothing.first_dims()) == (0, [0] * me.size)
+
+
+def wait_for_a_lost_rank(me: Rank, lost: int) -> None:
+    array = np.ones(1000, np.float32)
+    me.allreduce("known", array).wait(SECONDS)
+    say("ready")
+    if me.rank == lost:
+        await_parent()
+    say(failure_of(me.allreduce("wanted", array)))
+
+
+def wait_for_rank_0(me: Rank) -> None:
+    wait_for_a_lost_rank(me, 0)
+
+
+def wait_for_rank_1(me: Rank) -> None:
+    wait_for_a_lost_rank(me, 1)
+
+
+def abort_on_rank_1(me: Rank) -> None:
+    me.barrier("start")
+    say("ready")
+    if me.rank == 1:
+        await_parent()  # so that no other is still in the barrier
+        me.engine.abort("the data ran out")
+        return
+    array = np.ones(3)
+    first = failure_of(me.allreduce("needed", array))
+    try:
+        me.allreduce("later", array)
+    except _core.CoreError as error:
+        say([first, list(error.args)])
+
+
+def wait_and_be_interrupted(me: Rank) -> None:
+    array = np.full(4, 1.0)
+    operation = None
+    if me.rank == 0:
+        operation = me.allreduce("late", array)
+        interrupted = interrupt_the_next_wait(operation)
+        say("interrupted" if interrupted else "not interrupted")
+    await_parent()
+    (operation or me.allreduce("late", array)).wait(SECONDS)
+    say(array.tolist())
+
+
+def interrupt_the_next_wait(operation: _core.Operation) -> bool:
+    """Whether Ctrl-C, pressed while ``wait`` waits, ends it: nobody else runs before it lets go of the interpreter."""
+    sys.setswitchinterval(SECONDS)
+    go = threading.Event()
+    thread = threading.Thread(target=lambda: (go.wait(), os.kill(os.getpid(), signal.SIGINT)))
+    thread.start()
+    go.set()
+    try:
+        operation.wait(SECONDS)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        thread.join()
+    return False
+
+
+def drop_in_flight(me: Rank) -> None:
+    array = np.full(100_000, me.rank + 1.0)
+    if me.rank == 1:
+        me.barrier("dropped")
+        me.allreduce("orphan", array).wait(SECONDS)
+        me.barrier("reduced")
+        say(float(array[-1]))
+        return
+    operation = me.allreduce("orphan", array)
+    buffer = weakref.ref(array)
+    del operation, array
+    gc.collect()
+    alive = buffer() is not None
+    me.barrier("dropped")
+    me.barrier("reduced")
+    me.engine.barrier("never awaited by the other")  # a call that holds the GIL lets go of what is done
+    say([alive, buffer() is None])
+
+
+def exit_without_shutdown(me: Rank) -> None:
+    me.barrier("start")
+    say("ending")
+    array = np.ones(100_000)
+    if me.rank == 0:
+        me.pending = [me.allreduce("never awaited", array), me.engine.barrier("nor this")]
+    globals()["me"] = me  # lives until the interpreter takes its modules apart
+
+
+def many_engines(me: Rank) -> None:
+    me.engine.shutdown(SECONDS)
+    before = holdings()
+    for cycle in range(30):
+        me.engine = me.connect(f"cycle {cycle}")
+        array = np.ones(1000)
+        me.allreduce("again", array).wait(SECONDS)
+        assert array[0] == me.size
+        me.engine.shutdown(SECONDS)
+    deadline = time.monotonic() + SECONDS
+    while len(holdings()) > len(before) and time.monotonic() < deadline:
+        os.sched_yield()  # the kernel lists a thread for a moment after it was joined
+    say([sorted(before), sorted(holdings())])
+
+
+def holdings() -> list[str]:
+    """What this process holds open and what runs in it, without the numbers that change."""
+    descriptors = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the folder
+            descriptors.append(str(path.readlink()).partition("[")[0])
+    return descriptors + ["thread" for _ in Path("/proc/self/task").iterdir()]
+
+
+def weighted_sums(me: Rank) -> None:
+    tensors, rounds = 40, 8
+    for number in range(rounds):
+        arrays = [np.full(i + 1, i + me.rank, np.float64) for i in range(tensors)]
+        operations = [
+            me.allreduce(f"gradient {i}", array, prescale=weight(me.rank, i, number), postscale=0.5)
+            for i, array in enumerate(arrays)
+        ]
+        for i, (operation, array) in enumerate(zip(operations, arrays, strict=True)):
+            operation.wait(SECONDS)
+            expected = sum((i + rank) * weight(rank, i, number) for rank in range(me.size)) / 2
+            assert array.tolist() == [expected] * (i + 1), f"round {number}, tensor {i}"
+    counters = me.engine.counters()
+    say([counters["fused_buffers"] > 0, counters["cache_hits"] == tensors * (rounds - 1)])
+
+
+def weight(rank: int, tensor: int, number: int) -> float:
+    """Binary fractions, so that the sums are exact; 0 for a rank that has nothing to give."""
+    return ((rank * 3 + tensor + number) % 5) / 4
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        every_collective,
+        wait_for_rank_0,
+        wait_for_rank_1,
+        abort_on_rank_1,
+        wait_and_be_interrupted,
+        drop_in_flight,
+        exit_without_shutdown,
+        many_engines,
+        weighted_sums,
+    )
+}
+
+# What the tests expect of them.
+
+LINKS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shm", "tcp"])
+
+
+@LINKS
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_is_right_among_processes(size, shared_memory):
+    with Ranks("every_collective", size, shared_memory=shared_memory) as ranks:
+        for rank, (local_ranks, operations) in enumerate(ranks.all_say()):
+            assert local_ranks == (list(range(size)) if shared_memory else [rank])
+            assert operations == 31 + size
+        assert ranks.endings() == [(0, "")] * size
+
+
+@LINKS
+def test_each_rank_scales_its_own_contribution_also_where_tensors_travel_together(shared_memory):
+    with Ranks("weighted_sums", 3, shared_memory=shared_memory) as ranks:
+        for fused, every_repetition_was_a_hit in ranks.all_say():
+            assert fused, "tensors that are ready together travel together"
+            assert every_repetition_was_a_hit, "another prescale is no reason to negotiate again"
+
+
+@LINKS
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_is_named_to_those_who_wait_for_it(lost, shared_memory):
+    segments = set(Path("/dev/shm").iterdir())
+    with Ranks(f"wait_for_rank_{lost}", 3, shared_memory=shared_memory) as ranks:
+        ranks.all_say()
+        ranks.processes[lost].kill()
+        for rank in {0, 1, 2} - {lost}:
+            code, message = ranks.says(rank)
+            assert code == "peer_lost", message
+            assert message.startswith("allreduce 'wanted': ")
+            assert f"rank {lost} is gone" in message
+    assert set(Path("/dev/shm").iterdir()) == segments
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_stands_still_is_named_when_the_collective_timeout_is_over(lost):
+    with Ranks(f"wait_for_rank_{lost}", 3, collective_timeout_s=0.5) as ranks:
+        assert ranks.all_say() == ["ready"] * 3
+        ranks.processes[lost].send_signal(signal.SIGSTOP)
+        for rank in {0, 1, 2} - {lost}:
+            code, message = ranks.says(rank)
+            assert code == "timeout", message
+            assert message.startswith("allreduce 'wanted': ")
+            assert f"rank {lost}" in message
+
+
+@LINKS
+def test_an_abort_reaches_the_other_processes_with_its_reason(shared_memory):
+    with Ranks("abort_on_rank_1", 3, shared_memory=shared_memory) as ranks:
+        assert ranks.all_say() == ["ready"] * 3
+        ranks.tell(1)
+        for rank in (0, 2):
+            (first, message), (second, again) = ranks.says(rank)
+            assert (first, second) == ("aborted", "aborted")
+            assert message.startswith("allreduce 'needed': rank 1")
+            assert "the data ran out" in message
+            assert "the data ran out" in again
+
+
+def test_ctrl_c_ends_a_wait_and_leaves_the_operation_alone():
+    with Ranks("wait_and_be_interrupted", 2) as ranks:
+        assert ranks.says(0) == "interrupted"
+        for rank in range(2):
+            ranks.tell(rank)
+        assert ranks.all_say() == [[2.0] * 4] * 2
+        assert ranks.endings() == [(0, "")] * 2
+
+
+def test_the_buffer_of_a_dropped_operation_lives_until_it_is_done():
+    with Ranks("drop_in_flight", 2) as ranks:
+        alive_in_flight, released_when_done = ranks.says(0)
+        assert alive_in_flight
+        assert released_when_done
+        assert ranks.says(1) == 3.0, "the other rank got the contribution"
+
+
+@LINKS
+def test_processes_that_never_shut_down_end_cleanly(shared_memory):
+    with Ranks("exit_without_shutdown", 2, shared_memory=shared_memory) as ranks:
+        assert ranks.all_say() == ["ending"] * 2
+        assert ranks.endings() == [(0, "")] * 2
+
+
+@LINKS
+def test_engines_that_come_and_go_leave_no_descriptor_and_no_thread(shared_memory):
+    with Ranks("many_engines", 2, shared_memory=shared_memory) as ranks:
+        for before, after in ranks.all_say():
+            assert after == before
+
+
+# One process.
+
+
+@pytest.fixture
+def alone():
+    engine = _core.Engine(0, 1)
+    yield engine
+    engine.shutdown(SECONDS)
+
+
+def test_waits_let_other_threads_run():
+    """Both ranks live in this process: neither could connect or finish if the other's wait held the interpreter."""
+    sums = []
+
+    def take_part(rank):
+        client = _core.RendezvousClient([("127.0.0.1", server.port)], TOKEN, SECONDS)
+        engine = _core.Engine(rank, 2, rendezvous=client, token=TOKEN, host_key="one", timeout_s=SECONDS)
+        array = np.full(10, rank + 1.0)
+        allreduce(engine, "sum", array).wait(SECONDS)
+        sums.append(float(array[0]))
+        engine.shutdown(SECONDS)
+        client.close()
+
+    server = _core.RendezvousServer(TOKEN)
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    server.close()
+    assert sums == [3.0, 3.0]
+
+
+def test_a_wait_that_is_too_short_is_a_timeout_that_names_the_tensor():
+    server = _core.RendezvousServer(TOKEN)
+    clients = [_core.RendezvousClient([("127.0.0.1", server.port)], TOKEN, SECONDS) for _ in range(2)]
+    engines = [None, None]
+
+    def connect(rank):
+        engines[rank] = _core.Engine(rank, 2, rendezvous=clients[rank], token=TOKEN, timeout_s=SECONDS)
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    array = np.ones(3)
+    operation = allreduce(engines[0], "early", array)
+    with pytest.raises(_core.CoreError) as caught:
+        operation.wait(0.01)
+    assert caught.value.args[0] == "timeout"
+    assert "allreduce 'early'" in caught.value.args[1]
+    assert not operation.done()
+    allreduce(engines[1], "early", np.ones(3)).wait(SECONDS)
+    operation.wait(SECONDS)
+    assert array.tolist() == [2.0] * 3
+    for engine in engines:
+        engine.shutdown(SECONDS)
+    for client in clients:
+        client.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda e: e.allreduce("x", 0, 0, (1,), "complex64"), "dtype 'complex64' is not one of bool"),
+        (lambda e: e.allreduce("x", 0, 0, (1,), "float32", "median"), "op 'median' is not one of sum"),
+        (lambda e: e.allreduce("x", 0, 0, (-1,), "float32"), "allreduce 'x': shape (-1,)"),
+        (lambda e: e.allreduce("x", 0, 0, (0,), "float32", prescale=float("nan")), "must be finite"),
+        (lambda e: e.broadcast("x", 0, 0, (0,), "float32", 1), "root 1 is not a rank of this job of 1 ranks"),
+        (lambda e: e.allgather("x", 0, (), "float32"), "a scalar has no first dimension"),
+        (lambda e: e.barrier("x").output(), "barrier 'x' has no output of its own"),
+        (lambda e: e.barrier("x").first_dims(), "barrier 'x' has no output of its own"),
+        (lambda _: _core.Engine(2, 2), "rank 2 is not one of 2 ranks"),
+        (lambda _: _core.Engine(0, 2), "a job of 2 ranks needs a rendezvous"),
+    ],
+)
+def test_what_cannot_work_is_an_invalid_argument_that_says_why(alone, call, words):
+    with pytest.raises(_core.CoreError) as caught:
+        call(alone)
+    code, message = caught.value.args
+    assert code == "invalid_argument"
+    assert words in message
+
+
+def test_after_shutdown_nothing_is_accepted_and_shutting_down_again_is_harmless():
+    engine = _core.Engine(0, 1)
+    engine.barrier("before").wait(SECONDS)
+    engine.shutdown(SECONDS)
+    engine.shutdown(SECONDS)
+    with pytest.raises(_core.CoreError) as caught:
+        engine.barrier("after")
+    assert caught.value.args[0] == "shut_down"
+    assert "barrier 'after'" in caught.value.args[1]
+
+
+def main() -> None:
+    case, rank, size, port, options = sys.argv[1:]
+    CASES[case](Rank(int(rank), int(size), int(port), json.loads(options)))
+
+
+if __name__ == "__main__":
+    main()
