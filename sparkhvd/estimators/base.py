@@ -43,7 +43,7 @@ _NEXT_STEP = {
 }
 
 
-class DistributedEstimator(Estimator, EstimatorParams):
+class DistributedEstimator(Estimator[TrainedModel], EstimatorParams):
     """Fits a model with one training process per rank."""
 
     plugin: ClassVar[str]

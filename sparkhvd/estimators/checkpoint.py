@@ -1,13 +1,14 @@
 """Checkpoints of a run in its Store: after every epoch one object, which replaces the one before.
 
-A checkpoint is a line of JSON (epoch, seed, history) and then the trainer's state. It is published whole or not at all, so a
-reader never sees half of one. Only the last is kept: the ones before are deleted after it has appeared.
+A checkpoint is a line of JSON (epoch, seed, history) and then the trainer's state. It is published whole or not at
+all, so a reader never sees half of one. Only the last is kept: the ones before are deleted after it has appeared.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.history import EpochRecord, record_from_json
@@ -69,13 +70,16 @@ def load(store: Store, path: str) -> Checkpoint:
     with store.open(path, "rb") as file:
         header, _, state = file.read().partition(b"\n")
     try:
-        content = json.loads(header)
-        if (content["format"], content["format_version"]) != (_FORMAT, _FORMAT_VERSION):
-            raise ValueError(f"format {content['format']!r} version {content['format_version']!r}")
-        history = tuple(record_from_json(record) for record in content["history"])
-        return Checkpoint(int(content["epoch"]), int(content["seed"]), history, state)
+        return _from_json(json.loads(header), state)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{store.url}/{path} is not a checkpoint that this version reads ({error}). Choose another run_id, or delete "
-            "the file to train from the start."
+            f"{store.url}/{path} is not a checkpoint that this version reads ({error}). Choose another run_id, or "
+            "delete the file to train from the start."
         ) from error
+
+
+def _from_json(content: dict[str, Any], state: bytes) -> Checkpoint:
+    if (content["format"], content["format_version"]) != (_FORMAT, _FORMAT_VERSION):
+        raise ValueError(f"format {content['format']!r} version {content['format_version']!r}")
+    history = tuple(record_from_json(record) for record in content["history"])
+    return Checkpoint(int(content["epoch"]), int(content["seed"]), history, state)

@@ -37,7 +37,7 @@ class Declared(Param[T], Generic[T]):
     def _copy_new_parent(self, parent: Any) -> Declared[T]:
         own = copy.copy(self)
         own.parent = parent.uid
-        own.typeConverter = own._converted  # the copied bound method still belongs to the class's declaration
+        own.typeConverter = own._converted  # noqa: SLF001  (the copied method is still bound to the declaration)
         return own
 
     def _converted(self, value: Any) -> Any:

@@ -37,8 +37,8 @@ class StoredFile:
             content = file.read()
         if hashlib.sha256(content).hexdigest() != self.sha256:
             raise StoreError(
-                f"{store.url}/{self.path} is not what was written there: its SHA-256 differs. It was changed or cut off "
-                "afterwards; train again."
+                f"{store.url}/{self.path} is not what was written there: its SHA-256 differs. It was changed or cut "
+                "off afterwards; train again."
             )
         return content
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml import Model
 
@@ -53,7 +52,7 @@ class TrainedModel(Model, ModelParams):
 
     plugin: ClassVar[str]
 
-    def __init__(self, trained: Trained, **values: object) -> None:
+    def __init__(self, trained: Trained, **values: Any) -> None:
         super().__init__(**values)
         self._trained = trained
 
@@ -68,12 +67,12 @@ class TrainedModel(Model, ModelParams):
         return self.output_names
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        from pyspark.sql.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
+        from pyspark.sql.pandas.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
         from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
 
         names, spec = self._output_columns(dataset), self._predict_spec(dataset)
         fields = [StructField(field_of(i), _element_type(output)) for i, output in enumerate(spec.outputs)]
-        predict = arrow_udf(arrow_function(spec), StructType(fields))
+        predict = arrow_udf(arrow_function(spec), StructType(fields))  # type: ignore[call-overload]  # it takes structs
         predicted = dataset.select("*", predict(*expressions(spec.features)).alias(_PREDICTION))
         outputs = [
             _output(i, output).alias(name) for i, (name, output) in enumerate(zip(names, spec.outputs, strict=True))
@@ -84,15 +83,15 @@ class TrainedModel(Model, ModelParams):
         names = self.output_names
         if len(names) != len(self._trained.outputs):
             raise ParamError(
-                f"output_cols names {len(names)} columns {names} but the model has {len(self._trained.outputs)} outputs, for the "
-                f"labels {list(self.getOrDefault('label_columns'))}."
+                f"output_cols names {len(names)} columns {names} but the model has {len(self._trained.outputs)} "
+                f"outputs, for the labels {list(self.getOrDefault('label_columns'))}."
             )
         there = {column.lower() for column in dataset.columns}
         for name in names:
             if name.lower() in there:
                 raise SchemaError(
-                    f"The DataFrame has a column {name!r} already, where transform would put the model's output. Drop it, or "
-                    "choose another name with setOutputCols."
+                    f"The DataFrame has a column {name!r} already, where transform would put the model's output. Drop "
+                    "it, or choose another name with setOutputCols."
                 )
         return names
 
@@ -101,15 +100,15 @@ class TrainedModel(Model, ModelParams):
         chosen: Sequence[str] = self.getOrDefault("feature_columns")
         if len(chosen) != len(trained):
             raise ParamError(
-                f"feature_columns names {len(chosen)} columns {list(chosen)} but the model was trained on {len(trained)}: "
-                f"{[column.name for column in trained]}."
+                f"feature_columns names {len(chosen)} columns {list(chosen)} but the model was trained on "
+                f"{len(trained)}: {[column.name for column in trained]}."
             )
         features = []
         for column, known in zip(schema_of(dataset.schema, chosen, ()).columns, trained, strict=True):
             if (column.kind == "scalar") != (known.kind == "scalar"):
                 raise SchemaError(
-                    f"Feature column {column.name!r} is {_article(column.kind)}; the model was trained on {_article(known.kind)} "
-                    f"({known.name!r})."
+                    f"Feature column {column.name!r} is {_article(column.kind)}; the model was trained on "
+                    f"{_article(known.kind)} ({known.name!r})."
                 )
             features.append(replace(column, shape=known.shape))
         return PredictSpec(

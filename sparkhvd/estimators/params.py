@@ -76,8 +76,8 @@ def validation_choice(name: str, value: Any) -> float | str:
     if isinstance(value, float) and 0 <= value < 1:
         return value
     raise ParamError(
-        f"{name}={value!r} must be a float within 0 <= x < 1 (the part of the rows to hold out) or the name of a column "
-        "that is true or above 0 for the rows to validate with."
+        f"{name}={value!r} must be a float within 0 <= x < 1 (the part of the rows to hold out) or the name of a "
+        "column that is true or 1 for the rows to validate with."
     )
 
 

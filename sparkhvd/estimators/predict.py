@@ -92,16 +92,16 @@ def _predictor(spec: PredictSpec) -> Predictor:
 def _decoded(array: pa.Array, column: ColumnSpec) -> npt.NDArray[np.generic]:
     if array.null_count:
         raise DataError(
-            f"Feature column {column.name!r} holds NULL in {array.null_count} of {len(array)} rows, for which there is no "
-            f"prediction. Drop these rows first (df.dropna(subset=[{column.name!r}])) or fill them (df.fillna)."
+            f"Feature column {column.name!r} holds NULL in {array.null_count} of {len(array)} rows, for which there "
+            f"is no prediction. Drop these rows first (df.dropna(subset=[{column.name!r}])) or fill them (df.fillna)."
         )
     if not pa.types.is_list(array.type):
         return to_numpy(array, column, "the DataFrame")
     lengths = np.diff(array.offsets.to_numpy())
     if (lengths != column.shape[0]).any():  # type: ignore[index]  # known since the training
         raise DataError(
-            f"Feature column {column.name!r} has rows of length {lengths.min()} to {lengths.max()}; the model was trained "
-            f"with rows of length {column.shape[0]}."  # type: ignore[index]
+            f"Feature column {column.name!r} has rows of length {lengths.min()} to {lengths.max()}; the model was "
+            f"trained with rows of length {column.shape[0]}."  # type: ignore[index]
         )
     if array.flatten().null_count:
         raise DataError(f"Feature column {column.name!r} holds NULL inside its arrays; replace these elements first.")
@@ -126,7 +126,8 @@ def _encoded(predictions: list[npt.NDArray[np.generic]], outputs: Sequence[Outpu
     for prediction, output in zip(predictions, outputs, strict=True):
         if prediction.shape[1:] != output.shape:
             raise ModelOutputError(
-                f"The model's output has rows of shape {list(prediction.shape[1:])}; at the training it was {list(output.shape)}."
+                f"The model's output has rows of shape {list(prediction.shape[1:])}; at the training it was "
+                f"{list(output.shape)}."
             )
         flat = np.ascontiguousarray(prediction.reshape(-1), dtype=output.element)
         values = pa.array(flat)

@@ -59,8 +59,8 @@ class TorchModel(TrainedModel):
 class TorchEstimator(DistributedEstimator):
     """Trains a ``torch.nn.Module`` on a Spark DataFrame, with one process per rank.
 
-    Every parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``); ``explainParams()`` describes them. How
-    columns become inputs is written in ``sparkhvd.estimators.torch.inputs``, how labels reach the loss in
+    Every parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``); ``explainParams()`` describes them.
+    How columns become inputs is written in ``sparkhvd.estimators.torch.inputs``, how labels reach the loss in
     ``sparkhvd.estimators.torch.objective``. The given model and optimizer are never changed.
 
     Example:
@@ -93,8 +93,8 @@ class TorchEstimator(DistributedEstimator):
         "Weights of the losses in their sum; by default all the same, adding up to 1.", numbers, default=None
     )
     metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
-        "Functions of (output, label) that are means over the rows: a list, a dict by name, or a list of groups with one "
-        "function per label.",
+        "Functions of (output, label) that are means over the rows: a list, a dict by name, or a list of groups with "
+        "one function per label.",
         default=None,
     )
     input_shapes: Declared[Sequence[Sequence[int]] | None] = declared(

@@ -8,8 +8,8 @@ The rule, in the order in which it is tried:
 3. ``forward`` takes one argument: a single array or vector column as it is, or else all columns side by side as
    ``(rows, k)``; scalars count one.
 
-Floating point and boolean columns get the dtype of the model's parameters. Integer columns stay int64 when the model holds
-an embedding layer, else they get the model's dtype too.
+Floating point and boolean columns get the dtype of the model's parameters. Integer columns stay int64 when the model
+holds an embedding layer, else they get the model's dtype too.
 """
 
 from __future__ import annotations
@@ -73,16 +73,16 @@ def plan_inputs(
         names = [column.name for column in columns]
         takes = str(least) if least == most else f"{least} to {most}"
         raise ParamError(
-            f"The model's forward takes {takes} inputs but feature_cols has {len(names)} columns: {names}. Give one column per "
-            "input, or one input to which all columns go side by side."
+            f"The model's forward takes {takes} inputs but feature_cols has {len(names)} columns: {names}. Give one "
+            "column per input, or one input to which all columns go side by side."
         )
     if len(columns) == 1 and columns[0].kind != "scalar":
         return (ModelInput((columns[0].name,), None, dtypes[columns[0].name]),)
     if len(set(dtypes.values())) > 1:
         raise SchemaError(
-            f"The feature columns {[f'{name}: {str(kind)[6:]}' for name, kind in dtypes.items()]} cannot go side by side into "
-            "the model's one input, because the model holds an embedding and integers stay integers then. Cast them to "
-            "one type, or let forward take one argument per column."
+            f"The feature columns {[f'{name}: {str(kind)[6:]}' for name, kind in dtypes.items()]} cannot go side by "
+            "side into the model's one input, because the model holds an embedding and integers stay integers then. "
+            "Cast them to one type, or let forward take one argument per column."
         )
     widths = [1 if column.kind == "scalar" else int(np.prod(column.shape or (-1,))) for column in columns]
     width = sum(widths) if min(widths) > 0 else -1
@@ -112,8 +112,8 @@ def _reshaped(
         shape = row_shape(given)
         if column.shape is not None and np.prod(shape, dtype=int) != np.prod(column.shape, dtype=int):
             raise ParamError(
-                f"input_shapes says {list(given)} for column {column.name!r}, whose rows have shape {list(column.shape)}: "
-                "the numbers of elements differ."
+                f"input_shapes says {list(given)} for column {column.name!r}, whose rows have shape "
+                f"{list(column.shape)}: the numbers of elements differ."
             )
         inputs.append(ModelInput((column.name,), shape, dtypes[column.name]))
     return tuple(inputs)

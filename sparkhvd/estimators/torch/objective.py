@@ -98,8 +98,9 @@ class Objective:
         """
         if len(outputs) != len(self.label_cols):
             raise ModelOutputError(
-                f"The model gives {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but label_cols has "
-                f"{len(self.label_cols)}: {list(self.label_cols)}. Each output needs its label column, in the same order."
+                f"The model gives {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but label_cols "
+                f"has {len(self.label_cols)}: {list(self.label_cols)}. Each output needs its label column, in the same "
+                "order."
             )
         labels = self.labels(outputs, columns)
         for name, output, label, loss in zip(self.label_cols, outputs, labels, self.losses, strict=True):
@@ -131,8 +132,8 @@ def objective_of(params: Mapping[str, object]) -> Objective:
             raise ParamError(f"loss={loss!r} is not callable; give a function or module of (output, label).")
         if getattr(loss, "reduction", "mean") != "mean":
             raise ParamError(
-                f"The loss {_name(loss)} has reduction={loss.reduction!r}; it must be 'mean', because the gradient of a step is "
-                "the mean over the rows of all ranks."
+                f"The loss {_name(loss)} has reduction={loss.reduction!r}; it must be 'mean', because the gradient of "
+                "a step is the mean over the rows of all ranks."
             )
     return Objective(
         label_cols=label_cols,
@@ -155,8 +156,8 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
         functions = functions * len(label_cols) if len(functions) == 1 else functions
         if len(functions) != len(label_cols) or not all(callable(function) for function in functions):
             raise ParamError(
-                f"metrics: entry {index} must be a function, or a group of one function for every label or one per label "
-                f"({len(label_cols)}); it is {item!r}."
+                f"metrics: entry {index} must be a function, or a group of one function for every label or one per "
+                f"label ({len(label_cols)}); it is {item!r}."
             )
         for output, (label, function) in enumerate(zip(label_cols, functions, strict=True)):
             name = f"group_{index}_{label}" if grouped else key or _name(function)
@@ -201,8 +202,8 @@ def _try_measure(what: str, function: Measure, output: torch.Tensor, label: torc
         ) from error
     if np.size(value) != 1 and torch.as_tensor(value).numel() != 1:
         raise ModelOutputError(
-            f"{what} gives shape {list(torch.as_tensor(value).shape)} for the model's {shapes}; it must give one number, the "
-            "mean over the rows."
+            f"{what} gives shape {list(torch.as_tensor(value).shape)} for the model's {shapes}; it must give one "
+            "number, the mean over the rows."
         )
 
 

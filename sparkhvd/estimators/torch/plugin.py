@@ -61,8 +61,8 @@ class TorchPlugin:
             raise
         except Exception as error:
             raise ParamError(
-                f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: {error} Build what "
-                "cannot be pickled (locks, open files, sessions, scripted modules) inside the model's forward."
+                f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: {error} Build "
+                "what cannot be pickled (locks, open files, sessions, scripted modules) inside the model's forward."
             ) from error
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> TorchTrainer:
@@ -146,8 +146,8 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple
         for index, output in enumerate(outputs):
             if output.dim() == 0 or len(output) != rows:
                 raise ModelOutputError(
-                    f"Output {index} of the model has shape {list(output.shape)} for {rows} rows; its first dimension must "
-                    "be the rows."
+                    f"Output {index} of the model has shape {list(output.shape)} for {rows} rows; its first dimension "
+                    "must be the rows."
                 )
         package.objective.try_out(outputs, sample)
     return [tuple(output.shape[1:]) for output in outputs]

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -72,9 +72,10 @@ class Stopwatch:
 class TorchTrainer:
     """Trains on this rank's part of every global batch.
 
-    The gradient of a step is the mean over the rows of all ranks: each rank weights the gradient of its own mean loss by
-    its share of the rows, and one without rows contributes zeros without running the model. BatchNorm therefore sees
-    this rank's rows only, and dropout draws on every rank for itself; with these, N ranks are not exactly one big batch.
+    The gradient of a step is the mean over the rows of all ranks: each rank weights the gradient of its own mean loss
+    by its share of the rows, and one without rows contributes zeros without running the model. BatchNorm therefore
+    sees this rank's rows only, and dropout draws on every rank for itself; with these, N ranks are not exactly one big
+    batch.
     """
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
@@ -191,13 +192,12 @@ def outputs_of(result: object) -> list[torch.Tensor]:
     Raises:
         DataError: it is neither a tensor nor a tuple or list of tensors.
     """
-    outputs: list[torch.Tensor] = []
-    for output in result if isinstance(result, tuple | list) else [result]:
-        outputs.append(output)
+    outputs: list[Any] = list(result) if isinstance(result, tuple | list) else [result]
+    for output in outputs:
         if not isinstance(output, torch.Tensor):
             raise DataError(
-                f"The model returned {type(output).__name__}; it must return a tensor, or a tuple or list with one tensor "
-                "per label column."
+                f"The model returned {type(output).__name__}; it must return a tensor, or a tuple or list with one "
+                "tensor per label column."
             )
     return outputs
 
