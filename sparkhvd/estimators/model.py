@@ -77,7 +77,7 @@ class TrainedModel(Model, ModelParams):
         outputs = [
             _output(i, output).alias(name) for i, (name, output) in enumerate(zip(names, spec.outputs, strict=True))
         ]
-        return predicted.select(*(source(name) for name in dataset.columns), *outputs)
+        return predicted.select("*", *outputs).drop(_PREDICTION)
 
     def _output_columns(self, dataset: DataFrame) -> list[str]:
         names = self.output_names

@@ -97,7 +97,7 @@ class EpochHooks:
         self.resumed = None if path is None else checkpoint.load(job.store, path)
         self.history: list[EpochRecord] = [] if self.resumed is None else list(self.resumed.history)
         if self.resumed is not None and communicator.world.rank == 0:
-            logger.info("run %s continues after epoch %d", job.run_id, self.resumed.epoch + 1)
+            _say_where_it_continues(job, self.first_epoch)
 
     @property
     def first_epoch(self) -> int:
@@ -111,6 +111,19 @@ class EpochHooks:
             content = checkpoint.Checkpoint(record.epoch, self._job.spec.seed, tuple(self.history), trainer.state())
             checkpoint.save(self._job.store, self._job.run_id, content)
         return True
+
+
+def _say_where_it_continues(job: TrainJob, epochs_done: int) -> None:
+    if epochs_done < job.spec.epochs:
+        logger.info("run %s continues after epoch %d", job.run_id, epochs_done)
+    else:
+        logger.warning(
+            "Run %s has been trained for %d epochs already and epochs=%d, so nothing is left to train; its model is "
+            "returned. Raise epochs, or choose another run_id to train anew.",
+            job.run_id,
+            epochs_done,
+            job.spec.epochs,
+        )
 
 
 def _source(job: TrainJob, manifest: Manifest, split: SplitName, communicator: Communicator) -> ParquetSource:

@@ -1,0 +1,53 @@
+"""A batch source made of arrays, for trainers without Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sparkhvd.data.batches import Batch
+from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.estimators.plugin import EpochReport, TrainSpec
+
+
+def schema(**columns: tuple[str, str, tuple[int, ...] | None, str]) -> DataSchema:
+    """``name=(role, dtype, shape, kind)``."""
+    return DataSchema(tuple(ColumnSpec(n, d, s, r, k) for n, (r, d, s, k) in columns.items()))
+
+
+@dataclass
+class ArraySource:
+    """One rank's rows, given as the row numbers of each of its steps and of all ranks' steps."""
+
+    schema: DataSchema
+    columns: dict[str, np.ndarray]
+    mine: list[list[int]]
+    everyones: list[int]
+
+    def steps(self) -> int:
+        return len(self.mine)
+
+    def rows(self) -> int:
+        return sum(self.everyones)
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        for rows, together in zip(self.mine, self.everyones, strict=True):
+            yield Batch({name: array[rows] for name, array in self.columns.items()}, len(rows), together)
+
+
+@dataclass
+class Hooks:
+    """Keeps the reports."""
+
+    first_epoch: int = 0
+    reports: list[EpochReport] = field(default_factory=list)
+
+    def on_epoch_end(self, report: EpochReport, trainer: object) -> bool:
+        self.reports.append(report)
+        return True
+
+
+def spec(data: DataSchema, epochs: int = 1, **more: object) -> TrainSpec:
+    return TrainSpec(data, epochs, batch_size=4, val_batch_size=4, seed=1, **{"scale_lr": False, **more})

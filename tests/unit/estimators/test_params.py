@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.declare import Declarations, Declared, declared
+from sparkhvd.estimators.params import EstimatorParams, ModelParams, positive_integer
+from sparkhvd.estimators.torch import TorchEstimator
+from sparkhvd.store import Store
+
+
+class Engine(Declarations):
+    size: Declared[int] = declared("How large.", positive_integer, default=3)
+    top_speed: Declared[float | None] = declared("How fast.", default=None, accessor="Speed")
+
+
+def test_one_declaration_gives_keyword_setter_getter_doc_and_default():
+    assert Engine().getSize() == 3
+    assert Engine(size=4).getSize() == 4
+    assert Engine().setSize(5).setSpeed(1.5).getSpeed() == 1.5
+    assert Engine(size=4).explainParam("size") == "size: How large. (default: 3, current: 4)"
+
+
+def test_every_parameter_of_the_estimator_has_a_setter_that_returns_self_and_a_getter():
+    estimator = TorchEstimator()
+    assert len(estimator.declarations) > 20
+    for name in estimator.declarations:
+        accessor = "".join(word.capitalize() for word in name.split("_"))
+        value = getattr(estimator, f"get{accessor}")()
+        assert getattr(estimator, f"set{accessor}")(value) is estimator
+        assert getattr(estimator, f"get{accessor}")() == value
+
+
+def test_horovods_setters_have_their_names():
+    estimator = TorchEstimator().setNumProc(2).setFeatureCols(["a"]).setBackwardPassesPerStep(3).setRunId("mine")
+    assert (estimator.getNumProc(), estimator.getBackwardPassesPerStep(), estimator.getRunId()) == (2, 3, "mine")
+    assert estimator.getFeatureCols() == ("a",)
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest_names():
+    with pytest.raises(TypeError, match=r"TorchEstimator has no parameter 'batchsize'\. Did you mean batch_size"):
+        TorchEstimator(batchsize=3)
+    with pytest.raises(TypeError, match=r"Engine has no parameter 'xyzzy'\. It takes size, top_speed\."):
+        Engine(xyzzy=3)
+
+
+def test_arguments_without_a_keyword_are_refused():
+    with pytest.raises(TypeError, match="positional argument"):
+        TorchEstimator(2)
+
+
+def test_none_means_the_default():
+    assert EstimatorParams(batch_size=None).getBatchSize() == 32
+    assert EstimatorParams(batch_size=7).setBatchSize(None).getBatchSize() == 32
+    assert EstimatorParams(epochs=5).copy({}).setEpochs(None).getEpochs() == 1
+
+
+def test_a_parameter_map_is_checked_and_leaves_the_original_alone():
+    estimator = EstimatorParams(epochs=2)
+    assert estimator.copy({estimator.epochs: 9}).getEpochs() == 9
+    assert estimator.getEpochs() == 2
+    with pytest.raises(ParamError, match="epochs=0 must be a whole number of at least 1"):
+        estimator.copy({estimator.epochs: 0})
+
+
+def test_two_estimators_do_not_share_values():
+    first, second = EstimatorParams(batch_size=1), EstimatorParams(batch_size=2)
+    assert (first.getBatchSize(), second.getBatchSize()) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("num_proc", 0, "num_proc=0 must be a whole number of at least 1"),
+        ("num_proc", True, "num_proc=True must be a whole number"),
+        ("batch_size", 2.5, r"batch_size=2\.5 must be a whole number"),
+        ("random_seed", -1, "random_seed=-1 must be a whole number of at least 0"),
+        ("shuffle", 1, "shuffle=1 must be True or False"),
+        ("run_id", "", "run_id='' must be a string that is not empty"),
+        ("feature_cols", "a", r"feature_cols='a' must be a list of column names, such as \['a'\]"),
+        ("label_cols", ["a", "a"], r"label_cols=\['a', 'a'\] names a column twice"),
+        ("validation", 1.0, r"validation=1\.0 must be a float within 0 <= x < 1"),
+        ("validation", 1, "validation=1 must be a float within"),
+        ("store", "/tmp", r"store='/tmp' is not a Store; make one with sparkhvd\.Store\.create"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message):
+    with pytest.raises(ParamError, match=message):
+        EstimatorParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("loss_weights", [1, "2"], r"loss_weights=\[1, '2'\] must be a list of numbers"),
+        ("input_shapes", [1, 2], r"input_shapes=\[1, 2\] must be a list with one shape per column"),
+        ("input_shapes", [[2, -1]], r"input_shapes: \[2, -1\] must hold sizes of at least 1; only the first may be -1"),
+        ("label_shapes", [[0]], r"label_shapes: \[0\] must hold sizes of at least 1"),
+    ],
+)
+def test_a_value_of_a_torch_parameter_that_cannot_work_is_refused(name, value, message):
+    with pytest.raises(ParamError, match=message):
+        TorchEstimator(**{name: value})
+
+
+def test_a_store_and_a_validation_column_are_taken(tmp_path):
+    store = Store.create(str(tmp_path))
+    estimator = EstimatorParams(store=store, validation="held_out")
+    assert estimator.getStore() is store
+    assert estimator.getValidation() == "held_out"
+
+
+def test_the_declared_defaults_of_a_model_are_horovods():
+    assert ModelParams(label_columns=["y"]).getLabelColumns() == ("y",)
+    assert ModelParams().getBatchSize() == 1024
