@@ -300,12 +300,12 @@ def test_a_closure_is_evaluated_and_its_gradients_exchanged(group):
 def test_gradients_are_combined_as_asked(group, options, of_two, of_three):
     want = {2: of_two, 3: of_three}[group.size]
     steps = options.pop("steps", 1)
-    for got in group.run(lambda_free_gradient, steps, options):
+    for got in group.run(combined_gradient, steps, options):
         assert got == pytest.approx([want] * 3)
     options["steps"] = steps
 
 
-def lambda_free_gradient(steps, options):
+def combined_gradient(steps, options):
     return gradient_with(steps, **options)
 
 
