@@ -45,9 +45,12 @@ _TEMPORARY_FOLDER = pytest.StashKey[Path]()
 def pytest_configure(config: pytest.Config) -> None:
     folder = Path(tempfile.mkdtemp(prefix="sparkhvd-tests-"))
     config.stash[_TEMPORARY_FOLDER] = folder
-    tempfile.tempdir = str(folder)
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    tempfile.tempdir = str(temporary)
     os.environ |= {
-        "TMPDIR": str(folder),
+        "TMPDIR": str(temporary),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "torchinductor"),  # which torch would put among the temporary files
         _MARK: uuid.uuid4().hex,
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
