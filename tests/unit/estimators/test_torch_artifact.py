@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.inputs import ModelInput
+
+
+class Tied(torch.nn.Module):
+    """Two layers with one weight, a buffer that is saved and one that is not, and a frozen parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = torch.nn.Linear(40, 40, bias=False)
+        self.right = torch.nn.Linear(40, 40, bias=False)
+        self.right.weight = self.left.weight
+        self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("kept", torch.tensor([1.0]))
+        self.register_buffer("scratch", torch.tensor([2.0]), persistent=False)
+
+    def forward(self, x):
+        return self.right(self.left(x)) + self.kept + self.scratch
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = Tied()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.25)
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    artifact.save(tmp_path, model, optimizer, [ModelInput(("a", "b"), (2,), torch.float32)])
+    return tmp_path, model, optimizer
+
+
+def test_the_model_comes_back_with_ties_buffers_and_frozen_parameters(saved):
+    folder, model, _ = saved
+    loaded = artifact.load_model(folder)
+    assert torch.equal(loaded(torch.ones(2, 40)), model(torch.ones(2, 40)))
+    assert loaded.right.weight is loaded.left.weight
+    assert (loaded.left.weight.requires_grad, loaded.frozen.requires_grad) == (True, False)
+    assert not loaded.training
+
+
+def test_the_weights_open_without_running_code_and_lie_in_one_file_only(saved):
+    folder, model, _ = saved
+    weights = torch.load(folder / "state_dict.pt", weights_only=True)
+    assert torch.equal(weights["left.weight"], model.left.weight)
+    assert (folder / "module.pkl").stat().st_size < model.left.weight.nbytes
+
+
+def test_the_optimizer_comes_back_over_the_loaded_parameters(saved):
+    folder, model, optimizer = saved
+    loaded = artifact.load_model(folder)
+    again = artifact.load_optimizer(folder, loaded)
+    assert again.param_groups[0]["params"][0] is loaded.left.weight
+    assert again.param_groups[0]["lr"] == 0.25
+    assert torch.equal(again.state[loaded.left.weight]["exp_avg"], optimizer.state[model.left.weight]["exp_avg"])
+
+
+def test_the_inputs_come_back(saved):
+    assert artifact.load_inputs(saved[0]) == (ModelInput(("a", "b"), (2,), torch.float32),)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from sparkhvd.errors import DataError, ModelOutputError, ParamError
+from sparkhvd.estimators.torch.objective import objective_of
+
+
+def objective(loss, **more):
+    return objective_of({"label_cols": ("y",), "loss": loss, **more})
+
+
+def label(loss, output, values, **more):
+    (found,) = objective(loss, **more).labels([output], {"y": np.asarray(values)})
+    return found
+
+
+def accuracy(output, label):
+    return (output.argmax(dim=1) == label).float().mean()
+
+
+@pytest.mark.parametrize("loss", [torch.nn.CrossEntropyLoss(), functional.cross_entropy, functional.nll_loss])
+@pytest.mark.parametrize("values", [[0, 2, 1], [0.0, 2.0, 1.0], [[0], [2], [1]]])
+def test_a_class_loss_gets_class_numbers(loss, values):
+    found = label(loss, torch.zeros(3, 4), values)
+    assert (found.dtype, found.tolist()) == (torch.int64, [0, 2, 1])
+
+
+def test_a_class_number_that_is_not_whole_is_an_error():
+    with pytest.raises(DataError, match="Label column 'y' holds numbers that are not whole"):
+        label(functional.cross_entropy, torch.zeros(2, 4), [0.0, 0.5])
+
+
+def test_a_label_with_as_many_elements_as_the_output_takes_its_shape_and_dtype():
+    found = label(torch.nn.BCEWithLogitsLoss(), torch.zeros(3, 1), [0, 1, 1])
+    assert (found.dtype, found.shape) == (torch.float32, (3, 1))
+
+
+def test_other_labels_keep_their_shape_with_integers_as_they_are():
+    assert label(lambda o, t: o.mean(), torch.zeros(3, 4), np.array([1, 2, 3], np.int32)).dtype == torch.int64
+    assert label(lambda o, t: o.mean(), torch.zeros(3, 4), [1.0, 2.0, 3.0]).dtype == torch.float32
+
+
+def test_label_shapes_say_the_shape():
+    found = label(lambda o, t: o.mean(), torch.zeros(2, 4), [[1.0, 2, 3, 4]] * 2, label_shapes=((-1, 2, 2),))
+    assert found.shape == (2, 2, 2)
+
+
+def test_losses_are_summed_with_their_weights_which_default_to_a_mean():
+    outputs = [torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [2.0]])]
+    columns = {"a": np.zeros(2), "b": np.zeros(2)}
+    params = {"label_cols": ("a", "b"), "loss": [functional.mse_loss, functional.l1_loss]}
+    plain, weighted = objective_of(params), objective_of({**params, "loss_weights": (2.0, 10.0)})
+    assert plain.loss(outputs, plain.labels(outputs, columns)).item() == pytest.approx((5 + 2) / 2)
+    assert weighted.loss(outputs, weighted.labels(outputs, columns)).item() == pytest.approx(2 * 5 + 10 * 2)
+
+
+def test_metrics_come_as_a_list_as_a_dict_and_as_groups():
+    two = {"label_cols": ("a", "b"), "loss": functional.mse_loss}
+    assert objective(functional.mse_loss, metrics=[accuracy]).names() == ["loss", "accuracy"]
+    assert objective(functional.mse_loss, metrics={"right": accuracy}).names() == ["loss", "right"]
+    assert objective_of({**two, "metrics": [accuracy]}).names() == ["loss", "accuracy_a", "accuracy_b"]
+    groups = objective_of({**two, "metrics": [[accuracy], [functional.l1_loss, functional.mse_loss]]})
+    assert groups.names() == ["loss", "group_0_a", "group_0_b", "group_1_a", "group_1_b"]
+    assert groups.metrics[3].function is functional.mse_loss
+
+
+def test_a_metric_is_measured_with_its_own_output():
+    found = objective_of({"label_cols": ("a", "b"), "loss": functional.mse_loss, "metrics": {"l1": functional.l1_loss}})
+    outputs = [torch.tensor([[1.0]]), torch.tensor([[5.0]])]
+    labels = found.labels(outputs, {"a": np.zeros(1), "b": np.zeros(1)})
+    assert found.measure(found.loss(outputs, labels), outputs, labels) == {"loss": 13.0, "l1_a": 1.0, "l1_b": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"loss": [functional.mse_loss] * 3}, r"loss has 3 entries but label_cols has 2: \['a', 'b'\]"),
+        ({"loss_weights": (1.0,)}, "loss_weights has 1 entries but label_cols has 2"),
+        ({"label_shapes": ((1,),)}, "label_shapes has 1 entries but label_cols has 2"),
+        ({"loss": "mse"}, "loss='mse' is not callable"),
+        ({"loss": torch.nn.MSELoss(reduction="sum")}, r"The loss MSELoss has reduction='sum'; it must be 'mean'"),
+        ({"metrics": [[accuracy] * 3]}, "metrics: entry 0 must be a function, or a group"),
+        ({"metrics": [accuracy, accuracy]}, r"metrics: the names .* are not all different"),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(params, message):
+    with pytest.raises(ParamError, match=message):
+        objective_of({"label_cols": ("a", "b"), "loss": functional.mse_loss, **params})
+
+
+def test_outputs_that_do_not_fit_the_label_are_refused_with_both_shapes():
+    with pytest.raises(
+        ModelOutputError,
+        match=r"The loss mse_loss cannot compare the model's output of shape \[2, 3\] with label 'y' of shape \[2, 5\]",
+    ):
+        objective(functional.mse_loss).try_out([torch.zeros(2, 3)], {"y": np.zeros((2, 5))})
+
+
+def test_a_shape_that_torch_would_silently_broadcast_is_refused():
+    with pytest.raises(ModelOutputError, match=r"output of shape \[2, 2\] with label 'y' of shape \[2\]"):
+        objective(torch.nn.MSELoss()).try_out([torch.zeros(2, 2)], {"y": np.zeros(2)})
+
+
+def test_a_loss_that_gives_one_value_per_row_is_refused():
+    with pytest.raises(ModelOutputError, match=r"gives shape \[2, 1\] .*; it must give one number"):
+        objective(lambda output, label: output - label).try_out([torch.zeros(2, 1)], {"y": np.zeros(2)})
+
+
+def test_a_metric_that_cannot_be_computed_is_named():
+    with pytest.raises(ModelOutputError, match="The metric 'accuracy' cannot compare"):
+        objective(functional.mse_loss, metrics=[accuracy]).try_out([torch.zeros(2)], {"y": np.zeros(2)})
+
+
+def test_a_class_beyond_the_output_is_refused():
+    with pytest.raises(ModelOutputError, match="Target 7 is out of bounds"):
+        objective(functional.cross_entropy).try_out([torch.zeros(2, 3)], {"y": np.array([0, 7])})
+
+
+def test_a_wrong_number_of_outputs_is_refused_with_the_label_names():
+    with pytest.raises(ModelOutputError, match=r"gives 2 output\(s\) of shapes .* but label_cols has 1: \['y'\]"):
+        objective(functional.mse_loss).try_out([torch.zeros(2), torch.zeros(2)], {"y": np.zeros(2)})

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.estimators.plugin import TrainSpec
+from sparkhvd.estimators.torch.plugin import PLUGIN
+from sparkhvd.world import World
+
+
+def columns(width=None, label_dtype="int64"):
+    kind = "scalar" if width == () else "array"
+    return DataSchema(
+        (
+            ColumnSpec("x", "float64", width, "feature", kind),
+            ColumnSpec("y", label_dtype, (), "label", "scalar"),
+        )
+    )
+
+
+def params(model, loss=functional.cross_entropy, **more):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = {"model": model, "optimizer": optimizer, "loss": loss, "feature_cols": ("x",), "label_cols": ("y",)}
+    return {**found, **more}
+
+
+class Fickle(torch.nn.Module):
+    """Changes itself whenever it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return functional.dropout(self.norm(self.layer(x)), training=self.training)
+
+
+def test_the_check_gives_the_shape_of_one_row_of_every_output():
+    found = PLUGIN.check(params(torch.nn.Linear(3, 4)), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
+    assert found == [(4,)]
+
+
+def test_rows_are_made_up_when_all_shapes_are_known():
+    model = torch.nn.Linear(1, 4)
+    assert PLUGIN.check(params(model), columns(()), None) == [(4,)]
+
+
+def test_without_rows_and_with_unknown_shapes_the_check_stays_silent_about_the_output():
+    assert PLUGIN.check(params(torch.nn.Linear(3, 4)), columns(None), None) == []
+
+
+def test_one_row_is_enough_for_the_check():
+    rows = {"x": np.zeros((1, 3)), "y": np.zeros(1, int)}
+    assert PLUGIN.check(params(torch.nn.Linear(3, 4)), columns((3,)), rows) == [(4,)]
+
+
+def test_the_check_changes_neither_the_model_nor_the_random_numbers():
+    model = Fickle()
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seed = torch.random.get_rng_state()
+    PLUGIN.check(params(model), columns((3,)), {"x": np.ones((2, 3)), "y": np.zeros(2, int)})
+    assert model.calls == 0
+    assert model.training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(seed, torch.random.get_rng_state())
+
+
+def test_a_model_that_cannot_take_the_columns_is_refused_with_the_names_and_shapes():
+    with pytest.raises(
+        ModelOutputError, match=r"columns \(x: float64\[3\]\)\. It was called with input 0 of shape \[2, 3\]"
+    ):
+        PLUGIN.check(params(torch.nn.Linear(5, 2)), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
+
+
+def test_an_output_that_loses_the_rows_is_refused():
+    model = torch.nn.Sequential(torch.nn.Flatten(0))
+    model.add_module("last", torch.nn.Linear(6, 3))
+    with pytest.raises(ModelOutputError, match=r"Output 0 of the model has shape \[3\] for 2 rows"):
+        PLUGIN.check(params(model), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
+
+
+def test_an_output_that_is_no_tensor_is_refused():
+    class Named(torch.nn.Linear):
+        def forward(self, x):
+            return {"logits": super().forward(x)}
+
+    with pytest.raises(ModelOutputError, match="The model returned dict; it must return a tensor"):
+        PLUGIN.check(params(Named(3, 2)), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
+
+
+def test_objects_of_the_wrong_kind_are_refused():
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(ParamError, match=r"model is a str; it must be a torch\.nn\.Module"):
+        PLUGIN.check({**params(model), "model": "net"}, columns((3,)), None)
+    with pytest.raises(ParamError, match="optimizer is a type; give an instance"):
+        PLUGIN.check({**params(model), "optimizer": torch.optim.SGD}, columns((3,)), None)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    other = torch.optim.SGD(torch.nn.Linear(7, 1).parameters(), lr=0.1)
+    with pytest.raises(ParamError, match=r"optimizer holds 2 parameters that are not the model's .* \[1, 7\]"):
+        PLUGIN.check({**params(torch.nn.Linear(3, 2)), "optimizer": other}, columns((3,)), None)
+
+
+def test_a_model_that_cannot_be_pickled_is_refused():
+    model = torch.nn.Linear(3, 2)
+    model.lock = threading.Lock()
+    with pytest.raises(ParamError, match="cannot be pickled to send them to the ranks"):
+        PLUGIN.check(params(model), columns((3,)), None)
+
+
+def test_the_optimizer_arrives_with_the_models_own_parameters_and_its_state():
+    model = torch.nn.Linear(3, 2)
+    packed = params(model)
+    optimizer = packed["optimizer"] = torch.optim.Adam(model.parameters(), lr=0.5)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    data = columns((3,))
+    spec = TrainSpec(data, 1, batch_size=1, val_batch_size=1, seed=0, scale_lr=False)
+    trainer = PLUGIN.trainer(PLUGIN.pack({**packed, "schema": data}), spec, World())
+    arrived, arrived_optimizer = trainer._model, trainer._plain_optimizer
+    assert arrived is not model
+    assert [id(p) for p in arrived_optimizer.param_groups[0]["params"]] == [id(p) for p in arrived.parameters()]
+    assert torch.equal(arrived_optimizer.state[arrived.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_the_mapping_names_every_column_input_and_output():
+    assert PLUGIN.mapping(params(torch.nn.Linear(1, 2)), columns(())) == (
+        "input 0 is x as rows x [1] (float32); output 0 is y"
+    )
