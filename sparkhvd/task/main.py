@@ -14,7 +14,6 @@ from pyspark import BarrierTaskContext
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.addresses import address_to_bind
 from sparkhvd.task.assignment import Slot, TaskOffer, assign
 from sparkhvd.task.host_hash import host_hash
@@ -22,9 +21,10 @@ from sparkhvd.task.job import CHUNK_BYTES, FAILURE, RESULT, RESULT_CAP_BYTES, Jo
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.process import WorkerProcess
 from sparkhvd.task.supervise import (
+    NOTE_SECONDS,
     Outcome,
-    ServerLost,
     Supervision,
+    await_outcome,
     conclude,
     finished_key,
     left_key,
@@ -34,8 +34,6 @@ from sparkhvd.task.supervise import (
 )
 from sparkhvd.task.worker_spec import WorkerSpec
 from sparkhvd.world import World
-
-_NOTE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -101,29 +99,20 @@ def _accompany(gathered: Gathered, slot: Slot, worker: WorkerProcess, deadline: 
     ):
         watcher = watch_outcome(listening, worker.events)
         try:
-            ended = supervise(worker, Supervision(rank, slot.offer.host, client, deadline))
+            supervision = Supervision(rank, slot.offer.host, client, deadline)
+            ended = supervise(worker, supervision)
             length = len(ended) if isinstance(ended, bytes) else 0
-            client.set(finished_key(rank), str(length).encode(), Deadline.after(_NOTE_SECONDS))
+            client.set(finished_key(rank), str(length).encode(), Deadline.after(NOTE_SECONDS))
             if rank == 0:
                 conclude(client, [one.offer.host for one in gathered.slots], RESULT_CAP_BYTES)
-            outcome = ended if isinstance(ended, Outcome) else _outcome(worker)
-            client.set(left_key(rank), b"", Deadline.after(_NOTE_SECONDS))
+            outcome = ended if isinstance(ended, Outcome) else await_outcome(worker, supervision)
+            client.set(left_key(rank), b"", Deadline.after(NOTE_SECONDS))
             if rank == 0:
                 wait_for_leave(client, size)
         finally:
             listening.close()
             watcher.join()
     return ended if outcome.failure is None else outcome
-
-
-def _outcome(worker: WorkerProcess) -> Outcome:
-    # The other ranks may work for as long as they like; their failure and the loss of the server are events too.
-    while True:
-        event = worker.events.get()
-        if isinstance(event, Outcome):
-            return event
-        if isinstance(event, ServerLost):
-            raise LaunchError(f"The task that holds the job together was lost: {event.why}")
 
 
 def _spec(job: Job, gathered: Gathered, slot: Slot) -> WorkerSpec:

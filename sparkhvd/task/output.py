@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_LINE_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
 _CONNECT_SECONDS = 10.0
+# How long the driver may be too busy to take a piece; the rank waits meanwhile, so nothing piles up anywhere.
 _SEND_SECONDS = 60.0
 _TAIL_LINES = 40
 

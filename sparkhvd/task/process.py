@@ -18,6 +18,9 @@ from pathlib import Path
 from sparkhvd.config import changed_environment
 from sparkhvd.task.output import DriverLog, OutputPump
 
+# After the end of a process group: how long a process that left the group may still write to its pipes.
+OUTPUT_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class Exited:
@@ -94,7 +97,7 @@ class WorkerProcess:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._process.wait()
-        self.output.finish(seconds=2.0)
+        self.output.finish(OUTPUT_SECONDS)
         self._connection.close()
         self._socket.close()
 

@@ -30,13 +30,17 @@ logger = logging.getLogger(__name__)
 OUTCOME = "outcome"
 # A job may run for weeks; what ends these waits is an event, and the death of the server is one.
 _JOB_SECONDS = 400 * 86400.0
-_NOTE_SECONDS = 30.0
-# After a failure elsewhere: time to fail by itself (its collectives do), then time for SIGTERM.
-_GRACE_SECONDS = 1.5
-_TERM_SECONDS = 1.0
+# One exchange with the rendezvous server, which answers at once unless its host is overloaded.
+NOTE_SECONDS = 30.0
+# After a failure elsewhere: time to fail by itself (its collectives do), then time for SIGTERM. With the time for the
+# last output these stay below the 5 s within which a failed job's processes are gone.
+GRACE_SECONDS = 1.5
+TERM_SECONDS = 1.0
 # A rank that failed because it lost another waits this long for the other's report.
 _SECONDARY_SECONDS = 4.0
+# What a process may take to end after fn has returned: the user's exit handlers run then.
 _EXIT_SECONDS = 10.0
+# How often a waiting task looks whether its executor still lives: nobody else tells it.
 _PARENT_CHECK_SECONDS = 5.0
 
 
@@ -98,11 +102,11 @@ def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
     if isinstance(event, FailureReport):
         return _settle_failure(worker, job, event)
     if isinstance(event, Outcome):
-        worker.wait_for_exit(_GRACE_SECONDS)
-        worker.close(_TERM_SECONDS)
+        worker.wait_for_exit(GRACE_SECONDS)
+        worker.close(TERM_SECONDS)
         return event
-    worker.close(_TERM_SECONDS)
-    raise LaunchError(f"Rank {job.rank} on host {job.host} lost the task that holds the job together: {event}.")
+    worker.close(TERM_SECONDS)
+    raise _lost(job, event)
 
 
 def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureReport | Outcome | ServerLost:
@@ -133,17 +137,17 @@ def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureRepo
     if report.secondary:
         primary = _outcome_within(worker, _SECONDARY_SECONDS)
         if primary is not None:
-            worker.close(_TERM_SECONDS)
+            worker.close(TERM_SECONDS)
             return primary
     if report.traceback == "":
-        worker.close(_TERM_SECONDS)  # so that the last words on stderr are complete
+        worker.close(TERM_SECONDS)  # so that the last words on stderr are complete
         report = replace(report, stderr_tail=worker.output.stderr_tail())
-    job.client.set(OUTCOME, report.to_json(), Deadline.after(_NOTE_SECONDS))
+    job.client.set(OUTCOME, report.to_json(), Deadline.after(NOTE_SECONDS))
     if report.traceback != "":
         worker.send(Leave())
-        worker.wait_for_exit(_GRACE_SECONDS)
-        worker.close(_TERM_SECONDS)
-    return Outcome(FailureReport.from_json(job.client.get(OUTCOME, Deadline.after(_NOTE_SECONDS))))
+        worker.wait_for_exit(GRACE_SECONDS)
+        worker.close(TERM_SECONDS)
+    return Outcome(FailureReport.from_json(job.client.get(OUTCOME, Deadline.after(NOTE_SECONDS))))
 
 
 def _outcome_within(worker: WorkerProcess, seconds: float) -> Outcome | None:
@@ -158,6 +162,33 @@ def _outcome_within(worker: WorkerProcess, seconds: float) -> Outcome | None:
     return None
 
 
+def await_outcome(worker: WorkerProcess, job: Supervision) -> Outcome:
+    """The outcome of the job, for as long as the other ranks take.
+
+    Raises:
+        LaunchError: infrastructure was lost; Spark should run the stage again.
+    """
+    parent = os.getppid()
+    while True:
+        try:
+            event = worker.events.get(timeout=_PARENT_CHECK_SECONDS)
+        except queue.Empty:
+            if os.getppid() != parent:
+                raise _lost(job, ServerLost("the executor of this task is gone")) from None
+            continue
+        if isinstance(event, Outcome):
+            return event
+        if isinstance(event, ServerLost):
+            raise _lost(job, event)
+
+
+def _lost(job: Supervision, event: ServerLost) -> LaunchError:
+    return LaunchError(
+        f"Rank {job.rank} on host {job.host} lost the task that holds the job together: {event.why}. Spark runs the "
+        "job again, unless it has failed too often; the logs of the executors say why a task was lost."
+    )
+
+
 def conclude(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
     """Wait until every rank has finished, then set the outcome; done by the task that serves the rendezvous.
 
@@ -166,7 +197,7 @@ def conclude(client: RendezvousClient, hosts: Sequence[str], result_cap: int) ->
     deadline = Deadline.after(_JOB_SECONDS)
     sizes = [int(client.get(finished_key(rank), deadline)) for rank in range(len(hosts))]
     report = size_failure(sizes, hosts, result_cap)
-    client.set(OUTCOME, b"" if report is None else report.to_json(), Deadline.after(_NOTE_SECONDS))
+    client.set(OUTCOME, b"" if report is None else report.to_json(), Deadline.after(NOTE_SECONDS))
 
 
 def size_failure(sizes: Sequence[int], hosts: Sequence[str], cap: int) -> FailureReport | None:

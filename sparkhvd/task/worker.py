@@ -23,6 +23,7 @@ from sparkhvd.config import export
 from sparkhvd.errors import CollectiveError, MismatchError
 from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned, WorkerSpec
 
+# The task answers a report at once; should it not, the process ends all the same.
 _LEAVE_SECONDS = 10.0
 
 

@@ -16,40 +16,52 @@ SPARK_HOME = Path(pyspark.__file__).parent
 SCRIPT = Path(__file__).with_name("cluster_script.py")
 
 
-def run_script(master: str, folder: Path) -> tuple[dict, str]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), master],
-        env={**os.environ, "SPARK_WORKER_DIR": str(folder), "SPARK_LOCAL_DIRS": str(folder)},
+PLACES = [{"rank": rank, "size": 2, "local_rank": rank, "cross_size": 1} for rank in range(2)]
+
+
+def start(command: list[str | Path], folder: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        input=stdin,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SCRIPT.parents[2]),
+            "PYSPARK_DRIVER_PYTHON_OPTS": "-i",
+            "SPARK_WORKER_DIR": str(folder),
+            "SPARK_LOCAL_DIRS": str(folder),
+        },
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=300,
         check=False,
     )
-    found = re.search(r"^FOUND (.*)$", done.stdout, re.MULTILINE)
+
+
+def found_by(done: subprocess.CompletedProcess[str]) -> dict:
+    found = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
     assert found, done.stdout + done.stderr
-    return json.loads(found[1]), done.stdout
+    return json.loads(found[1])
 
 
-def check(found: dict, output: str) -> None:
-    place = {"size": 2, "cross_size": 1}
-    assert found["places"] == [[{"rank": 0, "local_rank": 0, **place}, {"rank": 1, "local_rank": 1, **place}]] * 2
-    assert found["failure"].startswith("Rank 1 on host 127.0.0.1 raised ValueError: on purpose.")
+def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(tmp_path):
+    done = start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", tmp_path / "attempts"], tmp_path)
+    found = found_by(done)
+    assert found["places"] == PLACES
+    assert done.stdout.count("[0]<stdout>:hello") == done.stdout.count("[1]<stdout>:hello") == 1
     assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
-    assert output.count("[0]<stdout>:hello") == output.count("[1]<stdout>:hello") == 2
-
-
-def test_run_works_on_a_local_cluster(tmp_path):
-    check(*run_script("local-cluster[2,1,1024]", tmp_path))
+    assert (found["sums"], found["attempts"]) == ([3.0, 3.0], 3)
+    assert found["left"] == []
 
 
 @pytest.fixture
 def standalone_master(tmp_path):
     """A master and a worker with two cores on loopback, each a JVM of ours, ended by its process."""
     environment = {**os.environ, "SPARK_WORKER_DIR": str(tmp_path), "SPARK_DAEMON_MEMORY": "256m"}
+    environment["SPARK_DAEMON_JAVA_OPTS"] = "-XX:TieredStopAtLevel=1"
     processes = []
 
-    def start(name: str, *arguments: str) -> Path:
+    def serve(name: str, *arguments: str) -> Path:
         log = tmp_path / f"{name}.log"
         with log.open("w") as file:
             command = [SPARK_HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1"]
@@ -64,8 +76,8 @@ def standalone_master(tmp_path):
         return log
 
     try:
-        master = await_line(start("master.Master"), r"Starting Spark master at (spark://\S+)", processes)
-        worker = start("worker.Worker", "--cores", "2", "--memory", "800m", master)
+        master = await_line(serve("master.Master"), r"Starting Spark master at (spark://\S+)", processes)
+        worker = serve("worker.Worker", "--cores", "2", "--memory", "800m", master)
         await_line(worker, r"(Successfully registered) with master", processes)
         yield master
     finally:
@@ -84,29 +96,21 @@ def await_line(log: Path, pattern: str, processes: list[subprocess.Popen]) -> st
     raise AssertionError(f"{pattern} did not appear in time:\n{log.read_text()}")
 
 
-def test_run_works_on_a_standalone_cluster(standalone_master, tmp_path):
-    check(*run_script(standalone_master, tmp_path))
-
-
 SHELL_INPUT = """
-import sparkhvd
-def square_rank(n):
-    import os
-    return (int(os.environ["SPARKHVD_RANK"]) + n) ** 2
+import json, os, sparkhvd
+def place():
+    names = ("RANK", "SIZE", "LOCAL_RANK", "CROSS_SIZE")
+    return {name.lower(): int(os.environ["SPARKHVD_" + name]) for name in names}
 
-print("SQUARES", sparkhvd.run(square_rank, (1,), num_proc=2))
+print("FOUND", json.dumps({"places": sparkhvd.run(place)}))
+sparkhvd.run(place, num_proc=3, start_timeout=2)
 """
 
 
-def test_run_takes_a_function_that_was_typed_into_the_pyspark_shell(tmp_path):
-    done = subprocess.run(
-        [SPARK_HOME / "bin" / "pyspark", "--master", "local[2]", "--conf", "spark.ui.enabled=false"],
-        input=SHELL_INPUT,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "PYSPARK_DRIVER_PYTHON_OPTS": "-i"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert "SQUARES [1, 4]" in done.stdout, done.stdout + done.stderr
+def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_of_a_standalone_cluster(standalone_master, tmp_path):
+    settings = ["spark.ui.enabled=false", "spark.executor.memory=700m"]
+    settings += [f"spark.{one}.extraJavaOptions=-XX:TieredStopAtLevel=1" for one in ("driver", "executor")]
+    options = [option for setting in settings for option in ("--conf", setting)]
+    done = start([SPARK_HOME / "bin" / "pyspark", "--master", standalone_master, *options], tmp_path, SHELL_INPUT)
+    assert found_by(done) == {"places": PLACES}
+    assert "SlotsError: num_proc=3 ranks were asked for, but the cluster has 2 slots after waiting" in done.stderr

@@ -113,8 +113,11 @@ class BarrierHandle:
             # A client cannot see the tasks; ending a job that runs would be worse than waiting for one that does not.
             logger.warning("No rank reported its start within %g s; still waiting.", self._job.start_timeout)
             return True
-        tracker = self._spark.sparkContext.statusTracker()
-        stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+        context = self._spark.sparkContext
+        tracker = context.statusTracker()
+        tagged = context._jsc.sc().statusTracker().getJobIdsForTag(self._tag)  # noqa: SLF001 - PySpark does not pass it on
+        jobs = [job for number in tagged if (job := tracker.getJobInfo(number)) is not None]
+        stages = [tracker.getStageInfo(number) for job in jobs for number in job.stageIds]
         return any(
             stage is not None and stage.numTasks == self._job.num_proc == stage.numActiveTasks for stage in stages
         )

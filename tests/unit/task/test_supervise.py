@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError
+from sparkhvd.task import supervise as supervising
+from sparkhvd.task.job import Job
+from sparkhvd.task.output import DriverLog
+from sparkhvd.task.process import OUTPUT_SECONDS, WorkerProcess
+from sparkhvd.task.report import NOT_STARTED, FailureReport
+from sparkhvd.task.supervise import (
+    OUTCOME,
+    Outcome,
+    ServerLost,
+    Supervision,
+    await_outcome,
+    size_failure,
+    supervise,
+    watch_outcome,
+)
+from sparkhvd.task.worker_spec import Ready, WorkerSpec
+
+TOKEN = b"t" * 32
+
+
+def test_the_processes_of_a_failed_job_are_gone_within_five_seconds():
+    assert supervising.GRACE_SECONDS + supervising.TERM_SECONDS + OUTPUT_SECONDS < 5.0
+
+
+def ignore_sigterm_and_stay(path: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@pytest.fixture
+def worker():
+    process = WorkerProcess({}, {}, (), DriverLog(Job(b"", 2)))
+    process.output.start()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def client():
+    with (
+        RendezvousServer(TOKEN) as server,
+        RendezvousClient([("127.0.0.1", server.port)], TOKEN, Deadline.after(30.0)) as connected,
+    ):
+        yield connected
+
+
+def supervision(client, start_seconds: float = 60.0) -> Supervision:
+    return Supervision(1, "node-4", client, Deadline.after(start_seconds))
+
+
+def start_stubborn_rank(worker, path) -> psutil.Process:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        payload = cloudpickle.dumps((ignore_sigterm_and_stay, (str(path),), {}))
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    worker.send(WorkerSpec(LaunchContext(), payload, (("SPARKHVD_LOG_LEVEL", "20"),)))
+    assert worker.events.get(timeout=60.0) == Ready()
+    while not (path.exists() and path.read_text()):
+        with pytest.raises(queue.Empty):
+            worker.events.get(timeout=0.05)
+    return psutil.Process(int(path.read_text()))
+
+
+def test_a_failure_elsewhere_ends_a_rank_that_sleeps_and_ignores_sigterm(worker, client, tmp_path):
+    process = start_stubborn_rank(worker, tmp_path / "pid")
+    failure = Outcome(FailureReport(0, "node-3", "raised ValueError: bad"))
+    worker.events.put(failure)
+    assert supervise(worker, supervision(client)) == failure
+    assert not process.is_running()
+
+
+def test_the_loss_of_the_first_task_ends_the_rank_and_lets_spark_run_the_job_again(worker, client, tmp_path):
+    process = start_stubborn_rank(worker, tmp_path / "pid")
+    worker.events.put(ServerLost("connection reset"))
+    with pytest.raises(LaunchError, match=r"Rank 1 on host node-4 lost the task .*: connection reset\. Spark runs"):
+        supervise(worker, supervision(client))
+    assert not process.is_running()
+    worker.events.put(ServerLost("connection reset"))
+    with pytest.raises(LaunchError, match="connection reset"):
+        await_outcome(worker, supervision(client))
+
+
+def test_a_worker_that_does_not_get_ready_is_the_failure_that_all_learn(worker, client):
+    outcome = supervise(worker, supervision(client, start_seconds=0.0))  # it waits for its spec, which never comes
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.rank) == (NOT_STARTED, 1)
+    assert FailureReport.from_json(client.get(OUTCOME, Deadline.after(30.0))) == outcome.failure
+
+
+def test_the_end_of_the_server_is_an_event():
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with RendezvousServer(TOKEN) as server:
+        listening = RendezvousClient([("127.0.0.1", server.port)], TOKEN, Deadline.after(30.0))
+        watcher = watch_outcome(listening, events)
+    assert isinstance(events.get(timeout=30.0), ServerLost)
+    watcher.join()
+    listening.close()
+
+
+def test_results_above_the_cap_name_the_largest():
+    assert size_failure([3, 4, 3], ["a", "b", "c"], 10) is None
+    failure = size_failure([3, 5, 3], ["a", "b", "c"], 10)
+    assert (failure.rank, failure.host) == (1, "b")
+    assert "returned 5 bytes, and all ranks together 11" in failure.cause
