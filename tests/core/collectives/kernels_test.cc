@@ -56,6 +56,7 @@ TEST(Kernels, FastestGivesTheSameBitsAsGenericForEveryPairOfHalves) {
         GenericKernels().combine[index][op](reinterpret_cast<std::byte*>(generic.data()), left,
                                             right, all.size());
         for (size_t i = 0; i < all.size(); ++i) {
+          if (fast[i] == generic[i]) continue;
           const double one = LoadElement(dtype, reinterpret_cast<std::byte*>(fast.data()), i);
           const double two = LoadElement(dtype, reinterpret_cast<std::byte*>(generic.data()), i);
           ASSERT_TRUE(one == two || (std::isnan(one) && std::isnan(two)))
