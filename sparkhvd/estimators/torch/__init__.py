@@ -1,7 +1,30 @@
-"""``TorchEstimator``: train PyTorch modules on Spark DataFrames."""
+"""``TorchEstimator``: train PyTorch modules on Spark DataFrames.
+
+The names resolve on first use (PEP 562): a rank imports its half of this package without pyspark.
+"""
 
 from __future__ import annotations
 
-from sparkhvd.estimators.torch.estimator import TorchEstimator, TorchModel
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparkhvd.estimators.torch.estimator import TorchEstimator as TorchEstimator
+    from sparkhvd.estimators.torch.estimator import TorchModel as TorchModel
+
+_HOME_OF = {
+    "TorchEstimator": "sparkhvd.estimators.torch.estimator",
+    "TorchModel": "sparkhvd.estimators.torch.estimator",
+}
 
 __all__ = ["TorchEstimator", "TorchModel"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'sparkhvd.estimators.torch' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -79,7 +79,12 @@ class TorchEstimator(DistributedEstimator):
 
     plugin: ClassVar[str] = _PLUGIN
     model_class: ClassVar[type[TrainedModel]] = TorchModel
-    preload: ClassVar[tuple[str, ...]] = ("torch", "sparkhvd.torch")
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "torch._dynamo",  # the first step of an optimizer imports it
+        "sparkhvd.estimators.torch.plugin",
+        "sparkhvd.estimators.worker",
+    )
     required: ClassVar[tuple[str, ...]] = ("store", "model", "optimizer", "loss", "feature_cols", "label_cols")
 
     model: Declared[torch.nn.Module | None] = declared("The module to train; it is copied, not changed.", default=None)

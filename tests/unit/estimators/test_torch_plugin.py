@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -138,3 +140,12 @@ def test_the_mapping_names_every_column_input_and_output():
     assert PLUGIN.mapping(params(torch.nn.Linear(1, 2)), columns(())) == (
         "input 0 is x as rows x [1] (float32); output 0 is y"
     )
+
+
+def test_a_rank_does_not_import_pyspark():
+    code = (
+        "import sys, sparkhvd.estimators.torch.plugin, sparkhvd.estimators.worker; "
+        "print([name for name in ('pyspark', 'pandas') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.strip() == "[]"
