@@ -151,7 +151,7 @@ def _medians(
         ours()
         gloo()
     once = _timed(ours) + _timed(gloo)
-    repetitions = int(hvd.broadcast(torch.tensor(min(1000, max(11, seconds / once))), 0).item())
+    repetitions = int(hvd.broadcast(torch.tensor(int(min(1000, max(11, seconds / once)))), 0).item())
     times = np.array([(_timed(ours), _timed(gloo)) for _ in range(repetitions)])
     slowest = session.current().allreduce(times, hvd.Max)
     return statistics.median(slowest[:, 0]), statistics.median(slowest[:, 1]), repetitions
