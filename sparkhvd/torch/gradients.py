@@ -185,16 +185,16 @@ class GradientExchange:
         gradient = parameter.grad
         what = f"The gradient of {tracked.name!r}"
         staged = stage(gradient, what)
-        if self._share is not None and self._settings.passes == 1:
-            staged.memory.mul_(self._share)
         buffer = buffer_of(staged.memory, what)
+        # With several passes their shares are in the sum already.
+        share = self._share if self._share is not None and self._settings.passes == 1 else 1.0
         predivide = self._settings.predivide
         handle = session.current().reduce_buffer(
             buffer,
             buffer,
             self._settings.op if self._share is None else ReduceOp.SUM,
             name=tracked.name,
-            prescale=1.0 / predivide,
+            prescale=share / predivide,
             postscale=predivide,
         )
         tracked.pending = _Pending(gradient, staged, handle)
