@@ -3,8 +3,10 @@
 
 #include <dirent.h>
 
+#include <chrono>
 #include <memory>
 #include <string>
+#include <thread>
 
 namespace sparkhvd {
 
@@ -23,6 +25,25 @@ struct Holdings {
     return descriptors == other.descriptors && threads == other.threads;
   }
 };
+
+// What the process holds before a test. A thread has run by then, because the first one makes
+// ThreadSanitizer start one of its own that stays.
+inline Holdings HoldingsBefore() {
+  std::thread([] {}).join();
+  return Holdings();
+}
+
+// What the process holds after a test: the kernel lists a thread for a moment after it has been
+// joined, so a difference counts only when it lasts.
+inline Holdings HoldingsAfter(const Holdings& before) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  Holdings now;
+  while (!(now == before) && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::yield();
+    now = Holdings();
+  }
+  return now;
+}
 
 inline std::string ToText(const Holdings& holdings) {
   return std::to_string(holdings.descriptors) + " descriptors, " +

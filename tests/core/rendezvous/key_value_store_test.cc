@@ -232,7 +232,7 @@ TEST(TcpStore, SaysThatAPortIsTaken) {
 }
 
 TEST(TcpStore, LeavesNoThreadAndNoDescriptor) {
-  const Holdings before;
+  const Holdings before = HoldingsBefore();
   {
     Parties parties = TwoClients();
     ASSERT_TRUE(parties.writer->Set("key", "1", Late()).ok());
@@ -245,7 +245,7 @@ TEST(TcpStore, LeavesNoThreadAndNoDescriptor) {
     }
     for (std::thread& thread : threads) thread.join();
   }
-  const Holdings after;
+  const Holdings after = HoldingsAfter(before);
   EXPECT_TRUE(before == after) << ToText(before) << " became " << ToText(after);
 }
 

@@ -122,7 +122,7 @@ TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatBreaksTheProtocol) {
 
 TEST_F(RendezvousServer, ForgetsMembersThatLeaveInTheMiddle) {
   Start();
-  const Holdings before;
+  const Holdings before = HoldingsBefore();
   for (int i = 0; i < 10; ++i) {
     const UniqueFd waiting = Member();
     const auto get = EncodeStoreRequest({StoreRequest::kGet, 0, 0});
@@ -135,7 +135,7 @@ TEST_F(RendezvousServer, ForgetsMembersThatLeaveInTheMiddle) {
   // The server closes its ends a moment after the members closed theirs.
   const Deadline deadline = Late();
   while (!(before == Holdings()) && !deadline.Expired()) ExpectServes();
-  const Holdings after;
+  const Holdings after = HoldingsAfter(before);
   EXPECT_TRUE(before == after) << ToText(before) << " became " << ToText(after);
 }
 

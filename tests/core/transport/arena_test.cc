@@ -135,11 +135,11 @@ TEST_P(ArenaContract, LeavesNothingOpenOrMapped) {
   {
     auto warm_up = Make(2);
   }
-  const Holdings before;
+  const Holdings before = HoldingsBefore();
   {
     auto meshes = Make(4);
   }
-  const Holdings after;
+  const Holdings after = HoldingsAfter(before);
   EXPECT_TRUE(before == after) << ToText(before) << " became " << ToText(after);
 }
 

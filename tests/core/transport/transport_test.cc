@@ -100,7 +100,7 @@ TEST_P(TransportContract, CarriesEveryLengthBetweenEveryPair) {
 
 TEST_P(TransportContract, DoesNotDeadlockWhenBothSidesSendMuch) {
   auto meshes = Make(3);
-  const size_t bytes = GetParam().name[0] == 'T' ? (size_t{1} << 18) + 3 : (size_t{1} << 23) + 3;
+  const size_t bytes = GetParam().name[0] == 'T' ? (size_t{1} << 18) + 3 : (size_t{1} << 21) + 3;
   ForEachRank(3,
               [&](int rank) { ExchangeAll(*meshes[static_cast<size_t>(rank)].transport, bytes); });
 }
@@ -290,7 +290,7 @@ TEST_P(TransportContract, LeavesNoThreadAndNoDescriptor) {
   {
     auto warm_up = Make(2);
   }
-  const Holdings before;
+  const Holdings before = HoldingsBefore();
   {
     auto meshes = Make(3);
     ForEachRank(3,
@@ -299,7 +299,7 @@ TEST_P(TransportContract, LeavesNoThreadAndNoDescriptor) {
       EXPECT_FALSE(before == Holdings());
     }
   }
-  const Holdings after;
+  const Holdings after = HoldingsAfter(before);
   EXPECT_TRUE(before == after) << ToText(before) << " became " << ToText(after);
 }
 
