@@ -55,6 +55,5 @@ clean: ## Remove what the targets made, .venv included
 	@touch $@ .venv/.core-built
 
 .venv/.core-built: .venv/.installed $(CORE)
-	@echo "Compiling the core"
-	@$(RUN) python setup.py --quiet build_ext --inplace
+	@$(RUN) tools/build-core $@ $(CORE)
 	@touch $@
