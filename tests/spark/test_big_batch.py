@@ -1,0 +1,133 @@
+"""N ranks are one big batch, through Spark: plain PyTorch on the same global batches gives the same parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.data import ParquetSource, load
+from sparkhvd.world import World
+
+pytestmark = pytest.mark.spark
+
+FEATURES = 5
+BATCH = 8
+SEED = 11
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder_for_compiled_code(tmp_path_factory):
+    """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
+        yield
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store.create(str(tmp_path / "store"))
+
+
+def rows(count):
+    random = np.random.default_rng(2)
+    return random.normal(size=(count, FEATURES)), random.normal(size=count)
+
+
+def frame(spark, count, partitions):
+    """Rows in partitions of uneven size."""
+    x, y = rows(count)
+    data = [([float(v) for v in features], float(label)) for features, label in zip(x, y, strict=True)]
+    return spark.createDataFrame(data, "x array<double>, y double").coalesce(partitions)
+
+
+def network():
+    torch.manual_seed(4)
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 12), torch.nn.Tanh(), torch.nn.Linear(12, 1))
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+
+
+def fit(spark, store, count, num_proc, *, epochs, shuffle):
+    model = network()
+    return TorchEstimator(
+        num_proc=num_proc,
+        store=store,
+        model=model,
+        optimizer=optimizer_of(model),
+        loss=functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=BATCH,
+        epochs=epochs,
+        random_seed=SEED,
+        shuffle=shuffle,
+        verbose=0,
+    ).fit(frame(spark, count, 3))
+
+
+def plain(batches):
+    """Plain PyTorch over batches of (features, labels)."""
+    model = network()
+    optimizer = optimizer_of(model)
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = functional.mse_loss(model(torch.from_numpy(x).float()), torch.from_numpy(y).float().reshape(-1, 1))
+        loss.backward()
+        optimizer.step()
+    return flat(model)
+
+
+def in_order(count, size, epochs):
+    x, y = rows(count)
+    return [(x[i : i + size], y[i : i + size]) for _ in range(epochs) for i in range(0, count, size)]
+
+
+def by_plan(store, num_proc, epochs):
+    """The global batches of the prepared dataset in the order that its plan says, from rows read in dataset order."""
+    (path,) = [path for path in store.list("datasets") if path.endswith("manifest.json")]
+    manifest = load(store, path)
+    all_rows = list(ParquetSource(store, manifest, "train", World(), 1000, seed=0, shuffle=False).epoch(0))
+    x = np.concatenate([batch.columns["x"] for batch in all_rows])
+    y = np.concatenate([batch.columns["y"] for batch in all_rows])
+    world = World(size=num_proc)
+    plan = ParquetSource(store, manifest, "train", world, BATCH, seed=SEED, shuffle=True).plan
+    ids = [[np.concatenate(step) for step in plan.global_batches(epoch)] for epoch in range(epochs)]
+    for epoch in ids:
+        assert sorted(np.concatenate(epoch)) == list(range(len(y)))
+    assert list(np.concatenate(ids[0])) != list(np.concatenate(ids[1]))
+    return [(x[step], y[step]) for epoch in ids for step in epoch]
+
+
+def assert_equal(model, wanted):
+    found = flat(model.getModel())
+    assert np.linalg.norm(wanted - flat(network())) > 0.05 * np.linalg.norm(wanted)  # it has learned something
+    assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("num_proc", "count", "epochs"),
+    [
+        (2, 20 * 2 * BATCH + 7, 1),  # the last batch is partial and uneven
+        (3, 10 * 3 * BATCH + 2, 2),  # in the last step one rank has no row
+    ],
+)
+def test_without_shuffling_the_order_is_that_of_the_dataframe(spark, store, num_proc, count, epochs):
+    model = fit(spark, store, count, num_proc, epochs=epochs, shuffle=False)
+    assert_equal(model, plain(in_order(count, num_proc * BATCH, epochs)))
+
+
+def test_with_shuffling_the_order_is_that_of_the_plan_and_the_same_seed_is_the_same_run(spark, store, tmp_path):
+    count, epochs = 10 * 2 * BATCH + 1, 2  # in the last step one rank has no row
+    model = fit(spark, store, count, 2, epochs=epochs, shuffle=True)
+    assert_equal(model, plain(by_plan(store, 2, epochs)))
+    again = fit(spark, Store.create(str(tmp_path / "another store")), count, 2, epochs=epochs, shuffle=True)
+    assert np.array_equal(flat(again.getModel()), flat(model.getModel()))

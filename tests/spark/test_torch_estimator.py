@@ -1,0 +1,438 @@
+from __future__ import annotations
+
+import re
+import uuid
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import functions
+from pyspark.sql.types import BooleanType, DoubleType, FloatType, IntegerType, StructField, StructType
+from torch.nn import functional
+
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError, SlotsError
+from sparkhvd.store import layout
+
+pytestmark = pytest.mark.spark
+
+VECTOR = StructType([StructField("v", VectorUDT())])
+XOR = StructType(
+    [
+        StructField("id", IntegerType()),
+        StructField("a", DoubleType()),
+        StructField("b", DoubleType()),
+        StructField("y", IntegerType()),
+        StructField("held_out", BooleanType()),
+        *VECTOR,
+    ]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder_for_compiled_code(tmp_path_factory):
+    """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return Store.create(str(tmp_path_factory.mktemp("a store")))
+
+
+@pytest.fixture(scope="module")
+def xor(spark):
+    """Noisy exclusive or; the label is 1 where one of the two is near 1, every fifth row is held out."""
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 2, (400, 2))
+    noisy = bits + 0.1 * random.normal(size=bits.shape)
+    rows = [
+        (int(i), float(a), float(b), int(x ^ y), bool(i % 5 == 0), Vectors.dense([a, b]))
+        for i, ((a, b), (x, y)) in enumerate(zip(noisy, bits, strict=True))
+    ]
+    df = spark.createDataFrame(rows, XOR).coalesce(3)
+    df = df.cache()
+    df.count()
+    yield df
+    df.unpersist()
+
+
+def network(inputs=2, outputs=2):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(inputs, 16), torch.nn.Tanh(), torch.nn.Linear(16, outputs))
+
+
+def accuracy(output, label):
+    return (output.argmax(dim=1) == label).float().mean()
+
+
+def estimator(store, model=None, **more):
+    model = network() if model is None else model
+    given = {
+        "num_proc": 2,
+        "store": store,
+        "model": model,
+        "optimizer": torch.optim.Adam(model.parameters(), lr=0.05),
+        "loss": functional.cross_entropy,
+        "feature_cols": ["a", "b"],
+        "label_cols": ["y"],
+        "batch_size": 16,
+        "epochs": 4,
+        "random_seed": 3,
+    }
+    return TorchEstimator(**{**given, **more})
+
+
+@contextmanager
+def jobs_of(spark):
+    """The ids of the jobs that Spark runs meanwhile."""
+    group, found = uuid.uuid4().hex, []
+    spark.sparkContext.setJobGroup(group, "counted by a test")
+    try:
+        yield found
+    finally:
+        found.extend(spark.sparkContext.statusTracker().getJobIdsForGroup(group))
+        spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+        spark.sparkContext.setLocalProperty("spark.job.description", None)
+
+
+def parameters(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+# One fit, and what is true of it.
+
+
+@pytest.fixture(scope="module")
+def given():
+    """The user's own model and optimizer."""
+    model = network()
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+@pytest.fixture(scope="module")
+def fitted(spark, store, xor, given):
+    model, optimizer = given
+    return estimator(
+        store,
+        model,
+        optimizer=optimizer,
+        feature_cols=["v"],
+        metrics=[accuracy],
+        validation="held_out",
+        run_id="the fit",
+    ).fit(xor)
+
+
+def test_a_fit_with_two_ranks_learns(fitted):
+    history = fitted.getHistory()
+    assert [entry["epoch"] for entry in history] == [0, 1, 2, 3]
+    assert history[-1]["train"]["loss"] < history[0]["train"]["loss"] / 2
+    assert history[-1]["train"]["all_metrics"][0]["accuracy"] > 0.95
+    assert history[-1]["validation"]["all_metrics"][0]["accuracy"] > 0.95
+    assert history[-1]["rows_per_second"] > 0
+    assert sum(history[-1]["shares"].values()) == pytest.approx(1)
+
+
+def test_the_history_is_that_of_the_right_rows(fitted, xor):
+    """The last validation loss is that of the returned model over the held-out rows, each counted once."""
+    rows = xor.where("held_out").select("a", "b", "y").toPandas()
+    with torch.no_grad():
+        output = fitted.getModel()(torch.tensor(rows[["a", "b"]].to_numpy(), dtype=torch.float32))
+    wanted = functional.cross_entropy(output, torch.tensor(rows["y"].to_numpy(), dtype=torch.int64)).item()
+    assert fitted.getHistory()[-1]["validation"]["loss"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_users_model_and_optimizer_are_not_touched(fitted, given):
+    model, optimizer = given
+    assert torch.equal(parameters(model), parameters(network()))
+    assert model.training
+    assert type(optimizer) is torch.optim.Adam
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_model_and_its_optimizer_come_back_trained(fitted):
+    model, optimizer = fitted.getModelAndOptimizer()
+    assert not model.training
+    assert torch.equal(parameters(model), parameters(fitted.getModel()))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert int(optimizer.state[model[0].weight]["step"]) == 4 * 10  # 320 rows in steps of 2 x 16
+
+
+def test_transform_gives_what_the_model_gives(fitted, xor):
+    predicted = fitted.transform(xor)
+    assert predicted.columns == [*xor.columns, "y__output"]
+    assert isinstance(predicted.schema["y__output"].dataType, VectorUDT)
+    assert predicted.schema.fields[:-1] == xor.schema.fields
+    rows = predicted.orderBy("id").collect()
+    features = np.array([row.v.toArray() for row in rows])
+    with torch.no_grad():
+        wanted = fitted.getModel()(torch.tensor(features, dtype=torch.float32)).numpy()
+    found = np.array([row.y__output.toArray() for row in rows])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    assert (found.argmax(axis=1) == np.array([row.y for row in rows])).mean() > 0.95
+
+
+def test_transform_starts_no_job_and_keeps_the_partitions(spark, fitted, xor):
+    with jobs_of(spark) as jobs:
+        predicted = fitted.transform(xor.repartition(5))
+    assert jobs == []
+    assert predicted.rdd.getNumPartitions() == 5
+    with jobs_of(spark) as jobs:
+        predicted.count()
+    assert jobs  # it would have been seen
+
+
+def test_transform_works_on_an_empty_dataframe(fitted, xor):
+    predicted = fitted.transform(xor.where("id < 0"))
+    assert predicted.collect() == []
+    assert predicted.columns[-1] == "y__output"
+
+
+def test_transform_serves_evaluators_sql_and_pipelines(spark, fitted, xor):
+    scores = fitted.transform(xor.select("v", functions.col("y").cast("double").alias("y")))
+    best = functions.udf(lambda vector: float(np.argmax(vector.toArray())), "double")
+    evaluator = MulticlassClassificationEvaluator(labelCol="y", predictionCol="best", metricName="accuracy")
+    assert evaluator.evaluate(scores.withColumn("best", best("y__output"))) > 0.95
+    scores.createOrReplaceTempView("scores")
+    assert spark.sql("SELECT count(y__output) AS n FROM scores WHERE y = 1").first().n == xor.where("y = 1").count()
+    spark.catalog.dropTempView("scores")
+
+
+def test_small_batches_predict_the_same(fitted, xor):
+    few = xor.orderBy("id").limit(20)
+    at_once = fitted.transform(few).collect()
+    in_threes = fitted.copy().setBatchSize(3).transform(few).collect()
+    for one, other in zip(at_once, in_threes, strict=True):
+        np.testing.assert_allclose(one.y__output.toArray(), other.y__output.toArray(), rtol=1e-5, atol=1e-6)
+
+
+def test_output_and_feature_columns_can_be_renamed(fitted, xor):
+    renamed = xor.select(functions.col("v").alias("my.features"))
+    model = fitted.copy().setOutputCols(["scores"]).setFeatureColumns(["my.features"])
+    assert model.getOutputCols() == ["scores"]
+    assert model.transform(renamed).columns == ["my.features", "scores"]
+    assert len(model.transform(renamed).limit(3).collect()) == 3
+    assert fitted.getOutputCols() == ["y__output"]
+
+
+def test_the_model_knows_its_columns_and_its_run(fitted):
+    assert tuple(fitted.getFeatureColumns()) == ("v",)
+    assert tuple(fitted.getLabelColumns()) == ("y",)
+    assert fitted.getRunId() == "the fit"
+
+
+def test_transform_refuses_columns_that_do_not_fit(fitted, xor):
+    with pytest.raises(SchemaError, match=r"There is no column 'v' \(asked for as feature\)"):
+        fitted.transform(xor.drop("v"))
+    with pytest.raises(SchemaError, match="has a column 'y__output' already"):
+        fitted.transform(fitted.transform(xor))
+    with pytest.raises(SchemaError, match="Feature column 'a' is a number; the model was trained on a vector"):
+        fitted.copy().setFeatureColumns(["a"]).transform(xor)
+    with pytest.raises(ParamError, match=r"output_cols names 2 columns .* but the model has 1 outputs"):
+        fitted.copy().setOutputCols(["one", "two"]).transform(xor)
+
+
+def test_null_and_another_length_are_errors_that_name_the_column(spark, fitted):
+    with_null = spark.createDataFrame([(Vectors.dense([1.0, 0.0]),), (None,)], VECTOR).coalesce(1)
+    with pytest.raises(Exception, match="Feature column 'v' holds NULL in 1 of 2 rows"):
+        fitted.transform(with_null).collect()
+    longer = spark.createDataFrame([(Vectors.dense([1.0, 0.0, 2.0]),)], VECTOR)
+    with pytest.raises(Exception, match="Feature column 'v' has rows of length 3 to 3; the model was trained with"):
+        fitted.transform(longer).collect()
+
+
+def test_a_run_keeps_its_last_checkpoint_and_its_model_in_the_store(fitted, store):
+    assert store.list(layout.checkpoints_folder("the fit")) == [layout.checkpoint_path("the fit", 3)]
+    files = {path.rpartition("/")[2] for path in store.list(layout.model_folder("the fit"))}
+    assert files == {"inputs.json", "module.pkl", "optimizer.pkl", "state_dict.pt"}
+
+
+# Other fits.
+
+
+def test_a_run_continues_where_it_stopped_with_its_seed(store, xor, capfd):
+    """Two epochs and then two more under one run_id are, bit by bit, four epochs; the live lines reach the terminal."""
+    half = estimator(store, epochs=2, run_id="continued")
+    half.fit(xor)
+    whole = estimator(store, epochs=4, run_id="continued", random_seed=None, metrics={"right": accuracy}).fit(xor)
+    undisturbed = estimator(store, epochs=4).fit(xor)
+    assert torch.equal(parameters(whole.getModel()), parameters(undisturbed.getModel()))
+    assert [entry["epoch"] for entry in whole.getHistory()] == [0, 1, 2, 3]
+    shown = capfd.readouterr().out
+    assert "[0]<stdout>:run continued continues after epoch 2" in shown
+    line = (
+        r"\[0\]<stdout>:epoch 4/4  loss \S+  right \S+  [\d,]+ rows/s  step \S+ ms = data \d+% \+ compute \d+% \+ comm"
+    )
+    assert re.search(line, shown)
+    assert "[1]<stdout>:epoch" not in shown
+
+
+def test_two_dataframes_in_one_store_never_see_each_others_rows(spark, store, xor):
+    """The second DataFrame has the opposite labels; a pipeline leads to the same columns."""
+    opposite = xor.drop("v").withColumn("y", 1 - functions.col("y"))
+    first = estimator(store, validation=0.25, epochs=6).fit(xor)
+    assembled = Pipeline(
+        stages=[
+            VectorAssembler(inputCols=["a", "b"], outputCol="both"),
+            estimator(store, feature_cols=["both"], validation=0.25, epochs=6),
+        ]
+    ).fit(opposite)
+    second = assembled.stages[-1]
+    assert first.getRunId() != second.getRunId()
+    corners = torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]])
+    assert first.getModel()(corners).argmax(dim=1).tolist() == [0, 1, 1, 0]
+    assert second.getModel()(corners).argmax(dim=1).tolist() == [1, 0, 0, 1]
+    assert "y__output" in assembled.transform(opposite).columns
+    assert 0 < first.getHistory()[-1]["validation"]["loss"] < 1
+
+
+class TwoTowers(torch.nn.Module):
+    """Two inputs, of which one is a number of a kind, and two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds = torch.nn.Embedding(4, 3)
+        self.value = torch.nn.Linear(6, 1)
+        self.size = torch.nn.Linear(6, 2)
+
+    def forward(self, kind, measured):
+        both = torch.cat([self.kinds(kind), measured], dim=1)
+        return self.value(both), self.size(both)
+
+
+def test_several_inputs_and_outputs_keep_their_names_and_types(spark, store):
+    df = spark.range(40).selectExpr(
+        "cast(id % 4 as int) as kind",
+        "array(cast(id as float), 0.5f, cast(id % 3 as float)) as measured",
+        "cast(id as float) as value",
+        "array(id % 2, id % 3) as `size.of`",
+    )
+    model = TwoTowers()
+    trained = TorchEstimator(
+        num_proc=1,
+        store=store,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        loss=[functional.mse_loss, functional.l1_loss],
+        loss_weights=[0.25, 2.0],
+        metrics=[[functional.l1_loss], [functional.mse_loss, functional.l1_loss]],
+        feature_cols=["kind", "measured"],
+        label_cols=["value", "size.of"],
+        shuffle=False,
+        random_seed=1,
+        train_steps_per_epoch=1,
+        batch_size=40,
+        verbose=0,
+    ).fit(df)
+    predicted = trained.transform(df)
+    assert isinstance(predicted.schema["value__output"].dataType, FloatType)
+    assert isinstance(predicted.schema["size.of__output"].dataType, VectorUDT)
+    rows = predicted.collect()
+    kind = torch.tensor([row.kind for row in rows])
+    value, size = model(kind, torch.tensor([row.measured for row in rows]))
+    np.testing.assert_allclose([row.value__output for row in rows], value[:, 0].detach(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose([row["size.of__output"] for row in rows], size.detach(), rtol=1e-5, atol=1e-5)
+    sizes = torch.tensor([row["size.of"] for row in rows]).float()
+    values = torch.tensor([[row.value] for row in rows])
+    wanted = 0.25 * functional.mse_loss(value, values) + 2 * functional.l1_loss(size, sizes)
+    (entry,) = trained.getHistory()
+    assert entry["train"]["loss"] == pytest.approx(wanted.item(), rel=1e-4)
+    names = [name for metric in entry["train"]["all_metrics"] for name in metric]
+    assert names == ["group_0_value", "group_0_size.of", "group_1_value", "group_1_size.of"]
+    assert entry["validation"] == {}
+
+
+def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
+    trained = estimator(
+        store, network(outputs=1), loss=torch.nn.BCEWithLogitsLoss(), num_proc=1, epochs=1, verbose=0
+    ).fit(xor, {})
+    assert isinstance(trained.transform(xor).schema["y__output"].dataType, DoubleType)
+
+
+# Errors, each before any training, and before any Spark job where the schema tells.
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        ({"feature_cols": ["a", "bb"]}, SchemaError, r"There is no column 'bb' \(asked for as feature\)"),
+        ({"label_cols": ["why"]}, SchemaError, r"There is no column 'why' \(asked for as label\)"),
+        ({"feature_cols": ["a", "text"]}, SchemaError, "Column 'text' has the type string, which cannot be a feature"),
+        ({"validation": "holdout"}, SchemaError, r"There is no column 'holdout' \(asked for as validation\)"),
+        ({"store": None}, ParamError, r"TorchEstimator needs store: make one with sparkhvd\.Store\.create"),
+        ({"model": None}, ParamError, r"TorchEstimator needs model\."),
+        ({"loss": None}, ParamError, r"TorchEstimator needs loss\."),
+        ({"feature_cols": None}, ParamError, "TorchEstimator needs feature_cols: give the names"),
+        ({"num_proc": 9}, SlotsError, "num_proc=9 ranks were asked for, but the cluster has 4 slots"),
+        ({"loss_weights": [1.0, 2.0]}, ParamError, "loss_weights has 2 entries but label_cols has 1"),
+        (
+            {"feature_cols": ["a"]},
+            ModelOutputError,
+            r"cannot take the feature columns \(a: float64\[\]\)\. It was called with input 0 of shape \[2, 1\]",
+        ),
+        (
+            {"loss": functional.mse_loss},
+            ModelOutputError,
+            r"The loss mse_loss cannot compare the model's output of shape \[2, 2\] with label 'y' of shape \[2\]",
+        ),
+    ],
+)
+def test_what_the_schema_tells_is_refused_before_any_job(spark, store, xor, more, error, message):  # noqa: PLR0917
+    df = xor.withColumn("text", functions.lit("x"))
+    wrong = estimator(store)
+    for name, value in more.items():
+        wrong._set(**{name: value})
+    before = store.list("")
+    with jobs_of(spark) as jobs, pytest.raises(error, match=message):
+        wrong.fit(df)
+    assert jobs == []
+    assert store.list("") == before
+
+
+ARRAYS = "x array<double>, y int"
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "error", "message"),
+    [
+        ([([1.0, 2.0], 0), (None, 1)], {}, DataError, r"Column 'x' \(feature\) has 1 NULL values"),
+        ([([1.0, None], 0), ([1.0, 2.0], 1)], {}, DataError, r"Column 'x' \(feature\) has 1 NULL values inside"),
+        ([([1.0], 0), ([1.0, 2.0], 1)], {}, SchemaError, r"Column 'x' \(feature\) has rows of length 1 and 2"),
+        ([], {}, DataError, "The DataFrame has no rows to train on"),
+        ([([1.0, 2.0], 0)], {}, DataError, "There are 1 rows to train on but num_proc is 2"),
+        (
+            [([1.0, 2.0, 3.0], 0)] * 4,
+            {},
+            ModelOutputError,
+            r"feature columns \(x: float64\[3\]\)\. It was called with input 0 of shape \[2, 3\] from x",
+        ),
+        (
+            [([1.0, 2.0], 0)] * 4,
+            {"loss": functional.mse_loss},
+            ModelOutputError,
+            r"output of shape \[2, 2\] with label 'y' of shape \[2\]",
+        ),
+    ],
+    ids=["null", "null inside", "ragged", "no rows", "fewer rows than ranks", "input shape", "output shape"],
+)
+def test_what_the_rows_tell_is_refused_before_training(spark, store, rows, more, error, message):  # noqa: PLR0917
+    runs = [path for path in store.list("") if path.startswith("runs/")]
+    df = spark.createDataFrame(rows, ARRAYS)
+    with pytest.raises(error, match=message):
+        estimator(store, feature_cols=["x"], **more).fit(df)
+    assert [path for path in store.list("") if path.startswith("runs/")] == runs
+
+
+def test_an_unknown_keyword_is_refused():
+    with pytest.raises(TypeError, match="TorchEstimator has no parameter 'learning_rate'"):
+        TorchEstimator(learning_rate=1.0)
