@@ -1,4 +1,4 @@
-"""Builds the compiled core with CMake; everything declarative is in pyproject.toml, every compile flag in CMakeLists.txt."""
+"""Builds the compiled core with CMake; the rest is declared in pyproject.toml, compile flags in CMakeLists.txt."""
 
 from __future__ import annotations
 

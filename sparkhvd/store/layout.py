@@ -6,7 +6,6 @@
     datasets/<dataset id>/rows/...              its Parquet files, never changed once written
     runs/<run id>/checkpoints/epoch-00003       the trainer's state after epoch 3 (epochs count from 0)
     runs/<run id>/model/...                     the trained model's files
-    runs/<run id>/history.json                  loss and metrics per epoch
 
 A name keeps its meaning for good: what has to mean something else gets another name. Formats that can change carry
 their version inside (``format_version`` of the manifest).
@@ -64,11 +63,6 @@ def checkpoint_epoch(path: str) -> int | None:
 def model_folder(run_id: str) -> str:
     """The folder that a run's trained model is exported to."""
     return f"{run_folder(run_id)}/model"
-
-
-def history_path(run_id: str) -> str:
-    """The history (loss and metrics per epoch) of a run."""
-    return f"{run_folder(run_id)}/history.json"
 
 
 def _component(what: str, name: str) -> str:

@@ -11,14 +11,13 @@ def test_names_of_a_dataset_and_of_a_run():
     assert layout.dataset_rows_folder("d") == "datasets/d/rows"
     assert layout.checkpoint_path("r", 3) == "runs/r/checkpoints/epoch-00003"
     assert layout.model_folder("r") == "runs/r/model"
-    assert layout.history_path("r") == f"{layout.run_folder('r')}/history.json"
 
 
 def test_checkpoints_sort_by_epoch_and_tell_it():
     paths = [layout.checkpoint_path("r", epoch) for epoch in (0, 2, 10, 99_999)]
     assert sorted(paths) == paths
     assert [layout.checkpoint_epoch(path) for path in paths] == [0, 2, 10, 99_999]
-    assert layout.checkpoint_epoch(layout.history_path("r")) is None
+    assert layout.checkpoint_epoch(layout.model_folder("r")) is None
 
 
 @pytest.mark.parametrize("epoch", [-1, 100_000])
