@@ -6,8 +6,8 @@ column is accompanied by a column of its sizes: the readers never touch it, and 
 
 Two splits in one write means dynamic partitioning, for which Spark sorts every task's rows by split, and a sort that
 spills to disk does not keep the order of equal rows. The rows are therefore sorted by (split, row number), which
-satisfies Spark and keeps the DataFrame's order; it costs no more than Spark's own sort would. (The setting that avoids
-the sort, spark.sql.maxConcurrentOutputFileWriters, belongs to the user's session and cannot be given to one write.)
+satisfies Spark and keeps the DataFrame's order. (The setting that avoids the sort,
+spark.sql.maxConcurrentOutputFileWriters, belongs to the user's session and cannot be given to one write.)
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _write(df: DataFrame, selection: Selection, url: str, seed: int) -> None:
         **{
             "compression": "snappy",
             "parquet.block.size": str(ROW_GROUP_BYTES),
-            # Plain values are a third faster to write and the fastest to decode; the data are read once per epoch.
+            # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
             "parquet.enable.dictionary": "false",
             "parquet.column.statistics.enabled": "true",
         }
