@@ -12,24 +12,24 @@ def offers(hosts: tuple[str, ...]) -> list[TaskOffer]:
     return [TaskOffer(index, host, f"name-{host}", "127.0.0.1") for index, host in enumerate(hosts)]
 
 
-@pytest.mark.parametrize("hosts", [h for n in range(1, 6) for h in itertools.product("abc", repeat=n)])
-def test_every_layout_is_complete_and_starts_with_task_0(hosts):
-    given = offers(hosts)
-    slots = assign(given)
-    assert [slot.world.rank for slot in slots] == list(range(len(hosts)))
-    assert sorted(slot.offer.task_index for slot in slots) == list(range(len(hosts)))
-    assert slots[0].offer.task_index == 0
-    for host in set(hosts):
-        of_host = [slot for slot in slots if slot.offer.host_hash == host]
-        ranks = [slot.world.rank for slot in of_host]
-        assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-        assert [slot.world.local_rank for slot in of_host] == list(range(len(of_host)))
-        assert {slot.world.local_size for slot in of_host} == {len(of_host)}
-        assert [slot.offer.task_index for slot in of_host] == sorted(slot.offer.task_index for slot in of_host)
-    for local_rank in {slot.world.local_rank for slot in slots}:
-        across = [slot.world for slot in slots if slot.world.local_rank == local_rank]
-        assert [world.cross_rank for world in across] == list(range(len(across)))
-        assert {world.cross_size for world in across} == {len(across)}
+@pytest.mark.parametrize("count", range(1, 6))
+def test_every_layout_is_complete_and_starts_with_task_0(count):
+    for hosts in itertools.product("abc", repeat=count):
+        slots = assign(offers(hosts))
+        assert [slot.world.rank for slot in slots] == list(range(len(hosts)))
+        assert sorted(slot.offer.task_index for slot in slots) == list(range(len(hosts)))
+        assert slots[0].offer.task_index == 0
+        for host in set(hosts):
+            of_host = [slot for slot in slots if slot.offer.host_hash == host]
+            ranks = [slot.world.rank for slot in of_host]
+            assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+            assert [slot.world.local_rank for slot in of_host] == list(range(len(of_host)))
+            assert {slot.world.local_size for slot in of_host} == {len(of_host)}
+            assert [slot.offer.task_index for slot in of_host] == sorted(slot.offer.task_index for slot in of_host)
+        for local_rank in {slot.world.local_rank for slot in slots}:
+            across = [slot.world for slot in slots if slot.world.local_rank == local_rank]
+            assert [world.cross_rank for world in across] == list(range(len(across)))
+            assert {world.cross_size for world in across} == {len(across)}
 
 
 def test_the_order_in_which_offers_arrive_does_not_matter():
