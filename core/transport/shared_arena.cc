@@ -179,7 +179,6 @@ class SharedArena final : public Arena {
   }
 
   Status AwaitRange(int first, int last, uint64_t step, Deadline deadline) {
-    if (Aborted()) return AbortReason();
     int member = first;
     const auto advance = [&] {
       while (member < last && Reached(member, step)) ++member;
@@ -190,7 +189,9 @@ class SharedArena final : public Arena {
       MemberSlot& slot = Slot(member);
       const uint32_t bell = slot.bell.load();
       if (Reached(member, step)) continue;
-      if (Aborted()) return AbortReason();
+      // Whoever aborts after a step that all have reached must not take the step from those who are
+      // slow to see it.
+      if (Aborted()) return advance() ? Status() : AbortReason();
       SHVD_TRY(FindDeparted(member, last, step));
       const auto left = deadline.Remaining();
       if (left.count() == 0) return Late(member, last, step);

@@ -1,8 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <condition_variable>
-#include <mutex>
-
 #include "scheduler/rank.h"
 
 namespace sparkhvd {
@@ -14,22 +11,6 @@ void OnEveryRank(const std::vector<int>& hosts, const EngineConfig& config,
                  const std::function<void(int, Rank&)>& body) {
   sparkhvd::OnEveryRank(InProcessMeshes(hosts), config, body);
 }
-
-// Where the threads of a test meet without the engine's help.
-class Gate {
- public:
-  explicit Gate(int count) : missing_(count) {}
-  void Meet() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (--missing_ == 0) changed_.notify_all();
-    EXPECT_TRUE(changed_.wait_until(lock, Soon().at(), [this] { return missing_ == 0; }));
-  }
-
- private:
-  std::mutex mutex_;  // guards missing_
-  std::condition_variable changed_;
-  int missing_;
-};
 
 class EngineSizes : public ::testing::TestWithParam<std::vector<int>> {};
 
@@ -217,8 +198,10 @@ TEST(Engine, ARankThatNeverComesIsNamedWithTheTensorsThatWait) {
 }
 
 TEST(Engine, AbortEndsEverybodysOperationsWithTheReason) {
-  OnEveryRank(OneHost(3), Quick(), [](int rank, Rank& self) {
+  Gate gate(3);
+  OnEveryRank(OneHost(3), Quick(), [&gate](int rank, Rank& self) {
     EXPECT_TRUE(self.BarrierAndWait("start").ok());
+    gate.Meet();  // an abort ends every pending operation, and the barrier is not to be one
     std::vector<float> data(4);
     if (rank == 1) return self.engine.Abort("the user said so");
     ExpectFailure(FailureOf(self.TryAllreduce("x", data)), StatusCode::kAborted,
@@ -230,8 +213,10 @@ TEST(Engine, AbortEndsEverybodysOperationsWithTheReason) {
 
 TEST(Engine, ARankThatLeavesEarlyIsNamedToThoseWhoNeedIt) {
   for (const int leaver : {0, 1}) {
-    OnEveryRank(OneHost(3), Quick(), [leaver](int rank, Rank& self) {
+    Gate gate(3);
+    OnEveryRank(OneHost(3), Quick(), [leaver, &gate](int rank, Rank& self) {
       EXPECT_TRUE(self.BarrierAndWait("start").ok());
+      gate.Meet();  // who needs the leaver fails everybody, and the barrier is not to be failed
       if (rank == leaver) {
         EXPECT_TRUE(self.engine.Shutdown(Soon()).ok());
         return;

@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <condition_variable>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -18,6 +20,22 @@ namespace sparkhvd {
 using Pointer = std::shared_ptr<Operation>;
 
 inline Deadline Patience() { return Deadline::AfterSeconds(30); }
+
+// Where the threads of a test meet without the engine's help.
+class Gate {
+ public:
+  explicit Gate(int count) : missing_(count) {}
+  void Meet() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (--missing_ == 0) changed_.notify_all();
+    EXPECT_TRUE(changed_.wait_until(lock, Patience().at(), [this] { return missing_ == 0; }));
+  }
+
+ private:
+  std::mutex mutex_;  // guards missing_
+  std::condition_variable changed_;
+  int missing_;
+};
 
 // One rank's engine with the calls that tests need.
 class Rank {
