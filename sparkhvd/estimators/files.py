@@ -72,9 +72,15 @@ def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, .
 
 
 @contextmanager
-def fetched(store: Store, files: tuple[StoredFile, ...]) -> Iterator[Path]:
-    """A local folder with copies of these files, which is removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="sparkhvd-model-") as folder:
+def fetched(store: Store, files: tuple[StoredFile, ...], within: str | None = None) -> Iterator[Path]:
+    """A local folder with copies of these files, which is removed at the end.
+
+    Args:
+        store: where the files lie.
+        files: the files; their names in the folder are the last parts of their paths.
+        within: the folder in which the new one is made; None is the system's for temporary files.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-model-", dir=within) as folder:
         for file in files:
             (Path(folder) / file.path.rpartition("/")[2]).write_bytes(file.read(store))
         yield Path(folder)

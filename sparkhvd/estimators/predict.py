@@ -81,12 +81,19 @@ def predict_batches(spec: PredictSpec, batches: Iterator[tuple[pa.Array, ...]]) 
 
 def _predictor(spec: PredictSpec) -> Predictor:
     if spec.files not in _loaded:
-        with fetched(spec.store, spec.files) as folder:
+        with fetched(spec.store, spec.files, _application_folder()) as folder:
             predictor = find_plugin(spec.plugin).predictor(folder)
         while len(_loaded) >= _LOADED_LIMIT:
             _loaded.pop(next(iter(_loaded)))
         _loaded[spec.files] = predictor
     return _loaded[spec.files]
+
+
+def _application_folder() -> str | None:
+    """Inside a task, the folder that Spark removes with the application: a task that is killed removes nothing."""
+    from pyspark import SparkFiles, TaskContext  # noqa: PLC0415  (decoding needs no Spark)
+
+    return None if TaskContext.get() is None else SparkFiles.getRootDirectory()
 
 
 def _decoded(array: pa.Array, column: ColumnSpec) -> npt.NDArray[np.generic]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from pyspark import SparkFiles
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError, SlotsError
+from sparkhvd.estimators import predict
 from sparkhvd.store import layout
 
 pytestmark = pytest.mark.spark
@@ -190,6 +192,12 @@ def test_transform_starts_no_job_and_keeps_the_partitions(spark, fitted, xor):
     with jobs_of(spark) as jobs:
         predicted.count()
     assert jobs  # it would have been seen
+
+
+def test_executors_fetch_models_into_the_folder_that_spark_removes(spark):
+    in_task = spark.sparkContext.parallelize([0], 1).map(lambda _: predict._application_folder()).first()
+    assert in_task == SparkFiles.getRootDirectory()
+    assert predict._application_folder() is None
 
 
 def test_transform_works_on_an_empty_dataframe(fitted, xor):
