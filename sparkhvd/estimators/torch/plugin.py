@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from sparkhvd.data.schema import DataSchema
+from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
-from sparkhvd.estimators.pickling import by_value
 from sparkhvd.estimators.plugin import Arrays, TrainSpec
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs

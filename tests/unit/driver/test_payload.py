@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from sparkhvd.driver import payload
-from sparkhvd.driver.payload import is_installed, pickle_call
+from sparkhvd.driver.payload import pickle_call
+from sparkhvd.driver.pickling import is_installed
 from sparkhvd.errors import LaunchError
 
 

@@ -7,7 +7,7 @@ import sys
 import cloudpickle
 import pytest
 
-from sparkhvd.estimators.pickling import by_value
+from sparkhvd.driver.pickling import by_value
 
 MODULE = """
 def double(x):

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import cloudpickle
 
-# cloudpickle's table of modules to pickle by value belongs to the process; this keeps two fits from undoing each other.
+# cloudpickle's table of modules to pickle by value belongs to the process; this keeps two jobs from undoing each other.
 _PICKLE_TABLE = threading.Lock()
 
 
@@ -41,6 +41,11 @@ def _module_to_send(item: object) -> ModuleType | None:
     path = getattr(module, "__file__", None)
     if module is None or path is None or name == "__main__" or name.partition(".")[0] == "sparkhvd":
         return None
-    parts = Path(path)
-    installed = {"site-packages", "dist-packages"} & set(parts.parts)
-    return None if installed or parts.is_relative_to(sysconfig.get_path("stdlib")) else module
+    return None if is_installed(Path(path)) else module
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a module's file belongs to Python or an installed package, so that executors have it too."""
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return True
+    return path.is_relative_to(sysconfig.get_path("stdlib"))
