@@ -1,36 +1,181 @@
 """Settings of a process, read from the environment in this one place.
 
-Everything else receives the frozen ``Config``. ``SPARKHVD_*`` names are ours; where a ``HOROVOD_*`` name has been in
-use for the same thing it is read as a fallback.
+Everything else receives the frozen ``Config``. Each field declares its default, how its text is read, what it means,
+and which ``HOROVOD_*`` names are read as a fallback; its own variable is ``SPARKHVD_`` and the field's name in capitals.
+A test holds the documentation's page of settings against these declarations.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, cast
 
 from sparkhvd.errors import ConfigError
+
+T = TypeVar("T")
+Reader = Callable[[str], T]  # the value that a text stands for; raises ValueError with what is wrong, as "is not ..."
+
+_log = logging.getLogger(__name__)
+_LEVELS = {
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+}
+_ON, _OFF = frozenset({"1", "true", "on", "yes"}), frozenset({"0", "false", "off", "no"})
+
+
+def amount(text: str) -> float:
+    """A number that is not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("is not a number") from None
+    if value < 0:
+        raise ValueError("is negative")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number that is not negative."""
+    value = amount(text)
+    if not value.is_integer():
+        raise ValueError("is not a whole number")
+    return int(value)
+
+
+def switch(text: str) -> bool:
+    """On or off; numbers count as in C."""
+    word = text.strip().lower()
+    if word in _ON or word in _OFF:
+        return word in _ON
+    try:
+        return float(word) != 0
+    except ValueError:
+        raise ValueError("is neither 1 nor 0") from None
+
+
+def inverted_switch(text: str) -> bool:
+    """For a variable that turns off what the setting turns on."""
+    return not switch(text)
+
+
+def log_level(text: str) -> int:
+    """A level of Python's logging, from its name or number."""
+    word = text.strip().lower()
+    if word in _LEVELS:
+        return _LEVELS[word]
+    if word.isdecimal():
+        return int(word)
+    raise ValueError(f"is none of {', '.join(_LEVELS)}, nor the number of a level of Python's logging")
+
+
+def path(text: str) -> str:
+    """A path, or another text that is taken as it stands."""
+    return text
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What is known of a setting beside its default.
+
+    Attributes:
+        meaning: one sentence for the documentation.
+        readers: how to read each variable that may hold it, by name, the first that is set wins; without the own name.
+        own_reader: how to read its own variable.
+    """
+
+    meaning: str
+    own_reader: Reader[Any]
+    readers: Mapping[str, Reader[Any]]
+
+
+def setting(
+    default: T, reader: Reader[T], meaning: str, *horovod: str, differing: Mapping[str, Reader[T]] | None = None
+) -> T:
+    """Declare a field of ``Config``.
+
+    Args:
+        default: holds where no variable is set.
+        reader: makes the value from a variable's text.
+        meaning: one sentence for the documentation.
+        horovod: Horovod's names for the same thing, read in this order where the own one is not set.
+        differing: Horovod's names for the same thing that are read in another way, each with its reader.
+    """
+    readers = dict.fromkeys(horovod, reader) | dict(differing or {})
+    return cast("T", field(default=default, metadata={"setting": Declaration(meaning, reader, readers)}))
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of the collective core and of the launchers.
+    """Settings of the collective core and of the launchers; the table above says what each means."""
 
-    Attributes:
-        collective_timeout: seconds a rank waits inside a collective for the others before it raises. A dead peer is
-            noticed at once; this bounds only the wait for a slow or hanging one.
-        start_timeout: seconds within which all ranks must have started.
-        fusion_threshold: bytes up to which ready allreduces are packed into one.
-        cache_capacity: tensor names whose negotiation is remembered.
-        shared_memory: whether ranks of one host exchange data through shared memory.
-    """
+    collective_timeout: float = setting(
+        1800.0,
+        amount,
+        "Seconds a rank waits inside a collective for the others before it raises. A dead peer is noticed at once; "
+        "this bounds only the wait for a slow or hanging one.",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+    )
+    start_timeout: float = setting(
+        600.0,
+        amount,
+        "Seconds within which all ranks must have started.",
+        "HOROVOD_SPARK_START_TIMEOUT",
+        "HOROVOD_START_TIMEOUT",
+    )
+    fusion_threshold: int = setting(
+        64 * 1024 * 1024,
+        whole,
+        "Bytes up to which ready allreduces are packed into one; 0 packs none.",
+        "HOROVOD_FUSION_THRESHOLD",
+    )
+    cache_capacity: int = setting(
+        1024,
+        whole,
+        "Tensor names whose negotiation is remembered; 0 remembers none.",
+        "HOROVOD_CACHE_CAPACITY",
+    )
+    shared_memory: bool = setting(True, switch, "Whether ranks of one host exchange data through shared memory.")
+    log_level: int | None = setting(
+        None,
+        log_level,
+        "Level of the `sparkhvd` logger on every rank: trace, debug, info, warning, error, fatal, or a number.",
+        "HOROVOD_LOG_LEVEL",
+    )
 
-    collective_timeout: float = 1800.0
-    start_timeout: float = 600.0
-    fusion_threshold: int = 64 * 1024 * 1024
-    cache_capacity: int = 1024
-    shared_memory: bool = True
+
+# What Horovod reads and nothing here corresponds to: accepted, with one notice that says why.
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "HOROVOD_CYCLE_TIME": "a collective starts when all ranks have submitted it, there is no cycle to wait for",
+    "HOROVOD_TORUS_ALLREDUCE": "there is no torus allreduce",
+    "HOROVOD_MPI_THREADS_DISABLE": "the collectives do not run over MPI",
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "the collectives do not run over MPI",
+    "HOROVOD_CONTROLLER": "there is one controller",
+    "HOROVOD_CPU_OPERATIONS": "there is one implementation of the collectives",
+    "HOROVOD_CCL_CACHE": "oneCCL is not used",
+    "HOROVOD_NUM_NCCL_STREAMS": "CUDA tensors are staged through pinned memory",
+    "HOROVOD_BATCH_D2D_MEMCOPIES": "CUDA tensors are staged through pinned memory",
+    "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "CUDA tensors are staged through pinned memory",
+    "HOROVOD_ENABLE_XLA_OPS": "there are no XLA operations",
+    "HOROVOD_LOG_HIDE_TIME": "the format of log lines is that of Python's logging",
+}
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of the field ``name`` of ``Config``."""
+    return f"SPARKHVD_{name.upper()}"
+
+
+def declarations() -> dict[str, Declaration]:
+    """What is declared of each field of ``Config``."""
+    return {each.name: cast("Declaration", each.metadata["setting"]) for each in fields(Config)}
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
@@ -43,31 +188,28 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         ConfigError: a variable has a value that cannot be read; the message names both.
     """
     env = os.environ if environment is None else environment
-    base = Config()
-    return Config(
-        collective_timeout=_number(
-            env, ("SPARKHVD_COLLECTIVE_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS"), base.collective_timeout
-        ),
-        start_timeout=_number(env, ("SPARKHVD_START_TIMEOUT", "HOROVOD_SPARK_START_TIMEOUT"), base.start_timeout),
-        fusion_threshold=int(
-            _number(env, ("SPARKHVD_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD"), base.fusion_threshold)
-        ),
-        cache_capacity=int(_number(env, ("SPARKHVD_CACHE_CAPACITY", "HOROVOD_CACHE_CAPACITY"), base.cache_capacity)),
-        shared_memory=_number(env, ("SPARKHVD_SHARED_MEMORY",), 1) != 0,
-    )
+    values: dict[str, Any] = {}
+    for name, declared in declarations().items():
+        for variable, reader in {variable_of(name): declared.own_reader, **declared.readers}.items():
+            if (text := env.get(variable, "")) != "":
+                values[name] = _read(variable, text, reader)
+                break
+    return Config(**values)
 
 
-def _number(env: Mapping[str, str], names: tuple[str, ...], default: float) -> float:
-    for name in names:
-        if (text := env.get(name, "")) != "":
-            try:
-                value = float(text)
-            except ValueError:
-                raise ConfigError(f"{name}={text!r} is not a number.") from None
-            if value < 0:
-                raise ConfigError(f"{name}={text!r} is negative.")
-            return value
-    return default
+def notice_without_effect(environment: Mapping[str, str] | None = None) -> None:
+    """Log one line about the variables of Horovod that are set and change nothing."""
+    env = os.environ if environment is None else environment
+    reasons = [f"{name} ({why})" for name, why in WITHOUT_EFFECT.items() if env.get(name, "") != ""]
+    if reasons:
+        _log.warning("These variables are set but have no effect here: %s.", "; ".join(reasons))
+
+
+def _read(variable: str, text: str, reader: Reader[Any]) -> Any:
+    try:
+        return reader(text)
+    except ValueError as error:
+        raise ConfigError(f"{variable}={text!r} {error}.") from None
 
 
 def changed_environment(changes: Mapping[str, str | None], defaults: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -5,18 +5,20 @@ This holds the one mutable variable of the package, because ``hvd.init()`` and `
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from threading import Lock
 
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.config import from_environment, notice_without_effect
 from sparkhvd.errors import ConfigError, NotInitializedError
 
 
 @dataclass
 class _Session:
     lock: Lock = field(default_factory=Lock)  # guards all writes below; readers of `communicator` take no lock
-    context: LaunchContext = field(default_factory=LaunchContext)
+    context: LaunchContext | None = None  # None: no launcher has said anything
     communicator: Communicator | None = None
     inits: int = 0  # every rank counts alike, so it names the scope in which the ranks meet
 
@@ -51,7 +53,15 @@ def init() -> None:
         if _session.communicator is not None:
             return
         _session.inits += 1
-        _session.communicator = Communicator(_session.context, scope=f"init-{_session.inits}")
+        context = _session.context or _of_no_launcher()
+        if context.config.log_level is not None:
+            logging.getLogger("sparkhvd").setLevel(context.config.log_level)
+        _session.communicator = Communicator(context, scope=f"init-{_session.inits}")
+
+
+def _of_no_launcher() -> LaunchContext:
+    notice_without_effect()
+    return LaunchContext(config=from_environment())
 
 
 def shutdown() -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import cloudpickle
 
-from sparkhvd.config import changed_environment, from_environment
+from sparkhvd.config import changed_environment, from_environment, notice_without_effect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launchers.barrier import BarrierLauncher
 from sparkhvd.driver.log_stream import LogStream
@@ -85,7 +85,9 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     if num_proc is not None and (isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1):
         raise ConfigError(f"num_proc={num_proc!r} is not a number of processes; give 1 or more, or None for all slots.")
     session = spark if spark is not None else active_session()
-    config = from_environment(changed_environment(changes))
+    environment = changed_environment(changes)
+    config = from_environment(environment)
+    notice_without_effect(environment)
     timeout = config.start_timeout if start_timeout is None else float(start_timeout)
     if not timeout > 0:
         raise ConfigError(f"start_timeout={start_timeout!r} is not above 0 seconds.")
@@ -101,7 +103,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         start_timeout=timeout,
         log_secret=secrets.token_bytes(32),
         stream_output=verbose > 0,
-        log_level=_log_level(verbose),
+        log_level=_log_level(verbose) if config.log_level is None else config.log_level,
     )
     started = threading.Event()
     stream = LogStream(stdout, stderr, prefix_output_with_timestamp, started.set)

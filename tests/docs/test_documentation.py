@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from sparkhvd.config import Config, from_environment
+from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,10 +47,29 @@ def test_links_to_files_lead_somewhere(page: str) -> None:
     assert [target for target in targets if not (_ROOT / target).exists()] == []
 
 
-def test_settings_page_lists_every_setting_with_its_default() -> None:
-    page = (_ROOT / "docs/api/settings.md").read_text()
-    rows = re.findall(r"^\| `(SPARKHVD_\w+)` \|[^|]*\| (\d+) \| `(\w+)` \|$", page, re.MULTILINE)
-    assert {field for _, _, field in rows} == {field.name for field in fields(Config)}
-    for variable, default, field in rows:
-        assert getattr(from_environment({variable: "0"}), field) == 0, variable
-        assert getattr(Config(), field) == float(default), variable
+def test_settings_page_lists_every_setting_as_it_is_declared() -> None:
+    rows = [
+        f"| `{variable_of(name)}` | {_names(each.readers)} | {_shown(getattr(Config(), name))} | {each.meaning} |"
+        for name, each in declarations().items()
+    ]
+    assert _table_below("| variable | fallback | default | meaning |") == rows
+
+
+def test_settings_page_lists_every_name_of_horovod_that_has_no_effect() -> None:
+    assert _table_below("| variable | why |") == [f"| `{name}` | {why} |" for name, why in WITHOUT_EFFECT.items()]
+
+
+def _table_below(head: str) -> list[str]:
+    lines = (_ROOT / "docs/api/settings.md").read_text().splitlines()
+    below = lines[lines.index(head) + 2 :]
+    return list(takewhile(lambda line: line.startswith("|"), below))
+
+
+def _names(readers: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in readers)
+
+
+def _shown(default: object) -> str:
+    if default is None or default == "":
+        return ""
+    return f"{float(default):.12g}" if isinstance(default, int | float) else f"`{default}`"

@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from sparkhvd.config import Config, from_environment
+from sparkhvd.config import (
+    WITHOUT_EFFECT,
+    Config,
+    declarations,
+    from_environment,
+    inverted_switch,
+    notice_without_effect,
+)
 from sparkhvd.errors import ConfigError
 
 
@@ -18,7 +27,10 @@ def test_own_names_are_read() -> None:
         "SPARKHVD_CACHE_CAPACITY": "3",
         "SPARKHVD_SHARED_MEMORY": "0",
     }
-    assert from_environment(environment) == Config(2.5, 7.0, 1024, 3, shared_memory=False)
+    want = Config(
+        collective_timeout=2.5, start_timeout=7.0, fusion_threshold=1024, cache_capacity=3, shared_memory=False
+    )
+    assert from_environment(environment) == want
 
 
 @pytest.mark.parametrize(
@@ -28,6 +40,7 @@ def test_own_names_are_read() -> None:
         ("HOROVOD_SPARK_START_TIMEOUT", "start_timeout"),
         ("HOROVOD_FUSION_THRESHOLD", "fusion_threshold"),
         ("HOROVOD_CACHE_CAPACITY", "cache_capacity"),
+        ("HOROVOD_LOG_LEVEL", "log_level"),
     ],
 )
 def test_names_of_horovod_are_a_fallback(name: str, field: str) -> None:
@@ -47,6 +60,51 @@ def test_empty_value_counts_as_not_set() -> None:
 def test_unusable_value_is_refused_with_name_and_value(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"SPARKHVD_START_TIMEOUT='{text}' {problem}"):
         from_environment({"SPARKHVD_START_TIMEOUT": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), ("0", False), ("true", True), ("OFF", False), ("2", True), ("0.0", False)]
+)
+def test_a_switch_is_read_as_c_programs_and_people_write_it(text: str, value: bool) -> None:
+    assert from_environment({"SPARKHVD_SHARED_MEMORY": text}).shared_memory is value
+    assert inverted_switch(text) is not value
+
+
+def test_a_level_is_read_by_its_name_or_number() -> None:
+    assert from_environment({"SPARKHVD_LOG_LEVEL": "Warning"}).log_level == logging.WARNING
+    assert from_environment({"HOROVOD_LOG_LEVEL": "trace"}).log_level == logging.DEBUG
+    assert from_environment({"SPARKHVD_LOG_LEVEL": "20"}).log_level == logging.INFO
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("SPARKHVD_FUSION_THRESHOLD", "1.5", "is not a whole number"),
+        ("HOROVOD_FUSION_THRESHOLD", "64MB", "is not a number"),
+        ("SPARKHVD_SHARED_MEMORY", "maybe", "is neither 1 nor 0"),
+        ("SPARKHVD_LOG_LEVEL", "loud", "is none of trace, debug, info, warning, error, fatal"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(name: str, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='{text}' {problem}"):
+        from_environment({name: text})
+
+
+def test_no_name_is_declared_twice() -> None:
+    declared = [name for each in declarations().values() for name in each.readers] + list(WITHOUT_EFFECT)
+    assert len(declared) == len(set(declared))
+
+
+def test_names_without_effect_are_accepted_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": ""}
+    assert from_environment(environment) == Config()
+    notice_without_effect(environment)
+    assert len(caplog.messages) == 1
+    assert "HOROVOD_CYCLE_TIME (a collective starts when all ranks have submitted it" in caplog.text
+    assert "HOROVOD_CONTROLLER" in caplog.text
+    assert "HOROVOD_CPU_OPERATIONS" not in caplog.text
+    notice_without_effect({})
+    assert len(caplog.messages) == 1
 
 
 def test_process_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

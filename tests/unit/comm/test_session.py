@@ -184,3 +184,20 @@ def test_ranks_know_the_layout_of_their_hosts():
     assert [world.local_rank for world, _ in seen] == [0, 0, 1]
     assert [world.cross_size for world, _ in seen] == [2, 2, 1]
     assert [homogeneous for _, homogeneous in seen] == [False] * 3
+
+
+def test_a_process_without_a_launcher_reads_its_own_environment():
+    script = (
+        "import logging; from sparkhvd.comm import session; session.init(); "
+        "print(session.current()._timeout, logging.getLogger('sparkhvd').level)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"SPARKHVD_COLLECTIVE_TIMEOUT": "7", "HOROVOD_LOG_LEVEL": "error", "HOROVOD_CYCLE_TIME": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert result.stdout.split() == ["7.0", "40"]
+    assert "HOROVOD_CYCLE_TIME (a collective starts when all ranks have submitted it" in result.stderr
