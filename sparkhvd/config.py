@@ -1,7 +1,7 @@
 """Settings of a process, read from the environment in this one place.
 
 Everything else receives the frozen ``Config``. Each field declares its default, how its text is read, what it means,
-and which ``HOROVOD_*`` names are read as a fallback; its own variable is ``SPARKHVD_`` and the field's name in capitals.
+and which ``HOROVOD_*`` names are read as a fallback; its own variable is ``SPARKHVD_`` and its name in capitals.
 A test holds the documentation's page of settings against these declarations.
 """
 
@@ -108,7 +108,7 @@ def setting(
         differing: Horovod's names for the same thing that are read in another way, each with its reader.
     """
     readers = dict.fromkeys(horovod, reader) | dict(differing or {})
-    return cast("T", field(default=default, metadata={"setting": Declaration(meaning, reader, readers)}))
+    return field(default=default, metadata={"setting": Declaration(meaning, reader, readers)})
 
 
 @dataclass(frozen=True)
