@@ -9,6 +9,8 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
+from typing import Protocol
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.client import Client, connect
@@ -47,6 +49,39 @@ class LineBuffer:
         """What is left without a newline."""
         rest, self._rest = self._rest, b""
         return rest
+
+
+class RankLog(Protocol):
+    """Where one rank's output goes."""
+
+    rank: int
+
+    def started(self) -> None:
+        """Say that all ranks of the job run."""
+
+    def write(self, stream: str, content: bytes) -> None:
+        """Pass whole lines on."""
+
+    def close(self) -> None:
+        """Wait until everything has been written."""
+
+
+class HandlerLog:
+    """Output of a rank beside the one who writes it."""
+
+    def __init__(self, handle: Callable[[Message], object], num_proc: int) -> None:
+        self._handle = handle
+        self._num_proc = num_proc
+        self.rank = -1
+
+    def started(self) -> None:
+        self._handle(Started(self._num_proc))
+
+    def write(self, stream: str, content: bytes) -> None:
+        self._handle(Output(self.rank, stream, content))
+
+    def close(self) -> None:
+        return
 
 
 class DriverLog:
@@ -111,7 +146,7 @@ class OutputPump:
     and the pipes hold it.
     """
 
-    def __init__(self, stdout: int, stderr: int, log: DriverLog) -> None:
+    def __init__(self, stdout: int, stderr: int, log: RankLog) -> None:
         self._log = log
         self._streams = {stdout: "stdout", stderr: "stderr"}
         self._buffers = {stdout: LineBuffer(), stderr: LineBuffer()}

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 from sparkhvd.config import changed_environment
-from sparkhvd.task.output import DriverLog, OutputPump
+from sparkhvd.task.output import OutputPump, RankLog
 
 # After the end of a process group: how long a process that left the group may still write to its pipes.
 OUTPUT_SECONDS = 2.0
@@ -29,36 +30,99 @@ class Exited:
     returncode: int
 
 
+class ProcessEnd(Protocol):
+    """The process of a worker, which leads a process group of its own."""
+
+    pid: int
+
+    def wait(self) -> int:
+        """Block until the process has ended, and keep its number from being used again; signals are negative."""
+
+    def release(self) -> None:
+        """Let go of the number of the ended process."""
+
+
+@dataclass(frozen=True)
+class Spawned:
+    """A worker process that was just started. Its owner closes ``control`` and the two descriptors.
+
+    Attributes:
+        process: its end.
+        control: our end of its private socket.
+        stdout: read end of its stdout.
+        stderr: read end of its stderr.
+    """
+
+    process: ProcessEnd
+    control: socket.socket
+    stdout: int
+    stderr: int
+
+
+class ChildProcess:
+    """The end of a child of this process."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def wait(self) -> int:
+        # WNOWAIT leaves a zombie behind that keeps the number of the process group ours until release().
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        killed = status is not None and status.si_code != os.CLD_EXITED
+        code = 0 if status is None else status.si_status
+        return -code if killed else code
+
+    def release(self) -> None:
+        self._process.wait()
+
+
+def spawn_worker(
+    env: Mapping[str, str | None],
+    env_defaults: Mapping[str, str],
+    preload: Sequence[str],
+    executable: str = "",
+) -> Spawned:
+    """Start ``python -m sparkhvd.task.worker`` in a session and process group of its own.
+
+    Args:
+        env: changes to this process's environment; None removes a variable.
+        env_defaults: hold where neither the environment nor ``env`` says anything.
+        preload: modules that the worker imports first.
+        executable: the Python to use; empty is the one that runs this.
+    """
+    own, other = socket.socketpair()
+    with other:
+        process = subprocess.Popen(
+            [executable or sys.executable, "-m", "sparkhvd.task.worker", "--control-fd", str(other.fileno()), *preload],
+            pass_fds=(other.fileno(),),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=changed_environment({"PYTHONPATH": import_path(), **env}, env_defaults),
+        )
+    stdout, stderr = process.stdout, process.stderr
+    if stdout is None or stderr is None:
+        raise ValueError("The worker was started without pipes.")
+    with stdout, stderr:
+        return Spawned(ChildProcess(process), own, os.dup(stdout.fileno()), os.dup(stderr.fileno()))
+
+
 class WorkerProcess:
-    """One worker: ``python -m sparkhvd.task.worker`` in a session and process group of its own.
+    """One worker and the private socket to it.
 
     What it reports, and its end, arrive in ``events``. ``close`` ends the whole process group: nothing survives it.
     """
 
-    def __init__(
-        self,
-        env: Mapping[str, str | None],
-        env_defaults: Mapping[str, str],
-        preload: Sequence[str],
-        log: DriverLog,
-    ) -> None:
+    def __init__(self, spawned: Spawned, log: RankLog) -> None:
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        own, other = socket.socketpair()
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "sparkhvd.task.worker", "--control-fd", str(other.fileno()), *preload],
-                pass_fds=(other.fileno(),),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env=changed_environment({"PYTHONPATH": _import_path(), **env}, env_defaults),
-            )
+        self._process = spawned.process
         self._closed = False
-        self._socket = own
-        self._connection = Connection(os.dup(own.fileno()))
-        self.output = self._make_pump(log)
+        self._socket = spawned.control
+        self._connection = Connection(os.dup(spawned.control.fileno()))
+        self.output = OutputPump(spawned.stdout, spawned.stderr, log)
         self._reader = threading.Thread(target=self._read, name="sparkhvd-worker-reports", daemon=True)
         self._waiter = threading.Thread(target=self._wait, name="sparkhvd-worker-exit", daemon=True)
         self._exited = threading.Event()
@@ -96,17 +160,10 @@ class WorkerProcess:
         # Whoever still holds the other end has left the process group; this wakes the reader all the same.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()
-        self._process.wait()
+        self._process.release()
         self.output.finish(OUTPUT_SECONDS)
         self._connection.close()
         self._socket.close()
-
-    def _make_pump(self, log: DriverLog) -> OutputPump:
-        stdout, stderr = self._process.stdout, self._process.stderr
-        if stdout is None or stderr is None:
-            raise ValueError("The worker was started without pipes.")
-        with stdout, stderr:
-            return OutputPump(os.dup(stdout.fileno()), os.dup(stderr.fileno()), log)
 
     def _read(self) -> None:
         while True:
@@ -116,15 +173,12 @@ class WorkerProcess:
                 return
 
     def _wait(self) -> None:
-        # WNOWAIT leaves a zombie behind that keeps the number of the process group ours until close() has ended it.
-        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        killed = status is not None and status.si_code != os.CLD_EXITED
-        code = 0 if status is None else status.si_status
+        code = self._process.wait()
         # A report that was sent just before the exit comes first.
         self._signal(signal.SIGKILL)
         self._reader.join(1.0)
         self._exited.set()
-        self.events.put(Exited(-code if killed else code))
+        self.events.put(Exited(code))
 
     def _signal(self, number: signal.Signals) -> None:
         try:
@@ -133,6 +187,6 @@ class WorkerProcess:
             return  # nobody is left
 
 
-def _import_path() -> str:
+def import_path() -> str:
     """What this process can import, the worker can: Spark adds the files of ``addPyFile`` to ``sys.path`` only."""
     return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)

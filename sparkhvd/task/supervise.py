@@ -60,12 +60,24 @@ class ServerLost:
 
 @dataclass(frozen=True)
 class Supervision:
-    """One rank's view of the job, and how it reaches the others."""
+    """One rank's view of the job, and how it reaches the others.
+
+    Attributes:
+        rank: which rank this is.
+        host: where it runs.
+        client: connection to the job's rendezvous server.
+        start_deadline: when its worker has to be ready.
+        parent: the process that this one must not outlive, for example a task's executor; 0 when there is none.
+    """
 
     rank: int
     host: str
     client: RendezvousClient
     start_deadline: Deadline
+    parent: int = 0
+
+    def orphaned(self) -> bool:
+        return self.parent != 0 and os.getppid() != self.parent
 
 
 def watch_outcome(client: RendezvousClient, events: queue.SimpleQueue[object]) -> threading.Thread:
@@ -110,14 +122,13 @@ def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
 
 
 def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureReport | Outcome | ServerLost:
-    parent = os.getppid()
     ready = False
     while True:
         limit = _PARENT_CHECK_SECONDS if ready else min(_PARENT_CHECK_SECONDS, job.start_deadline.remaining())
         try:
             event = worker.events.get(timeout=limit)
         except queue.Empty:
-            if os.getppid() != parent:
+            if job.orphaned():
                 return ServerLost("the executor of this task is gone")
             if not ready and job.start_deadline.expired():
                 return FailureReport(job.rank, job.host, "was not ready for fn in time", kind=NOT_STARTED)
@@ -168,12 +179,11 @@ def await_outcome(worker: WorkerProcess, job: Supervision) -> Outcome:
     Raises:
         LaunchError: infrastructure was lost; Spark should run the stage again.
     """
-    parent = os.getppid()
     while True:
         try:
             event = worker.events.get(timeout=_PARENT_CHECK_SECONDS)
         except queue.Empty:
-            if os.getppid() != parent:
+            if job.orphaned():
                 raise _lost(job, ServerLost("the executor of this task is gone")) from None
             continue
         if isinstance(event, Outcome):

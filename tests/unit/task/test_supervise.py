@@ -18,7 +18,7 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.task import supervise as supervising
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog
-from sparkhvd.task.process import OUTPUT_SECONDS, WorkerProcess
+from sparkhvd.task.process import OUTPUT_SECONDS, WorkerProcess, spawn_worker
 from sparkhvd.task.report import NOT_STARTED, FailureReport
 from sparkhvd.task.supervise import (
     OUTCOME,
@@ -47,7 +47,7 @@ def ignore_sigterm_and_stay(path: str) -> None:
 
 @pytest.fixture
 def worker():
-    process = WorkerProcess({}, {}, (), DriverLog(Job(b"", 2)))
+    process = WorkerProcess(spawn_worker({}, {}, ()), DriverLog(Job(b"", 2)))
     process.output.start()
     yield process
     process.close()

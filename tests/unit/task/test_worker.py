@@ -13,7 +13,7 @@ from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.errors import MismatchError, PeerLostError
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog
-from sparkhvd.task.process import Exited, WorkerProcess
+from sparkhvd.task.process import Exited, WorkerProcess, spawn_worker
 from sparkhvd.task.worker import run_payload
 from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned, WorkerSpec
 
@@ -90,7 +90,7 @@ def make_lock():
 
 @pytest.fixture
 def worker():
-    process = WorkerProcess({"MINE": "1"}, {"OMP_NUM_THREADS": "7"}, ("json",), DriverLog(Job(b"", 1)))
+    process = WorkerProcess(spawn_worker({"MINE": "1"}, {"OMP_NUM_THREADS": "7"}, ("json",)), DriverLog(Job(b"", 1)))
     process.output.start()
     yield process
     process.close()
@@ -149,7 +149,7 @@ def test_a_killed_worker_takes_its_own_children_along(worker, tmp_path):
 def test_a_worker_and_its_children_end_when_their_task_is_killed(tmp_path):
     program = (
         "import sys, threading; sys.path.insert(0, sys.argv[1]); import test_worker as t; "
-        "from pathlib import Path; w = t.WorkerProcess({}, {}, (), t.DriverLog(t.Job(b'', 1))); "
+        "from pathlib import Path; w = t.WorkerProcess(t.spawn_worker({}, {}, ()), t.DriverLog(t.Job(b'', 1))); "
         "w.send(t.spec(t.fork_and_stay, sys.argv[2])); Path(sys.argv[3]).write_text(str(w.pid)); "
         "threading.Event().wait()"
     )

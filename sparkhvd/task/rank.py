@@ -1,0 +1,112 @@
+"""One rank of a job, from its spec to its result, whoever started its worker."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.deadline import Deadline
+from sparkhvd.task.assignment import Slot
+from sparkhvd.task.job import RESULT_CAP_BYTES, Job
+from sparkhvd.task.process import WorkerProcess
+from sparkhvd.task.supervise import (
+    NOTE_SECONDS,
+    Outcome,
+    Supervision,
+    await_outcome,
+    conclude,
+    finished_key,
+    left_key,
+    supervise,
+    wait_for_leave,
+    watch_outcome,
+)
+from sparkhvd.task.worker_spec import WorkerSpec
+from sparkhvd.world import World
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who runs what in a job: the same on all its hosts.
+
+    Attributes:
+        slots: one per rank, in rank order.
+        rendezvous: where the ranks and those who watch over them meet.
+        token: the job's secret.
+    """
+
+    slots: tuple[Slot, ...]
+    rendezvous: tuple[str, int]
+    token: bytes = field(repr=False)
+
+
+def worker_spec(job: Job, plan: Plan, slot: Slot, variables: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
+    """What the worker of a slot is told.
+
+    Args:
+        job: the job.
+        plan: who runs what.
+        slot: the rank and its place.
+        variables: more environment variables of this rank.
+    """
+    context = LaunchContext(
+        world=slot.world,
+        rendezvous=(plan.rendezvous,) if slot.world.size > 1 else (),
+        token=plan.token,
+        host_key=slot.offer.host_hash,
+        bind_host=slot.offer.bind_host,
+        config=job.config,
+    )
+    return WorkerSpec(context, job.payload, (*_variables(slot.world, job.log_level), *variables))
+
+
+def accompany(
+    plan: Plan, slot: Slot, worker: WorkerProcess, deadline: Deadline, parent: int | None = None
+) -> bytes | Outcome:
+    """Watch the worker of a slot, then agree with those of the other ranks on the outcome of the job.
+
+    Args:
+        plan: who runs what.
+        slot: the rank and its place.
+        worker: has got its spec; it has ended afterwards.
+        deadline: when it has to be ready for ``fn``.
+        parent: the process that this one must not outlive; None is the one that started it, 0 is none.
+
+    Returns:
+        The pickled result, or the outcome that made it worthless.
+
+    Raises:
+        LaunchError: infrastructure was lost.
+    """
+    rank, size = slot.world.rank, slot.world.size
+    # One connection waits for the outcome all the time, the other one speaks.
+    with (
+        RendezvousClient([plan.rendezvous], plan.token, deadline) as listening,
+        RendezvousClient([plan.rendezvous], plan.token, deadline) as client,
+    ):
+        watcher = watch_outcome(listening, worker.events)
+        try:
+            own_parent = os.getppid() if parent is None else parent
+            supervision = Supervision(rank, slot.offer.host, client, deadline, own_parent)
+            ended = supervise(worker, supervision)
+            length = len(ended) if isinstance(ended, bytes) else 0
+            client.set(finished_key(rank), str(length).encode(), Deadline.after(NOTE_SECONDS))
+            if rank == 0:
+                conclude(client, [one.offer.host for one in plan.slots], RESULT_CAP_BYTES)
+            outcome = ended if isinstance(ended, Outcome) else await_outcome(worker, supervision)
+            client.set(left_key(rank), b"", Deadline.after(NOTE_SECONDS))
+            if rank == 0:
+                wait_for_leave(client, size)
+        finally:
+            listening.close()
+            watcher.join()
+    return ended if outcome.failure is None else outcome
+
+
+def _variables(world: World, log_level: int) -> tuple[tuple[str, str], ...]:
+    """What a rank's environment says about its place, for scripts and libraries that look there."""
+    places = {f"SPARKHVD_{name.upper()}": str(value) for name, value in asdict(world).items()}
+    places |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(log_level)}
+    return tuple(places.items())
