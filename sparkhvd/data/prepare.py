@@ -17,14 +17,14 @@ import re
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from sparkhvd.data.facts import ColumnFacts, FileFacts, SplitValue, check_rows, checked_schema, size_columns
 from sparkhvd.data.manifest import DataFile, Manifest, Split
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, source
-from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError
+from sparkhvd.errors import ConfigError, DataError, SparkHvdError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -38,12 +38,9 @@ logger = logging.getLogger(__name__)
 ROW_GROUP_BYTES = 16 * 1024 * 1024
 
 _SPLIT = RESERVED_PREFIX + "split"
-_SIZE = RESERVED_PREFIX + "size_"
 _ROW = RESERVED_PREFIX + "row"
 # Spark names files by task and by their number within the task; tasks are in DataFrame order.
 _PART = re.compile(r"part-(\d+)-.*[.-]c(\d+)\.(?:\w+\.)?parquet")
-
-_SplitValue = Literal["train", "validation", "null", "other"]
 
 
 def prepare(df: DataFrame, selection: Selection, store: Store, *, num_proc: int, seed: int) -> Manifest:
@@ -77,11 +74,17 @@ def prepare(df: DataFrame, selection: Selection, store: Store, *, num_proc: int,
     try:
         _write(df, selection, store.spark_url(layout.dataset_rows_folder(dataset_id)), seed)
         files = _read_footers(store, dataset_id, selection.schema)
-        _check_rows(files, selection, store, num_proc)
+        check_rows(
+            files,
+            selection,
+            num_proc,
+            f" (nothing was written to {store.url}). If it should have, check that the driver and all executors share "
+            "this folder",
+        )
         manifest = Manifest(
             dataset_id=dataset_id,
             folder=layout.dataset_folder(dataset_id),
-            schema=_checked_schema(selection.schema, files),
+            schema=checked_schema(selection.schema, files),
             train=_split(files, "train"),
             validation=None if selection.validation is None else _split(files, "validation"),
             seed=seed,
@@ -116,7 +119,7 @@ def prepared(df: DataFrame, selection: Selection, seed: int) -> DataFrame:
     else:
         rows = df.select(*chosen)
         rows = rows.select("*", _split_by_fraction(columns, selection.validation, seed).alias(_SPLIT))
-    sizes = [functions.array_size(source(column.name)).alias(name) for column, name in _size_columns(columns)]
+    sizes = [functions.array_size(source(column.name)).alias(name) for column, name in size_columns(columns)]
     return rows.select(*(source(column.name) for column in columns), *sizes, *map(source, rows.columns[len(columns) :]))
 
 
@@ -141,11 +144,6 @@ def _write(df: DataFrame, selection: Selection, url: str, seed: int) -> None:
     writer.parquet(url)
 
 
-def _size_columns(columns: Sequence[ColumnSpec]) -> list[tuple[ColumnSpec, str]]:
-    arrays = [column for column in columns if column.kind != "scalar"]
-    return [(column, f"{_SIZE}{index}") for index, column in enumerate(arrays)]
-
-
 def _split_by_fraction(columns: Sequence[ColumnSpec], fraction: float, seed: int) -> Column:
     from pyspark.sql import functions  # noqa: PLC0415
 
@@ -165,34 +163,16 @@ def _split_by_column(df: DataFrame, name: str) -> Column:
     return unknown.when(value == 1, "validation").when(value == 0, "train").otherwise("other")
 
 
-@dataclass(frozen=True)
-class _Column:
-    """What the footer of one file tells of one column."""
-
-    nulls: int
-    low: int | None = None
-    high: int | None = None
-
-
-@dataclass(frozen=True)
-class _File:
-    path: str
-    split: _SplitValue
-    place: tuple[int, int]
-    row_groups: tuple[int, ...]
-    columns: tuple[_Column, ...]
-
-
-def _read_footers(store: Store, dataset_id: str, schema: DataSchema) -> list[_File]:
+def _read_footers(store: Store, dataset_id: str, schema: DataSchema) -> list[FileFacts]:
     folder = layout.dataset_folder(dataset_id)
     paths = [path for path in store.list(layout.dataset_rows_folder(dataset_id)) if path.endswith(".parquet")]
-    width = len(schema.columns) + len(_size_columns(schema.columns))
+    width = len(schema.columns) + len(size_columns(schema.columns))
     with ThreadPoolExecutor(16, thread_name_prefix="sparkhvd-footers") as pool:
         files = list(pool.map(lambda path: _read_footer(store, folder, path, width), paths))
     return sorted((file for file in files if any(file.row_groups)), key=lambda file: (file.place, file.path))
 
 
-def _read_footer(store: Store, folder: str, path: str, width: int) -> _File:
+def _read_footer(store: Store, folder: str, path: str, width: int) -> FileFacts:
     import pyarrow as pa  # noqa: PLC0415  (heavy)
     from pyarrow import parquet  # noqa: PLC0415
 
@@ -209,13 +189,13 @@ def _read_footer(store: Store, folder: str, path: str, width: int) -> _File:
     if any(part is None or not part.has_null_count for column in chunks for part in column):
         raise DataError(f"{store.url}/{path} has no statistics; allow Spark to write them (parquet.column.statistics).")
     split = re.search(rf"/{_SPLIT}=(\w+)/", path)
-    return _File(
+    return FileFacts(
         path=path.removeprefix(folder + "/"),
         split=split[1] if split else "train",  # type: ignore[arg-type]  # the values of the split expressions
         place=(int(name[1]), int(name[2])),
         row_groups=tuple(group.num_rows for group in groups),
         columns=tuple(
-            _Column(
+            ColumnFacts(
                 sum(part.null_count for part in column),
                 min((part.min for part in column if part.has_min_max), default=None),
                 max((part.max for part in column if part.has_min_max), default=None),
@@ -225,74 +205,5 @@ def _read_footer(store: Store, folder: str, path: str, width: int) -> _File:
     )
 
 
-def _rows(files: Sequence[_File], split: _SplitValue) -> int:
-    return sum(sum(file.row_groups) for file in files if file.split == split)
-
-
-def _split(files: Sequence[_File], split: _SplitValue) -> Split:
+def _split(files: Sequence[FileFacts], split: SplitValue) -> Split:
     return Split(tuple(DataFile(file.path, file.row_groups) for file in files if file.split == split))
-
-
-def _check_rows(files: Sequence[_File], selection: Selection, store: Store, num_proc: int) -> None:
-    if not files:
-        raise DataError(
-            f"The DataFrame has no rows to train on (nothing was written to {store.url}). If it should have, check "
-            "that the driver and all executors share this folder."
-        )
-    by = selection.validation
-    nulls, others = _rows(files, "null"), _rows(files, "other")
-    if nulls or others:
-        raise DataError(
-            f"Validation column {by!r} has {nulls} rows with NULL and {others} rows with another value than 0 and 1; "
-            "it must be true (1) for the rows to hold out and false (0) for the rows to train on."
-        )
-    train, held_out = _rows(files, "train"), _rows(files, "validation")
-    rule = f"validation column {by!r}" if isinstance(by, str) else f"validation={by}"
-    if not train:
-        raise DataError(f"No row is left to train on: {rule} holds out all {held_out} rows.")
-    if by is not None and not held_out:
-        raise DataError(
-            f"No row is held out: {rule} selects none of {train} rows. Take a larger fraction, a column that is 1 for "
-            "some rows, another seed, or validation=None. (A fraction decides by content: equal rows go together.)"
-        )
-    if train < num_proc:
-        raise DataError(
-            f"There are {train} rows to train on but num_proc is {num_proc}; every rank needs at least one row. "
-            "Lower num_proc or give more rows."
-        )
-
-
-def _checked_schema(schema: DataSchema, files: Sequence[_File]) -> DataSchema:
-    """The schema with all shapes, or the error that says which column cannot be trained on."""
-    size_of = {column.name: len(schema.columns) + i for i, (column, _) in enumerate(_size_columns(schema.columns))}
-    known = []
-    for index, column in enumerate(schema.columns):
-        nulls = sum(file.columns[size_of.get(column.name, index)].nulls for file in files)
-        if nulls:
-            raise DataError(
-                f"Column {column.name!r} ({column.role}) has {nulls} NULL values. Drop these rows "
-                f"(df.dropna(subset=[{column.name!r}])) or fill them (df.fillna)."
-            )
-        if column.kind != "scalar":
-            known.append(_with_shape(column, [file.columns[size_of[column.name]] for file in files]))
-            # Every array has the same length above 0 here, so what is NULL in its elements' column is an element.
-            inside = sum(file.columns[index].nulls for file in files)
-            if inside:
-                raise DataError(
-                    f"Column {column.name!r} ({column.role}) has {inside} NULL values inside its arrays. Replace them, "
-                    "for example with pyspark.sql.functions.transform and coalesce."
-                )
-    return schema.replaced(known)
-
-
-def _with_shape(column: ColumnSpec, sizes: Sequence[_Column]) -> ColumnSpec:
-    low = min(size.low for size in sizes if size.low is not None)
-    high = max(size.high for size in sizes if size.high is not None)
-    if low != high:
-        raise SchemaError(
-            f"Column {column.name!r} ({column.role}) has rows of length {low} and {high}; all rows of an array or "
-            "vector column need the same length. Pad or cut them."
-        )
-    if high == 0:
-        raise SchemaError(f"Column {column.name!r} ({column.role}) holds only empty arrays. Leave it out.")
-    return replace(column, shape=(high,))
