@@ -1,4 +1,4 @@
-"""The communicator of this process: ``init()``, ``shutdown()``, ``current()``.
+"""The communicator of this process: ``init()``, ``shutdown()``, ``current()``, and this process's place in its job.
 
 This holds the one mutable variable of the package, because ``hvd.init()`` and ``hvd.rank()`` are functions by contract.
 """
@@ -89,3 +89,38 @@ def current() -> Communicator:
             raise NotInitializedError("sparkhvd has been shut down; call hvd.init() to connect the ranks again.")
         raise NotInitializedError("sparkhvd has not been initialized; call hvd.init() first.")
     return communicator
+
+
+def rank() -> int:
+    """This process's number among all ranks, from 0."""
+    return current().world.rank
+
+
+def size() -> int:
+    """The number of ranks."""
+    return current().world.size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host, from 0."""
+    return current().world.local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return current().world.local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts that have a rank with this local rank."""
+    return current().world.cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a rank with this local rank."""
+    return current().world.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks."""
+    return current().homogeneous

@@ -5,10 +5,20 @@ Names and meanings follow Horovod's, so that scripts written for it run after ch
 
 from __future__ import annotations
 
-from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
-from sparkhvd.comm.session import init, is_initialized, shutdown
+from sparkhvd.comm.session import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from sparkhvd.torch.differentiable import allgather, allreduce, broadcast
 from sparkhvd.torch.operations import (
     allgather_async,
@@ -67,38 +77,3 @@ __all__ = [
     "size",
     "synchronize",
 ]
-
-
-def rank() -> int:
-    """This process's number among all ranks, from 0."""
-    return session.current().world.rank
-
-
-def size() -> int:
-    """The number of ranks."""
-    return session.current().world.size
-
-
-def local_rank() -> int:
-    """This process's number among the ranks of its host, from 0."""
-    return session.current().world.local_rank
-
-
-def local_size() -> int:
-    """The number of ranks on this host."""
-    return session.current().world.local_size
-
-
-def cross_rank() -> int:
-    """This host's number among the hosts that have a rank with this local rank."""
-    return session.current().world.cross_rank
-
-
-def cross_size() -> int:
-    """The number of hosts that have a rank with this local rank."""
-    return session.current().world.cross_size
-
-
-def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
-    return session.current().homogeneous
