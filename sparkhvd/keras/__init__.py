@@ -1,0 +1,1 @@
+"""Distributed Keras 3: ``import sparkhvd.keras as hvd``."""

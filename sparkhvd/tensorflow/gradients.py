@@ -1,0 +1,103 @@
+"""The exchange of gradients: one call into the core for all gradients of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.errors import ConfigError
+from sparkhvd.tensorflow.compression import Compression, Compressor
+from sparkhvd.tensorflow.operations import allreduce, grouped_allreduce
+from sparkhvd.tensorflow.tensors import as_written
+
+
+@dataclass(frozen=True)
+class GradientExchange:
+    """How the gradients of a step are combined over the ranks.
+
+    Attributes:
+        name: tells several exchanges of one program apart; equal on all ranks.
+        compression: what gradients travel as.
+        sparse_as_dense: whether ``tf.IndexedSlices`` are made dense; otherwise their rows are gathered.
+        op: ``Average`` or ``Sum``.
+        predivide: with ``Average``, divides before the sum and multiplies after it.
+    """
+
+    name: str
+    compression: Compressor = Compression.none
+    sparse_as_dense: bool = False
+    op: ReduceOp = ReduceOp.AVERAGE
+    predivide: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
+            raise ConfigError(f"Gradients can be combined with op=Average or op=Sum, not {self.op}.")
+        if not self.predivide > 0:
+            raise ConfigError(f"gradient_predivide_factor={self.predivide} is not positive.")
+        if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
+            raise ConfigError(f"gradient_predivide_factor={self.predivide} needs op=Average, not {self.op}.")
+
+    @as_written
+    def reduce(self, gradients: Sequence[Any]) -> list[Any]:
+        """The combined gradients, in the same order; None stays None."""
+        if self.sparse_as_dense:
+            gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
+        reduced = list(gradients)
+        dense = [index for index, gradient in enumerate(gradients) if tf.is_tensor(gradient) and not _sparse(gradient)]
+        results = grouped_allreduce(
+            [gradients[index] for index in dense],
+            compression=self.compression,
+            op=self.op,
+            prescale_factor=1.0 / self.predivide,
+            postscale_factor=self.predivide,
+            name=self.name,
+        )
+        for index, result in zip(dense, results, strict=True):
+            reduced[index] = result
+        for index, gradient in enumerate(gradients):
+            if _sparse(gradient):
+                reduced[index] = allreduce(gradient, op=self.op, name=f"{self.name}.sparse.{index}")
+        return reduced
+
+
+def DistributedGradientTape(  # noqa: N802  the name is Horovod's
+    gradtape: tf.GradientTape,
+    compression: Compressor = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+) -> tf.GradientTape:
+    """A tape like ``gradtape`` whose ``gradient()`` gives the gradients of all ranks.
+
+    Args:
+        gradtape: the tape to wrap; use only the result afterwards.
+        compression: what gradients travel as.
+        sparse_as_dense: whether the gradients of embeddings are made dense first.
+        op: ``Average`` or ``Sum``.
+        gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
+
+    Example:
+        >>> with tf.GradientTape() as tape:
+        ...     loss = loss_of(model(features), labels)
+        >>> tape = hvd.DistributedGradientTape(tape)
+        >>> gradients = tape.gradient(loss, model.trainable_variables)
+    """
+    exchange = GradientExchange("gradient_tape", compression, sparse_as_dense, op, gradient_predivide_factor)
+    plain = type(gradtape)
+
+    @as_written
+    def gradient(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain.gradient(self, target, sources, *args, **kwargs)
+        flat = tf.nest.flatten(found, expand_composites=False)
+        return tf.nest.pack_sequence_as(found, exchange.reduce(flat))
+
+    gradtape.__class__ = type(plain.__name__, (plain,), {"gradient": gradient, "__module__": plain.__module__})
+    return gradtape
+
+
+def _sparse(gradient: object) -> bool:
+    return isinstance(gradient, tf.IndexedSlices)

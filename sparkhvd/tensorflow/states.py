@@ -1,0 +1,66 @@
+"""Variables and Python objects from one rank to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from sparkhvd.comm import objects, session
+from sparkhvd.comm.buffers import Array
+from sparkhvd.tensorflow.tensors import array_of, as_written, outside_graph
+
+T = TypeVar("T")
+
+
+@as_written
+def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
+    """Overwrite variables with those of ``root_rank``; inside a graph, at every run.
+
+    Args:
+        variables: TensorFlow or Keras variables, the same on all ranks in the same order.
+        root_rank: the rank whose values count.
+    """
+    targets = [_native(variable) for variable in variables]
+
+    def run(*values: tf.Tensor) -> list[Array]:
+        communicator = session.current()
+        handles = [
+            communicator.broadcast_async(
+                array_of(value, f"Variable {index}"), root_rank, name=f"broadcast_variables.{index}"
+            )
+            for index, value in enumerate(values)
+        ]
+        return [handle.wait() for handle in handles]
+
+    values = [tf.convert_to_tensor(target) for target in targets]
+    received = outside_graph(run, values, [(value.dtype, value.shape) for value in values])
+    for target, value in zip(targets, received, strict=True):
+        target.assign(value)
+
+
+def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:
+    """The object of ``root_rank``, on every rank; what the other ranks pass is ignored.
+
+    Args:
+        obj: any object that cloudpickle takes.
+        root_rank: the rank whose object counts.
+        name: the operation's name, equal on all ranks.
+    """
+    return objects.broadcast_object(session.current(), obj, root_rank, name=name or "broadcast_object")
+
+
+def allgather_object(obj: T, name: str | None = None) -> list[T]:
+    """The objects of all ranks, in rank order, on every rank.
+
+    Args:
+        obj: any object that cloudpickle takes.
+        name: the operation's name, equal on all ranks.
+    """
+    return objects.allgather_object(session.current(), obj, name=name or "allgather_object")
+
+
+def _native(variable: Any) -> tf.Variable:
+    """The TensorFlow variable inside a Keras one."""
+    return variable if isinstance(variable, tf.Variable) else variable.value

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sparkhvd.tensorflow as hvd
+from tests.ranks import RankGroup
+
+DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(2, imports=("tensorflow", "sparkhvd.tensorflow")) as started:
+        yield started
+
+
+# What the ranks do.
+
+
+def graph(function):
+    """A ``tf.function``; AutoGraph would look for source code that these ranks do not have."""
+    return tf.function(function, autograph=False)
+
+
+def reduce_every_dtype():
+    for name in DTYPES:
+        for shape in [(), (0,), (5,), (3, 4)]:
+            mine = tf.cast(tf.fill(shape, hvd.rank() + 1), name)
+            for op, want in [(hvd.Sum, 3), (hvd.Min, 1), (hvd.Max, 2), (hvd.Product, 2)]:
+                result = hvd.allreduce(mine, op=op)
+                assert result.dtype == mine.dtype
+                assert np.array_equal(result.numpy(), np.full(shape, want).astype(result.numpy().dtype)), (name, op)
+            assert np.array_equal(mine.numpy(), np.full(shape, hvd.rank() + 1).astype(mine.numpy().dtype))
+    assert hvd.allreduce(tf.constant([True, False]), op=hvd.Max).numpy().tolist() == [True, False]
+
+
+def agree(operation, tensor):
+    """The result of an operation in eager mode and inside a graph, which is the same."""
+    eager = operation(tensor)
+    traced = graph(operation)(tensor)
+    assert np.array_equal(eager.numpy(), traced.numpy()), (eager, traced)
+    return eager.numpy().tolist()
+
+
+def reduce_in_every_mode():
+    mine = tf.fill([3], float(hvd.rank()))
+    assert agree(hvd.allreduce, mine) == [0.5] * 3
+    assert agree(lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=5.0), mine) == [10.0] * 3
+    assert agree(lambda t: hvd.allreduce(t, compression=hvd.Compression.fp16), mine) == [0.5] * 3
+    both = graph(lambda t: hvd.grouped_allreduce([t, 2 * t], op=hvd.Sum))(mine)
+    assert [value.numpy().tolist() for value in both] == [[1.0] * 3, [2.0] * 3]
+
+
+def gather_and_broadcast():
+    mine = tf.fill([hvd.rank() + 1, 2], hvd.rank())
+    assert agree(hvd.allgather, mine) == [[0, 0], [1, 1], [1, 1]]
+    assert agree(lambda t: hvd.broadcast(t, 1), tf.fill([2], hvd.rank())) == [1, 1]
+    hvd.barrier()
+
+
+def differentiate(in_graph):
+    """Every rank's loss is `rank + 1` times a weighted sum of the result, so gradients differ between ranks."""
+    factor = hvd.rank() + 1.0
+
+    def gradient_of(operation, rows=3):
+        mine = tf.ones([rows])
+        with tf.GradientTape() as tape:
+            tape.watch(mine)
+            result = operation(mine)
+            loss = tf.reduce_sum(result * tf.range(1.0, tf.cast(tf.size(result), tf.float32) + 1.0)) * factor
+        return tape.gradient(loss, mine)
+
+    run = graph(gradient_of) if in_graph else gradient_of
+    assert run(hvd.allreduce).numpy().tolist() == [1.5, 3.0, 4.5]
+    assert run(lambda t: hvd.allreduce(t, op=hvd.Sum)).numpy().tolist() == [3.0, 6.0, 9.0]
+    gathered = run(hvd.allgather, 2).numpy().tolist()
+    assert gathered == ([1.5, 3.0] if hvd.rank() == 0 else [4.5, 6.0])
+    sent = run(lambda t: hvd.broadcast(t, 0)).numpy().tolist()
+    assert sent == ([1.5, 3.0, 4.5] if hvd.rank() == 0 else [0.0] * 3)
+
+
+def reduce_slices():
+    rank = hvd.rank()
+    slices = tf.IndexedSlices(tf.fill([2, 3], float(rank + 1)), tf.constant([rank, 2]), tf.constant([4, 3]))
+    mean = tf.convert_to_tensor(hvd.allreduce(slices)).numpy()
+    assert mean[:, 0].tolist() == [0.5, 1.0, 1.5, 0.0]
+
+
+def train_with_tape(in_graph, sparse_as_dense):
+    """Two ranks with half the rows each learn what one process learns from all rows."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 7, 16)
+    targets = rng.normal(size=(16, 4)).astype(np.float32)
+
+    def trained(rows, wrap):
+        table = tf.Variable(tf.reshape(tf.range(28.0) / 28, [7, 4]))
+        weights = tf.Variable(tf.eye(4))
+
+        def step():
+            with tf.GradientTape() as tape:
+                found = tf.matmul(tf.gather(table, ids[rows]), weights)
+                loss = tf.reduce_mean((found - targets[rows]) ** 2)
+            gradients = wrap(tape).gradient(loss, [table, weights])
+            for variable, gradient in zip([table, weights], gradients, strict=True):
+                variable.assign_sub(0.5 * tf.convert_to_tensor(gradient))
+
+        run = graph(step) if in_graph else step
+        for _ in range(4):
+            run()
+        return table.numpy(), weights.numpy()
+
+    wrap = lambda tape: hvd.DistributedGradientTape(tape, sparse_as_dense=sparse_as_dense)  # noqa: E731
+    alone = trained(slice(None), lambda tape: tape)
+    together = trained(slice(hvd.rank() * 8, hvd.rank() * 8 + 8), wrap)
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def spread_state():
+    variable = tf.Variable([float(hvd.rank())])
+    hvd.broadcast_variables([variable], root_rank=1)
+    assert variable.numpy().tolist() == [1.0]
+    graph(lambda: hvd.broadcast_variables([variable], root_rank=0))()
+    assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
+    assert hvd.allgather_object(hvd.rank()) == [0, 1]
+
+
+# The tests.
+
+
+def test_every_dtype_is_reduced_by_every_operator(group):
+    group.run(reduce_every_dtype)
+
+
+def test_eager_mode_and_graphs_give_the_same(group):
+    group.run(reduce_in_every_mode)
+    group.run(gather_and_broadcast)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_collectives_have_gradients(group, in_graph):
+    group.run(differentiate, in_graph)
+
+
+def test_slices_are_gathered_and_add_up(group):
+    group.run(reduce_slices)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("sparse_as_dense", [False, True], ids=["sparse", "dense"])
+def test_a_distributed_tape_makes_ranks_one_big_batch(group, in_graph, sparse_as_dense):
+    group.run(train_with_tape, in_graph, sparse_as_dense)
+
+
+def test_variables_and_objects_travel(group):
+    group.run(spread_state)
