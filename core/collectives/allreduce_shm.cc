@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "collectives/combine_slots.h"
 #include "collectives/kernels.h"
 #include "collectives/slices.h"
 
@@ -19,20 +20,6 @@ constexpr size_t kSmallBytes = size_t{32} << 10;
 // What a round moves: its share of the source, the target and everybody's slot stay in the
 // second-level cache.
 constexpr size_t kChunkBytes = size_t{256} << 10;
-
-// Combines what all members have in their slots, from element `begin` on, into `target`: in member
-// order, so that a result doesn't depend on who computes it.
-void CombineSlots(const ArenaSteps& steps, const ArenaSteps::Round& round,
-                  const Reduction& reduction, std::byte* target, Slice slice) {
-  const size_t offset = slice.begin * SizeOf(reduction.dtype);
-  Combine(reduction.dtype, reduction.op, target, round.Slot(0) + offset, round.Slot(1) + offset,
-          slice.count);
-  for (int member = 2; member < steps.count(); ++member) {
-    Combine(reduction.dtype, reduction.op, target, target, round.Slot(member) + offset,
-            slice.count);
-  }
-  Finish(reduction, steps.count(), target, slice.count);
-}
 
 // One step: write the own contribution, then read all of them.
 Status AllreduceSmall(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,

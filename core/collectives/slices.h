@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 namespace sparkhvd {
 
@@ -24,6 +25,13 @@ inline Slice SliceOf(size_t count, int parts, int index, size_t grain = 1) {
   const size_t begin = first * grain < count ? first * grain : count;
   const size_t end = (first + length) * grain < count ? (first + length) * grain : count;
   return Slice{begin, end - begin};
+}
+
+// All of them, in order.
+inline std::vector<Slice> EvenSlices(size_t count, int parts, size_t grain = 1) {
+  std::vector<Slice> slices;
+  for (int index = 0; index < parts; ++index) slices.push_back(SliceOf(count, parts, index, grain));
+  return slices;
 }
 
 }  // namespace sparkhvd

@@ -1,0 +1,41 @@
+// The two halves of the ring algorithms, over slices of any lengths.
+#pragma once
+
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/span.h"
+#include "base/status.h"
+#include "collectives/reduction.h"
+#include "collectives/slices.h"
+#include "transport/transport.h"
+
+namespace sparkhvd {
+
+// What travels around the ring: one slice of `data` per rank.
+struct Ring {
+  Transport& transport;
+  const Reduction& reduction;
+  std::byte* data;
+  const std::vector<Slice>& slices;  // by rank
+  Deadline deadline;
+
+  int size() const { return transport.size(); }
+  int Neighbour(int distance) const { return (transport.rank() + distance + size()) % size(); }
+  // The slice that is `distance` places after the own one.
+  Slice SliceAt(int distance) const { return slices[static_cast<size_t>(Neighbour(distance))]; }
+  size_t width() const { return SizeOf(reduction.dtype); }
+  Bytes View(Slice slice) const {
+    return Bytes(data + slice.begin * width(), slice.count * width());
+  }
+};
+
+// Combines the contributions of all ranks (not the average's division) until every rank holds its
+// own slice complete; what the other slices hold afterwards is of no use. `scratch` is working
+// memory of the caller, grown as needed and worth keeping.
+Status RingReduceScatter(const Ring& ring, std::vector<std::byte>& scratch);
+
+// Gives every rank the slices that the others hold.
+Status RingGather(const Ring& ring);
+
+}  // namespace sparkhvd
