@@ -108,11 +108,22 @@ class Engine:
     def counters(self) -> dict[str, int]:
         """Monotonic counts by name.
 
-        ``operations``, ``bytes``, ``cycles``, ``cache_hits``, ``fused_buffers``, ``negotiation_us``, ``collective_us``.
+        ``operations``, ``bytes``, ``cycles``, ``cache_hits``, ``fused_buffers``; the engine's time by phase,
+        ``negotiation_us`` and ``collective_us`` (``fusion_copy_us`` of it for copies); ``queue_us`` summed over
+        operations; and ``allreduce.operations``, ``allreduce.bytes`` and so on for every kind that has run.
         """
+
+    def start_timeline(self, path: str, recording: str, mark_cycles: bool) -> None:
+        """Record into ``path``, with the other ranks of this host that are given the same ``recording``."""
+
+    def stop_timeline(self) -> None:
+        """Write what is left of the recording; does nothing when none is on."""
 
     def local_ranks(self) -> list[int]:
         """The ranks that this one shares memory with, itself included (just itself where shared memory failed)."""
+
+    def host_ranks(self) -> list[int]:
+        """The ranks with this one's ``host_key``, itself included."""
 
     def abort(self, why: str) -> None:
         """End every pending and future operation here and on all peers with ``aborted: why``."""

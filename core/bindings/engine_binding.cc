@@ -240,9 +240,28 @@ py::dict CountersOf(PyEngine& self) {
   result["cycles"] = counters.cycles.load();
   result["cache_hits"] = counters.cache_hits.load();
   result["fused_buffers"] = counters.fused_buffers.load();
+  result["queue_us"] = counters.queue_us.load();
   result["negotiation_us"] = counters.negotiation_us.load();
   result["collective_us"] = counters.collective_us.load();
+  result["fusion_copy_us"] = counters.fusion_copy_us.load();
+  for (size_t kind = 0; kind < counters.by_kind.size(); ++kind) {
+    const KindCounters& of_kind = counters.by_kind[kind];
+    if (of_kind.operations.load() == 0) continue;
+    const std::string name = Name(static_cast<OperationKind>(kind));
+    result[py::str(name + ".operations")] = of_kind.operations.load();
+    result[py::str(name + ".bytes")] = of_kind.bytes.load();
+  }
   return result;
+}
+
+void StartTimeline(PyEngine& self, const std::string& path, const std::string& recording,
+                   bool mark_cycles) {
+  TimelineOptions options;
+  options.path = path;
+  options.recording = recording;
+  options.rank = self.engine().rank();
+  options.mark_cycles = mark_cycles;
+  Check(self.engine().timeline().Start(options));
 }
 
 void Shutdown(PyEngine& self, double timeout_s) {
@@ -295,6 +314,12 @@ void RegisterEngine(py::module_& module) {
            arg("dtype"), arg("root"), arg("keep_alive") = py::none())
       .def("barrier", &Barrier, arg("name"))
       .def("counters", &CountersOf)
+      .def("start_timeline", &StartTimeline, arg("path"), arg("recording"), arg("mark_cycles"),
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "stop_timeline", [](PyEngine& self) { Check(self.engine().timeline().Stop()); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("host_ranks", [](PyEngine& self) { return self.engine().host_ranks(); })
       .def("local_ranks", [](PyEngine& self) { return self.engine().local_ranks(); })
       .def(
           "abort", [](PyEngine& self, const std::string& why) { self.engine().Abort(why); },

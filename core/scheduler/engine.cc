@@ -56,8 +56,9 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       rank_(mesh_.transport->rank()),
       size_(mesh_.transport->size()),
       local_ranks_(LocalRanks(mesh_)),
+      host_ranks_(mesh_.host_ranks),
       negotiation_(*mesh_.transport, config.cache_capacity, config.collective_timeout_s),
-      execution_(mesh_),
+      execution_(mesh_, timeline_, counters_),
       thread_([this] { Main(); }) {}
 
 Engine::~Engine() {
@@ -81,6 +82,7 @@ Result<std::shared_ptr<Operation>> Engine::Submit(Request request, const std::by
                         ": an operation of this name is in flight already; wait for it "
                         "or give this one another name");
     }
+    if (timeline_.on()) timeline_.Begin(kept.name, Name(kept.kind), operation->bytes());
     queue_.push_back(operation);
   }
   wake_.notify_one();
@@ -165,7 +167,9 @@ Status Engine::RunCycle(const std::vector<OperationPointer>& submitted) {
   for (const OperationPointer& operation : submitted) {
     requests.push_back(&operation->request());
     pending_[operation->request().name] = operation;
+    counters_.queue_us += MicrosecondsSince(operation->submitted());
   }
+  EnterAll(submitted, Phase::kNegotiate);
   const RequestMessage report = negotiation_.Report(requests);
   const auto start = Clock::now();
   Result<ResponseMessage> response = negotiation_.Cycle(report);
@@ -173,6 +177,7 @@ Status Engine::RunCycle(const std::vector<OperationPointer>& submitted) {
   ++counters_.cycles;
   counters_.cache_hits += report.cached.size();
   counters_.negotiation_us += MicrosecondsSince(start);
+  if (timeline_.on()) timeline_.MarkCycle();
 
   const Result<std::vector<Ready>> ready = Resolve(response.value());
   SHVD_TRY(ready.status());
@@ -213,7 +218,10 @@ Result<std::vector<Engine::Ready>> Engine::Resolve(const ResponseMessage& respon
 
 Status Engine::Execute(const std::vector<Ready>& ready) {
   std::vector<const Request*> requests;
-  for (const Ready& entry : ready) requests.push_back(&entry.operation->request());
+  for (const Ready& entry : ready) {
+    requests.push_back(&entry.operation->request());
+    EnterAll({entry.operation}, Phase::kWait);
+  }
   Status failure;
   for (const std::vector<size_t>& positions : PlanFusion(requests, config_.fusion_threshold)) {
     std::vector<OperationPointer> group;
@@ -245,12 +253,23 @@ void Engine::Complete(const OperationPointer& operation, const Status& status) {
   if (status.ok()) {
     ++counters_.operations;
     counters_.bytes += operation->bytes();
+    KindCounters& kind = counters_.OfKind(operation->request().kind);
+    ++kind.operations;
+    kind.bytes += operation->bytes();
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     in_flight_.erase(operation->request().name);
   }
+  if (timeline_.on()) timeline_.End(operation->request().name, status.message());
   operation->Complete(status);
+}
+
+void Engine::EnterAll(const std::vector<OperationPointer>& operations, Phase phase) {
+  if (!timeline_.on()) return;
+  for (const OperationPointer& operation : operations) {
+    timeline_.Enter(operation->request().name, phase);
+  }
 }
 
 void Engine::End(const Status& why) {

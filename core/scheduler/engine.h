@@ -18,9 +18,11 @@
 #include "base/deadline.h"
 #include "base/status.h"
 #include "rendezvous/key_value_store.h"
+#include "scheduler/counters.h"
 #include "scheduler/execution.h"
 #include "scheduler/negotiation.h"
 #include "scheduler/operation.h"
+#include "timeline/timeline.h"
 #include "transport/mesh.h"
 
 namespace sparkhvd {
@@ -38,16 +40,6 @@ struct FailureBoard {
   std::string scope;                     // unique per engine of a job
 };
 
-struct Counters {
-  std::atomic<uint64_t> operations{0};
-  std::atomic<uint64_t> bytes{0};
-  std::atomic<uint64_t> cycles{0};
-  std::atomic<uint64_t> cache_hits{0};
-  std::atomic<uint64_t> fused_buffers{0};
-  std::atomic<uint64_t> negotiation_us{0};
-  std::atomic<uint64_t> collective_us{0};
-};
-
 // Ranks run cycles in lockstep. A rank enters a cycle as soon as it has submitted something or
 // waits for something, and the cycle lasts until all ranks have entered it, so nobody waits for a
 // tick and an idle job costs nothing. When a cycle brought nothing new to anybody (every rank waits
@@ -63,7 +55,9 @@ class Engine {
   int rank() const { return rank_; }
   int size() const { return size_; }
   const std::vector<int>& local_ranks() const { return local_ranks_; }
+  const std::vector<int>& host_ranks() const { return host_ranks_; }
   const Counters& counters() const { return counters_; }
+  Timeline& timeline() { return timeline_; }
 
   // The caller keeps the buffers alive until the operation is done. Fails with kInvalidArgument for
   // a request that cannot work or a name that is in flight already, and with the engine's failure
@@ -92,6 +86,7 @@ class Engine {
   Status Execute(const std::vector<Ready>& ready);
   OperationPointer TakePending(const std::string& name);
   void Complete(const OperationPointer& operation, const Status& status);
+  void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
   void End(const Status& why);
   void FailEverything();
   Status FirstFailure(const Status& own);
@@ -104,7 +99,9 @@ class Engine {
   const int rank_;
   const int size_;
   std::vector<int> local_ranks_;
+  std::vector<int> host_ranks_;
   Counters counters_;
+  Timeline timeline_;
 
   // The engine thread's own.
   Negotiation negotiation_;

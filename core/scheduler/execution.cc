@@ -45,7 +45,8 @@ std::optional<std::vector<size_t>> ContributedBytes(const Request& request,
 
 }  // namespace
 
-Execution::Execution(Mesh& mesh) : transport_(*mesh.transport) {
+Execution::Execution(Mesh& mesh, Timeline& timeline, Counters& counters)
+    : transport_(*mesh.transport), timeline_(timeline), counters_(counters) {
   Topology topology;
   topology.size = transport_.size();
   if (mesh.arena) {
@@ -53,6 +54,10 @@ Execution::Execution(Mesh& mesh) : transport_(*mesh.transport) {
     topology.arena_members = mesh.arena->count();
   }
   algorithm_ = Select(topology);
+}
+
+void Execution::Enter(const Operation& operation, Phase phase) {
+  if (timeline_.on()) timeline_.Enter(operation.request().name, phase);
 }
 
 Status Execution::Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
@@ -74,6 +79,7 @@ Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group
                             Deadline deadline) {
   if (group.size() == 1) {
     const Operation& only = *group.front();
+    Enter(only, Phase::kCollective);
     return Reduce(ReductionOf(only.request()), only.source(), only.target(), only.count(),
                   deadline);
   }
@@ -81,25 +87,35 @@ Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group
   for (const auto& operation : group) total += operation->bytes();
   if (fused_.size() < total) fused_.resize(total);
   size_t offset = 0;
+  const auto start = Deadline::Clock::now();
   for (const auto& operation : group) {
+    Enter(*operation, Phase::kCopyIn);
     CopyPrescaled(ReductionOf(operation->request()), fused_.data() + offset, operation->source(),
                   operation->count());
     offset += operation->bytes();
   }
+  const auto filled = Deadline::Clock::now();
+  for (const auto& operation : group) Enter(*operation, Phase::kCollective);
   Reduction reduction = ReductionOf(group.front()->request());
   reduction.prescale = 1.0;  // done while the buffer was filled
   SHVD_TRY(
       Reduce(reduction, fused_.data(), fused_.data(), total / SizeOf(reduction.dtype), deadline));
+  const auto reduced = Deadline::Clock::now();
   offset = 0;
   for (const auto& operation : group) {
+    Enter(*operation, Phase::kCopyOut);
     CopyBytes(operation->target(), fused_.data() + offset, operation->bytes());
     offset += operation->bytes();
   }
+  const auto copying = (filled - start) + (Deadline::Clock::now() - reduced);
+  counters_.fusion_copy_us +=
+      static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(copying).count());
   return Status();
 }
 
 Status Execution::Run(Operation& operation, const std::vector<int64_t>& first_dims,
                       Deadline deadline) {
+  Enter(operation, Phase::kCollective);
   switch (operation.request().kind) {
     case OperationKind::kAllreduce:
       return Reduce(ReductionOf(operation.request()), operation.source(), operation.target(),

@@ -11,7 +11,9 @@
 #include "collectives/arena_steps.h"
 #include "collectives/reduction.h"
 #include "collectives/select.h"
+#include "scheduler/counters.h"
 #include "scheduler/operation.h"
+#include "timeline/timeline.h"
 #include "transport/mesh.h"
 
 namespace sparkhvd {
@@ -19,7 +21,7 @@ namespace sparkhvd {
 // One rank's hands: the mesh, and working memory that outlives a single operation.
 class Execution {
  public:
-  explicit Execution(Mesh& mesh);
+  Execution(Mesh& mesh, Timeline& timeline, Counters& counters);
 
   // Runs one allreduce over all the operations together. They compute the same.
   Status Allreduce(const std::vector<std::shared_ptr<Operation>>& group, Deadline deadline);
@@ -32,8 +34,11 @@ class Execution {
                 size_t count, Deadline deadline);
   Status Gather(Operation& operation, const std::vector<int64_t>& first_dims, Deadline deadline);
   Status Broadcast(const Operation& operation, Deadline deadline);
+  void Enter(const Operation& operation, Phase phase);
 
   Transport& transport_;
+  Timeline& timeline_;
+  Counters& counters_;
   std::optional<ArenaSteps> steps_;
   Algorithm algorithm_;
   std::vector<std::byte> scratch_;  // of the ring

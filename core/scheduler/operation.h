@@ -28,6 +28,7 @@ class Operation {
   std::byte* target() const { return target_; }
   size_t count() const { return ElementCount(request_.shape).value_or(0); }
   size_t bytes() const { return count() * SizeOf(request_.dtype); }
+  Deadline::Clock::time_point submitted() const { return submitted_; }
 
   bool done() const { return done_.load(std::memory_order_acquire); }
 
@@ -64,6 +65,7 @@ class Operation {
   const Request request_;
   const std::byte* const source_;
   std::byte* const target_;
+  const Deadline::Clock::time_point submitted_ = Deadline::Clock::now();
   std::unique_ptr<std::byte[]> output_;
   size_t output_bytes_ = 0;
   std::vector<int64_t> first_dims_;

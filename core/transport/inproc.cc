@@ -210,6 +210,7 @@ std::vector<Mesh> InProcessMeshes(const std::vector<int>& hosts, bool with_arena
     ranks_of_host[hosts[index]].push_back(rank);
   }
   for (const auto& [host, ranks] : ranks_of_host) {
+    for (const int rank : ranks) meshes[static_cast<size_t>(rank)].host_ranks = ranks;
     if (with_arena && ranks.size() > 1) ShareArena(meshes, ranks, arena_region_bytes);
   }
   return meshes;

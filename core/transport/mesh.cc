@@ -114,6 +114,7 @@ class MeshBuilder {
       reception_.reset();
     }
     Mesh mesh;
+    mesh.host_ranks = HostRanks();
     auto arena = ShareArena();
     if (!arena.ok()) return arena.status();
     mesh.arena = std::move(arena).value();
@@ -273,6 +274,16 @@ class MeshBuilder {
       missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
     }
     return missing;
+  }
+
+  std::vector<int> HostRanks() {
+    const std::string& own = At(records_, options_.rank).host_key;
+    std::vector<int> ranks;
+    for (int rank = 0; rank < options_.size; ++rank) {
+      const bool neighbour = !own.empty() && At(records_, rank).host_key == own;
+      if (rank == options_.rank || neighbour) ranks.push_back(rank);
+    }
+    return ranks;
   }
 
   // The ranks of this host in rank order, the same list on each of them; empty where they cannot

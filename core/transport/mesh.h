@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/status.h"
@@ -29,6 +30,7 @@ struct MeshOptions {
 struct Mesh {
   std::unique_ptr<Transport> transport;
   std::unique_ptr<Arena> arena;  // null where the rank shares memory with nobody
+  std::vector<int> host_ranks;   // those with this rank's host key, itself included, ascending
 };
 
 // Connects this rank with all the others through `rendezvous`; collective. Point-to-point bytes

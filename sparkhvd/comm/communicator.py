@@ -16,6 +16,7 @@ from sparkhvd.comm.failures import translated
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.timeline import recording_name, timeline_path
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, NotInitializedError
 from sparkhvd.world import World
@@ -57,6 +58,9 @@ class Communicator:
 
     def __init__(self, context: LaunchContext, *, scope: str = "") -> None:
         self._world = context.world
+        self._context = context
+        self._scope = scope
+        self._recordings = count()
         self._timeout = context.config.collective_timeout
         self._counts = {kind: count() for kind in ("allreduce", "allgather", "broadcast", "barrier")}
         deadline = Deadline.after(context.config.start_timeout)
@@ -68,6 +72,8 @@ class Communicator:
                 self._rendezvous.close()
             raise
         self._closed = False
+        if context.config.timeline:
+            self.start_timeline(context.config.timeline, mark_cycles=context.config.timeline_mark_cycles)
         self._homogeneous = context.world.size == 1 or self._equal_on_all_ranks(context.world.local_size)
 
     @property
@@ -94,6 +100,34 @@ class Communicator:
         """The ranks that this one shares memory with, itself included."""
         with translated():
             return self._engine.local_ranks()
+
+    def start_timeline(self, path: str, *, mark_cycles: bool = False) -> None:
+        """Record what happens to every tensor from now on, as a Chrome trace for Perfetto.
+
+        Every rank that calls this takes part in the recording. The ranks of one host write one file, ``path`` on the
+        host of rank 0 and, say, ``trace.rank-4.json`` on the host whose first rank is 4; see
+        ``sparkhvd.comm.timeline.merge_timelines``.
+
+        Args:
+            path: the file; what it held before is replaced.
+            mark_cycles: whether to show every cycle of the negotiation.
+
+        Raises:
+            ConfigError: a recording is on already.
+            CollectiveError: the file cannot be written.
+        """
+        recording = recording_name(self._context.token, self._scope, next(self._recordings))
+        with translated():
+            self._engine.start_timeline(timeline_path(path, self._engine.host_ranks()), recording, mark_cycles)
+
+    def stop_timeline(self) -> None:
+        """End the recording and complete its file; does nothing when none is on.
+
+        Raises:
+            CollectiveError: not all events could be written.
+        """
+        with translated():
+            self._engine.stop_timeline()
 
     # Raw memory, for the framework adapters.
 
@@ -290,6 +324,7 @@ class Communicator:
         try:
             with translated():
                 self._engine.shutdown(timeout)
+                self._engine.stop_timeline()
         finally:
             if self._rendezvous is not None:
                 self._rendezvous.close()

@@ -1,0 +1,39 @@
+// What an engine has done so far, in numbers that only grow.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "scheduler/request.h"
+
+namespace sparkhvd {
+
+// More than there are kinds of operations.
+constexpr size_t kMostOperationKinds = 32;
+
+struct KindCounters {
+  std::atomic<uint64_t> operations{0};
+  std::atomic<uint64_t> bytes{0};
+};
+
+// Written by the engine's thread, read by any.
+struct Counters {
+  std::atomic<uint64_t> operations{0};
+  std::atomic<uint64_t> bytes{0};
+  std::atomic<uint64_t> cycles{0};
+  std::atomic<uint64_t> cache_hits{0};
+  std::atomic<uint64_t> fused_buffers{0};
+  // Time by phase. The engine does one thing at a time; operations queue side by side, so theirs is
+  // a sum over operations.
+  std::atomic<uint64_t> queue_us{0};
+  std::atomic<uint64_t> negotiation_us{0};
+  std::atomic<uint64_t> collective_us{0};  // includes the copies
+  std::atomic<uint64_t> fusion_copy_us{0};
+  std::array<KindCounters, kMostOperationKinds> by_kind;
+
+  KindCounters& OfKind(OperationKind kind) { return by_kind[static_cast<size_t>(kind)]; }
+};
+
+}  // namespace sparkhvd

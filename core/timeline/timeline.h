@@ -1,0 +1,105 @@
+// What happened to every tensor and when, as a Chrome trace, which Perfetto opens.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "base/status.h"
+#include "timeline/timeline_file.h"
+
+namespace sparkhvd {
+
+// Where a tensor is on its way, in this order.
+enum class Phase : uint8_t {
+  kQueue,      // submitted, not seen by the engine yet
+  kNegotiate,  // until all ranks have submitted it
+  kWait,       // until the tensors before it are done
+  kCopyIn,     // into the buffer in which small tensors travel together
+  kCollective,
+  kCopyOut,
+};
+
+struct TimelineOptions {
+  std::string path;
+  std::string recording;  // equal on all ranks, another for every start
+  int rank = 0;
+  bool mark_cycles = false;
+};
+
+// Ranks are the trace's processes and tensors their threads. While it is off, which every caller
+// asks first, nothing happens. Events are written by a thread of its own: at most kLag old when the
+// process is killed. Thread-safe.
+class Timeline {
+ public:
+  static constexpr std::chrono::milliseconds kLag{200};
+
+  Timeline() = default;
+  Timeline(const Timeline&) = delete;
+  Timeline& operator=(const Timeline&) = delete;
+  ~Timeline() { (void)Stop(); }
+
+  // Fails with kInvalidArgument while a recording is on, with kIo where the file cannot be written.
+  Status Start(const TimelineOptions& options);
+  // Writes what is left and leaves the file; says so if writing had failed. Does nothing when off.
+  Status Stop();
+
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+
+  // `tensor` is submitted for an operation called `what` and queues.
+  void Begin(const std::string& tensor, const char* what, uint64_t bytes);
+  // The phase of `tensor` ends and `phase` begins.
+  void Enter(const std::string& tensor, Phase phase);
+  // The operation is over; `failure` is empty when it went well.
+  void End(const std::string& tensor, const std::string& failure);
+  // A cycle of the negotiation is over.
+  void MarkCycle();
+
+ private:
+  enum class Kind : uint8_t { kTrack, kBegin, kEnd, kPhase, kPhaseEnd, kCycle };
+  struct Event {
+    Kind kind;
+    uint32_t track;
+    int64_t time_ns;
+    const char* name;
+    std::string text;  // of a track its name, of a failed operation the reason
+    uint64_t bytes;
+  };
+  struct Track {
+    uint32_t id;
+    bool open = false;  // between Begin and End
+    bool in_phase = false;
+  };
+
+  Track& TrackOf(const std::string& tensor);
+  void LeavePhase(Track& track, int64_t now);
+  void Add(Event event);
+  void Write();
+  std::string Text(const std::vector<Event>& events) const;
+  void AppendText(const Event& event, std::string* lines) const;
+
+  std::mutex turn_;  // one Start or Stop at a time; taken before mutex_
+  std::thread writer_;
+  TimelineOptions options_;           // changed only while there is no writer
+  std::optional<TimelineFile> file_;  // the writer's while there is one
+  Status written_;                    // the writer's, likewise
+  int64_t epoch_ns_ = 0;              // the wall clock when the steady clock was zero
+
+  std::atomic<bool> on_{false};
+  std::atomic<bool> marks_cycles_{false};
+  std::mutex mutex_;  // guards what follows; nothing else is locked under it
+  std::condition_variable changed_;
+  std::vector<Event> events_;
+  std::unordered_map<std::string, Track> tracks_;
+  uint64_t dropped_ = 0;
+  bool stopping_ = false;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,109 @@
+#include "timeline/timeline_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/io_status.h"
+#include "timeline/json_text.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr char kEnd[] = "\n]\n";
+constexpr size_t kEndBytes = sizeof(kEnd) - 1;
+
+// Locks on bytes far beyond the content. They belong to the open file, so they go with a killed
+// process, and ranks that are threads of one process have their own.
+constexpr off_t kTurn = off_t{1} << 40;  // held by whoever joins or leaves
+constexpr off_t kPresence = kTurn + 1;   // shared by all writers
+
+bool Lock(int fd, short type, off_t byte, bool wait) {
+  struct flock lock{};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = byte;
+  lock.l_len = 1;
+  int result = 0;
+  do {
+    result = ::fcntl(fd, wait ? F_OFD_SETLKW : F_OFD_SETLK, &lock);
+  } while (result != 0 && errno == EINTR);
+  return result == 0;
+}
+
+// True when nobody else writes; this writer then holds everybody else off.
+bool IsAlone(int fd) { return Lock(fd, F_WRLCK, kPresence, false); }
+
+std::string Opening(const std::string& recording) {
+  return "[\n{\"ph\":\"M\",\"pid\":0,\"name\":\"recording\",\"args\":{\"name\":" +
+         JsonText(recording) + "}}";
+}
+
+Status WriteAll(int fd, const std::string& text, const std::string& path) {
+  size_t done = 0;
+  while (done < text.size()) {
+    const ssize_t count = ::write(fd, text.data() + done, text.size() - done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return IoStatus("write the timeline " + path, errno);
+    done += static_cast<size_t>(count);
+  }
+  return Status();
+}
+
+bool Holds(int fd, const std::string& text, off_t offset) {
+  std::string found(text.size(), '\0');
+  return ::pread(fd, found.data(), found.size(), offset) == static_cast<ssize_t>(found.size()) &&
+         found == text;
+}
+
+}  // namespace
+
+Result<TimelineFile> TimelineFile::Join(const std::string& path, const std::string& recording) {
+  UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+  if (!fd.valid()) return IoStatus("open the timeline " + path, errno);
+  if (!Lock(fd.get(), F_WRLCK, kTurn, true)) return IoStatus("lock the timeline " + path, errno);
+  TimelineFile file(std::move(fd), path);
+  const Status begun = IsAlone(file.fd_.get()) ? file.Begin(recording) : Status();
+  // Turns a lock that is held into a shared one.
+  const bool present = Lock(file.fd_.get(), F_RDLCK, kPresence, false);
+  const int error = errno;
+  (void)Lock(file.fd_.get(), F_UNLCK, kTurn, false);
+  SHVD_TRY(begun);
+  if (!present) return IoStatus("lock the timeline " + path, error);
+  return file;
+}
+
+Status TimelineFile::Begin(const std::string& recording) {
+  const std::string opening = Opening(recording);
+  struct stat info{};
+  if (::fstat(fd_.get(), &info) != 0) return IoStatus("read the timeline " + path_, errno);
+  off_t kept = 0;
+  if (Holds(fd_.get(), opening, 0)) {
+    kept = info.st_size;
+    const off_t end = kept - static_cast<off_t>(kEndBytes);
+    if (Holds(fd_.get(), kEnd, end)) kept = end;
+  }
+  // A pipe or a device cannot be cut; then everything goes in as it comes.
+  if (S_ISREG(info.st_mode) && ::ftruncate(fd_.get(), kept) != 0) {
+    return IoStatus("empty the timeline " + path_, errno);
+  }
+  return kept > 0 ? Status() : WriteAll(fd_.get(), opening, path_);
+}
+
+Status TimelineFile::Append(const std::string& lines) { return WriteAll(fd_.get(), lines, path_); }
+
+Status TimelineFile::Leave() {
+  if (!fd_.valid()) return Status();
+  Status status;
+  if (Lock(fd_.get(), F_WRLCK, kTurn, true) && IsAlone(fd_.get())) {
+    status = WriteAll(fd_.get(), kEnd, path_);
+  }
+  fd_.Reset();  // and with it the locks
+  return status;
+}
+
+}  // namespace sparkhvd
