@@ -80,6 +80,11 @@ def path(text: str) -> str:
     return text
 
 
+def timeline_file(text: str) -> str:
+    """A path; Horovod's word DYNAMIC means none, since a recording may always be started by a call."""
+    return "" if text == "DYNAMIC" else text
+
+
 @dataclass(frozen=True)
 class Declaration:
     """What is known of a setting beside its default.
@@ -142,6 +147,18 @@ class Config:
         "HOROVOD_CACHE_CAPACITY",
     )
     shared_memory: bool = setting(True, switch, "Whether ranks of one host exchange data through shared memory.")
+    timeline: str = setting(
+        "",
+        timeline_file,
+        "The file into which everything from `init()` on is recorded as a Chrome trace.",
+        "HOROVOD_TIMELINE",
+    )
+    timeline_mark_cycles: bool = setting(
+        False,
+        switch,
+        "Whether that recording shows every cycle of the negotiation.",
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+    )
     log_level: int | None = setting(
         None,
         log_level,

@@ -104,6 +104,11 @@ class RankGroup:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
+    def kill(self, rank: int) -> None:
+        """``kill -9`` one rank, and wait for its end."""
+        self._processes[rank].kill()
+        self._processes[rank].wait()
+
     def close(self) -> None:
         """End the processes: by closing their links, and by force if that is not enough."""
         for link in self._links:

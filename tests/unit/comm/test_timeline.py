@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.timeline import merge_timelines, read_timeline, recording_name, timeline_path
+from sparkhvd.config import Config
+from sparkhvd.errors import ConfigError
+from tests.ranks import RankGroup
+
+PHASES = {"QUEUE", "NEGOTIATE", "WAIT_FOR_EARLIER_TENSORS", "COLLECTIVE"}
+COPIES = {"COPY_INTO_FUSION_BUFFER", "COPY_OUT_OF_FUSION_BUFFER"}
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(2) as started:
+        yield started
+
+
+# What the ranks do.
+
+
+def record(path, die=False):
+    me = session.current()
+    me.start_timeline(path, mark_cycles=True)
+    me.barrier(name="together")
+    handles = [me.allreduce_async(np.ones(3), name=f"gradient {i}") for i in range(40)]
+    for handle in handles:
+        handle.wait()
+    me.broadcast(np.ones(5), name="weights")
+    if not die:
+        me.stop_timeline()
+    return me.counters()
+
+
+def slices(events):
+    """The names of completed slices by rank and tensor; fails where one ends that did not begin."""
+    tensors, stacks, found = {}, defaultdict(list), defaultdict(list)
+    for event in events:
+        place = event["pid"], event.get("tid")
+        if event["name" if "name" in event else "ph"] == "thread_name":
+            tensors[place] = event["args"]["name"]
+        elif event["ph"] == "B":
+            stacks[place].append((event["name"], event["ts"]))
+        elif event["ph"] == "E":
+            name, start = stacks[place].pop()
+            assert event["ts"] >= start
+            found[event["pid"], tensors[place]].append(name)
+    assert not any(stacks.values()), "everything that began has ended"
+    return found
+
+
+def test_one_file_shows_the_phases_of_every_tensor_on_all_ranks(group, tmp_path):
+    path = tmp_path / "trace.json"
+    counters = group.run(record, str(path))
+    events = json.loads(path.read_text())
+    found = slices(events)
+    for rank in range(2):
+        assert PHASES | {"broadcast"} == set(found[rank, "weights"])
+        names = {name for i in range(40) for name in found[rank, f"gradient {i}"]}
+        assert names == PHASES | COPIES | {"allreduce"}, "some of forty small tensors travel together"
+        assert counters[rank]["allreduce.operations"] >= 40
+        assert counters[rank]["broadcast.bytes"] == 40
+        assert counters[rank]["fusion_copy_us"] <= counters[rank]["collective_us"]
+    cycles = [event for event in events if event["ph"] == "i"]
+    assert {event["pid"] for event in cycles} == {0, 1}
+
+
+def test_a_second_recording_replaces_the_first(group, tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text("something else")
+    for _ in range(2):
+        group.run(record, str(path))
+        assert len(slices(json.loads(path.read_text()))) == 2 * 42
+
+
+def test_a_recording_from_the_start_ends_with_the_communicator(tmp_path):
+    path = tmp_path / "trace.json"
+    with Communicator(LaunchContext(config=Config(timeline=str(path)))) as alone:
+        alone.allreduce(np.ones(3), name="x")
+        with pytest.raises(ConfigError, match="stop it before starting another"):
+            alone.start_timeline(str(path))
+    assert slices(json.loads(path.read_text()))[0, "x"][-1] == "allreduce"
+
+
+def test_a_killed_rank_leaves_a_file_that_the_others_complete(tmp_path):
+    path = tmp_path / "trace.json"
+    with RankGroup(2) as group:
+        group.run(record, str(path), True)
+        group.kill(1)
+    events = list(read_timeline(path))
+    assert json.loads(path.read_text()) == events, "the survivor has closed the array"
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+def test_recordings_of_hosts_become_one(tmp_path):
+    paths = [tmp_path / timeline_path("trace.json", ranks) for ranks in ([0, 1], [2, 3])]
+    assert [path.name for path in paths] == ["trace.json", "trace.rank-2.json"]
+    for number, path in enumerate(paths):
+        path.write_text(f'[\n{{"ph":"M","pid":{number}}},\n{{"ph":"B","na')  # as a killed job leaves it
+    merge_timelines(paths, tmp_path / "all.json")
+    assert json.loads((tmp_path / "all.json").read_text()) == [{"ph": "M", "pid": 0}, {"ph": "M", "pid": 1}]
+    with pytest.raises(ConfigError, match="not a timeline"):
+        merge_timelines([tmp_path / "all.json", __file__], tmp_path / "more.json")
+
+
+def test_the_name_of_a_recording_tells_jobs_apart_and_hides_the_secret():
+    assert recording_name(b"secret", "init-1", 0) == recording_name(b"secret", "init-1", 0)
+    assert recording_name(b"secret", "init-1", 0) != recording_name(b"other", "init-1", 0)
+    assert recording_name(b"", "", 0) != recording_name(b"", "", 0)
