@@ -149,7 +149,8 @@ def _from_json(content: dict, folder: str) -> Manifest:  # type: ignore[type-arg
 
 
 def _column_from_json(content: dict) -> ColumnSpec:  # type: ignore[type-arg]
-    return ColumnSpec(**{**content, "shape": tuple(int(size) for size in content["shape"])})
+    sequences = {"shape": tuple(int(size) for size in content["shape"]), "source": tuple(content.get("source", ()))}
+    return ColumnSpec(**{**content, **sequences})
 
 
 def _split_from_json(content: list) -> Split:  # type: ignore[type-arg]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.data import columns
 from sparkhvd.data.batches import Batch
 from sparkhvd.data.manifest import DataFile, Manifest, SplitName
 from sparkhvd.data.plan import Piece, Plan, Window
-from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.data.schema import DataSchema
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, StoreError
 from sparkhvd.store.protocol import Store
@@ -84,7 +84,7 @@ class ParquetSource:
             batch_size=batch_size,
             seed=seed,
             shuffle=shuffle,
-            window_rows=max(1, window_bytes // _row_bytes(manifest.schema)),
+            window_rows=max(1, window_bytes // columns.row_bytes(manifest.schema)),
             steps_per_epoch=steps_per_epoch,
         )
 
@@ -146,16 +146,6 @@ def head(store: Store, manifest: Manifest, rows: int) -> Arrays:
         return stream.read(pieces)
 
 
-def _row_bytes(schema: DataSchema) -> int:
-    return max(1, sum(np.dtype(column.dtype).itemsize * math.prod(_shape(column)) for column in schema.columns))
-
-
-def _shape(column: ColumnSpec) -> tuple[int, ...]:
-    if column.shape is None:
-        raise DataError(f"The shape of column {column.name!r} is not known; read the schema from the manifest.")
-    return column.shape
-
-
 def _cut(window: Window, read: Arrays) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
     start = 0
@@ -181,7 +171,7 @@ class _RowStream:
         self._schema = manifest.schema
         self._blocks = manifest.split(split).blocks()
         self._stopped = stopped
-        self._chunk_rows = min(65536, max(16, _CHUNK_BYTES // _row_bytes(manifest.schema)))
+        self._chunk_rows = min(65536, max(16, _CHUNK_BYTES // columns.row_bytes(manifest.schema)))
         self._opened = ExitStack()
         self._block = -1
         self._url = ""
@@ -198,9 +188,7 @@ class _RowStream:
     def read(self, pieces: Sequence[Piece]) -> Arrays:
         """The rows of these pieces, in their order, as arrays that the caller owns."""
         total = sum(piece.rows for piece in pieces)
-        into: Arrays = {
-            column.name: np.empty((total, *_shape(column)), np.dtype(column.dtype)) for column in self._schema.columns
-        }
+        into: Arrays = {column.name: columns.empty(column, total) for column in self._schema.columns}
         at = 0
         for piece in pieces:
             self._copy(piece, into, at)
@@ -238,7 +226,7 @@ class _RowStream:
         opened = parquet.ParquetFile(self._opened.enter_context(filesystem.open_input_file(place)))
         _check_row_groups(opened.metadata, file, self._url)
         self._batches = opened.iter_batches(
-            self._chunk_rows, row_groups=[index], columns=self._schema.names(), use_threads=False
+            self._chunk_rows, row_groups=[index], columns=columns.stored_names(self._schema), use_threads=False
         )
         self._block, self._chunk, self._first, self._end = block, {}, 0, 0
 
@@ -248,9 +236,7 @@ class _RowStream:
         batch = next(self._batches, None)
         if batch is None:
             raise DataError(f"{self._url} ends after {self._end} rows of a row group that should have more.")
-        self._chunk = {
-            column.name: to_numpy(batch.column(column.name), column, self._url) for column in self._schema.columns
-        }
+        self._chunk = {column.name: columns.decode(batch, column, self._url) for column in self._schema.columns}
         self._first, self._end = self._end, self._end + batch.num_rows
 
 
@@ -261,35 +247,6 @@ def _check_row_groups(metadata: pa.FileMetaData, file: DataFile, url: str) -> No
             f"{url} has row groups of {found} rows, the manifest says {list(file.row_groups)}; the dataset was changed "
             "after it was prepared. Prepare it again."
         )
-
-
-def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> npt.NDArray[np.generic]:
-    """An Arrow column as an array of shape ``(rows, *column.shape)``, without a copy where Arrow allows.
-
-    Raises:
-        DataError: it holds NULL, arrays of another length, or another type than ``column`` says.
-    """
-    import pyarrow as pa  # noqa: PLC0415
-
-    values, shape = array, _shape(column)
-    is_list = pa.types.is_list(array.type)
-    if shape and is_list:
-        lengths = np.diff(array.offsets.to_numpy())
-        if (lengths != math.prod(shape)).any():
-            raise DataError(
-                f"Column {column.name!r} in {where} has arrays of length {lengths.min()} to {lengths.max()}, the "
-                f"manifest says {math.prod(shape)}. Prepare the data again."
-            )
-        values = array.flatten()
-    if array.null_count or values.null_count:
-        raise DataError(f"Column {column.name!r} in {where} holds NULL. Prepare the data again.")
-    found: npt.NDArray[np.generic] = values.to_numpy(zero_copy_only=False)
-    if found.dtype != np.dtype(column.dtype) or is_list != bool(shape):
-        raise DataError(
-            f"Column {column.name!r} in {where} has the type {array.type}, the manifest says {column.dtype} of shape "
-            f"{shape}. Prepare the data again."
-        )
-    return found.reshape(len(array), *shape)
 
 
 class _Feed:

@@ -7,6 +7,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["feature", "label", "weight"]
+Kind = Literal["scalar", "array", "vector"]
+Codec = Literal["ndarray", "compressed_ndarray", "image"]
+Fill = bool | int | float | str
+
+# What a model can take as it is; numpy names.
+NUMBERS = frozenset(
+    {"bool", "float16", "float32", "float64"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)  # fmt: skip
+# What has no number for a model: a transformation function or a loader's user makes something of it.
+OBJECTS = frozenset({"str", "bytes", "decimal"})
 
 
 @dataclass(frozen=True)
@@ -14,19 +25,48 @@ class ColumnSpec:
     """One column as the readers deliver it.
 
     Attributes:
-        name: the DataFrame's column name.
-        dtype: numpy name of the elements: bool, int8, int16, int32, int64, float32 or float64.
-        shape: shape of one row: ``()`` for scalars, ``(n,)`` for arrays and vectors; None where it is not known before
-            the data have been seen.
+        name: the column's name; the field of a struct is ``struct.field``.
+        dtype: what the elements are: the numpy name of a number (bool, int8 to int64, uint8 to uint64, float16 to
+            float64), ``datetime64[D]``, ``datetime64[us]`` or ``datetime64[ns]``, or ``str``, ``bytes`` or ``decimal``
+            for Python objects.
+        shape: shape of one row: ``()`` for scalars, ``(n,)`` for arrays and vectors, ``(n, m, ...)`` for nested arrays;
+            None where it is not known before the data have been seen.
         role: what the column is for.
         kind: what it was in Spark, which decides how it is selected and what transform makes of a prediction.
+        fill: what the readers put where the data have NULL; None refuses NULL. A date or a time is its ISO text.
+        sparse: deliver a vector by its stored entries (see ``sparkhvd.data.columns``) instead of all its elements.
+        entries: of a sparse column: the most entries that a row has; None where not known yet.
+        source: where to find it, where that is not ``name``: a column, then the fields of structs.
+        codec: how a value is packed into bytes (in petastorm's datasets).
+        depth: how many arrays are inside each other; 0 for scalars.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...] | None
     role: Role
-    kind: Literal["scalar", "array", "vector"]
+    kind: Kind
+    fill: Fill | None = None
+    sparse: bool = False
+    entries: int | None = None
+    source: tuple[str, ...] = ()
+    codec: Codec | None = None
+    depth: int = -1
+
+    def __post_init__(self) -> None:
+        if self.depth < 0:
+            known = len(self.shape) if self.shape else 1
+            object.__setattr__(self, "depth", 0 if self.kind == "scalar" else known)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether a model can take the values as they are."""
+        return self.dtype in NUMBERS
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The column and the fields that lead to the values."""
+        return self.source or (self.name,)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparkhvd.data.readers import to_numpy
+from sparkhvd.data import columns as columns_of
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import DataError, ModelOutputError
 from sparkhvd.estimators.files import StoredFile, fetched
@@ -97,22 +97,19 @@ def _application_folder() -> str | None:
 
 
 def _decoded(array: pa.Array, column: ColumnSpec) -> npt.NDArray[np.generic]:
-    if array.null_count:
+    if array.null_count and column.fill is None:
         raise DataError(
             f"Feature column {column.name!r} holds NULL in {array.null_count} of {len(array)} rows, for which there "
             f"is no prediction. Drop these rows first (df.dropna(subset=[{column.name!r}])) or fill them (df.fillna)."
         )
-    if not pa.types.is_list(array.type):
-        return to_numpy(array, column, "the DataFrame")
-    lengths = np.diff(array.offsets.to_numpy())
-    if (lengths != column.shape[0]).any():  # type: ignore[index]  # known since the training
+    lengths = columns_of.lengths(array.drop_null() if array.null_count else array)
+    length = column.shape[0] if column.shape else 0
+    if lengths is not None and len(lengths) and not lengths.min() == lengths.max() == length:
         raise DataError(
             f"Feature column {column.name!r} has rows of length {lengths.min()} to {lengths.max()}; the model was "
-            f"trained with rows of length {column.shape[0]}."  # type: ignore[index]
+            f"trained with rows of length {length}."
         )
-    if array.flatten().null_count:
-        raise DataError(f"Feature column {column.name!r} holds NULL inside its arrays; replace these elements first.")
-    return to_numpy(array, column, "the DataFrame")
+    return columns_of.to_numpy(array, column, "the DataFrame")
 
 
 def _predicted(

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparkhvd.data import columns
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
@@ -124,7 +125,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
 
 
 def _made_up(schema: DataSchema) -> Arrays:
-    return {c.name: np.zeros((_MADE_UP_ROWS, *(c.shape or ())), np.dtype(c.dtype)) for c in schema.columns}
+    return {column.name: columns.blank(column, _MADE_UP_ROWS) for column in schema.columns}
 
 
 def _at_least_two(rows: Arrays) -> Arrays:

@@ -5,13 +5,12 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from sparkhvd.data import ColumnSpec, DataSchema, ParquetSource, head
 from sparkhvd.data.batches import Batch
-from sparkhvd.data.readers import _Feed, to_numpy
+from sparkhvd.data.readers import _Feed
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, DeadlineExceededError, StoreError
 from sparkhvd.world import World
@@ -218,34 +217,6 @@ def test_other_row_counts_than_the_manifest_says_are_an_error(store, make_datase
         DataError, match=r"row groups of \[.*\] rows, the manifest says \[10\]; the dataset was changed"
     ):
         list(source_of(store, manifest).epoch(0))
-
-
-@pytest.mark.parametrize(
-    ("array", "column", "message"),
-    [
-        (pa.array([1, None]), ColumnSpec("c", "int64", (), "feature", "scalar"), "'c' in here holds NULL"),
-        (
-            pa.array([1, 2]),
-            ColumnSpec("c", "int32", (), "feature", "scalar"),
-            "has the type int64, the manifest says int32",
-        ),
-        (pa.array(["a"]), ColumnSpec("c", "int32", (), "feature", "scalar"), "has the type string"),
-        (pa.array([[1.0], [2.0, 3.0, 4.0]]), ColumnSpec("c", "float64", (2,), "feature", "array"), "length 1 to 3"),
-        (pa.array([[1.0, None]]), ColumnSpec("c", "float64", (2,), "feature", "array"), "holds NULL"),
-        (pa.array([[1.0, 2.0], None]), ColumnSpec("c", "float64", (2,), "feature", "array"), "length 0 to 2"),
-        (pa.array([1.0, 2.0]), ColumnSpec("c", "float64", (2,), "feature", "array"), "of shape"),
-        (pa.array([1.0]), ColumnSpec("c", "float64", None, "feature", "array"), "The shape of column 'c' is not known"),
-    ],
-)
-def test_values_that_contradict_the_manifest_are_an_error(array, column, message):
-    with pytest.raises(DataError, match=message):
-        to_numpy(array, column, "here")
-
-
-def test_a_slice_of_an_arrow_array_is_converted_from_its_own_rows():
-    array = pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).slice(1, 1)
-    found = to_numpy(array, ColumnSpec("c", "float64", (2,), "feature", "array"), "here")
-    assert found.tolist() == [[3.0, 4.0]]
 
 
 def test_a_schema_without_shapes_and_wrong_numbers_are_refused(store, make_dataset):
