@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import sparkhvd.keras as hvd
+from sparkhvd.errors import ConfigError
+from tests.ranks import RankGroup
+
+
+@pytest.fixture(scope="module", params=["tensorflow", "torch"])
+def group(request):
+    known = os.environ.get("KERAS_BACKEND")
+    os.environ["KERAS_BACKEND"] = request.param
+    try:
+        started = RankGroup(2, imports=("keras", "sparkhvd.keras"))
+    finally:
+        del os.environ["KERAS_BACKEND"]
+        if known is not None:
+            os.environ["KERAS_BACKEND"] = known
+    with started:
+        yield started
+
+
+def rows():
+    rng = np.random.default_rng(3)
+    features = rng.normal(size=(48, 5)).astype(np.float32)
+    return features, (features @ rng.normal(size=(5, 1))).astype(np.float32)
+
+
+def network(seed=1):
+    keras.utils.set_random_seed(seed)
+    layers = [keras.Input((5,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
+    return keras.Sequential(layers)
+
+
+def fitted(model, optimizer, part, batch_size, **options):
+    features, targets = rows()
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    return model.fit(
+        features[part], targets[part], batch_size=batch_size, epochs=3, shuffle=False, verbose=0, **options
+    )
+
+
+def one_big_batch(options):
+    """Ranks that read every other row of each batch learn what one process learns from whole batches."""
+    alone, together = network(), network()
+    passes = options.get("backward_passes_per_step", 1)
+    plain = keras.optimizers.SGD(
+        0.05, momentum=0.9, global_clipnorm=0.5, **({"gradient_accumulation_steps": passes} if passes > 1 else {})
+    )
+    fitted(alone, plain, slice(None), 16)
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5), **options)
+    fitted(together, wrapped, slice(hvd.rank(), None, 2), 8)
+    for one, other in zip(alone.get_weights(), together.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-6)
+    assert type(wrapped).__name__ == "SGD"
+
+
+def start_from_the_same(folder):
+    model = network(seed=hvd.rank())
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
+    fitted(model, keras.optimizers.Adam(0.0), slice(None), 16, callbacks=[broadcast])
+    for mine, wanted in zip(model.get_weights(), network(seed=1).get_weights(), strict=True):
+        assert np.array_equal(mine, wanted)
+
+
+def average_metrics():
+    class Shown(keras.callbacks.Callback):
+        logs = None
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.logs = dict(logs)
+
+    shown = Shown()
+    own = {"loss": float(hvd.rank()), "accuracy": 1.0 - hvd.rank()}
+    average = hvd.callbacks.MetricAverageCallback()
+    average.on_epoch_end(0, own)
+    assert own == {"loss": 0.5, "accuracy": 0.5}
+    model = network()
+    part = slice(hvd.rank(), None, 2)
+    fitted(model, keras.optimizers.SGD(0.0), part, 8, callbacks=[average, shown])
+    features, targets = rows()
+    whole = float(np.mean((model.predict(features, verbose=0) - targets) ** 2))
+    assert abs(shown.logs["loss"] - whole) < 1e-4 * whole
+
+
+def warm_up():
+    class Rates(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.rates = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    seen = Rates()
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2)
+    decay = hvd.callbacks.LearningRateScheduleCallback(0.4, 0.1, start_epoch=2)
+    fitted(network(), keras.optimizers.SGD(0.4), slice(None), 12, callbacks=[warmup, decay, seen])
+    np.testing.assert_allclose(seen.rates[:8], 0.2 + 0.2 * np.arange(1, 9) / 8, rtol=1e-5)
+    np.testing.assert_allclose(seen.rates[8:], 0.04, rtol=1e-5)
+
+
+def keep_the_best(folder):
+    path = Path(folder) / f"rank-{hvd.rank()}.keras"
+    keep = hvd.callbacks.BestModelCheckpoint(str(path), monitor="loss")
+    model = network()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    fitted(model, optimizer, slice(None), 16, callbacks=[hvd.callbacks.MetricAverageCallback(), keep])
+    assert path.exists() == (hvd.rank() == 0), "only rank 0 writes"
+    if hvd.rank() == 0:
+        again = hvd.load_model(str(path))
+        assert "Exchanging" in str(type(again.optimizer).__mro__)
+        plain = keras.saving.load_model(path)
+        assert "Exchanging" not in str(type(plain.optimizer).__mro__), "a saved model must not need sparkhvd"
+        assert int(plain.optimizer.iterations.numpy() if hasattr(plain.optimizer.iterations, "numpy") else 9) == 9
+
+
+def reduce_eagerly():
+    result = hvd.allreduce(keras.ops.ones((2,)) * hvd.rank(), op=hvd.Sum, name="eager")
+    assert keras.ops.convert_to_numpy(result).tolist() == [1.0, 1.0]
+    assert hvd.broadcast_object("text", 0) == "text"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_predivide_factor": 2.0}, {"backward_passes_per_step": 3, "average_aggregated_gradients": True}],
+    ids=["plain", "predivided", "accumulated"],
+)
+def test_ranks_are_one_big_batch(group, options):
+    group.run(one_big_batch, options)
+
+
+def test_all_ranks_start_from_the_root(group, tmp_path):
+    group.run(start_from_the_same, str(tmp_path))
+
+
+def test_metrics_are_averaged(group):
+    group.run(average_metrics)
+
+
+def test_the_learning_rate_warms_up_and_decays(group):
+    group.run(warm_up)
+
+
+def test_the_best_model_is_kept_by_one_rank_and_loads_anywhere(group, tmp_path):
+    group.run(keep_the_best, str(tmp_path))
+
+
+def test_collectives_are_those_of_the_backend(group):
+    group.run(reduce_eagerly)
+
+
+def test_settings_that_cannot_work_are_refused():
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    for make, message in [
+        (lambda: hvd.DistributedOptimizer(wrapped), "distributed already"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Max), "Average or op=Sum"),
+        (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=0), "at least 1"),
+        (lambda: hvd.DistributedOptimizer("sgd"), "not a Keras optimizer"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            make()
