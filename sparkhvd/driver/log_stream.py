@@ -6,7 +6,6 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import TextIO
 
 from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started
@@ -21,20 +20,20 @@ class LogStream:
         stdout: where stdout lines go; None is ``sys.stdout`` as it is when a line arrives.
         stderr: the same for stderr.
         timestamps: whether a line starts with the time of its arrival.
-        on_started: called when the ranks have started.
+
+    Attributes:
+        started: set when all ranks run.
     """
 
-    def __init__(
-        self, stdout: TextIO | None, stderr: TextIO | None, timestamps: bool, on_started: Callable[[], None]
-    ) -> None:
+    def __init__(self, stdout: TextIO | None, stderr: TextIO | None, timestamps: bool) -> None:
+        self.started = threading.Event()
         self._given = {"stdout": stdout, "stderr": stderr}
         self._timestamps = timestamps
-        self._on_started = on_started
         self._lock = threading.Lock()  # keeps lines whole
 
     def handle(self, message: Message) -> Message | None:
         if isinstance(message, Started):
-            self._on_started()
+            self.started.set()
         elif isinstance(message, Output):
             self._write(message)
         elif isinstance(message, Flush):

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
-from urllib.parse import urlsplit
 
 import cloudpickle
 
 from sparkhvd.config import changed_environment, from_environment, notice_without_effect
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.launchers.barrier import BarrierLauncher
+from sparkhvd.driver.launcher import LaunchRequest, choose, launcher_for
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.payload import pickle_call
-from sparkhvd.driver.slots import describe_cluster, is_connect, refuse_dynamic_allocation, reserve
-from sparkhvd.errors import ConfigError, LaunchError
-from sparkhvd.rpc.addresses import LOOPBACK, address_to_bind, is_loopback, outgoing_address
-from sparkhvd.rpc.server import Server
+from sparkhvd.driver.resources import TaskResources
+from sparkhvd.errors import ConfigError
 from sparkhvd.task.job import Job
 
 if TYPE_CHECKING:
@@ -34,14 +31,22 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     num_proc: int | None = None,
-    env: Mapping[str, str | None] | None = None,
     start_timeout: float | None = None,
-    *,
-    spark: SparkSession | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | Sequence[str] | None = None,
+    env: Mapping[str, str | None] | None = None,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
     verbose: int = 1,
+    nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+    *,
+    spark: SparkSession | None = None,
+    launcher: str = "auto",
+    gpus_per_task: float | None = None,
+    cpus_per_task: int | None = None,
     preload: Sequence[str] = (),
 ) -> list[Result]:
     """Run ``fn`` in ``num_proc`` processes on the Spark cluster, connected through ``hvd.init()``.
@@ -60,15 +65,26 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
             a notebook or a module that is not an installed package.
         args: positional arguments of ``fn``.
         kwargs: keyword arguments of ``fn``.
-        num_proc: number of ranks; None starts as many as the cluster has slots.
+        num_proc: number of ranks; None starts as many as the cluster has slots (or this machine has cores, for
+            ``launcher="local"``).
+        start_timeout: seconds within which all ranks must have started; None takes ``SPARKHVD_START_TIMEOUT`` (600).
+        use_mpi: True is ``launcher="mpi"``.
+        use_gloo: True is ``launcher="barrier"``.
+        extra_mpi_args: more arguments of ``mpirun``, as one string or a list.
         env: added to the executors' own environment; None as a value removes a variable. The ``SPARKHVD_*`` settings of
             the driver hold on all ranks.
-        start_timeout: seconds within which all ranks must have started; None takes ``SPARKHVD_START_TIMEOUT`` (600).
-        spark: the session to use; None takes the active one.
         stdout: where the ranks' stdout goes, each line as ``[rank]<stdout>:line``; None is ``sys.stdout``.
         stderr: the same for stderr.
         verbose: 0 leaves the ranks' output in the executors' logs, 1 streams it, 2 adds sparkhvd's own debug lines.
+        nics: network interfaces whose addresses the ranks use; None finds out which ones all hosts can reach.
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
+        executable: the Python of the ranks; None is the one that the Spark tasks run with.
+        spark: the session to use; None takes the active one.
+        launcher: ``barrier`` starts the ranks in a Spark barrier stage, ``local`` beside this process without
+            Spark; ``auto`` is ``barrier``.
+        gpus_per_task: GPUs of each rank, where it is not what the session says (``spark.task.resource.gpu.amount``);
+            for this job alone. On standalone, YARN, Kubernetes and local-cluster.
+        cpus_per_task: cores of each rank, where it is not what the session says (``spark.task.cpus``).
         preload: modules that the processes import while they wait for each other.
 
     Returns:
@@ -82,21 +98,23 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         ConfigError: an argument has a value that cannot work.
     """
     changes = checked_environment(env)
-    if num_proc is not None and (isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1):
-        raise ConfigError(f"num_proc={num_proc!r} is not a number of processes; give 1 or more, or None for all slots.")
-    session = spark if spark is not None else active_session()
+    _check_numbers(num_proc, start_timeout, gpus_per_task, cpus_per_task)
+    request = LaunchRequest(
+        num_proc=num_proc,
+        spark=spark,
+        resources=TaskResources(cpus_per_task, gpus_per_task),
+        extra_mpi_args=_words(extra_mpi_args),
+    )
+    chosen = launcher_for(choose(launcher, use_mpi, use_gloo, request), request)
     environment = changed_environment(changes)
     config = from_environment(environment)
     notice_without_effect(environment)
     timeout = config.start_timeout if start_timeout is None else float(start_timeout)
-    if not timeout > 0:
-        raise ConfigError(f"start_timeout={start_timeout!r} is not above 0 seconds.")
     payload = pickle_call(fn, args, kwargs or {})
-    refuse_dynamic_allocation(session)
     deadline = Deadline.after(timeout)
     job = Job(
         payload=payload,
-        num_proc=reserve(describe_cluster(session), num_proc, deadline),
+        num_proc=chosen.reserve(deadline),
         env=tuple(changes.items()),
         preload=tuple(preload),
         config=config,
@@ -104,26 +122,32 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         log_secret=secrets.token_bytes(32),
         stream_output=verbose > 0,
         log_level=_log_level(verbose) if config.log_level is None else config.log_level,
+        executable=executable or "",
+        nics=tuple(nics or ()),
     )
-    started = threading.Event()
-    stream = LogStream(stdout, stderr, prefix_output_with_timestamp, started.set)
-    return [cloudpickle.loads(content) for content in _launch(session, job, stream, started, deadline)]
+    stream = LogStream(stdout, stderr, prefix_output_with_timestamp)
+    with closing(chosen.launch(job, stream)) as handle:
+        handle.wait_started(deadline)
+        return [cloudpickle.loads(content) for content in handle.results()]
 
 
-def active_session() -> SparkSession:
-    """The session that is active in this thread or was the last one made.
+def _words(arguments: str | Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(shlex.split(arguments)) if isinstance(arguments, str) else tuple(arguments or ())
 
-    Raises:
-        LaunchError: there is none.
-    """
-    from pyspark.sql import SparkSession  # noqa: PLC0415 - pyspark is loaded when a job is run, not before
 
-    session = SparkSession.getActiveSession()
-    if session is None:
-        raise LaunchError(
-            "There is no active SparkSession. Make one with SparkSession.builder.getOrCreate(), or pass spark=."
+def _check_numbers(
+    num_proc: int | None, start_timeout: float | None, gpus_per_task: float | None, cpus_per_task: int | None
+) -> None:
+    for name, value in (("num_proc", num_proc), ("cpus_per_task", cpus_per_task)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            what = "processes; give 1 or more, or None for all slots" if name == "num_proc" else "cores; give 1 or more"
+            raise ConfigError(f"{name}={value!r} is not a number of {what}.")
+    if start_timeout is not None and not float(start_timeout) > 0:
+        raise ConfigError(f"start_timeout={start_timeout!r} is not above 0 seconds.")
+    if gpus_per_task is not None and not (0 < gpus_per_task <= 1 or float(gpus_per_task).is_integer()):
+        raise ConfigError(
+            f"gpus_per_task={gpus_per_task!r} is no amount that Spark takes; give a whole number or less than 1."
         )
-    return session
 
 
 def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
@@ -139,32 +163,6 @@ def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str |
                 f"env[{name!r}] has a value of type {type(value).__name__}; names and values are strings."
             )
     return changes
-
-
-def _launch(
-    session: SparkSession, job: Job, stream: LogStream, started: threading.Event, deadline: Deadline
-) -> list[bytes]:
-    own_host, bind_host = log_hosts(session)
-    with Server(job.log_secret, stream, bind_host, name="sparkhvd-log") as server:
-        addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
-        launcher = BarrierLauncher(session, started)
-        with closing(launcher.launch(job.with_log_addresses(addresses))) as handle:
-            handle.wait_started(deadline)
-            return handle.results()
-
-
-def log_hosts(session: SparkSession) -> tuple[str, str]:
-    """The name of this driver's host for the executors, and the local address that the log stream binds."""
-    if is_connect(session):
-        remote = urlsplit(str(session.client.host)).hostname or str(session.client.host)
-        address = LOOPBACK if is_loopback(remote) else outgoing_address(remote)
-        return address, address
-    master = str(session.sparkContext.master)
-    own_host = str(session.conf.get("spark.driver.host", LOOPBACK))
-    cluster_host = urlsplit(master).hostname if master.startswith("spark://") else ""
-    if master.startswith("local") or is_loopback(own_host):
-        return LOOPBACK, LOOPBACK
-    return own_host, address_to_bind(own_host, [cluster_host or "192.0.2.1"])
 
 
 def _log_level(verbose: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.resources import TaskResources, profile_of, refuse_where_ignored
 from sparkhvd.errors import LaunchError, SlotsError
 
 if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,7 @@ SETTLE_SECONDS = 60.0
 _STILL_SECONDS = 3.0
 _POLL_SECONDS = 0.2
 
+_SESSION_RESOURCES = TaskResources()
 _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
 
 
@@ -32,13 +36,17 @@ class Cluster:
 
     Attributes:
         master: Spark's master URL.
-        task_cpus: ``spark.task.cpus``.
+        task_cpus: cores per task: ``spark.task.cpus``, unless the job asks for others.
         count: asks Spark for the slots that are registered now.
+        task_gpus: GPUs per task, 0 where the job needs none.
+        executor_gpus: ``spark.executor.resource.gpu.amount``.
     """
 
     master: str
     task_cpus: int
     count: Callable[[], int]
+    task_gpus: float = 0
+    executor_gpus: int = 0
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -56,13 +64,32 @@ def refuse_dynamic_allocation(spark: SparkSession) -> None:
         )
 
 
-def describe_cluster(spark: SparkSession) -> Cluster:
-    """The cluster behind a session."""
-    task_cpus = int(str(spark.conf.get("spark.task.cpus", "1")))
+def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RESOURCES) -> Cluster:
+    """The cluster behind a session, as tasks with these resources see it."""
+
+    def number(name: str, default: str) -> float:
+        return float(str(spark.conf.get(name, default)))
+
+    task_cpus = resources.cpus or int(number("spark.task.cpus", "1"))
     if is_connect(spark):
         return Cluster("connect", task_cpus, lambda: _partitions_of_range(spark))
-    context = spark.sparkContext
-    return Cluster(str(context.master), task_cpus, lambda: _concurrent_tasks(spark))
+    master = str(spark.sparkContext.master)
+    refuse_where_ignored(master, resources)
+    task_gpus = resources.gpus or number("spark.task.resource.gpu.amount", "0")
+    executor_gpus = int(number("spark.executor.resource.gpu.amount", "0"))
+    profile = profile_of(spark, resources)
+    return Cluster(master, task_cpus, lambda: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
+
+
+def reserve_tasks(spark: SparkSession, num_proc: int | None, resources: TaskResources, deadline: Deadline) -> int:
+    """The number of ranks to start in a barrier stage of this session, as ``reserve`` says.
+
+    Raises:
+        LaunchError: Spark does not run barrier stages with this session's settings, or ignores what a task needs.
+        SlotsError: there are too few slots.
+    """
+    refuse_dynamic_allocation(spark)
+    return reserve(describe_cluster(spark, resources), num_proc, deadline)
 
 
 def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
@@ -102,7 +129,10 @@ def fixed_slots(cluster: Cluster) -> int | None:
     if cluster.master == "local" or cluster.master.startswith("local["):
         return cluster.count()
     if found := _LOCAL_CLUSTER.fullmatch(cluster.master):
-        return int(found[1]) * (int(found[2]) // cluster.task_cpus)
+        per_executor = int(found[2]) // cluster.task_cpus
+        if cluster.task_gpus:
+            per_executor = min(per_executor, math.floor(cluster.executor_gpus / cluster.task_gpus))
+        return int(found[1]) * per_executor
     return None
 
 
@@ -111,11 +141,21 @@ def too_few(cluster: Cluster, num_proc: int, slots: int, waited: float | None) -
     after = "" if waited is None else f" after waiting {waited:.0f} s for executors"
     return (
         f"num_proc={num_proc} ranks were asked for, but the cluster has {slots} slots{after} "
-        f"(master {cluster.master}, spark.task.cpus={cluster.task_cpus}). {_way_out(cluster, num_proc)}"
+        f"(master {cluster.master}, {_per_task(cluster)}). {_way_out(cluster, num_proc)}"
     )
 
 
+def _per_task(cluster: Cluster) -> str:
+    gpus = f", {cluster.task_gpus:g} GPUs per task" if cluster.task_gpus else ""
+    return f"spark.task.cpus={cluster.task_cpus}{gpus}"
+
+
 def _way_out(cluster: Cluster, num_proc: int) -> str:
+    if cluster.task_gpus and cluster.executor_gpus < cluster.task_gpus:
+        return (
+            "The executors have no GPUs for that: start the session with spark.executor.resource.gpu.amount and a "
+            "discovery script (spark.executor.resource.gpu.discoveryScript)."
+        )
     less = f"or ask for fewer ranks, or lower spark.task.cpus={cluster.task_cpus}"
     if cluster.master.startswith("local-cluster"):
         return f"Start the session with a master like local-cluster[{num_proc},{cluster.task_cpus},1024], {less}."
@@ -126,10 +166,14 @@ def _way_out(cluster: Cluster, num_proc: int) -> str:
     return f"Raise spark.executor.instances or spark.executor.cores, {less}."
 
 
-def _concurrent_tasks(spark: SparkSession) -> int:
+def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> int:
     scala_context = spark.sparkContext._jsc.sc()  # noqa: SLF001 - Spark offers no public count of its slots
-    profile = scala_context.resourceProfileManager().defaultResourceProfile()
-    return int(scala_context.maxNumConcurrentTasks(profile))
+    profiles = scala_context.resourceProfileManager()
+    if profile is None:
+        return int(scala_context.maxNumConcurrentTasks(profiles.defaultResourceProfile()))
+    own = profile._java_resource_profile  # noqa: SLF001
+    profiles.addResourceProfile(own)
+    return int(scala_context.maxNumConcurrentTasks(own))
 
 
 def _partitions_of_range(spark: SparkSession) -> int:

@@ -32,6 +32,8 @@ class Job:
         log_secret: proves to the driver that a connection comes from this job. It travels inside the closure, which is
             as private as Spark's own channels.
         log_level: level of the ``sparkhvd`` logger in the workers.
+        executable: the Python of the workers; empty is that of whoever starts them.
+        nics: network interfaces to use; empty finds the right ones.
     """
 
     payload: bytes = field(repr=False)
@@ -44,6 +46,8 @@ class Job:
     log_secret: bytes = field(default=b"", repr=False)
     stream_output: bool = True
     log_level: int = logging.INFO
+    executable: str = ""
+    nics: tuple[str, ...] = ()
 
     def with_log_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
         """The same job, with the place where the driver takes the output."""

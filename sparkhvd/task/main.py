@@ -14,6 +14,7 @@ from pyspark import BarrierTaskContext
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.addresses import address_to_bind
+from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.task.assignment import TaskOffer, assign
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import CHUNK_BYTES, FAILURE, RESULT, Job
@@ -21,6 +22,7 @@ from sparkhvd.task.output import DriverLog
 from sparkhvd.task.process import WorkerProcess, spawn_worker
 from sparkhvd.task.rank import Plan, accompany, worker_spec
 from sparkhvd.task.supervise import Outcome
+from sparkhvd.task.threads import thread_defaults
 
 
 def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -35,10 +37,10 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
     with ExitStack() as stack:
         log = DriverLog(job)
         stack.callback(log.close)
-        defaults = {"OMP_NUM_THREADS": str(context.cpus())}
-        worker = WorkerProcess(spawn_worker(dict(job.env), defaults, job.preload), log)
+        defaults = thread_defaults(context.cpus())
+        worker = WorkerProcess(spawn_worker(dict(job.env), defaults, job.preload, job.executable), log)
         stack.callback(worker.close)
-        plan = _gather(context, stack)
+        plan = _gather(context, job.nics, stack)
         slot = next(one for one in plan.slots if one.offer.task_index == context.partitionId())
         log.rank = slot.world.rank
         worker.output.start()
@@ -49,11 +51,11 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
     yield from result_rows(slot.world.rank, content)
 
 
-def _gather(context: BarrierTaskContext, stack: ExitStack) -> Plan:
+def _gather(context: BarrierTaskContext, nics: tuple[str, ...], stack: ExitStack) -> Plan:
     """Exchange what the tasks know; task 0 serves the rendezvous and makes the job's secret."""
     index = context.partitionId()
     hosts = [host_of(info.address) for info in context.getTaskInfos()]
-    bind_host = address_to_bind(hosts[index], hosts)
+    bind_host = candidates(nics, hosts[index], hosts)[0].address if nics else address_to_bind(hosts[index], hosts)
     own: dict[str, object] = asdict(TaskOffer(index, host_hash(), hosts[index], bind_host))
     if index == 0:
         token = secrets.token_bytes(32)

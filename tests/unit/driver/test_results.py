@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd.driver.launchers.barrier import results_of, spark_failure
+from sparkhvd.driver.results import results_of, spark_failure
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.task.job import FAILURE, RESULT
 from sparkhvd.task.report import NOT_STARTED, TOO_LARGE, FailureReport

@@ -63,8 +63,7 @@ def pumped(log: DriverLog, stdout: bytes, stderr: bytes) -> OutputPump:
 
 def test_output_reaches_the_driver_under_its_rank():
     stdout, stderr = Stream(), Stream()
-    started = threading.Event()
-    stream = LogStream(stdout, stderr, timestamps=False, on_started=started.set)
+    stream = LogStream(stdout, stderr, timestamps=False)
     with Server(SECRET, stream) as server:
         log = DriverLog(Job(b"", 2, log_addresses=(("127.0.0.1", server.port),), log_secret=SECRET))
         log.rank = 1
@@ -74,11 +73,11 @@ def test_output_reaches_the_driver_under_its_rank():
     assert stdout.text == "[1]<stdout>:one\n[1]<stdout>:\n[1]<stdout>:two ü\n[1]<stdout>:three\n"
     assert stderr.text == "[1]<stderr>:oh\n"
     assert pump.stderr_tail() == "oh"
-    assert started.is_set()
+    assert stream.started.is_set()
 
 
 def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
-    with Server(SECRET, LogStream(None, None, timestamps=False, on_started=lambda: None)) as server:
+    with Server(SECRET, LogStream(None, None, timestamps=False)) as server:
         address = ("127.0.0.1", server.port)
     log = DriverLog(Job(b"", 1, log_addresses=(address,), log_secret=SECRET))
     log.rank = 0
@@ -107,7 +106,7 @@ def test_lines_can_carry_the_time_of_their_arrival():
     stdout = Stream()
     from sparkhvd.rpc.messages import Output  # noqa: PLC0415
 
-    LogStream(stdout, None, timestamps=True, on_started=lambda: None).handle(Output(0, "stdout", b"x"))
+    LogStream(stdout, None, timestamps=True).handle(Output(0, "stdout", b"x"))
     stamp, _, rest = stdout.text.partition("[0]")
     assert rest == "<stdout>:x\n"
     assert stamp.count(":") == 2

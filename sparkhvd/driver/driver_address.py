@@ -1,0 +1,26 @@
+"""Where the tasks of a job reach this driver."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from sparkhvd.driver.slots import is_connect
+from sparkhvd.rpc.addresses import LOOPBACK, address_to_bind, is_loopback, outgoing_address
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def log_hosts(session: SparkSession) -> tuple[str, str]:
+    """The name of this driver's host for the executors, and the local address that the log stream binds."""
+    if is_connect(session):
+        remote = urlsplit(str(session.client.host)).hostname or str(session.client.host)
+        address = LOOPBACK if is_loopback(remote) else outgoing_address(remote)
+        return address, address
+    master = str(session.sparkContext.master)
+    own_host = str(session.conf.get("spark.driver.host", LOOPBACK))
+    cluster_host = urlsplit(master).hostname if master.startswith("spark://") else ""
+    if master.startswith("local") or is_loopback(own_host):
+        return LOOPBACK, LOOPBACK
+    return own_host, address_to_bind(own_host, [cluster_host or "192.0.2.1"])

@@ -1,0 +1,105 @@
+"""The same workers beside the driver, without Spark."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+from contextlib import ExitStack
+
+from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.results import results_in_order
+from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.rpc.addresses import LOOPBACK
+from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.task.host import run_ranks
+from sparkhvd.task.host_hash import host_hash
+from sparkhvd.task.job import Job
+from sparkhvd.task.output import HandlerLog
+from sparkhvd.task.process import WorkerProcess, spawn_worker
+from sparkhvd.task.rank import Plan, worker_spec
+from sparkhvd.task.report import FailureReport
+from sparkhvd.task.supervise import OUTCOME, Outcome
+from sparkhvd.task.threads import thread_defaults
+
+logger = logging.getLogger(__name__)
+
+_END_SECONDS = 30.0
+
+
+class LocalLauncher:
+    """Starts jobs on this machine."""
+
+    def __init__(self, request: LaunchRequest) -> None:
+        self._request = request
+
+    def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing has to be waited for here
+        return self._request.num_proc or len(os.sched_getaffinity(0))
+
+    def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
+        return LocalHandle(job, stream)
+
+
+class LocalHandle:
+    """The workers of one job, and the thread that waits for them."""
+
+    def __init__(self, job: Job, stream: LogStream) -> None:
+        self._job = job
+        self._deadline = Deadline.after(job.start_timeout)
+        self._contents: dict[int, bytes | Outcome] = {}  # both are written before the thread ends
+        self._error: Exception | None = None
+        with ExitStack() as stack:
+            token = secrets.token_bytes(32)
+            self._server = RendezvousServer(token)
+            stack.callback(self._server.close)
+            host = socket.gethostname()
+            offers = [TaskOffer(index, host_hash(), host, LOOPBACK) for index in range(job.num_proc)]
+            self._plan = Plan(tuple(assign(offers)), (LOOPBACK, self._server.port), token)
+            workers = self._start(stream, stack)
+            self._thread = threading.Thread(target=self._run, args=(workers,), name="sparkhvd-job", daemon=True)
+            self._thread.start()
+            self._stack = stack.pop_all()
+        stream.started.set()
+
+    def wait_started(self, deadline: Deadline) -> None:
+        """They do when ``launch`` returns; the supervision of the ranks bounds the rest."""
+
+    def results(self) -> list[bytes]:
+        self._thread.join()
+        if self._error is not None:
+            raise LaunchError(str(self._error)) from self._error
+        return results_in_order(self._contents, self._job.num_proc)
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            host = self._plan.slots[0].offer.host
+            self._server.set(OUTCOME, FailureReport(0, host, "was cancelled").to_json())
+            self._thread.join(_END_SECONDS)
+            if self._thread.is_alive():
+                logger.warning("The ranks of this job did not end within %g s.", _END_SECONDS)
+        self._stack.close()
+
+    def _start(self, stream: LogStream, stack: ExitStack) -> dict[int, WorkerProcess]:
+        job = self._job
+        defaults = thread_defaults(max(1, len(os.sched_getaffinity(0)) // job.num_proc))
+        workers = {}
+        for slot in self._plan.slots:
+            log = HandlerLog(stream.handle, job.num_proc)
+            log.rank = slot.world.rank
+            worker = WorkerProcess(spawn_worker(dict(job.env), defaults, job.preload, job.executable), log)
+            stack.callback(worker.close)
+            worker.output.start()
+            worker.send(worker_spec(job, self._plan, slot))
+            workers[slot.world.rank] = worker
+        return workers
+
+    def _run(self, workers: dict[int, WorkerProcess]) -> None:
+        try:
+            self._contents = run_ranks(self._plan, workers, self._deadline, parent=0)
+        except (SparkHvdError, OSError) as error:
+            self._error = error

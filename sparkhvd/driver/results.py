@@ -1,0 +1,80 @@
+"""From what the ranks left to what ``run`` returns or raises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
+from sparkhvd.task.job import FAILURE
+from sparkhvd.task.report import NOT_STARTED, TOO_LARGE, FailureReport
+from sparkhvd.task.supervise import Outcome
+
+if TYPE_CHECKING:
+    from pyspark.sql import Row
+
+
+def results_of(rows: Sequence[Row], num_proc: int) -> list[bytes]:
+    """The pickled results in rank order, put together from their chunks.
+
+    Raises:
+        RankFailedError: one of the rows reports a failure.
+        LaunchError: a rank's result is missing.
+    """
+    for row in rows:
+        if row.kind == FAILURE:
+            raise failure_of(FailureReport.from_json(bytes(row.content)))
+    contents: dict[int, list[bytes]] = {}
+    for row in sorted(rows, key=lambda one: (one.rank, one.chunk)):
+        contents.setdefault(row.rank, []).append(bytes(row.content))
+    missing = sorted(set(range(num_proc)) - set(contents))
+    if missing:
+        raise LaunchError(f"Spark returned no result of ranks {missing}.")
+    return [b"".join(contents[rank]) for rank in range(num_proc)]
+
+
+def results_in_order(contents: Mapping[int, bytes | Outcome], num_proc: int) -> list[bytes]:
+    """The pickled results in rank order, of ranks that were not watched over by Spark tasks.
+
+    Raises:
+        RankFailedError: a rank failed.
+        LaunchError: a rank's result is missing.
+    """
+    for content in contents.values():
+        if isinstance(content, Outcome) and content.failure is not None:
+            raise failure_of(content.failure)
+    found = {rank: content for rank, content in contents.items() if isinstance(content, bytes)}
+    missing = sorted(set(range(num_proc)) - set(found))
+    if missing:
+        raise LaunchError(f"There is no result of ranks {missing}.")
+    return [found[rank] for rank in range(num_proc)]
+
+
+def failure_of(report: FailureReport) -> LaunchError:
+    """The exception that says what a report says."""
+    message = f"{report.sentence()}."
+    if report.traceback:
+        message += f"\n\nTraceback of rank {report.rank}:\n{report.traceback}"
+    elif report.stderr_tail:
+        message += f"\n\nThe last lines that rank {report.rank} wrote to stderr:\n{report.stderr_tail}"
+    if report.kind == NOT_STARTED:
+        return StartTimeoutError(f"{message} Raise start_timeout, or see what its imports wait for.")
+    if report.kind == TOO_LARGE:
+        return LaunchError(message)
+    return RankFailedError(
+        message,
+        rank=report.rank,
+        host=report.host,
+        remote_traceback=report.traceback,
+        stderr_tail=report.stderr_tail,
+    )
+
+
+def spark_failure(error: Exception) -> str:
+    """What to tell when Spark itself gave the job up."""
+    text = str(error)
+    if "No module named 'sparkhvd'" in text:
+        return "The executors cannot import sparkhvd; install it on every node of the cluster."
+    text = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("\tat "))
+    shortened = text if len(text) <= 4000 else f"{text[:4000]} ..."
+    return f"Spark gave the job up; no rank reported a failure of its own. Spark says: {shortened}"
