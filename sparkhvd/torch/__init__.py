@@ -19,6 +19,8 @@ from sparkhvd.comm.session import (
     shutdown,
     size,
 )
+from sparkhvd.errors import MismatchError, PeerLostError
+from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.differentiable import allgather, allreduce, broadcast
 from sparkhvd.torch.operations import (
     allgather_async,
@@ -43,10 +45,14 @@ Product = ReduceOp.PRODUCT
 
 __all__ = [
     "Average",
+    "Compression",
+    "Compressor",
     "DistributedOptimizer",
     "Handle",
     "Max",
     "Min",
+    "MismatchError",
+    "PeerLostError",
     "Product",
     "Sum",
     "allgather",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.gradients import ExchangeSettings, GradientExchange
+from sparkhvd.torch.compression import Compression, Compressor
+from sparkhvd.torch.gradients import GradientExchange
+from sparkhvd.torch.transfer import ExchangeSettings
 
 
 class ExchangingOptimizer(torch.optim.Optimizer):
@@ -118,9 +122,13 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     *,
+    compression: Compressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
 ) -> ExchangingOptimizer:
     """An optimizer like ``optimizer`` whose ``step()`` applies the gradients of all ranks.
 
@@ -131,9 +139,16 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     Args:
         optimizer: the optimizer to wrap; use only the result afterwards.
         named_parameters: ``model.named_parameters()``, for the names of the gradients; by position when None.
-        backward_passes_per_step: backward passes that are summed on the rank before gradients are exchanged.
+        compression: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor`` of your own, for dense gradients.
+        backward_passes_per_step: backward passes that are summed on the rank before gradients are exchanged. The sum is
+            not divided: divide the loss where you want the mean.
         op: how the ranks' gradients are combined: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
+        num_groups: deprecated, use ``groups``.
+        groups: gradients that are sent together once all of a group are there: a number of groups of neighbours, or
+            lists of parameters; what is in no list is sent alone.
+        sparse_as_dense: make sparse gradients dense before they are sent. Otherwise the entries of all ranks go to all
+            and are added up there.
 
     Raises:
         ConfigError: duplicate or missing names, or settings that contradict each other.
@@ -149,6 +164,7 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
         raise ConfigError(
             "LBFGS decides from its rank's own loss how often to evaluate, so ranks would part; use another."
         )
+    groups = _groups_of(num_groups, groups)
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
         raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, not {op}.")
     if not gradient_predivide_factor > 0:
@@ -165,10 +181,43 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     wrapped._skip = False  # noqa: SLF001
     wrapped._exchange = GradientExchange(  # noqa: SLF001
-        ExchangeSettings(ReduceOp(op), _positive(backward_passes_per_step), gradient_predivide_factor)
+        ExchangeSettings(
+            ReduceOp(op), _positive(backward_passes_per_step), gradient_predivide_factor, compression, sparse_as_dense
+        )
     )
     wrapped._exchange.track(names)  # noqa: SLF001
+    wrapped._exchange.group(_members(groups, names))  # noqa: SLF001
     return wrapped
+
+
+def _groups_of(
+    num_groups: int, groups: int | Sequence[Sequence[torch.Tensor]] | None
+) -> int | Sequence[Sequence[torch.Tensor]]:
+    if num_groups:
+        if groups is not None:
+            raise ConfigError(f"num_groups={num_groups} and groups were both given; give groups alone.")
+        warnings.warn("num_groups= is deprecated; pass groups=.", DeprecationWarning, stacklevel=3)
+        return num_groups
+    return 0 if groups is None else groups
+
+
+def _members(
+    groups: int | Sequence[Sequence[torch.Tensor]], names: Mapping[torch.Tensor, str]
+) -> list[list[torch.Tensor]]:
+    """The parameters of each group, in the order of the optimizer."""
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ConfigError(f"groups={groups} is negative; 0 and None send every gradient alone.")
+        parameters = list(names)
+        bounds = [len(parameters) * index // groups for index in range(groups + 1)] if groups else []
+        return [parameters[start:end] for start, end in pairwise(bounds)]
+    chosen = [list(group) for group in groups]
+    times = Counter(parameter for group in chosen for parameter in group)
+    if foreign := [tuple(parameter.shape) for parameter in times if parameter not in names]:
+        raise ConfigError(f"groups holds tensors of shapes {foreign} that are not parameters of the optimizer.")
+    if repeated := [names[parameter] for parameter, count in times.items() if count > 1]:
+        raise ConfigError(f"groups holds {repeated} more than once; a gradient is in one group.")
+    return chosen
 
 
 def _positive(passes: int) -> int:

@@ -1,0 +1,132 @@
+"""One gradient on its way: submitted in the form that the settings ask for, received into the form that it had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.communicator import Gathered
+from sparkhvd.comm.handle import Handle
+from sparkhvd.errors import ConfigError
+from sparkhvd.torch import sparse
+from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
+from sparkhvd.torch.tensors import buffer_of, stage
+
+
+@dataclass(frozen=True)
+class ExchangeSettings:
+    """How gradients are combined.
+
+    Attributes:
+        op: the reduction of unweighted steps.
+        passes: backward passes that are summed on the rank before the exchange.
+        predivide: divides gradients before the reduction and multiplies the result, against overflow in small floats.
+        compression: the form of dense gradients on their way.
+        sparse_as_dense: whether sparse gradients are made dense before they are sent.
+    """
+
+    op: ReduceOp = ReduceOp.AVERAGE
+    passes: int = 1
+    predivide: float = 1.0
+    compression: Compressor = NoneCompressor
+    sparse_as_dense: bool = False
+
+    def dtype_on_the_way(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which a gradient of ``dtype`` most likely travels."""
+        return self.compression.on_the_way(dtype) if isinstance(self.compression, CastCompressor) else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What a step does to this rank's gradients.
+
+    Attributes:
+        op: how the ranks' gradients are combined.
+        share: multiplies this rank's.
+    """
+
+    op: ReduceOp
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A gradient on its way.
+
+    Attributes:
+        gradient: the ``grad`` of the parameter when it was submitted.
+        handle: brings the combined gradient: ``gradient`` itself where that is dense.
+        sparse: whether it travels as a sparse tensor.
+    """
+
+    gradient: torch.Tensor | None
+    handle: Handle[torch.Tensor]
+    sparse: bool
+
+
+def send(parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings) -> Transfer:
+    """Submit the gradient of a parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        raise AssertionError(f"{name!r} has no gradient to send")
+    if gradient.layout is torch.sparse_coo:
+        if not settings.sparse_as_dense:
+            return _send_sparse(gradient, parameter, name, weight, settings)
+        gradient = parameter.grad = gradient.to_dense()
+    return _send_dense(gradient, name, weight, settings)
+
+
+def send_nothing(
+    parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings, *, as_sparse: bool
+) -> Transfer:
+    """Submit that this rank has nothing to add to the gradient that others have of a parameter."""
+    if as_sparse:
+        return _send_sparse(None, parameter, name, weight, settings)
+    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+    return _send_dense(parameter.grad, name, weight, settings)
+
+
+def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings) -> Transfer:
+    what = f"The gradient {name!r}"
+    compressed, context = settings.compression.compress(gradient)
+    staged = stage(compressed, what)
+    buffer = buffer_of(staged.memory, what)
+    handle = session.current().reduce_buffer(
+        buffer,
+        buffer,
+        weight.op,
+        name=name,
+        prescale=weight.share / settings.predivide,
+        postscale=settings.predivide,
+    )
+
+    def receive(_: None) -> torch.Tensor:
+        reduced = staged.write_back()
+        if reduced is not gradient:
+            with torch.no_grad():
+                gradient.copy_(settings.compression.decompress(reduced, context))
+        return gradient
+
+    return Transfer(gradient, handle.then(receive), sparse=False)
+
+
+def _send_sparse(
+    gradient: torch.Tensor | None, parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings
+) -> Transfer:
+    if settings.op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
+        raise ConfigError(
+            f"The gradient {name!r} is sparse, which op={settings.op} cannot combine; pass sparse_as_dense=True or use "
+            "Average or Sum."
+        )
+    content = sparse.nothing() if gradient is None else sparse.packed(gradient * weight.share)
+    communicator = session.current()
+    scale = 1.0 / communicator.world.size if weight.op is ReduceOp.AVERAGE else 1.0
+
+    def receive(gathered: Gathered) -> torch.Tensor:
+        return sparse.summed(gathered, parameter.detach(), scale, f"The gradient {name!r}")
+
+    handle = communicator.gather_buffer(buffer_of(content, name), name=name).then(receive)
+    return Transfer(gradient, handle, sparse=True)
