@@ -167,6 +167,9 @@ class Config:
     )
 
 
+# Each is set to the number of processes by the mpirun of some MPI: Open MPI, MPICH and Intel MPI, MVAPICH.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
 # What Horovod reads and nothing here corresponds to: accepted, with one notice that says why.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_CYCLE_TIME": "a collective starts when all ranks have submitted it, there is no cycle to wait for",
@@ -220,6 +223,12 @@ def notice_without_effect(environment: Mapping[str, str] | None = None) -> None:
     reasons = [f"{name} ({why})" for name, why in WITHOUT_EFFECT.items() if env.get(name, "") != ""]
     if reasons:
         _log.warning("These variables are set but have no effect here: %s.", "; ".join(reasons))
+
+
+def started_by_mpi(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether mpirun started this process as one of several."""
+    env = os.environ if environment is None else environment
+    return any(int(env[name]) > 1 for name in _MPI_SIZES if env.get(name, "").isdecimal())
 
 
 def _read(variable: str, text: str, reader: Reader[Any]) -> Any:

@@ -6,13 +6,22 @@ This holds the one mutable variable of the package, because ``hvd.init()`` and `
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import TYPE_CHECKING
 
+from sparkhvd.comm import mpi
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.config import from_environment, notice_without_effect
+from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.comm.subset import subset
+from sparkhvd.config import Config, from_environment, notice_without_effect, started_by_mpi
 from sparkhvd.errors import ConfigError, NotInitializedError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 @dataclass
@@ -20,7 +29,10 @@ class _Session:
     lock: Lock = field(default_factory=Lock)  # guards all writes below; readers of `communicator` take no lock
     context: LaunchContext | None = None  # None: no launcher has said anything
     communicator: Communicator | None = None
-    inits: int = 0  # every rank counts alike, so it names the scope in which the ranks meet
+    server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
+    from_mpi: bool = False
+    # How often each choice of ranks was connected. Its members count alike, so it names the scope in which they meet.
+    inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
 _session = _Session()
@@ -36,45 +48,97 @@ def offer(context: LaunchContext) -> None:
         if _session.communicator is not None:
             raise ConfigError("A launch context came after init(); call shutdown() before offering another one.")
         _session.context = context
-        _session.inits = 0
+        _session.inits.clear()
 
 
-def init() -> None:
-    """Connect this process to the other ranks of its job; without a launcher it is a job of one rank.
+def init(comm: Sequence[int] | MPI.Intracomm | None = None) -> None:
+    """Connect this process to the other ranks of its job.
+
+    The launcher says who they are. Without one they are the processes that mpirun has started (mpi4py has to be
+    installed), else this process is a job of one rank.
 
     Collective: every rank must call it. Calling it again without ``shutdown()`` does nothing; after ``shutdown()`` the
     ranks connect anew.
 
+    Args:
+        comm: makes a job of its own of some ranks: a list of ranks of the launcher's job or of MPI's world, which
+            are numbered anew in this order, or a communicator of mpi4py. Only these call ``init``.
+
     Raises:
+        ConfigError: ``comm`` does not hold this rank.
         DeadlineExceededError: not all ranks came within the configured ``start_timeout``.
         AuthenticationError: a peer doesn't know the job's secret.
     """
+    ranks = tuple(comm) if isinstance(comm, Sequence) else None
     with _session.lock:
         if _session.communicator is not None:
             return
-        _session.inits += 1
-        context = _session.context or _of_no_launcher()
-        if context.config.log_level is not None:
-            logging.getLogger("sparkhvd").setLevel(context.config.log_level)
-        _session.communicator = Communicator(context, scope=f"init-{_session.inits}")
+        _session.inits[ranks or ()] += 1
+        _session.from_mpi = _is_of_mpi(comm)
+        # Ranks that MPI brings together meet at a server of their own each time.
+        number = 1 if _session.from_mpi else _session.inits[ranks or ()]
+        scope = "-".join(["init", str(number), *map(str, ranks or ())])
+        context, server = _meet(comm, ranks, scope)
+        try:
+            if context.config.log_level is not None:
+                logging.getLogger("sparkhvd").setLevel(context.config.log_level)
+            _session.communicator = Communicator(context, scope=scope)
+        except BaseException:
+            if server is not None:
+                server.close()
+            raise
+        _session.server = server
 
 
-def _of_no_launcher() -> LaunchContext:
+def _is_of_mpi(comm: object) -> bool:
+    """Whether MPI says who the ranks are."""
+    if comm is not None and not isinstance(comm, Sequence):
+        return True
+    return _session.context is None and started_by_mpi()
+
+
+def _meet(
+    comm: Sequence[int] | MPI.Intracomm | None, ranks: tuple[int, ...] | None, scope: str
+) -> tuple[LaunchContext, RendezvousServer | None]:
+    """This process's place in the job, and the server that it owns in it, if any."""
+    whole = _session.context or LaunchContext(config=_own_config())
+    if not _session.from_mpi:
+        return (whole if ranks is None else subset(whole, ranks, scope)), None
+    if comm is None:
+        comm = mpi.world_communicator()
+    return mpi.meet(mpi.of_ranks(comm) if isinstance(comm, Sequence) else comm, whole.config)
+
+
+def _own_config() -> Config:
     notice_without_effect()
-    return LaunchContext(config=from_environment())
+    return from_environment()
 
 
 def shutdown() -> None:
     """Leave the job; does nothing when not initialized."""
     with _session.lock:
         communicator, _session.communicator = _session.communicator, None
-        if communicator is not None:
-            communicator.close()
+        server, _session.server = _session.server, None
+        try:
+            if communicator is not None:
+                communicator.close()
+        finally:
+            if server is not None:
+                server.close()
 
 
 def is_initialized() -> bool:
     """Whether ``init()`` has been called and ``shutdown()`` has not."""
     return _session.communicator is not None
+
+
+def uses_mpi() -> bool:
+    """Whether the ranks of this job come from MPI.
+
+    Raises:
+        NotInitializedError: before ``init()`` or after ``shutdown()``.
+    """
+    return current().world.size > 1 and _session.from_mpi
 
 
 def current() -> Communicator:

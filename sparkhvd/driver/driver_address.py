@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from sparkhvd.addresses import LOOPBACK, address_to_bind, is_loopback, outgoing_address
 from sparkhvd.driver.slots import is_connect
-from sparkhvd.rpc.addresses import LOOPBACK, address_to_bind, is_loopback, outgoing_address
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

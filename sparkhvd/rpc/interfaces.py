@@ -8,8 +8,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparkhvd.addresses import is_loopback
 from sparkhvd.errors import LaunchError
-from sparkhvd.rpc.addresses import is_loopback
 
 # The requests of netdevice(7), which say the same on every architecture that Linux runs on.
 _SIOCGIFADDR = 0x8915

@@ -11,9 +11,9 @@ from dataclasses import asdict
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 
+from sparkhvd.addresses import address_to_bind
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
-from sparkhvd.rpc.addresses import address_to_bind
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.task.assignment import TaskOffer, assign
 from sparkhvd.task.host_hash import host_hash

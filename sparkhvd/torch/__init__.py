@@ -6,6 +6,18 @@ Names and meanings follow Horovod's, so that scripts written for it run after ch
 from __future__ import annotations
 
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.features import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.session import (
     cross_rank,
@@ -70,15 +82,25 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
+    "rocm_built",
     "shutdown",
     "size",
     "synchronize",

@@ -9,13 +9,13 @@ import socket
 import threading
 from contextlib import ExitStack
 
+from sparkhvd.addresses import LOOPBACK
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.results import results_in_order
 from sparkhvd.errors import LaunchError, SparkHvdError
-from sparkhvd.rpc.addresses import LOOPBACK
 from sparkhvd.task.assignment import TaskOffer, assign
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash

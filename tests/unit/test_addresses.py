@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from sparkhvd.rpc.addresses import address_to_bind, is_loopback
+from sparkhvd.addresses import address_to_bind, is_loopback
 
 
 def test_peers_on_one_host_meet_on_loopback():

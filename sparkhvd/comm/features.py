@@ -1,0 +1,57 @@
+"""What Horovod's users ask about the build before they rely on it."""
+
+from __future__ import annotations
+
+from sparkhvd.comm import mpi, session
+
+
+def mpi_built() -> bool:
+    """Whether ``init()`` can take ranks from MPI: mpi4py is installed."""
+    return mpi.available()
+
+
+def mpi_enabled() -> bool:
+    """Whether this job took its ranks from MPI."""
+    return session.uses_mpi()
+
+
+def mpi_threads_supported() -> bool:
+    """Whether mpi4py may be used beside the collectives, from any thread; the core itself makes no MPI calls."""
+    if not mpi.available():
+        return False
+    return mpi.has_threads() if session.uses_mpi() else True
+
+
+def gloo_built() -> bool:
+    """Always False: links over TCP and shared memory are the core's own."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Always False, see ``gloo_built``."""
+    return False
+
+
+def nccl_built() -> int:
+    """Always 0: CUDA tensors go through the CPU."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Always False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Always False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Always False: the core knows no devices; torch copies CUDA tensors for it."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Always False, see ``cuda_built``."""
+    return False

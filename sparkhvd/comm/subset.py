@@ -1,0 +1,35 @@
+"""Some ranks of a launched job as a job of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.mpi import require_member
+from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.deadline import Deadline
+from sparkhvd.world import World, layout
+
+
+def subset(context: LaunchContext, ranks: Sequence[int], scope: str) -> LaunchContext:
+    """The place of this rank in the job of ``ranks``, numbered in the order given; collective over these.
+
+    Args:
+        context: the whole job's.
+        ranks: ranks of the whole job.
+        scope: tells apart what the ranks of one job agree on one after the other; equal on all members.
+
+    Raises:
+        ConfigError: this rank is not among ``ranks``, or they are no ranks of the job.
+        DeadlineExceededError: not all members came in time.
+    """
+    require_member(context.world.rank, context.world.size, ranks)
+    mine = list(ranks).index(context.world.rank)
+    if len(ranks) == 1:
+        return dataclasses.replace(context, world=World(), rendezvous=())
+    deadline = Deadline.after(context.config.start_timeout)
+    with RendezvousClient(context.rendezvous, context.token, deadline) as store:
+        store.set(f"{scope}/host/{mine}", context.host_key.encode(), deadline)
+        hosts = [store.get(f"{scope}/host/{index}", deadline).decode() for index in range(len(ranks))]
+    return dataclasses.replace(context, world=layout(hosts)[mine])
