@@ -113,6 +113,9 @@ class Engine:
         operations; and ``allreduce.operations``, ``allreduce.bytes`` and so on for every kind that has run.
         """
 
+    def pending(self) -> list[tuple[str, float]]:
+        """What was submitted here and is not done, as ``("allreduce 'grad/7'", seconds)``, oldest first."""
+
     def start_timeline(self, path: str, recording: str, mark_cycles: bool) -> None:
         """Record into ``path``, with the other ranks of this host that are given the same ``recording``."""
 

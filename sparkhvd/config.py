@@ -147,6 +147,24 @@ class Config:
         "HOROVOD_CACHE_CAPACITY",
     )
     shared_memory: bool = setting(True, switch, "Whether ranks of one host exchange data through shared memory.")
+    stall_check: bool = setting(
+        True,
+        switch,
+        "Whether a rank that waits too long in a collective finds out and logs what the others are doing.",
+        differing={"HOROVOD_STALL_CHECK_DISABLE": inverted_switch},
+    )
+    stall_check_seconds: float = setting(
+        60.0,
+        amount,
+        "Seconds after which that is; again after twice the time, and so on.",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    )
+    stall_shutdown_seconds: float = setting(
+        0.0,
+        amount,
+        "Seconds in a collective after which the job ends with an error on all ranks; 0 never.",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    )
     timeline: str = setting(
         "",
         timeline_file,

@@ -53,6 +53,7 @@ class RankGroup:
         imports: modules to load while starting, so that no case pays for them.
         collective_timeout: seconds after which a rank that waits for the others fails.
         connect: whether ``init()`` is called before the first case.
+        **settings: of ``Config``.
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class RankGroup:
         imports: tuple[str, ...] = (),
         collective_timeout: float = 30.0,
         connect: bool = True,
+        **settings: Any,
     ) -> None:
         token = secrets.token_bytes(16)
         hosts = hosts or ("one",) * size
-        config = Config(collective_timeout=collective_timeout, start_timeout=_START_SECONDS)
+        config = Config(**{"collective_timeout": collective_timeout, "start_timeout": _START_SECONDS} | settings)
         self.size = size
         self._server = RendezvousServer(token)
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -11,6 +11,7 @@
 
 #include "bindings/errors.h"
 #include "bindings/interruptible.h"
+#include "bindings/pending.h"
 #include "bindings/rendezvous_binding.h"
 #include "scheduler/engine.h"
 #include "transport/mesh.h"
@@ -60,11 +61,13 @@ class PyEngine {
 
   Engine& engine() { return *engine_; }
   Orphans& orphans() { return orphans_; }
+  PendingOperations& pending() { return pending_; }
 
  private:
   Orphans
       orphans_;  // destroyed after the engine, which uses the buffers until its thread has ended
   std::unique_ptr<Engine> engine_;
+  PendingOperations pending_;
 };
 
 // The Python object Operation.
@@ -182,6 +185,7 @@ std::unique_ptr<Handle> Submit(const std::shared_ptr<PyEngine>& engine, Request 
     const py::gil_scoped_release release;
     return engine->engine().Submit(std::move(request), ToPointer(source), ToPointer(target));
   }();
+  if (operation.ok()) engine->pending().Add(operation.value());
   return std::make_unique<Handle>(engine, Take(std::move(operation)), std::move(keep_alive));
 }
 
@@ -314,6 +318,7 @@ void RegisterEngine(py::module_& module) {
            arg("dtype"), arg("root"), arg("keep_alive") = py::none())
       .def("barrier", &Barrier, arg("name"))
       .def("counters", &CountersOf)
+      .def("pending", [](PyEngine& self) { return self.pending().List(); })
       .def("start_timeline", &StartTimeline, arg("path"), arg("recording"), arg("mark_cycles"),
            py::call_guard<py::gil_scoped_release>())
       .def(

@@ -10,19 +10,27 @@ namespace sparkhvd::bindings {
 
 // Calls `wait(deadline)`, which answers kTimeout at its deadline, in short slices without the GIL,
 // until it answers something else, `settled()` (a kTimeout is the outcome itself) or `timeout_s`
-// has passed; between the slices Python's signal handlers run.
+// has passed; between the slices Python's signal handlers run. They run in the main thread alone,
+// so other threads wait in one go.
+inline bool IsMainThread() {
+  const pybind11::module_ threading = pybind11::module_::import("threading");
+  return threading.attr("get_ident")().equal(threading.attr("main_thread")().attr("ident"));
+}
+
 template <typename Wait, typename Settled>
 Status WaitInSlices(double timeout_s, const Wait& wait, const Settled& settled) {
   constexpr double kSliceSeconds = 0.1;
   const Deadline deadline = Deadline::AfterSeconds(timeout_s);
+  bool sliced = true;
   while (true) {
-    const bool last = deadline.Remaining() <= std::chrono::milliseconds(100);
+    const bool last = !sliced || deadline.Remaining() <= std::chrono::milliseconds(100);
     const Status outcome = [&] {
       const pybind11::gil_scoped_release release;
       return wait(last ? deadline : Deadline::AfterSeconds(kSliceSeconds));
     }();
     if (last || outcome.code() != StatusCode::kTimeout || settled()) return outcome;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+    sliced = IsMainThread();
   }
 }
 

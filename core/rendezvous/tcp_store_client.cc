@@ -1,5 +1,6 @@
 #include "rendezvous/tcp_store_client.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -16,6 +17,10 @@ namespace sparkhvd {
 namespace {
 
 constexpr size_t kIdleConnections = 4;
+constexpr size_t kAskedConnections = 8;
+
+// An answer that has begun to come is there in a moment.
+constexpr double kAnswerSeconds = 10.0;
 
 Result<UniqueFd> Dial(const HostPort& server, const std::string& token, Deadline deadline) {
   auto fd = ConnectTcp(server, deadline);
@@ -81,31 +86,64 @@ TcpStoreClient::~TcpStoreClient() { Close(); }
 
 Status TcpStoreClient::Set(const std::string& key, const std::string& value, Deadline deadline) {
   SHVD_TRY(CheckStoreSizes(key, value.size()));
-  return Exchange(true, key, value, deadline).status();
+  auto fd = Take(deadline);
+  if (!fd.ok()) return Explain(fd.status(), key, true);
+  Status status = SendRequest(fd.value().get(), true, key, value, deadline);
+  if (status.ok()) status = ReadAnswer(fd.value().get(), deadline).status();
+  GiveBack(std::move(fd).value(), status.ok());
+  return status.ok() ? status : Explain(status, key, true);
 }
 
 Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadline) {
   SHVD_TRY(CheckStoreSizes(key, 0));
-  return Exchange(false, key, "", deadline);
+  UniqueFd fd = TakeAsked(key);
+  if (!fd.valid()) {
+    auto taken = Take(deadline);
+    if (!taken.ok()) return Explain(taken.status(), key, false);
+    fd = std::move(taken).value();
+    const Status sent = SendRequest(fd.get(), false, key, "", deadline);
+    if (!sent.ok()) {
+      GiveBack(std::move(fd), false);
+      return Explain(sent, key, false);
+    }
+  }
+  const Status answered = AwaitEvents(fd.get(), POLLIN, deadline);
+  if (answered.code() == StatusCode::kTimeout) {
+    LeaveAsked(key, std::move(fd));
+    return Explain(answered, key, false);
+  }
+  auto answer = ReadAnswer(fd.get(), Deadline::AfterSeconds(kAnswerSeconds));
+  GiveBack(std::move(fd), answer.ok());
+  if (!answer.ok()) return Explain(answer.status(), key, false);
+  return answer;
 }
 
 void TcpStoreClient::Close() {
   const std::lock_guard<std::mutex> lock(mutex_);
   closed_ = true;
   idle_.clear();
+  asked_.clear();
   // The thread that uses a connection closes it; this only ends its wait.
   for (const int fd : busy_) ::shutdown(fd, SHUT_RDWR);
 }
 
-Result<std::string> TcpStoreClient::Exchange(bool set, const std::string& key,
-                                             const std::string& value, Deadline deadline) {
-  auto fd = Take(deadline);
-  if (!fd.ok()) return Explain(fd.status(), key, set);
-  const Status sent = SendRequest(fd.value().get(), set, key, value, deadline);
-  auto answer = sent.ok() ? ReadAnswer(fd.value().get(), deadline) : Result<std::string>(sent);
-  GiveBack(std::move(fd).value(), answer.ok());
-  if (!answer.ok()) return Explain(answer.status(), key, set);
-  return answer;
+UniqueFd TcpStoreClient::TakeAsked(const std::string& key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find_if(asked_.begin(), asked_.end(),
+                                  [&key](const Asked& asked) { return asked.key == key; });
+  if (found == asked_.end()) return UniqueFd();
+  UniqueFd fd = std::move(found->fd);
+  asked_.erase(found);
+  busy_.insert(fd.get());
+  return fd;
+}
+
+void TcpStoreClient::LeaveAsked(const std::string& key, UniqueFd fd) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  busy_.erase(fd.get());
+  if (closed_) return;
+  asked_.push_back({key, std::move(fd)});
+  if (asked_.size() > kAskedConnections) asked_.pop_front();
 }
 
 Result<UniqueFd> TcpStoreClient::Take(Deadline deadline) {

@@ -1,6 +1,7 @@
 // The ranks' side of a TcpStoreServer.
 #pragma once
 
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,7 +15,9 @@
 namespace sparkhvd {
 
 // Thread-safe: every call in progress has a connection to itself, taken from the idle ones or
-// dialed, so a thread that waits for a key keeps nobody waiting. Has no thread.
+// dialed, so a thread that waits for a key keeps nobody waiting. A Get that ran out of time leaves
+// its question with the server: the next Get of the key takes up its connection, so asking again
+// and again is cheap. Has no thread.
 class TcpStoreClient final : public KeyValueStore {
  public:
   // Tries the addresses in order and keeps the first that answers and knows the token.
@@ -32,10 +35,15 @@ class TcpStoreClient final : public KeyValueStore {
  private:
   TcpStoreClient(HostPort server, std::string token, UniqueFd first);
 
-  Result<std::string> Exchange(bool set, const std::string& key, const std::string& value,
-                               Deadline deadline);
+  struct Asked {
+    std::string key;
+    UniqueFd fd;
+  };
+
   Result<UniqueFd> Take(Deadline deadline);
+  UniqueFd TakeAsked(const std::string& key);
   void GiveBack(UniqueFd fd, bool reusable);
+  void LeaveAsked(const std::string& key, UniqueFd fd);
   Status Explain(const Status& failure, const std::string& key, bool set);
 
   const HostPort server_;
@@ -43,6 +51,7 @@ class TcpStoreClient final : public KeyValueStore {
   std::mutex mutex_;  // guards the fields below; nothing else is locked under it
   bool closed_ = false;
   std::vector<UniqueFd> idle_;
+  std::list<Asked> asked_;  // where an answer may come, oldest first
   std::unordered_set<int> busy_;
 };
 

@@ -12,10 +12,12 @@ import numpy as np
 
 from sparkhvd import _core
 from sparkhvd.comm.buffers import Array, Buffer, ReduceOp, buffer_of
+from sparkhvd.comm.doctor import HangDoctor
 from sparkhvd.comm.failures import translated
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.stall_report import StallReport
 from sparkhvd.comm.timeline import recording_name, timeline_path
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, NotInitializedError
@@ -72,9 +74,15 @@ class Communicator:
                 self._rendezvous.close()
             raise
         self._closed = False
-        if context.config.timeline:
-            self.start_timeline(context.config.timeline, mark_cycles=context.config.timeline_mark_cycles)
-        self._homogeneous = context.world.size == 1 or self._equal_on_all_ranks(context.world.local_size)
+        self._doctor: HangDoctor | None = None
+        try:
+            self._doctor = _doctor(context, scope, self._rendezvous, self._engine)
+            if context.config.timeline:
+                self.start_timeline(context.config.timeline, mark_cycles=context.config.timeline_mark_cycles)
+            self._homogeneous = context.world.size == 1 or self._equal_on_all_ranks(context.world.local_size)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def world(self) -> World:
@@ -128,6 +136,15 @@ class Communicator:
         """
         with translated():
             self._engine.stop_timeline()
+
+    def note_progress(self, text: str) -> None:
+        """Say how far this rank's data is, such as "epoch 2, step 17 of 40"; shown when others wait for this rank."""
+        if self._doctor is not None:
+            self._doctor.note_progress(text)
+
+    def stall_report(self) -> StallReport | None:
+        """Who kept this rank waiting when a collective last took longer than ``stall_check_seconds``."""
+        return None if self._doctor is None else self._doctor.last_report
 
     # Raw memory, for the framework adapters.
 
@@ -328,6 +345,8 @@ class Communicator:
         finally:
             if self._rendezvous is not None:
                 self._rendezvous.close()
+            if self._doctor is not None:
+                self._doctor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -343,11 +362,7 @@ class Communicator:
         return f"{kind}.noname.{next(self._counts[kind])}" if name is None else name
 
     def _equal_on_all_ranks(self, number: int) -> bool:
-        try:
-            numbers = self.allgather(np.array([number]), name="communicator.local_size")
-        except BaseException:
-            self.close()
-            raise
+        numbers = self.allgather(np.array([number]), name="communicator.local_size")
         return bool((numbers == number).all())
 
     def _open_engine(self) -> _core.Engine:
@@ -365,6 +380,15 @@ def _connect(context: LaunchContext, deadline: Deadline) -> RendezvousClient | N
             "the launcher must give one."
         )
     return RendezvousClient(context.rendezvous, context.token, deadline)
+
+
+def _doctor(
+    context: LaunchContext, scope: str, rendezvous: RendezvousClient | None, engine: _core.Engine
+) -> HangDoctor | None:
+    wanted = context.config.stall_check and context.config.stall_check_seconds > 0
+    if rendezvous is None or not wanted:
+        return None
+    return HangDoctor(engine, rendezvous, context.world, scope, context.config)
 
 
 def _open_engine(

@@ -1,0 +1,139 @@
+"""What a process can say of itself and of its neighbours: where its threads stand, and who lives."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from sparkhvd.errors import CollectiveError
+
+_DEEPEST_FRAMES = 15
+_MOST_THREADS = 20
+_MEANING_OF_STATE = {"T": "is stopped by a signal", "t": "is stopped by a debugger", "Z": "has ended", "X": "has ended"}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """By which other processes of the host find a rank's process.
+
+    Attributes:
+        host: name of the host.
+        pid: within ``namespace``.
+        namespace: of process ids; where it differs the pid means nothing.
+        started: in the kernel's ticks, since pids are used again.
+    """
+
+    host: str
+    pid: int
+    namespace: str
+    started: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A rank's answer to the question how it is.
+
+    Attributes:
+        pending: title and age in seconds of every collective that it has submitted and that is not done.
+        operations: how many collectives it has completed.
+        idle: seconds since that number changed last.
+        progress: how far its data is, in its own words; empty where nobody told.
+        stacks: what each thread is executing, by the thread's name, the main thread first.
+        neighbours: what is wrong with the processes of its host, by rank; not those in order.
+    """
+
+    pending: tuple[tuple[str, float], ...] = ()
+    operations: int = 0
+    idle: float = 0.0
+    progress: str = ""
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    neighbours: Mapping[int, str] = field(default_factory=dict)
+
+
+def own_identity() -> Identity:
+    """The identity of this process."""
+    return Identity(socket.gethostname(), os.getpid(), _namespace(), _state_and_start(os.getpid())[1])
+
+
+def trouble(process: Identity) -> str | None:
+    """What is wrong with a process of this host: "has ended", "is stopped by a signal"; None when nothing is.
+
+    None also for processes that cannot be seen from here.
+    """
+    if process.host != socket.gethostname() or process.namespace != _namespace():
+        return None
+    state, started = _state_and_start(process.pid)
+    if started != process.started:
+        return "has ended"
+    return _MEANING_OF_STATE.get(state)
+
+
+def stacks(without: threading.Thread | None = None) -> dict[str, str]:
+    """The Python stack of every thread by name, the main thread first; works while the others are busy."""
+    frames = sys._current_frames()  # noqa: SLF001 - documented, the only way to see other threads
+    main = threading.main_thread()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
+    found: dict[str, str] = {}
+    for thread in threads[:_MOST_THREADS]:
+        frame = frames.get(thread.ident or 0)
+        if frame is None or thread is without:
+            continue
+        summary = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_DEEPEST_FRAMES)
+        summary.reverse()
+        found[thread.name] = "".join(summary.format())
+    return found
+
+
+def encode(value: Identity | Condition) -> bytes:
+    """For the rendezvous: no rank executes or unpickles what another one says here."""
+    return json.dumps(asdict(value)).encode()
+
+
+def decode_identity(content: bytes) -> Identity:
+    """What ``encode`` made.
+
+    Raises:
+        CollectiveError: it is something else.
+    """
+    try:
+        return Identity(**json.loads(content))
+    except (ValueError, TypeError) as error:
+        raise CollectiveError(f"A rank described itself in a way that cannot be read: {error}") from error
+
+
+def decode_condition(content: bytes) -> Condition:
+    """What ``encode`` made.
+
+    Raises:
+        CollectiveError: it is something else.
+    """
+    try:
+        fields = json.loads(content)
+        fields["pending"] = tuple((str(title), float(age)) for title, age in fields["pending"])
+        fields["neighbours"] = {int(rank): str(what) for rank, what in fields["neighbours"].items()}
+        return Condition(**fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CollectiveError(f"A rank described its condition in a way that cannot be read: {error}") from error
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _state_and_start(pid: int) -> tuple[str, str]:
+    try:
+        # The second field, in parentheses, is the program's name and may hold anything.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", ""
+    return fields[0], fields[19]

@@ -1,0 +1,188 @@
+"""Finds out why a collective does not end.
+
+Every rank has a thread that answers a question posted in the rendezvous: what is pending there, what its threads are
+executing, who of its host lives. It answers also while the rank's main thread is busy in Python code. A rank on which a
+collective takes too long posts the question; all that wait then say what came out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+from sparkhvd import _core
+from sparkhvd.comm.condition import (
+    Condition,
+    Identity,
+    decode_condition,
+    decode_identity,
+    encode,
+    own_identity,
+    stacks,
+    trouble,
+)
+from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.stall_report import StallReport, report
+from sparkhvd.config import Config
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import DeadlineExceededError, SparkHvdError
+from sparkhvd.world import World
+
+_log = logging.getLogger(__name__)
+
+# How often the thread looks up: also the longest that it holds up the end of a process that forgot to shut down.
+_GLANCE_SECONDS = 0.5
+_ANSWER_SECONDS = 3.0
+_STORE_SECONDS = 10.0
+
+
+@dataclass
+class _Watched:
+    """What only the thread writes and anybody reads."""
+
+    progress: str = ""
+    report: StallReport | None = None
+
+
+class HangDoctor:
+    """One rank's part in finding out who keeps the others waiting; owns a thread from construction to ``close()``.
+
+    Args:
+        engine: whose collectives are watched.
+        rendezvous: where questions and answers are posted; closing it wakes the thread.
+        world: the rank's place.
+        scope: tells apart the communicators of a job.
+        config: how long is too long.
+    """
+
+    def __init__(
+        self, engine: _core.Engine, rendezvous: RendezvousClient, world: World, scope: str, config: Config
+    ) -> None:
+        self._engine = engine
+        self._rendezvous = rendezvous
+        self._world = world
+        self._scope = scope
+        self._patience = config.stall_check_seconds
+        self._shutdown_after = config.stall_shutdown_seconds
+        self._watched = _Watched()
+        self._next_report = self._patience
+        self._operations, self._changed = 0, time.monotonic()
+        self._stopping = threading.Event()
+        self._is_asked(0)  # the question's connection is there from now on
+        self._rendezvous.set(self._key("who", world.rank), encode(own_identity()), self._soon())
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-doctor")
+        self._thread.start()
+
+    @property
+    def last_report(self) -> StallReport | None:
+        """The latest report on this rank; None while no collective has taken too long."""
+        return self._watched.report
+
+    def note_progress(self, text: str) -> None:
+        """What this rank says when it is asked how far its data is."""
+        self._watched.progress = text
+
+    def close(self) -> None:
+        """End the thread; call after the rendezvous was closed, which ends its wait. Closing twice is fine."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            question = 0
+            while not self._over():
+                if self._is_asked(question):
+                    self._answer(question)
+                    question += 1
+                self._look_for_stall(question)
+        except SparkHvdError as error:
+            # Without a rendezvous there is nobody to ask, and the job is over or about to be.
+            _log.debug("The hang doctor of rank %d leaves: %s", self._world.rank, error)
+
+    def _over(self) -> bool:
+        # An interpreter that ends waits for this thread, which therefore goes when the main thread has gone.
+        return self._stopping.is_set() or not threading.main_thread().is_alive()
+
+    def _is_asked(self, question: int) -> bool:
+        glance = min(_GLANCE_SECONDS, self._patience / 4)
+        try:
+            self._rendezvous.get(self._key("question", question), Deadline.after(glance))
+        except DeadlineExceededError:
+            return False
+        return True
+
+    def _look_for_stall(self, question: int) -> None:
+        operations = self._engine.counters()["operations"]
+        if operations != self._operations:
+            self._operations, self._changed = operations, time.monotonic()
+        oldest = self._oldest()
+        if oldest < self._patience:
+            self._next_report = self._patience
+        elif 0 < self._shutdown_after <= oldest:
+            self._end_job()
+        elif oldest >= self._next_report:
+            # Set by whoever is first; the others find it there.
+            self._rendezvous.set(self._key("question", question), b"", self._soon())
+
+    def _oldest(self) -> float:
+        pending = self._engine.pending()
+        return pending[0][1] if pending else 0.0
+
+    def _answer(self, question: int) -> None:
+        waits = self._oldest() >= self._patience / 2
+        self._rendezvous.set(self._key(f"answer/{question}", self._world.rank), encode(self._own()), self._soon())
+        if waits:
+            self._next_report = 2 * max(self._oldest(), self._patience / 2)
+            found = self._collect(question)
+            self._watched.report = found
+            if found.tensors:
+                _log.warning("%s", found)
+
+    def _own(self) -> Condition:
+        troubles = {rank: trouble(identity) for rank, identity in self._identities(self._engine.host_ranks()).items()}
+        return Condition(
+            pending=tuple(self._engine.pending()),
+            operations=self._engine.counters()["operations"],
+            idle=time.monotonic() - self._changed,
+            progress=self._watched.progress,
+            stacks=stacks(without=self._thread),
+            neighbours={rank: what for rank, what in troubles.items() if what is not None},
+        )
+
+    def _collect(self, question: int) -> StallReport:
+        """The report, from all answers that come within a few seconds."""
+        deadline = Deadline.after(_ANSWER_SECONDS)
+        conditions: dict[int, Condition] = {}
+        for rank in range(self._world.size):
+            try:
+                content = self._rendezvous.get(self._key(f"answer/{question}", rank), deadline)
+            except DeadlineExceededError:
+                continue
+            conditions[rank] = decode_condition(content)
+        identities = self._identities(range(self._world.size))
+        return report(conditions, identities, self._world.size, since=self._patience / 2)
+
+    def _identities(self, ranks: list[int] | range) -> dict[int, Identity]:
+        deadline = Deadline.after(_ANSWER_SECONDS)
+        found = {}
+        for rank in ranks:
+            try:
+                found[rank] = decode_identity(self._rendezvous.get(self._key("who", rank), deadline))
+            except DeadlineExceededError:
+                continue
+        return found
+
+    def _end_job(self) -> None:
+        known = self._watched.report
+        what = known.headline() if known is not None and known.tensors else self._engine.pending()[0][0]
+        _log.error("The job ends because it has stalled for %.0f s: %s.", self._shutdown_after, what)
+        self._engine.abort(f"stalled for more than {self._shutdown_after:g} s: {what}")
+
+    def _key(self, what: str, number: int) -> str:
+        return f"{self._scope}/doctor/{what}/{number}"
+
+    @staticmethod
+    def _soon() -> Deadline:
+        return Deadline.after(_STORE_SECONDS)

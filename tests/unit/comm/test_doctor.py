@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.condition import (
+    Condition,
+    Identity,
+    decode_condition,
+    decode_identity,
+    encode,
+    own_identity,
+    stacks,
+    trouble,
+)
+from sparkhvd.comm.stall_report import report
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import CollectiveError, PeerLostError
+from tests.ranks import RankGroup
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def group():  # not for longer than a test: questions and answers open connections to the rendezvous
+    with RankGroup(3, stall_check_seconds=0.4) as started:
+        yield started
+
+
+# What the ranks do.
+
+
+def wait_for(path: Path) -> None:
+    """Keeps this thread busy in Python code."""
+    deadline = Deadline.after(SECONDS)
+    while not path.exists():
+        deadline.check(f"{path}")
+
+
+def next_report(me, before=None):
+    deadline = Deadline.after(SECONDS)
+    while (found := me.stall_report()) is before:
+        deadline.check("a report")
+        time.sleep(0.01)
+    return found
+
+
+def one_rank_is_busy(folder):
+    me = session.current()
+    me.note_progress(f"step {me.world.rank} of 40")
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logging.getLogger("sparkhvd.comm.doctor").addHandler(handler)
+    if me.world.rank == 1:
+        wait_for(folder / "go on")
+        me.allreduce(np.ones(3), name="gradient")
+        return None, lines
+    handle = me.allreduce_async(np.ones(3), name="gradient")
+    found = next_report(me)
+    deadline = Deadline.after(SECONDS)
+    while not lines:
+        deadline.check("a line in the log")
+    (folder / f"seen by {me.world.rank}").touch()
+    if me.world.rank == 0:
+        wait_for(folder / "seen by 2")
+        (folder / "go on").touch()
+    handle.wait()
+    return found, lines
+
+
+def one_rank_is_stopped(pids):
+    me = session.current()
+    before = me.stall_report()
+    me.barrier(name="together")
+    if me.world.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        me.barrier(name="wanted")
+        return None
+    handle = me.barrier_async(name="wanted")
+    found = next_report(me, before)
+    if me.world.rank == 0:
+        next_report(me, found)  # the other one has its first by then
+        os.kill(pids[2], signal.SIGCONT)
+    handle.wait()
+    return found
+
+
+def wait_in_vain():
+    me = session.current()
+    if me.world.rank == 1:
+        with pytest.raises(PeerLostError):
+            me.allreduce(np.ones(1), name="the wrong one")
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        me.allreduce(np.ones(1), name="the right one")
+    return str(caught.value)
+
+
+# What the tests expect of them.
+
+
+def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group, tmp_path):
+    for rank, (found, lines) in enumerate(group.run(one_rank_is_busy, tmp_path)):
+        if rank == 1:
+            assert lines == [], "it keeps others waiting and waits for nobody"
+            continue
+        (tensor,) = found.tensors
+        assert tensor.title == "allreduce 'gradient'"
+        assert (tensor.waiting, tensor.missing, tensor.silent) == ((0, 2), (1,), ())
+        assert tensor.age >= 0.2
+        assert "in wait_for" in found.conditions[1].stacks["MainThread"]
+        level, text = lines[0]
+        assert level == "WARNING"
+        assert text.startswith("Stalled: allreduce 'gradient' not done after ")
+        assert "not submitted by rank 1, while ranks 0, 2 waited" in text
+        assert "is alive, waits for nothing; has completed" in text
+        assert "its data: step 1 of 40" in text
+        assert "while not path.exists():" in text
+        assert "step 0 of 40" not in text, "those who wait need no description"
+
+
+def test_the_report_says_when_the_process_of_a_rank_is_stopped(group):
+    first, second, _ = group.run(one_rank_is_stopped, group.pids())
+    for found in (first, second):
+        assert found.silent == {2: "its process is stopped by a signal"}
+        assert found.missing == (2,)
+        assert f"rank 2 ({os.uname().nodename}, pid {group.pids()[2]}) does not answer: its process is stopped" in str(
+            found
+        )
+
+
+def test_a_job_that_stalls_for_too_long_ends_where_that_is_asked_for():
+    with RankGroup(2, stall_check_seconds=0.2, stall_shutdown_seconds=1.0) as group:
+        message, _ = group.run(wait_in_vain)
+        assert "stalled for more than 1 s" in message
+        assert "'the right one'" in message
+        assert "not submitted by rank " in message
+
+
+def test_ranks_without_the_check_have_no_thread_for_it():
+    with RankGroup(2, stall_check=False) as group:
+        assert group.run(thread_names) == [["MainThread"]] * 2
+
+
+def thread_names():
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_the_stack_of_a_thread_ends_where_it_stands():
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, args=(SECONDS,), name="waiting")
+    thread.start()
+    try:
+        found = stacks()
+    finally:
+        release.set()
+        thread.join()
+    assert next(iter(found)) == "MainThread"
+    assert "found = stacks()" in found["MainThread"]
+    assert "in wait" in found["waiting"].splitlines()[-2]
+
+
+def test_a_process_is_known_by_more_than_its_number():
+    me = own_identity()
+    assert trouble(me) is None
+    assert trouble(Identity(me.host, me.pid, me.namespace, "another start")) == "has ended"
+    assert trouble(Identity("elsewhere", me.pid, me.namespace, "another start")) is None
+
+
+def test_what_ranks_tell_of_themselves_survives_the_way_and_anything_else_is_refused():
+    condition = Condition((("x", 1.5),), 3, 0.5, "step 1", {"MainThread": "here"}, {2: "has ended"})
+    assert decode_condition(encode(condition)) == condition
+    assert decode_identity(encode(own_identity())) == own_identity()
+    for content in (b"", b"\xff", b"[]", b"{}", b'{"pending": 3}', b'{"pending": [], "neighbours": {"a": 1}}'):
+        with pytest.raises(CollectiveError, match="cannot be read"):
+            decode_condition(content)
+        with pytest.raises(CollectiveError, match="cannot be read"):
+            decode_identity(content)
+
+
+def identity(rank, host="one"):
+    return Identity(host, 100 + rank, "", "")
+
+
+def test_silent_ranks_are_judged_by_what_others_see():
+    conditions = {0: Condition((("barrier 'b'", 70.0),), neighbours={1: "has ended"})}
+    identities = {0: identity(0), 1: identity(1), 2: identity(2), 3: identity(3, "two")}
+    found = report(conditions, identities, 5, since=30.0)
+    assert found.silent == {
+        1: "its process has ended",
+        2: "its process lives, but executes code that lets no other thread run",
+        3: "no rank of its host two answers either",
+        4: "it has not got as far as to say who it is",
+    }
+    assert found.headline() == "barrier 'b' not done after 70 s: no answer from ranks 1, 2, 3, 4, while rank 0 waited"
+
+
+def test_the_longest_wait_comes_first_and_short_ones_not_at_all():
+    conditions = {
+        0: Condition((("allreduce 'a'", 61.0), ("allreduce 'b'", 90.0), ("allreduce 'c'", 1.0))),
+        1: Condition((("allreduce 'b'", 88.0),)),
+    }
+    found = report(conditions, {}, 2, since=30.0)
+    assert [(t.title, t.age, t.missing) for t in found.tensors] == [
+        ("allreduce 'b'", 90.0, ()),
+        ("allreduce 'a'", 61.0, (1,)),
+    ]
+    assert "allreduce 'b': 90 s; all ranks have submitted it, the data does not come through" in str(found)
