@@ -78,7 +78,8 @@ class Engine:
     # int8, int16, int32, int64, float16, bfloat16, float32, float64; `op` one of sum, average, min, max, product.
     # `source` and `target` may be the same address. A rank's value is multiplied by `prescale` before the reduction and
     # the result by `postscale` after it; `prescale` is each rank's own (it may differ among ranks and from call to call
-    # without costing a cache hit), the rest must agree.
+    # without costing a cache hit), the rest must agree. `with_waiter`: the operation may begin only once somebody waits
+    # for it, and then does so on the thread that waits.
     def allreduce(
         self,
         name: str,
@@ -90,6 +91,7 @@ class Engine:
         prescale: float = 1.0,
         postscale: float = 1.0,
         keep_alive: object = None,
+        with_waiter: bool = False,
     ) -> Operation: ...
     def allgather(
         self, name: str, source: int, shape: Sequence[int], dtype: str, keep_alive: object = None

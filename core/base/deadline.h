@@ -21,6 +21,16 @@ class Deadline {
         std::chrono::nanoseconds(static_cast<int64_t>(std::clamp(seconds, 0.0, kCentury) * 1e9)));
   }
 
+  static Deadline Never() { return Deadline(Clock::time_point::max()); }
+
+  static Deadline Earlier(Deadline one, Deadline other) {
+    return one.at_ < other.at_ ? one : other;
+  }
+  Deadline Later(std::chrono::duration<double> by) const {
+    const auto step = std::chrono::duration_cast<Clock::duration>(by);
+    return Deadline(at_ + std::min(step, Clock::time_point::max() - at_));
+  }
+
   Clock::time_point at() const { return at_; }
   bool Expired() const { return Clock::now() >= at_; }
   std::chrono::nanoseconds Remaining() const {

@@ -4,6 +4,7 @@
 #include <cassert>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace sparkhvd {
@@ -34,8 +35,8 @@ class [[nodiscard]] Status {
   const std::string& message() const { return message_; }
 
   // The same failure with "context: " in front of its message; OK stays OK.
-  Status Annotate(const std::string& context) const {
-    return ok() ? *this : Status(code_, context + ": " + message_);
+  Status Annotate(std::string_view context) const {
+    return ok() ? *this : Status(code_, std::string(context) + ": " + message_);
   }
 
  private:

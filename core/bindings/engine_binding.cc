@@ -81,14 +81,16 @@ class Handle {
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
   ~Handle() {
-    if (!operation_->done()) engine_->orphans().Adopt(operation_, std::move(keep_alive_));
+    if (operation_->done()) return;
+    engine_->engine().StartNow();  // nobody is going to wait
+    engine_->orphans().Adopt(operation_, std::move(keep_alive_));
   }
 
   bool done() const { return operation_->done(); }
 
   void Wait(double timeout_s) {
     const Status status = WaitInSlices(
-        timeout_s, [&](Deadline deadline) { return operation_->Wait(deadline); },
+        timeout_s, [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
         [&] { return operation_->done(); });
     // It may have finished since the last slice ended; then that is the outcome.
     Check(operation_->done() ? operation_->Wait(Deadline::AfterSeconds(0)) : status);
@@ -179,11 +181,13 @@ std::byte* ToPointer(uintptr_t address) {
 }
 
 std::unique_ptr<Handle> Submit(const std::shared_ptr<PyEngine>& engine, Request request,
-                               uintptr_t source, uintptr_t target, py::object keep_alive) {
+                               uintptr_t source, uintptr_t target, py::object keep_alive,
+                               bool with_waiter = false) {
   engine->orphans().ReleaseDone();
   Result<std::shared_ptr<Operation>> operation = [&] {
     const py::gil_scoped_release release;
-    return engine->engine().Submit(std::move(request), ToPointer(source), ToPointer(target));
+    return engine->engine().Submit(std::move(request), ToPointer(source), ToPointer(target),
+                                   with_waiter ? Start::kWithWaiter : Start::kNow);
   }();
   if (operation.ok()) engine->pending().Add(operation.value());
   return std::make_unique<Handle>(engine, Take(std::move(operation)), std::move(keep_alive));
@@ -192,7 +196,7 @@ std::unique_ptr<Handle> Submit(const std::shared_ptr<PyEngine>& engine, Request 
 std::unique_ptr<Handle> Allreduce(const std::shared_ptr<PyEngine>& engine, std::string name,
                                   uintptr_t source, uintptr_t target, Shape shape,
                                   const std::string& dtype, const std::string& op, double prescale,
-                                  double postscale, py::object keep_alive) {
+                                  double postscale, py::object keep_alive, bool with_waiter) {
   Request request;
   request.name = std::move(name);
   request.kind = OperationKind::kAllreduce;
@@ -201,7 +205,7 @@ std::unique_ptr<Handle> Allreduce(const std::shared_ptr<PyEngine>& engine, std::
   request.prescale = prescale;
   request.postscale = postscale;
   request.shape = std::move(shape);
-  return Submit(engine, std::move(request), source, target, std::move(keep_alive));
+  return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter);
 }
 
 std::unique_ptr<Handle> Allgather(const std::shared_ptr<PyEngine>& engine, std::string name,
@@ -311,7 +315,7 @@ void RegisterEngine(py::module_& module) {
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("allreduce", &Allreduce, arg("name"), arg("source"), arg("target"), arg("shape"),
            arg("dtype"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0,
-           arg("keep_alive") = py::none())
+           arg("keep_alive") = py::none(), arg("with_waiter") = false)
       .def("allgather", &Allgather, arg("name"), arg("source"), arg("shape"), arg("dtype"),
            arg("keep_alive") = py::none())
       .def("broadcast", &Broadcast, arg("name"), arg("source"), arg("target"), arg("shape"),

@@ -64,19 +64,23 @@ Status AllreduceChunk(ArenaSteps& steps, const Reduction& reduction, const std::
 
 }  // namespace
 
+size_t SmallAllreduceBytes(const ArenaSteps& steps) {
+  return std::min(kSmallBytes / static_cast<size_t>(steps.count()), steps.SlotBytes());
+}
+
 Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
                     std::byte* target, size_t count, Deadline deadline) {
   const size_t width = SizeOf(reduction.dtype);
-  const auto members = static_cast<size_t>(steps.count());
-  const size_t slot_bytes = steps.SlotBytes();
-  if (members == 1 || (count * width * members <= kSmallBytes && count * width <= slot_bytes)) {
-    if (count == 0) return Status();
-    if (members > 1) return AllreduceSmall(steps, reduction, source, target, count, deadline);
+  if (count == 0) return Status();
+  if (steps.count() == 1) {
     CopyPrescaled(reduction, target, source, count);
     Finish(reduction, 1, target, count);
     return Status();
   }
-  const size_t chunk = std::min(slot_bytes, kChunkBytes) / width;
+  if (count * width <= SmallAllreduceBytes(steps)) {
+    return AllreduceSmall(steps, reduction, source, target, count, deadline);
+  }
+  const size_t chunk = std::min(steps.SlotBytes(), kChunkBytes) / width;
   for (size_t done = 0; done < count; done += chunk) {
     const size_t part = std::min(chunk, count - done);
     SHVD_TRY(AllreduceChunk(steps, reduction, source + done * width, target + done * width, part,

@@ -9,6 +9,10 @@
 
 namespace sparkhvd {
 
+// Contributions of up to this many bytes need one step only: everybody shows its own and combines
+// all of them.
+size_t SmallAllreduceBytes(const ArenaSteps& steps);
+
 // Reduces `count` elements of every member; all members get the same bits. `target` may be
 // `source`.
 Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,

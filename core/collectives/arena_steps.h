@@ -35,11 +35,13 @@ class ArenaSteps {
   // Everybody's slots of one round; stays good while the steps advance.
   class Round {
    public:
-    Round(const Arena& arena, size_t offset) : arena_(arena), offset_(offset) {}
-    std::byte* Slot(int member) const { return arena_.Region(member).data() + offset_; }
+    Round(const Arena& arena, size_t offset) : arena_(&arena), offset_(offset) {}
+    std::byte* Slot(int member) const { return arena_->Region(member).data() + offset_; }
+    // The same slots without their first `bytes` bytes.
+    Round Behind(size_t bytes) const { return Round(*arena_, offset_ + bytes); }
 
    private:
-    const Arena& arena_;
+    const Arena* arena_;
     size_t offset_;
   };
 
@@ -49,9 +51,15 @@ class ArenaSteps {
   }
 
   // Ends a step: what this member wrote is visible to everybody who awaits it.
+  void Arrive() { step_ = arena_.Arrive(); }
+
+  // Waits for everybody at the step that this member ended last. After a kTimeout it may be called
+  // again, by any thread.
+  Status AwaitAll(Deadline deadline) { return arena_.AwaitAll(step_, deadline); }
+
   Status ArriveAndAwaitAll(Deadline deadline) {
-    step_ = arena_.Arrive();
-    return arena_.AwaitAll(step_, deadline);
+    Arrive();
+    return AwaitAll(deadline);
   }
 
  private:

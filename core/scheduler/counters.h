@@ -18,7 +18,7 @@ struct KindCounters {
   std::atomic<uint64_t> bytes{0};
 };
 
-// Written by the engine's thread, read by any.
+// Written by the thread that steers the engine, read by any.
 struct Counters {
   std::atomic<uint64_t> operations{0};
   std::atomic<uint64_t> bytes{0};

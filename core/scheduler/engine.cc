@@ -30,6 +30,21 @@ std::vector<int> LocalRanks(const Mesh& mesh) {
   return mesh.arena ? mesh.arena->ranks() : std::vector<int>{mesh.transport->rank()};
 }
 
+// The arena carries operations only where it holds all ranks.
+std::optional<ArenaSteps> StepsOf(const Mesh& mesh) {
+  std::optional<ArenaSteps> steps;
+  if (mesh.arena && mesh.arena->count() == mesh.transport->size()) steps.emplace(*mesh.arena);
+  return steps;
+}
+
+std::unique_ptr<Negotiation> MakeNegotiation(ArenaSteps* steps, Transport& transport,
+                                             const EngineConfig& config) {
+  return steps != nullptr
+             ? MakeArenaNegotiation(*steps, config.cache_capacity, config.collective_timeout_s)
+             : MakeCoordinatedNegotiation(transport, config.cache_capacity,
+                                          config.collective_timeout_s);
+}
+
 void AbortMesh(const Mesh& mesh, const Status& why) {
   if (mesh.arena) mesh.arena->Abort(why);
   mesh.transport->Abort(why);
@@ -57,8 +72,9 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       size_(mesh_.transport->size()),
       local_ranks_(LocalRanks(mesh_)),
       host_ranks_(mesh_.host_ranks),
-      negotiation_(*mesh_.transport, config.cache_capacity, config.collective_timeout_s),
-      execution_(mesh_, timeline_, counters_),
+      steps_(StepsOf(mesh_)),
+      negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
+      execution_(*mesh_.transport, steps_ ? &*steps_ : nullptr, timeline_, counters_),
       thread_([this] { Main(); }) {}
 
 Engine::~Engine() {
@@ -67,7 +83,7 @@ Engine::~Engine() {
 }
 
 Result<std::shared_ptr<Operation>> Engine::Submit(Request request, const std::byte* source,
-                                                  std::byte* target) {
+                                                  std::byte* target, Start start) {
   if (const std::optional<std::string> problem = Problem(request, size_)) {
     return Status(StatusCode::kInvalidArgument, *problem).Annotate(request.Title());
   }
@@ -84,9 +100,26 @@ Result<std::shared_ptr<Operation>> Engine::Submit(Request request, const std::by
     }
     if (timeline_.on()) timeline_.Begin(kept.name, Name(kept.kind), operation->bytes());
     queue_.push_back(operation);
+    // Whoever steers looks at the queue again before he leaves.
+    if (steered_ || (start == Start::kWithWaiter && negotiation_->interruptible())) {
+      return operation;
+    }
   }
   wake_.notify_one();
   return operation;
+}
+
+Status Engine::Wait(Operation& operation, Deadline deadline) {
+  if (!operation.done() && negotiation_->interruptible()) SteerUntilDone(operation, deadline);
+  return operation.Wait(deadline);
+}
+
+void Engine::StartNow() {
+  // The lock orders this after the engine thread's last look at the queue.
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+  }
+  wake_.notify_one();
 }
 
 void Engine::Abort(const std::string& why) {
@@ -131,11 +164,15 @@ void Engine::Main() {
   sigset_t all;  // signals are for the threads of the program
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
-  try {
-    Loop();
-  } catch (
-      const std::exception& error) {  // no memory: the thread must not take the process with it
-    End(Status(StatusCode::kInternal, std::string("engine: ") + error.what()));
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (AwaitWork(lock)) {
+      steered_ = true;
+      lock.unlock();
+      RunCycle(Deadline::Never());
+      lock.lock();
+      steered_ = false;
+    }
   }
   FailEverything();
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -143,26 +180,60 @@ void Engine::Main() {
   finished_changed_.notify_all();
 }
 
-void Engine::Loop() {
-  while (auto submitted = NextSubmissions()) {
-    const Status status = RunCycle(*submitted);
-    if (!status.ok()) End(FirstFailure(status));
+// Until this thread has a cycle to run: true. False once the engine has ended and nobody steers.
+bool Engine::AwaitWork(std::unique_lock<std::mutex>& lock) {
+  while (true) {
+    if (steered_) {
+      wake_.wait(lock);
+    } else if (end_) {
+      return false;
+    } else if (!queue_.empty() || entered_) {
+      return true;
+    } else if (pending_.empty()) {
+      wake_.wait(lock);
+    } else if (Clock::now() >= pause_end_) {
+      return true;
+    } else {
+      wake_.wait_until(lock, pause_end_);
+    }
   }
 }
 
-std::optional<std::vector<Engine::OperationPointer>> Engine::NextSubmissions() {
+// Returns when the operation is done, when others have to act first, or when somebody else steers.
+void Engine::SteerUntilDone(const Operation& operation, Deadline deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto called = [this] { return !queue_.empty() || end_.has_value(); };
-  if (pending_.empty()) {
-    wake_.wait(lock, called);
-  } else if (pause_.count() > 0) {
-    wake_.wait_for(lock, pause_, called);
+  if (steered_) return;
+  steered_ = true;
+  bool progress = true;
+  while (progress && !operation.done() && !end_) {
+    lock.unlock();
+    RunCycle(deadline);
+    lock.lock();
+    progress = !entered_ && pause_.count() == 0;
   }
-  if (end_) return std::nullopt;
-  return std::exchange(queue_, {});
+  steered_ = false;
+  // What is left is for the engine's thread.
+  if (end_ || !queue_.empty() || entered_ || !pending_.empty()) wake_.notify_one();
 }
 
-Status Engine::RunCycle(const std::vector<OperationPointer>& submitted) {
+// One cycle, or as much of it as `patience` allows where waiting can be interrupted.
+void Engine::RunCycle(Deadline patience) {
+  Status status;
+  try {
+    if (!entered_) status = EnterCycle();
+    if (status.ok()) status = ConcludeCycle(patience);
+  } catch (const std::exception& error) {  // no memory: the process must not go down with it
+    status = Status(StatusCode::kInternal, std::string("engine: ") + error.what());
+  }
+  if (!status.ok()) End(FirstFailure(status));
+}
+
+Status Engine::EnterCycle() {
+  std::vector<OperationPointer> submitted;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    submitted = std::exchange(queue_, {});
+  }
   std::vector<const Request*> requests;
   for (const OperationPointer& operation : submitted) {
     requests.push_back(&operation->request());
@@ -170,27 +241,49 @@ Status Engine::RunCycle(const std::vector<OperationPointer>& submitted) {
     counters_.queue_us += MicrosecondsSince(operation->submitted());
   }
   EnterAll(submitted, Phase::kNegotiate);
-  const RequestMessage report = negotiation_.Report(requests);
-  const auto start = Clock::now();
-  Result<ResponseMessage> response = negotiation_.Cycle(report);
-  if (!response.ok()) return response.status().Annotate("pending here " + PendingTitles());
-  ++counters_.cycles;
+  const RequestMessage report = negotiation_->Report(requests);
+  entered_ = Entered{Deadline::AfterSeconds(config_.collective_timeout_s), Clock::now(),
+                     submitted.size(), false};
   counters_.cache_hits += report.cached.size();
-  counters_.negotiation_us += MicrosecondsSince(start);
+  const Bytes room = negotiation_->Announce(report);
+  if (!submitted.empty() && report.requests.empty()) {
+    std::vector<OperationPointer> in_order;
+    for (const uint32_t id : report.cached) {
+      in_order.push_back(pending_[negotiation_->cache().Own(id).name]);
+    }
+    entered_->deposited = execution_.Deposit(in_order, room);
+  }
+  return negotiation_->Enter();
+}
+
+Status Engine::ConcludeCycle(Deadline patience) {
+  const Result<Outcome> outcome =
+      negotiation_->Conclude(Deadline::Earlier(patience, entered_->deadline));
+  if (outcome.status().code() == StatusCode::kTimeout && patience.Expired() &&
+      !entered_->deadline.Expired()) {
+    return Status();  // whoever steers next goes on waiting
+  }
+  const Entered cycle = *std::exchange(entered_, std::nullopt);
+  if (!outcome.ok()) return outcome.status().Annotate("pending here " + PendingTitles());
+  ++counters_.cycles;
+  counters_.negotiation_us += MicrosecondsSince(cycle.start);
   if (timeline_.on()) timeline_.MarkCycle();
 
-  const Result<std::vector<Ready>> ready = Resolve(response.value());
+  const auto& [response, beside] = outcome.value();
+  const Result<std::vector<Ready>> ready = Resolve(response);
   SHVD_TRY(ready.status());
-  const bool idle =
-      submitted.empty() && response.value().cached.empty() && response.value().agreements.empty();
+  const bool idle = cycle.submitted == 0 && response.cached.empty() && response.agreements.empty();
   pause_ =
       !idle ? std::chrono::microseconds{0} : std::clamp(2 * pause_, kShortestPause, kLongestPause);
-  return Execute(ready.value());
+  pause_end_ = Clock::now() + pause_;
+  if (!cycle.deposited || !beside) return Execute(ready.value());
+  CompleteDeposits(ready.value(), *beside);
+  return Status();
 }
 
 Result<std::vector<Engine::Ready>> Engine::Resolve(const ResponseMessage& response) {
   std::vector<Ready> ready;
-  ResponseCache& cache = negotiation_.cache();
+  ResponseCache& cache = negotiation_->cache();
   for (const uint32_t id : response.cached) {
     OperationPointer operation = cache.Contains(id) ? TakePending(cache.Own(id).name) : nullptr;
     if (!operation) {
@@ -210,7 +303,7 @@ Result<std::vector<Engine::Ready>> Engine::Resolve(const ResponseMessage& respon
       return Status(StatusCode::kInternal, "the coordinator calls for operation '" +
                                                agreement.name + "', which is not pending here");
     }
-    negotiation_.Remember(operation->request(), agreement.first_dims);
+    negotiation_->Remember(operation->request(), agreement.first_dims);
     ready.push_back(Ready{std::move(operation), agreement.first_dims});
   }
   return ready;
@@ -239,6 +332,14 @@ Status Engine::Execute(const std::vector<Ready>& ready) {
     for (const OperationPointer& operation : group) Complete(operation, failure);
   }
   return failure;
+}
+
+void Engine::CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round) {
+  std::vector<OperationPointer> group;
+  for (const Ready& entry : ready) group.push_back(entry.operation);
+  execution_.CombineDeposits(group, round);
+  if (group.size() > 1) ++counters_.fused_buffers;
+  for (const OperationPointer& operation : group) Complete(operation, Status());
 }
 
 Engine::OperationPointer Engine::TakePending(const std::string& name) {

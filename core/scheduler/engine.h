@@ -40,11 +40,21 @@ struct FailureBoard {
   std::string scope;                     // unique per engine of a job
 };
 
+// When an operation begins.
+enum class Start {
+  kNow,        // on the engine's thread
+  kWithWaiter  // when somebody waits for it, on the thread that waits; or with the next kNow
+};
+
 // Ranks run cycles in lockstep. A rank enters a cycle as soon as it has submitted something or
 // waits for something, and the cycle lasts until all ranks have entered it, so nobody waits for a
 // tick and an idle job costs nothing. When a cycle brought nothing new to anybody (every rank waits
 // for something that others have not submitted yet) the next one is put off by up to kLongestPause,
 // or until something is submitted here.
+//
+// One thread at a time runs cycles; it is said to steer. The engine's own thread steers when there
+// is work and nobody else does. A thread that waits for an operation steers instead while it waits:
+// handing a small operation over to another thread and back takes longer than the operation.
 class Engine {
  public:
   Engine(const EngineConfig& config, Mesh mesh, FailureBoard board);
@@ -63,7 +73,14 @@ class Engine {
   // a request that cannot work or a name that is in flight already, and with the engine's failure
   // once it has one.
   Result<std::shared_ptr<Operation>> Submit(Request request, const std::byte* source,
-                                            std::byte* target);
+                                            std::byte* target, Start start = Start::kNow);
+
+  // The outcome of an operation of this engine; kTimeout naming the tensor when there is none by
+  // the deadline (the operation goes on).
+  Status Wait(Operation& operation, Deadline deadline);
+
+  // Lets what was submitted with kWithWaiter begin without one.
+  void StartNow();
 
   // Ends every pending and future operation here and on all peers with kAborted.
   void Abort(const std::string& why);
@@ -78,12 +95,23 @@ class Engine {
     std::vector<int64_t> first_dims;
   };
 
+  // A cycle that this rank has entered and that has not concluded.
+  struct Entered {
+    Deadline deadline;
+    Deadline::Clock::time_point start;
+    size_t submitted = 0;
+    bool deposited = false;
+  };
+
   void Main();
-  void Loop();
-  std::optional<std::vector<OperationPointer>> NextSubmissions();
-  Status RunCycle(const std::vector<OperationPointer>& submitted);
+  bool AwaitWork(std::unique_lock<std::mutex>& lock);
+  void SteerUntilDone(const Operation& operation, Deadline deadline);
+  void RunCycle(Deadline patience);
+  Status EnterCycle();
+  Status ConcludeCycle(Deadline patience);
   Result<std::vector<Ready>> Resolve(const ResponseMessage& response);
   Status Execute(const std::vector<Ready>& ready);
+  void CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
   OperationPointer TakePending(const std::string& name);
   void Complete(const OperationPointer& operation, const Status& status);
   void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
@@ -103,15 +131,19 @@ class Engine {
   Counters counters_;
   Timeline timeline_;
 
-  // The engine thread's own.
-  Negotiation negotiation_;
+  // Of the thread that steers, which may be handed over (under mutex_) at any time.
+  std::optional<ArenaSteps> steps_;  // where one arena holds all ranks of the job
+  std::unique_ptr<Negotiation> negotiation_;
   Execution execution_;
   std::unordered_map<std::string, OperationPointer> pending_;
+  std::optional<Entered> entered_;
   std::chrono::microseconds pause_{0};
+  Deadline::Clock::time_point pause_end_{};
 
-  std::mutex mutex_;  // guards what follows; an Operation's mutex may be taken inside
-  std::condition_variable wake_;
+  std::mutex mutex_;              // guards what follows; an Operation's mutex may be taken inside
+  std::condition_variable wake_;  // for the engine's thread
   std::condition_variable finished_changed_;
+  bool steered_ = false;  // somebody runs a cycle
   std::vector<OperationPointer> queue_;
   std::unordered_set<std::string> in_flight_;
   std::optional<Status> end_;  // why nothing can be submitted any more

@@ -4,13 +4,16 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <optional>
 
 #include "collectives/allgather.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/allreduce_shm.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
+#include "collectives/combine_slots.h"
 #include "collectives/kernels.h"
+#include "collectives/slices.h"
 
 namespace sparkhvd {
 namespace {
@@ -45,19 +48,46 @@ std::optional<std::vector<size_t>> ContributedBytes(const Request& request,
 
 }  // namespace
 
-Execution::Execution(Mesh& mesh, Timeline& timeline, Counters& counters)
-    : transport_(*mesh.transport), timeline_(timeline), counters_(counters) {
+Execution::Execution(Transport& transport, ArenaSteps* steps, Timeline& timeline,
+                     Counters& counters)
+    : transport_(transport), steps_(steps), timeline_(timeline), counters_(counters) {
   Topology topology;
   topology.size = transport_.size();
-  if (mesh.arena) {
-    steps_.emplace(*mesh.arena);
-    topology.arena_members = mesh.arena->count();
-  }
+  if (steps_ != nullptr) topology.arena_members = steps_->count();
   algorithm_ = Select(topology);
 }
 
-void Execution::Enter(const Operation& operation, Phase phase) {
+void Execution::Enter(const Operation& operation, Phase phase) const {
   if (timeline_.on()) timeline_.Enter(operation.request().name, phase);
+}
+
+bool Execution::Deposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const {
+  if (algorithm_ != Algorithm::kArena) return false;
+  const size_t limit = std::min(room.size(), SmallAllreduceBytes(*steps_));
+  size_t total = 0;
+  for (const auto& operation : group) {
+    if (operation->request().kind != OperationKind::kAllreduce) return false;
+    total += operation->bytes();
+    if (total > limit) return false;
+  }
+  std::byte* target = room.data();
+  for (const auto& operation : group) {
+    CopyPrescaled(ReductionOf(operation->request()), target, operation->source(),
+                  operation->count());
+    target += operation->bytes();
+  }
+  return true;
+}
+
+void Execution::CombineDeposits(const std::vector<std::shared_ptr<Operation>>& group,
+                                const ArenaSteps::Round& round) const {
+  size_t offset = 0;
+  for (const auto& operation : group) {
+    Enter(*operation, Phase::kCollective);
+    CombineSlots(*steps_, round.Behind(offset), ReductionOf(operation->request()),
+                 operation->target(), Slice{0, operation->count()});
+    offset += operation->bytes();
+  }
 }
 
 Status Execution::Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,

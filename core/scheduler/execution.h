@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "base/deadline.h"
@@ -14,17 +13,26 @@
 #include "scheduler/counters.h"
 #include "scheduler/operation.h"
 #include "timeline/timeline.h"
-#include "transport/mesh.h"
+#include "transport/transport.h"
 
 namespace sparkhvd {
 
-// One rank's hands: the mesh, and working memory that outlives a single operation.
+// One rank's hands: the links, and working memory that outlives a single operation.
 class Execution {
  public:
-  Execution(Mesh& mesh, Timeline& timeline, Counters& counters);
+  // `steps` is null where the ranks of the job don't all share an arena.
+  Execution(Transport& transport, ArenaSteps* steps, Timeline& timeline, Counters& counters);
 
   // Runs one allreduce over all the operations together. They compute the same.
   Status Allreduce(const std::vector<std::shared_ptr<Operation>>& group, Deadline deadline);
+
+  // Puts this rank's contributions to an allreduce into `room`, beside a message of the
+  // negotiation, if they are small enough: true. All ranks come to the same answer.
+  bool Deposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const;
+
+  // Completes such an allreduce from what all ranks have put there.
+  void CombineDeposits(const std::vector<std::shared_ptr<Operation>>& group,
+                       const ArenaSteps::Round& round) const;
 
   // Runs an operation of any kind; `first_dims` is for allgather.
   Status Run(Operation& operation, const std::vector<int64_t>& first_dims, Deadline deadline);
@@ -34,12 +42,12 @@ class Execution {
                 size_t count, Deadline deadline);
   Status Gather(Operation& operation, const std::vector<int64_t>& first_dims, Deadline deadline);
   Status Broadcast(const Operation& operation, Deadline deadline);
-  void Enter(const Operation& operation, Phase phase);
+  void Enter(const Operation& operation, Phase phase) const;
 
   Transport& transport_;
+  ArenaSteps* const steps_;
   Timeline& timeline_;
   Counters& counters_;
-  std::optional<ArenaSteps> steps_;
   Algorithm algorithm_;
   std::vector<std::byte> scratch_;  // of the ring
   std::vector<std::byte> fused_;    // where small tensors travel together

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/deadline.h"
 #include "base/status.h"
+#include "collectives/arena_steps.h"
 #include "scheduler/messages.h"
 #include "scheduler/readiness.h"
 #include "scheduler/response_cache.h"
@@ -13,42 +16,59 @@
 
 namespace sparkhvd {
 
-// One rank's side of the cycles. Every rank sends the coordinator (rank 0) one message and gets one
-// back: the operations that all ranks have asked for by now, in an order that is the same
-// everywhere. A message is a frame of fixed length, which holds all of it in the steady state, and
-// a second transfer where it doesn't fit.
+// What a cycle came to: the operations that all ranks have asked for by now, in an order that is
+// the same everywhere.
+struct Outcome {
+  ResponseMessage response;
+  // Set where every rank asked for exactly the same, by ids alone: then `response` is what they all
+  // asked for, and what each of them put beside its message lies here (in everybody's slots).
+  std::optional<ArenaSteps::Round> beside;
+};
+
+// One rank's side of the cycles. A cycle is Announce, Enter and Conclude; it lasts until all ranks
+// have entered it.
 class Negotiation {
  public:
-  Negotiation(Transport& transport, size_t cache_capacity, double collective_timeout_s)
-      : transport_(transport),
-        cache_(cache_capacity),
-        readiness_(transport.size()),
-        timeout_s_(collective_timeout_s),
-        frames_(static_cast<size_t>(transport.size())) {}
+  Negotiation(int size, size_t cache_capacity) : cache_(cache_capacity), readiness_(size) {}
+  virtual ~Negotiation() = default;
+  Negotiation(const Negotiation&) = delete;
+  Negotiation& operator=(const Negotiation&) = delete;
 
   // Splits what was submitted into what the cache knows and what it doesn't.
   RequestMessage Report(const std::vector<const Request*>& submitted) const;
 
-  // Runs one cycle; waits until all ranks have entered it.
-  Result<ResponseMessage> Cycle(const RequestMessage& message);
+  // Writes down what this rank asks for. The result is room for data that travels along, empty
+  // where none does.
+  virtual Bytes Announce(const RequestMessage& message) = 0;
+
+  // Lets the others read it.
+  virtual Status Enter() = 0;
+
+  // Waits until all ranks have entered. After a kTimeout at a `deadline` before the cycle's own it
+  // may be called again, by any thread, where interruptible().
+  virtual Result<Outcome> Conclude(Deadline deadline) = 0;
+  virtual bool interruptible() const = 0;
 
   // Remembers an agreement about `own`; all ranks call it in the order of the response.
   void Remember(const Request& own, const std::vector<int64_t>& first_dims);
 
   ResponseCache& cache() { return cache_; }
 
- private:
-  using Frame = std::vector<std::byte>;
+ protected:
+  // What is complete once everybody's messages were added, and what never will be.
+  ResponseMessage Decide(Readiness::Time now, double timeout_s);
 
-  Result<ResponseMessage> Coordinate(const RequestMessage& own);
-  Result<ResponseMessage> Follow(const RequestMessage& own);
-  Status CollectFromAll(Deadline deadline);
-
-  Transport& transport_;
   ResponseCache cache_;
-  Readiness readiness_;  // the coordinator's alone
-  double timeout_s_;
-  std::vector<Frame> frames_;  // by rank; kept to save allocations
+  Readiness readiness_;  // of whoever decides
 };
+
+// Over links: every rank sends the coordinator (rank 0) one message and gets one back.
+std::unique_ptr<Negotiation> MakeCoordinatedNegotiation(Transport& transport, size_t cache_capacity,
+                                                        double collective_timeout_s);
+
+// Among ranks that share an arena, all of the job: one meeting, in which everybody reads
+// everybody's message and decides for itself.
+std::unique_ptr<Negotiation> MakeArenaNegotiation(ArenaSteps& steps, size_t cache_capacity,
+                                                  double collective_timeout_s);
 
 }  // namespace sparkhvd

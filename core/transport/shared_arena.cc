@@ -242,10 +242,11 @@ class SharedArena final : public Arena {
     std::string missing;
     for (int m = first; m < last; ++m) {
       if (Reached(m, step)) continue;
-      missing += (missing.empty() ? "" : ", ") + std::to_string(ranks_[static_cast<size_t>(m)]);
+      missing +=
+          (missing.empty() ? "rank " : ", rank ") + std::to_string(ranks_[static_cast<size_t>(m)]);
     }
     return Status(StatusCode::kTimeout, "arena step " + std::to_string(step) +
-                                            " was not reached by rank(s) " + missing +
+                                            " was not reached by " + missing +
                                             " when the deadline passed");
   }
 

@@ -157,6 +157,7 @@ class Communicator:
         name: str | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        with_waiter: bool = False,
     ) -> Handle[None]:
         """Start an allreduce of ``source`` into ``target``, which may be the same memory.
 
@@ -167,6 +168,8 @@ class Communicator:
             name: the operation's name, made by counting when None.
             prescale: multiplies the values before the reduction; equal on all ranks.
             postscale: multiplies the result; equal on all ranks.
+            with_waiter: begin when the handle is waited for, on the thread that waits, which saves handing the
+                operation over to another thread; for callers who wait at once.
         """
         if source.shape != target.shape or source.dtype != target.dtype:
             raise ConfigError(
@@ -185,6 +188,7 @@ class Communicator:
                 prescale,
                 postscale,
                 (source.owner, target.owner),
+                with_waiter,
             )
         return Handle(name, operation, self._timeout, _nothing)
 
@@ -236,17 +240,7 @@ class Communicator:
         out: Array | None = None,
     ) -> Handle[Array]:
         """Start an allreduce; see ``allreduce``."""
-        array = _contiguous(array)
-        target = np.empty_like(array) if out is None else out
-        handle = self.reduce_buffer(
-            buffer_of(array, "The array to reduce"),
-            buffer_of(target, "The array for the result"),
-            op,
-            name=name,
-            prescale=prescale,
-            postscale=postscale,
-        )
-        return handle.then(_always(target))
+        return self._reduce(array, op, name=name, prescale=prescale, postscale=postscale, out=out, with_waiter=False)
 
     def allreduce(
         self,
@@ -276,7 +270,9 @@ class Communicator:
             PeerLostError: a rank is gone.
             DeadlineExceededError: not all ranks took part in time.
         """
-        return self.allreduce_async(array, op, name=name, prescale=prescale, postscale=postscale, out=out).wait()
+        return self._reduce(
+            array, op, name=name, prescale=prescale, postscale=postscale, out=out, with_waiter=True
+        ).wait()
 
     def allgather_async(self, array: Array, *, name: str | None = None) -> Handle[Array]:
         """Start an allgather; see ``allgather``."""
@@ -357,6 +353,30 @@ class Communicator:
         if error is not None and not self._closed:
             self.abort(f"rank {self._world.rank} left with {type(error).__name__}: {error}")
         self.close()
+
+    def _reduce(
+        self,
+        array: Array,
+        op: ReduceOp,
+        *,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        out: Array | None,
+        with_waiter: bool,
+    ) -> Handle[Array]:
+        array = _contiguous(array)
+        target = np.empty_like(array) if out is None else out
+        handle = self.reduce_buffer(
+            buffer_of(array, "The array to reduce"),
+            buffer_of(target, "The array for the result"),
+            op,
+            name=name,
+            prescale=prescale,
+            postscale=postscale,
+            with_waiter=with_waiter,
+        )
+        return handle.then(_always(target))
 
     def _name(self, kind: str, name: str | None) -> str:
         return f"{kind}.noname.{next(self._counts[kind])}" if name is None else name

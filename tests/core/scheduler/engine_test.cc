@@ -75,6 +75,81 @@ INSTANTIATE_TEST_SUITE_P(Layouts, EngineSizes,
                                            OneHost(7), OneHost(8), std::vector<int>{0, 0, 1, 1},
                                            std::vector<int>{0, 1, 0}));
 
+TEST_P(EngineSizes, AWaiterRunsItsOperationsItself) {
+  const int size = static_cast<int>(GetParam().size());
+  OnEveryRank(GetParam(), Quick(), [size](int, Rank& self) {
+    for (const size_t count : {size_t{10}, size_t{30000}}) {
+      for (int round = 0; round < 30; ++round) {
+        std::vector<float> data(count, static_cast<float>(round));
+        std::vector<float> more(3, 1.0f);
+        const Pointer operation = self.AllreduceWithWaiter("waited for", data);
+        const Pointer beside = round % 3 == 0 ? self.Allreduce("beside", more) : nullptr;
+        EXPECT_TRUE(self.engine.Wait(*operation, Soon()).ok());
+        EXPECT_EQ(data.back(), static_cast<float>(round * size));
+        if (beside) {
+          EXPECT_TRUE(self.engine.Wait(*beside, Soon()).ok());
+        }
+      }
+    }
+  });
+}
+
+TEST(Engine, WhatAWaiterLeavesGoesOnWithoutIt) {
+  Gate gate(2);
+  OnEveryRank(OneHost(2), Quick(), [&gate](int rank, Rank& self) {
+    std::vector<float> data(4, 1.0f);
+    if (rank == 1) gate.Meet();
+    const Pointer operation = self.AllreduceWithWaiter("slow", data);
+    if (rank == 0) {
+      ExpectFailure(self.engine.Wait(*operation, Deadline::AfterSeconds(0.05)),
+                    StatusCode::kTimeout, {"allreduce 'slow'", "not finished yet"});
+      gate.Meet();
+      EXPECT_TRUE(operation->Wait(Soon()).ok()) << "waits only";
+    } else {
+      self.engine.StartNow();
+      EXPECT_TRUE(operation->Wait(Soon()).ok());
+    }
+    EXPECT_EQ(data[0], 2.0f);
+  });
+}
+
+TEST(Engine, ManyThreadsWaitAndSubmitAtOnce) {
+  OnEveryRank(OneHost(2), Quick(), [](int, Rank& self) {
+    std::vector<std::thread> threads;
+    for (int index = 0; index < 4; ++index) {
+      threads.emplace_back([&self, index] {
+        const std::string name = "thread/" + std::to_string(index);
+        for (int round = 0; round < 50; ++round) {
+          std::vector<float> data(5, 1.0f);
+          const Pointer operation = (round + index) % 2 == 0 ? self.AllreduceWithWaiter(name, data)
+                                                             : self.Allreduce(name, data);
+          EXPECT_TRUE(self.engine.Wait(*operation, Soon()).ok());
+          EXPECT_EQ(data[4], 2.0f);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  });
+}
+
+TEST(Engine, AWaiterLearnsThatAPeerHasAborted) {
+  Gate gate(3);
+  OnEveryRank(OneHost(3), Quick(), [&gate](int rank, Rank& self) {
+    EXPECT_TRUE(self.BarrierAndWait("start").ok());
+    gate.Meet();
+    std::vector<float> data(4);
+    if (rank == 1) return self.engine.Abort("the user said so");
+    Request request;
+    request.name = "x";
+    request.shape = {4};
+    auto* bytes = reinterpret_cast<std::byte*>(data.data());
+    const auto operation = self.engine.Submit(request, bytes, bytes, Start::kWithWaiter);
+    const Status status =
+        operation.ok() ? self.engine.Wait(*operation.value(), Soon()) : operation.status();
+    ExpectFailure(status, StatusCode::kAborted, {"allreduce 'x'", "rank 1", "the user said so"});
+  });
+}
+
 TEST(Engine, AsksByIdAloneOnceANameIsKnown) {
   OnEveryRank(OneHost(2), Quick(), [](int, Rank& self) {
     std::vector<float> data(8, 1.0f);

@@ -53,6 +53,16 @@ class Rank {
     auto* bytes = reinterpret_cast<std::byte*>(data.data());
     return engine.Submit(std::move(request), bytes, bytes);
   }
+  // On the thread of the caller, as far as the engine lets it.
+  Pointer AllreduceWithWaiter(const std::string& name, std::vector<float>& data) {
+    Request request;
+    request.name = name;
+    request.shape = {static_cast<int64_t>(data.size())};
+    auto* bytes = reinterpret_cast<std::byte*>(data.data());
+    Result<Pointer> operation = engine.Submit(std::move(request), bytes, bytes, Start::kWithWaiter);
+    EXPECT_TRUE(operation.ok()) << operation.status().message();
+    return std::move(operation).value();
+  }
   Pointer Allreduce(const std::string& name, std::vector<float>& data, double prescale = 1.0) {
     Result<Pointer> operation = TryAllreduce(name, data, ReduceOp::kSum, prescale);
     EXPECT_TRUE(operation.ok()) << operation.status().message();

@@ -84,7 +84,7 @@ TEST_P(ArenaContract, NamesTheRanksThatNeverArrive) {
   const Status status = meshes[0].arena->AwaitAll(step, Soon());
   EXPECT_EQ(status.code(), StatusCode::kTimeout);
   EXPECT_EQ(status.message(),
-            "arena step 1 was not reached by rank(s) 1, 3 when the deadline passed");
+            "arena step 1 was not reached by rank 1, rank 3 when the deadline passed");
 }
 
 TEST_P(ArenaContract, AbortWakesTheWaitersOfAllMembersWithTheReason) {

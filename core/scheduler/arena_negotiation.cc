@@ -1,0 +1,163 @@
+// Negotiation of ranks that share memory. Every rank leaves its message in its slot; one meeting
+// later everybody reads all of them and comes to the same decision, because all tables of readiness
+// are fed with the same messages in the same order. There is no coordinator and no answer to wait
+// for. Data of a small operation may lie beside the message: when all messages turn out to be equal
+// it has travelled already, and the meeting was the only one that the operation needs.
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "collectives/slices.h"
+#include "scheduler/negotiation.h"
+
+namespace sparkhvd {
+namespace {
+
+// What a message takes of a slot in the first round of a cycle; data that travels along lies behind
+// it. A longer message goes on in further rounds, which it has for itself.
+constexpr size_t kFrameBytes = 1024;
+
+// A frame begins with it.
+struct Head {
+  uint64_t length;  // of the whole message
+  int64_t now;      // in nanoseconds; everybody goes by the clock of member 0
+};
+
+class ArenaNegotiation final : public Negotiation {
+ public:
+  ArenaNegotiation(ArenaSteps& steps, size_t cache_capacity, double timeout_s)
+      : Negotiation(steps.count(), cache_capacity),
+        steps_(steps),
+        timeout_s_(timeout_s),
+        frame_bytes_(std::min(kFrameBytes, steps.SlotBytes())),
+        round_(steps.StartRound()),
+        messages_(static_cast<size_t>(steps.count())) {}
+
+  Bytes Announce(const RequestMessage& message) override {
+    ids_alone_ = message.requests.empty();
+    own_ids_ = message.cached;
+    own_ = Encode(message);
+    part_ = 0;
+    round_ = steps_.StartRound();
+    std::byte* slot = round_.Slot(steps_.member());
+    const Head head{own_.size(), Readiness::Time::clock::now().time_since_epoch().count()};
+    std::memcpy(slot, &head, sizeof(head));
+    PutPart();
+    return Bytes(slot + frame_bytes_, steps_.SlotBytes() - frame_bytes_);
+  }
+
+  Status Enter() override {
+    steps_.Arrive();
+    return Status();
+  }
+
+  Result<Outcome> Conclude(Deadline deadline) override {
+    while (true) {
+      SHVD_TRY(steps_.AwaitAll(deadline).Annotate("waiting for the other ranks' requests"));
+      if (part_ == 0 && ids_alone_ && readiness_.empty() && AllAskTheSame()) {
+        return Outcome{ResponseMessage{own_ids_, {}}, round_.Behind(frame_bytes_)};
+      }
+      SHVD_TRY(TakeParts());
+      if (!MoreParts()) break;
+      ++part_;
+      round_ = steps_.StartRound();
+      PutPart();
+      steps_.Arrive();
+    }
+    for (int member = 0; member < steps_.count(); ++member) {
+      const std::vector<std::byte>& bytes = messages_[static_cast<size_t>(member)];
+      const Result<RequestMessage> message =
+          DecodeRequestMessage(ConstBytes(bytes.data(), bytes.size()));
+      SHVD_TRY(message.status().Annotate("from rank " + std::to_string(member)));
+      SHVD_TRY(readiness_.Add(member, message.value(), cache_, now_));
+    }
+    return Outcome{Decide(now_, timeout_s_), std::nullopt};
+  }
+
+  bool interruptible() const override { return true; }
+
+ private:
+  // Where the current part of a message lies in a slot.
+  size_t PartOffset() const { return part_ == 0 ? sizeof(Head) : 0; }
+
+  // Which bytes of a message of `length` bytes the current part has.
+  Slice Part(size_t length) const {
+    const size_t first = frame_bytes_ - sizeof(Head);
+    const size_t begin = part_ == 0 ? 0 : first + (part_ - 1) * steps_.SlotBytes();
+    const size_t room = part_ == 0 ? first : steps_.SlotBytes();
+    return begin < length ? Slice{begin, std::min(room, length - begin)} : Slice{};
+  }
+
+  void PutPart() {
+    const Slice part = Part(own_.size());
+    if (part.count == 0) return;
+    std::memcpy(round_.Slot(steps_.member()) + PartOffset(), own_.data() + part.begin, part.count);
+  }
+
+  // Compares without taking anything in: the steady state.
+  bool AllAskTheSame() const {
+    if (own_.size() > frame_bytes_ - sizeof(Head)) return false;
+    for (int member = 0; member < steps_.count(); ++member) {
+      if (member == steps_.member()) continue;
+      Head head;
+      const std::byte* slot = round_.Slot(member);
+      std::memcpy(&head, slot, sizeof(head));
+      if (head.length != own_.size()) return false;
+      if (std::memcmp(slot + sizeof(head), own_.data(), own_.size()) != 0) return false;
+    }
+    return true;
+  }
+
+  Status TakeParts() {
+    for (int member = 0; member < steps_.count(); ++member) {
+      std::vector<std::byte>& message = messages_[static_cast<size_t>(member)];
+      const std::byte* slot = round_.Slot(member);
+      if (part_ == 0) {
+        Head head;
+        std::memcpy(&head, slot, sizeof(head));
+        if (head.length > kMaxMessageBytes) {
+          return Status(StatusCode::kInternal, "rank " + std::to_string(member) + " announces " +
+                                                   std::to_string(head.length) +
+                                                   " bytes of requests, which is beyond the limit");
+        }
+        message.resize(head.length);
+        if (member == 0) now_ = Readiness::Time(Readiness::Time::duration(head.now));
+      }
+      const Slice part = Part(message.size());
+      if (part.count == 0) continue;
+      std::memcpy(message.data() + part.begin, slot + PartOffset(), part.count);
+    }
+    return Status();
+  }
+
+  // Whether anybody's message goes on.
+  bool MoreParts() const {
+    return std::any_of(messages_.begin(), messages_.end(), [this](const auto& message) {
+      const Slice part = Part(message.size());
+      return part.begin + part.count < message.size() && part.count > 0;
+    });
+  }
+
+  ArenaSteps& steps_;
+  const double timeout_s_;
+  const size_t frame_bytes_;
+
+  // Of the current cycle.
+  ArenaSteps::Round round_;
+  size_t part_ = 0;
+  bool ids_alone_ = false;
+  std::vector<uint32_t> own_ids_;
+  std::vector<std::byte> own_;
+  std::vector<std::vector<std::byte>> messages_;  // by member
+  Readiness::Time now_{};
+};
+
+}  // namespace
+
+std::unique_ptr<Negotiation> MakeArenaNegotiation(ArenaSteps& steps, size_t cache_capacity,
+                                                  double collective_timeout_s) {
+  return std::make_unique<ArenaNegotiation>(steps, cache_capacity, collective_timeout_s);
+}
+
+}  // namespace sparkhvd
