@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
@@ -270,3 +270,18 @@ def changed_environment(changes: Mapping[str, str | None], defaults: Mapping[str
 def export(variables: Mapping[str, str]) -> None:
     """Set variables of this process's environment, for user code to read."""
     os.environ.update(variables)
+
+
+def take_variables(names: Sequence[str]) -> dict[str, str]:
+    """Read variables of this process's environment and remove them, so that child processes do not get them."""
+    return {name: value for name in names if (value := os.environ.pop(name, None)) is not None}
+
+
+def yarn_container() -> str:
+    """The id of the YARN container that this process runs in, empty outside YARN."""
+    return os.environ.get("CONTAINER_ID", "")
+
+
+def visible_devices() -> str | None:
+    """The GPUs to which this process is restricted, as CUDA reads them; None when it is not."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 _LAUNCHERS = {
     "barrier": "sparkhvd.driver.launchers.barrier:BarrierLauncher",
     "local": "sparkhvd.driver.launchers.local:LocalLauncher",
+    "mpi": "sparkhvd.driver.launchers.mpi:MpiLauncher",
 }
 # Those whose ranks run in Spark tasks.
-_ON_SPARK = ("barrier",)
+_ON_SPARK = ("barrier", "mpi")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.task.job import FAILURE
-from sparkhvd.task.report import NOT_STARTED, TOO_LARGE, FailureReport
+from sparkhvd.task.report import LAUNCH, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.supervise import Outcome
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def failure_of(report: FailureReport) -> LaunchError:
         message += f"\n\nThe last lines that rank {report.rank} wrote to stderr:\n{report.stderr_tail}"
     if report.kind == NOT_STARTED:
         return StartTimeoutError(f"{message} Raise start_timeout, or see what its imports wait for.")
-    if report.kind == TOO_LARGE:
+    if report.kind in {TOO_LARGE, LAUNCH}:
         return LaunchError(message)
     return RankFailedError(
         message,

@@ -80,7 +80,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
         executable: the Python of the ranks; None is the one that the Spark tasks run with.
         spark: the session to use; None takes the active one.
-        launcher: ``barrier`` starts the ranks in a Spark barrier stage, ``local`` beside this process without
+        launcher: ``barrier`` starts the ranks in a Spark barrier stage, ``mpi`` lets Open MPI start them in the
+            tasks of such a stage, ``local`` starts them beside this process without
             Spark; ``auto`` is ``barrier``.
         gpus_per_task: GPUs of each rank, where it is not what the session says (``spark.task.resource.gpu.amount``);
             for this job alone. On standalone, YARN, Kubernetes and local-cluster.

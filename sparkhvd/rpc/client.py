@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.frames import FrameSocket, connect_handshake
+from sparkhvd.rpc.frames import FrameSocket, connect_handshake, notice_lost_peer
 from sparkhvd.rpc.messages import Message, decode, encode
 
 _SECONDS_PER_ADDRESS = 3.0
@@ -61,7 +61,7 @@ def _open(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameS
     connection = socket.create_connection(address, timeout=max(deadline.remaining(), 0.001))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        notice_lost_peer(connection)
         return connect_handshake(connection, secret, deadline)
     except BaseException:
         connection.close()

@@ -152,12 +152,25 @@ def send_all(connection: socket.socket, content: bytes, deadline: Deadline) -> N
             continue
 
 
-def shut_down(connection: socket.socket) -> None:
+def notice_lost_peer(connection: socket.socket) -> None:
+    """Let the kernel break a connection whose other host was cut off, within about 9 seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def shut_down(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
     """End every wait on a socket, from any thread; closing alone would leave them waiting."""
     try:
-        connection.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(how)
     except OSError:
         return  # it was not connected any more: nobody waits
+
+
+def stop_receiving(connection: socket.socket) -> None:
+    """End every wait for the other side to say something; what is being sent still goes out."""
+    shut_down(connection, socket.SHUT_RD)
 
 
 def _limit(connection: socket.socket, deadline: Deadline, waiting_for: str) -> None:

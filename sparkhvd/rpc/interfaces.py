@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 from collections.abc import Sequence
@@ -13,15 +14,23 @@ from sparkhvd.errors import LaunchError
 
 # The requests of netdevice(7), which say the same on every architecture that Linux runs on.
 _SIOCGIFADDR = 0x8915
+_SIOCGIFNETMASK = 0x891B
 _NAME_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface that has an address."""
+    """One interface that has an address.
+
+    Attributes:
+        name: the kernel's.
+        address: its IPv4 address.
+        network: the network that it belongs to, like ``10.1.0.0/16``.
+    """
 
     name: str
     address: str
+    network: str
 
 
 def interfaces() -> list[Interface]:
@@ -30,13 +39,16 @@ def interfaces() -> list[Interface]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(
-                    probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[: _NAME_BYTES - 1])
-                )
+                address, mask = (_asked(probe, name, request) for request in (_SIOCGIFADDR, _SIOCGIFNETMASK))
             except OSError:
                 continue  # it has none
-            found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+            found.append(Interface(name, address, str(ipaddress.ip_network(f"{address}/{mask}", strict=False))))
     return found
+
+
+def _asked(probe: socket.socket, name: str, request: int) -> str:
+    question = struct.pack("256s", name.encode()[: _NAME_BYTES - 1])
+    return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), request, question)[20:24])
 
 
 def candidates(nics: Sequence[str], host: str, peer_hosts: Sequence[str]) -> list[Interface]:
@@ -61,4 +73,4 @@ def candidates(nics: Sequence[str], host: str, peer_hosts: Sequence[str]) -> lis
         return chosen
     if is_loopback(host) and all(is_loopback(peer) for peer in peer_hosts):
         return [one for one in there if is_loopback(one.address)]
-    return [one for one in there if not is_loopback(one.address)]
+    return [one for one in there if not is_loopback(one.address)] or there

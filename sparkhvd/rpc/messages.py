@@ -42,9 +42,97 @@ class Acknowledged:
     """The answer to ``Flush``."""
 
 
-Message = Started | Output | Flush | Acknowledged
+@dataclass(frozen=True)
+class Register:
+    """Task to driver: it waits for its part of the job. ``registration`` is JSON."""
 
-_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in (Started, Output, Flush, Acknowledged)}
+    registration: bytes
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Driver to task: which of these servers (JSON) of another task can be reached?"""
+
+    servers: bytes
+
+
+@dataclass(frozen=True)
+class Reachable:
+    """The answer to ``Probe``: the names (JSON) of the network interfaces where the server answered."""
+
+    interfaces: bytes
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Driver to task: who runs what (JSON)."""
+
+    plan: bytes
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Driver to task: answer when the task is over; a lost connection says that it was lost."""
+
+
+@dataclass(frozen=True)
+class FindTask:
+    """Remote-shell agent to driver: which task executes commands for this host of ``mpirun``?"""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class TaskAddress:
+    """The answer to ``FindTask``: where its server listens (JSON)."""
+
+    servers: bytes
+
+
+@dataclass(frozen=True)
+class ExecuteOrted:
+    """Remote-shell agent to task: run ``orted`` with these arguments (JSON)."""
+
+    arguments: bytes
+
+
+@dataclass(frozen=True)
+class Executed:
+    """The answer to ``ExecuteOrted``, once it has ended."""
+
+    returncode: int
+    output: bytes
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The answer to something that cannot be done."""
+
+    reason: str
+
+
+_KINDS = (
+    *(Started, Output, Flush, Acknowledged),
+    *(Register, Probe, Reachable, Assign, Attend, FindTask, TaskAddress, ExecuteOrted, Executed, Refused),
+)
+Message = (
+    Started
+    | Output
+    | Flush
+    | Acknowledged
+    | Register
+    | Probe
+    | Reachable
+    | Assign
+    | Attend
+    | FindTask
+    | TaskAddress
+    | ExecuteOrted
+    | Executed
+    | Refused
+)
+
+_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in _KINDS}
 _FIELD_TYPES = {"int": int, "str": str, "bytes": bytes}
 _LENGTH = struct.Struct(">I")
 

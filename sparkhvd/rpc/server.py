@@ -11,7 +11,7 @@ from typing import Protocol
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
-from sparkhvd.rpc.frames import FrameSocket, accept_handshake, shut_down
+from sparkhvd.rpc.frames import FrameSocket, accept_handshake, notice_lost_peer, shut_down, stop_receiving
 from sparkhvd.rpc.messages import Message, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _MAX_UNPROVEN = 32
 _HANDSHAKE_SECONDS = 5.0
 _REPLY_SECONDS = 30.0
+_LAST_ANSWER_SECONDS = 2.0
 
 
 class Handler(Protocol):
@@ -71,10 +72,13 @@ class Server:
             open_connections = dict(self._connections)
         shut_down(self._listener)
         for connection in open_connections:
-            shut_down(connection)
+            stop_receiving(connection)  # what is being answered right now is answered
         self._acceptor.join()
         self._listener.close()
-        for thread in open_connections.values():
+        deadline = Deadline.after(_LAST_ANSWER_SECONDS)
+        for connection, thread in open_connections.items():
+            thread.join(deadline.remaining())
+            shut_down(connection)
             thread.join()
 
     def _accept(self) -> None:
@@ -106,7 +110,7 @@ class Server:
                 frames = accept_handshake(connection, self._secret, Deadline.after(_HANDSHAKE_SECONDS))
             finally:
                 self._unproven.release()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            notice_lost_peer(connection)
             self._converse(frames)
         except (OSError, SparkHvdError) as error:
             logger.debug("A connection ended: %s", error)

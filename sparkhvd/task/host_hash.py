@@ -13,10 +13,15 @@ from pathlib import Path
 _NAMESPACES = ("ipc", "mnt", "net")
 
 
-def host_hash() -> str:
-    """The key of the place where this process runs: machine, boot and container."""
+def host_hash(container: str = "") -> str:
+    """The key of the place where this process runs: machine, boot and container.
+
+    Args:
+        container: tells resource containers apart that see the same namespaces, as those of YARN do.
+    """
     boot = _read(Path("/proc/sys/kernel/random/boot_id"))
-    return hash_of([socket.gethostname(), boot, *(_link(Path("/proc/self/ns") / kind) for kind in _NAMESPACES)])
+    places = [_link(Path("/proc/self/ns") / kind) for kind in _NAMESPACES]
+    return hash_of([socket.gethostname(), boot, *places, *([container] if container else [])])
 
 
 def hash_of(parts: Sequence[str]) -> str:

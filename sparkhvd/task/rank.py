@@ -9,6 +9,7 @@ from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.assignment import Slot
+from sparkhvd.task.devices import device_variables
 from sparkhvd.task.job import RESULT_CAP_BYTES, Job
 from sparkhvd.task.process import WorkerProcess
 from sparkhvd.task.supervise import (
@@ -24,7 +25,6 @@ from sparkhvd.task.supervise import (
     watch_outcome,
 )
 from sparkhvd.task.worker_spec import WorkerSpec
-from sparkhvd.world import World
 
 
 @dataclass(frozen=True)
@@ -33,33 +33,26 @@ class Plan:
 
     Attributes:
         slots: one per rank, in rank order.
-        rendezvous: where the ranks and those who watch over them meet.
+        rendezvous: where the ranks and those who watch over them meet; tried in order.
         token: the job's secret.
     """
 
     slots: tuple[Slot, ...]
-    rendezvous: tuple[str, int]
+    rendezvous: tuple[tuple[str, int], ...]
     token: bytes = field(repr=False)
 
 
-def worker_spec(job: Job, plan: Plan, slot: Slot, variables: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
-    """What the worker of a slot is told.
-
-    Args:
-        job: the job.
-        plan: who runs what.
-        slot: the rank and its place.
-        variables: more environment variables of this rank.
-    """
+def worker_spec(job: Job, plan: Plan, slot: Slot) -> WorkerSpec:
+    """What the worker of a slot is told."""
     context = LaunchContext(
         world=slot.world,
-        rendezvous=(plan.rendezvous,) if slot.world.size > 1 else (),
+        rendezvous=plan.rendezvous if slot.world.size > 1 else (),
         token=plan.token,
         host_key=slot.offer.host_hash,
         bind_host=slot.offer.bind_host,
         config=job.config,
     )
-    return WorkerSpec(context, job.payload, (*_variables(slot.world, job.log_level), *variables))
+    return WorkerSpec(context, job.payload, _variables(job, plan, slot))
 
 
 def accompany(
@@ -83,8 +76,8 @@ def accompany(
     rank, size = slot.world.rank, slot.world.size
     # One connection waits for the outcome all the time, the other one speaks.
     with (
-        RendezvousClient([plan.rendezvous], plan.token, deadline) as listening,
-        RendezvousClient([plan.rendezvous], plan.token, deadline) as client,
+        RendezvousClient(plan.rendezvous, plan.token, deadline) as listening,
+        RendezvousClient(plan.rendezvous, plan.token, deadline) as client,
     ):
         watcher = watch_outcome(listening, worker.events)
         try:
@@ -95,7 +88,7 @@ def accompany(
             client.set(finished_key(rank), str(length).encode(), Deadline.after(NOTE_SECONDS))
             if rank == 0:
                 conclude(client, [one.offer.host for one in plan.slots], RESULT_CAP_BYTES)
-            outcome = ended if isinstance(ended, Outcome) else await_outcome(worker, supervision)
+            outcome = ended if isinstance(ended, Outcome) else await_outcome(worker.events, supervision)
             client.set(left_key(rank), b"", Deadline.after(NOTE_SECONDS))
             if rank == 0:
                 wait_for_leave(client, size)
@@ -105,8 +98,11 @@ def accompany(
     return ended if outcome.failure is None else outcome
 
 
-def _variables(world: World, log_level: int) -> tuple[tuple[str, str], ...]:
+def _variables(job: Job, plan: Plan, slot: Slot) -> tuple[tuple[str, str], ...]:
     """What a rank's environment says about its place, for scripts and libraries that look there."""
+    world = slot.world
     places = {f"SPARKHVD_{name.upper()}": str(value) for name, value in asdict(world).items()}
-    places |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(log_level)}
-    return tuple(places.items())
+    places |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(job.log_level)}
+    set_by_user = {name for name, _ in job.env}
+    devices = [(name, value) for name, value in device_variables(plan.slots, slot) if name not in set_by_user]
+    return (*places.items(), *devices)

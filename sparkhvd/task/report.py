@@ -10,6 +10,7 @@ from dataclasses import dataclass
 RAISED = "raised"
 NOT_STARTED = "not started"
 TOO_LARGE = "too large"
+LAUNCH = "launch"
 
 _MAX_TEXT = 64 * 1024
 
@@ -22,7 +23,7 @@ class FailureReport:
         rank: which rank failed.
         host: where it ran.
         kind: ``RAISED`` for anything that ended the rank, ``NOT_STARTED`` when it was not ready in time, ``TOO_LARGE``
-            for results above the cap.
+            for results above the cap, ``LAUNCH`` when no rank is to blame: ``cause`` is then the whole sentence.
         cause: completes "Rank 1 on host X ...".
         traceback: its Python traceback, empty when the process died without one.
         stderr_tail: the last lines that it wrote to stderr.
@@ -38,6 +39,8 @@ class FailureReport:
     secondary: bool = False
 
     def sentence(self) -> str:
+        if self.kind == LAUNCH:
+            return self.cause
         return f"Rank {self.rank} on host {self.host} {self.cause}"
 
     def to_json(self) -> bytes:

@@ -173,7 +173,7 @@ def _outcome_within(worker: WorkerProcess, seconds: float) -> Outcome | None:
     return None
 
 
-def await_outcome(worker: WorkerProcess, job: Supervision) -> Outcome:
+def await_outcome(events: queue.SimpleQueue[object], job: Supervision) -> Outcome:
     """The outcome of the job, for as long as the other ranks take.
 
     Raises:
@@ -181,7 +181,7 @@ def await_outcome(worker: WorkerProcess, job: Supervision) -> Outcome:
     """
     while True:
         try:
-            event = worker.events.get(timeout=_PARENT_CHECK_SECONDS)
+            event = events.get(timeout=_PARENT_CHECK_SECONDS)
         except queue.Empty:
             if job.orphaned():
                 raise _lost(job, ServerLost("the executor of this task is gone")) from None

@@ -59,7 +59,7 @@ class LocalHandle:
             stack.callback(self._server.close)
             host = socket.gethostname()
             offers = [TaskOffer(index, host_hash(), host, LOOPBACK) for index in range(job.num_proc)]
-            self._plan = Plan(tuple(assign(offers)), (LOOPBACK, self._server.port), token)
+            self._plan = Plan(tuple(assign(offers)), ((LOOPBACK, self._server.port),), token)
             workers = self._start(stream, stack)
             self._thread = threading.Thread(target=self._run, args=(workers,), name="sparkhvd-job", daemon=True)
             self._thread.start()

@@ -96,7 +96,7 @@ def test_the_loss_of_the_first_task_ends_the_rank_and_lets_spark_run_the_job_aga
     assert not process.is_running()
     worker.events.put(ServerLost("connection reset"))
     with pytest.raises(LaunchError, match="connection reset"):
-        await_outcome(worker, supervision(client))
+        await_outcome(worker.events, supervision(client))
 
 
 def test_a_worker_that_does_not_get_ready_is_the_failure_that_all_learn(worker, client):

@@ -1,0 +1,294 @@
+"""Ranks that Open MPI starts inside Spark tasks."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.driver_address import log_hosts
+from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, mpirun_settings
+from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
+from sparkhvd.driver.mpi.service import DriverService, mpi_hosts, routable, with_address
+from sparkhvd.driver.resources import profile_of
+from sparkhvd.driver.results import failure_of, results_of, spark_failure
+from sparkhvd.driver.slots import is_connect, reserve_tasks
+from sparkhvd.driver.stage import BarrierStage
+from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, SparkHvdError
+from sparkhvd.rpc.addresses import LOOPBACK
+from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.interfaces import interfaces
+from sparkhvd.rpc.messages import Assign, Attend, Message, Output, Probe, Reachable
+from sparkhvd.rpc.server import Server
+from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.task.devices import device_map
+from sparkhvd.task.job import Job
+from sparkhvd.task.mpi.job import MpiJob, Registration, plan_to_json, servers_to_json
+from sparkhvd.task.mpi.task import run_mpi_task
+from sparkhvd.task.report import LAUNCH, FailureReport
+from sparkhvd.task.supervise import OUTCOME
+
+if TYPE_CHECKING:
+    from pyspark.sql import Row
+
+logger = logging.getLogger(__name__)
+
+_NOTE_SECONDS = 10.0
+# A task that went away before the start is replaced by Spark; the tasks of the new attempt come within this time.
+_NEW_ATTEMPT_SECONDS = 8.0
+# After a failure: the ranks are ended by their tasks, and the rows with the reports come.
+_ROWS_SECONDS = 5.0
+_MPIRUN_SECONDS = 3.0
+
+
+class Stage(Protocol):
+    """The tasks of a job; ``BarrierStage`` is one."""
+
+    @property
+    def error(self) -> Exception | None: ...
+
+    @property
+    def rows(self) -> Sequence[Row]: ...
+
+    def wait(self, seconds: float | None = None) -> bool: ...
+
+    def wait_started(self, started: threading.Event, deadline: Deadline, seconds: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+StageMaker = Callable[[MpiJob, Callable[[], None]], Stage]
+
+
+class MpiLauncher:
+    """Starts jobs on the cluster of a session, where Open MPI is installed on driver and executors."""
+
+    def __init__(self, request: LaunchRequest) -> None:
+        self._request = request
+        self._spark = request.session()
+        if is_connect(self._spark):
+            raise ConfigError(
+                "launcher='mpi' needs a driver that the executors can reach, with mpirun beside it; a Spark Connect "
+                "client is none. Use launcher='barrier'."
+            )
+        self._mpirun = find_mpirun()
+
+    def reserve(self, deadline: Deadline) -> int:
+        return reserve_tasks(self._spark, self._request.num_proc, self._request.resources, deadline)
+
+    def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
+        profile = profile_of(self._spark, self._request.resources)
+
+        def stage(mpi_job: MpiJob, on_end: Callable[[], None]) -> Stage:
+            task = functools.partial(run_mpi_task, mpi_job)
+            return BarrierStage(self._spark, job.num_proc, task, profile, on_end)
+
+        own_host, bind_host = log_hosts(self._spark)
+        setup = MpiSetup(own_host, bind_host, self._mpirun, self._request.extra_mpi_args)
+        return MpiHandle(job, stream, stage, setup)
+
+
+@dataclass(frozen=True)
+class MpiSetup:
+    """The driver's side of a job.
+
+    Attributes:
+        own_host: how the executors call the driver's host.
+        bind_host: the local address to bind.
+        mpirun: path of the program.
+        extra_args: the user's arguments of it.
+    """
+
+    own_host: str
+    bind_host: str
+    mpirun: str
+    extra_args: tuple[str, ...] = ()
+
+
+class MpiHandle:
+    """One job: the stage, the service that its tasks register with, the rendezvous, and ``mpirun``.
+
+    The rendezvous is served here, so the outcome of the job is known here first, whatever happens to the tasks.
+    """
+
+    def __init__(self, job: Job, stream: LogStream, make_stage: StageMaker, setup: MpiSetup) -> None:
+        own_host, bind_host = setup.own_host, setup.bind_host
+        self._stream = stream
+        self._setup = setup
+        self._deadline = Deadline.after(job.start_timeout)
+        self._wake = threading.Event()  # set when the stage or mpirun has ended, or a failure was noted
+        self._mpirun: Mpirun | None = None  # written by the starter before it ends
+        self._attendants: list[tuple[threading.Thread, Client]] = []  # the same
+        with ExitStack() as stack:
+            token = secrets.token_bytes(32)
+            self._rendezvous = RendezvousServer(token, bind_host)
+            stack.callback(self._rendezvous.close)
+            self._service = DriverService(job.num_proc, stream)
+            server = stack.enter_context(Server(job.log_secret, self._service, bind_host, name="sparkhvd-driver"))
+            stack.callback(self._service.end, "The job is over.")
+            self._addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
+            self._job = job.with_log_addresses(self._addresses)
+            meeting = tuple(dict.fromkeys([(bind_host, self._rendezvous.port), (own_host, self._rendezvous.port)]))
+            self._stage = make_stage(MpiJob(self._job, meeting, token), self._stage_ended)
+            self._starter = threading.Thread(target=self._start, name="sparkhvd-mpi-start", daemon=True)
+            self._starter.start()
+            self._stack = stack.pop_all()
+
+    def wait_started(self, deadline: Deadline) -> None:
+        self._stage.wait_started(self._stream.started, deadline, self._job.start_timeout)
+
+    def results(self) -> list[bytes]:
+        self._wake.wait()
+        failed = self._failure_noted()
+        self._stage.wait(_ROWS_SECONDS if failed else None)
+        failure = self._failure_noted()
+        if failure is not None:
+            raise failure_of(failure)
+        if self._stage.error is not None:
+            raise LaunchError(spark_failure(self._stage.error)) from self._stage.error
+        return results_of(self._stage.rows, self._job.num_proc)
+
+    def close(self) -> None:
+        self._fail("The job was cancelled.")  # does nothing when it has an outcome
+        self._service.end("The job is over.")
+        self._starter.join()
+        if self._mpirun is not None:
+            self._mpirun.close(_MPIRUN_SECONDS)
+        self._stage.close()
+        for thread, client in self._attendants:
+            client.close()
+            thread.join()
+        self._stack.close()
+
+    def _stage_ended(self) -> None:
+        self._service.end("Spark gave the job up.")
+        self._stream.started.set()
+        self._wake.set()
+
+    def _fail(self, why: str) -> None:
+        """Note a failure that no rank is to blame for, unless the job has an outcome; all ranks end then."""
+        self._rendezvous.set(OUTCOME, FailureReport(-1, "", why, kind=LAUNCH).to_json())
+        self._stream.started.set()
+        self._wake.set()
+
+    def _failure_noted(self) -> FailureReport | None:
+        try:
+            content = self._rendezvous.get(OUTCOME, Deadline.after(0.0))
+        except DeadlineExceededError:
+            return None
+        return FailureReport.from_json(content) if content else None
+
+    def _start(self) -> None:
+        """Bring the tasks together and start ``mpirun``; runs in a thread of its own."""
+        try:
+            attempt, tasks = self._service.await_registrations(-1, self._deadline)
+            while (problem := self._try_ranks(tasks)) is not None:
+                attempt, tasks = self._next_attempt(attempt, problem)
+        except SparkHvdError as error:
+            self._fail(str(error))
+
+    def _try_ranks(self, tasks: Sequence[Registration]) -> OSError | None:
+        """Start the ranks; what is returned is why the tasks cannot be reached."""
+        try:
+            self._start_ranks(tasks)
+        except OSError as error:
+            return error
+        return None
+
+    def _next_attempt(self, attempt: int, problem: OSError) -> tuple[int, list[Registration]]:
+        """The tasks with which Spark replaces those of an attempt that lost one."""
+        try:
+            return self._service.await_registrations(attempt, self._deadline.capped(_NEW_ATTEMPT_SECONDS))
+        except DeadlineExceededError:
+            raise LaunchError(
+                f"The driver cannot talk to the job's Spark tasks: {problem} The mpi launcher needs connections from "
+                "the driver to the executors and back; launcher='barrier' does without those to the executors."
+            ) from problem
+
+    def _start_ranks(self, tasks: Sequence[Registration]) -> None:
+        lacking = sorted({task.offer.host for task in tasks if not task.orted})
+        if lacking:
+            raise LaunchError(
+                f"There is no orted on the PATH of the executors on {', '.join(lacking)}. Install Open MPI on every "
+                "node of the cluster (Debian: openmpi-bin), or use launcher='barrier', which needs no MPI."
+            )
+        clients = [self._client(task) for task in tasks]
+        try:
+            interface = self._common_interface(tasks, clients)
+            offers = [with_address(task, interface) for task in tasks]
+            for client in clients:
+                client.ask(Assign(plan_to_json(offers)), Deadline.after(_NOTE_SECONDS))
+        except BaseException:
+            for client in clients:
+                client.close()
+            raise
+        if text := device_map(assign(offers)):
+            self._stream.handle(Output(0, "stdout", text.encode()))
+        for task, client in zip(tasks, clients, strict=True):
+            self._attend(task.offer, client)
+        by_index = {task.offer.task_index: next(s for s in task.servers if s.interface == interface) for task in tasks}
+        hosts = mpi_hosts(offers)
+        self._service.serve_hosts({host.name: by_index[min(host.tasks)] for host in hosts})
+        networks = [server.network for server in by_index.values()]
+        networks += [one.network for one in interfaces() if one.address == self._setup.bind_host != LOOPBACK]
+        arguments = mpirun_arguments(hosts, self._setup.extra_args, is_root())
+        settings = mpirun_settings(hosts, networks)
+        service = ServiceAddress(self._addresses, self._job.log_secret)
+        self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)
+        self._stream.started.set()
+
+    def _client(self, task: Registration) -> Client:
+        addresses = [(server.address, server.port) for server in task.servers]
+        return connect(addresses, self._job.log_secret, Deadline.after(_NOTE_SECONDS))
+
+    def _common_interface(self, tasks: Sequence[Registration], clients: Sequence[Client]) -> str:
+        """The interface on which every task reaches the next one, all around the ring."""
+        reached = []
+        for number, client in enumerate(clients):
+            following = tasks[(number + 1) % len(tasks)]
+            answer = client.ask(Probe(servers_to_json(following.servers)), Deadline.after(_NOTE_SECONDS * 2))
+            reached.append(_names(answer))
+        common = routable(reached)
+        if not common:
+            there = {task.offer.host: [server.interface for server in task.servers] for task in tasks}
+            raise LaunchError(
+                f"The hosts have no network interface in common on which every task reaches the next one: {there}. "
+                "Name the right one with nics=, or open the network between them."
+            )
+        return common[0]
+
+    def _attend(self, offer: TaskOffer, client: Client) -> None:
+        """Learn at once when a task is lost: its connection breaks before it has said that it is over."""
+
+        def watch() -> None:
+            try:
+                client.ask(Attend(), Deadline.after(400 * 86400.0))
+            except OSError as error:
+                self._fail(
+                    f"Task {offer.task_index} on host {offer.host} was lost while its ranks were starting or running: "
+                    f"{error}. Its executor's log says why."
+                )
+
+        thread = threading.Thread(target=watch, name="sparkhvd-attend", daemon=True)
+        self._attendants.append((thread, client))
+        thread.start()
+
+    def _mpirun_ended(self, code: int, output: str) -> None:
+        if code != 0:
+            self._fail(f"mpirun ended with exit code {code}. It says:\n{output or 'nothing'}")
+
+
+def _names(answer: Message) -> list[str]:
+    if not isinstance(answer, Reachable):
+        raise LaunchError(f"A task answered a probe with {type(answer).__name__}.")
+    return [str(name) for name in json.loads(answer.interfaces)]

@@ -1,0 +1,114 @@
+"""The ``mpirun`` of a job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sparkhvd.config import changed_environment
+from sparkhvd.driver.mpi.command import mpirun_defaults
+from sparkhvd.driver.rsh import DRIVER_ADDRESSES, DRIVER_SECRET
+from sparkhvd.task.process import import_path
+
+logger = logging.getLogger(__name__)
+
+_TERM_SECONDS = 2.0
+_TAIL_LINES = 60
+
+
+@dataclass(frozen=True)
+class ServiceAddress:
+    """Where agents find the driver's service, and what proves to it that they belong to its job."""
+
+    addresses: tuple[tuple[str, int], ...]
+    secret: bytes = field(repr=False)
+
+
+class Mpirun:
+    """``mpirun`` in a session and process group of its own, with its agents.
+
+    Args:
+        path: of the program.
+        arguments: its arguments.
+        settings: environment variables of Open MPI.
+        service: for the agents.
+        on_end: called with the exit code and the last that it wrote, from a thread of its own.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        arguments: Sequence[str],
+        settings: Mapping[str, str],
+        service: ServiceAddress,
+        on_end: Callable[[int, str], None],
+    ) -> None:
+        own = {
+            DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
+            DRIVER_SECRET: service.secret.hex(),
+            "PYTHONPATH": import_path(),
+            **settings,
+        }
+        self._on_end = on_end
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._process = subprocess.Popen(
+            ["mpirun", *arguments],  # noqa: S607 - called by a path, it would prescribe that path on all hosts
+            executable=path,
+            env=changed_environment(own, mpirun_defaults()),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self._thread = threading.Thread(target=self._watch, name="sparkhvd-mpirun", daemon=True)
+        self._thread.start()
+
+    def close(self, grace_seconds: float) -> None:
+        """Wait for its end, then end it by force."""
+        self._thread.join(grace_seconds)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._thread.is_alive():
+                self._kill(number)
+                self._thread.join(_TERM_SECONDS)
+        for pid in members_of_session(self._process.pid):  # agents, which lead process groups of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._thread.join()
+
+    def _watch(self) -> None:
+        stream = self._process.stdout
+        if stream is not None:
+            with stream:
+                for raw in stream:
+                    line = raw.decode("utf-8", "replace")
+                    self._tail.append(line)
+                    logger.info("mpirun: %s", line.rstrip())
+        self._on_end(self._process.wait(), "".join(self._tail).strip())
+
+    def _kill(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return
+
+
+def members_of_session(session: int) -> list[int]:
+    """The processes of a session; its number is not used again while it has any."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has just ended
+        if int(fields[3]) == session:
+            found.append(int(stat.parent.name))
+    return found

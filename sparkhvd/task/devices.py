@@ -1,0 +1,66 @@
+"""Which GPUs a rank sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparkhvd.task.assignment import Slot
+from sparkhvd.task.output import RankLog
+
+# What a rank's environment says of its GPUs.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+OWN = "SPARKHVD_DEVICES"
+
+
+def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]:
+    """What CUDA calls the devices that Spark calls ``addresses``.
+
+    Args:
+        addresses: Spark's, of the resource ``gpu``.
+        visible: the executor's own CUDA_VISIBLE_DEVICES, None when it has none. Where it is set, Spark's addresses
+            count within it, as they do for Spark's own TorchDistributor.
+    """
+    listed = [name.strip() for name in (visible or "").split(",") if name.strip()]
+    if not listed:
+        return tuple(addresses)
+    return tuple(listed[int(one)] if one.isdecimal() and int(one) < len(listed) else one for one in addresses)
+
+
+def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str], ...]:
+    """The environment variables that give the rank of ``slot`` its GPUs; none where Spark gave its host none.
+
+    CUDA_VISIBLE_DEVICES lists the job's devices on the host in the order of the local ranks: the first one of each,
+    then what is left. So device ``hvd.local_rank()`` is the rank's own, and the other ranks' devices can be reached for
+    peer-to-peer copies. Ranks that share a device each see their own ones alone, as device 0.
+    """
+    neighbours = sorted(
+        (one for one in slots if one.offer.host_hash == slot.offer.host_hash), key=lambda one: one.world.local_rank
+    )
+    lists = [one.offer.devices for one in neighbours]
+    if not any(lists):
+        return ()
+    every = [name for devices in lists for name in devices]
+    own = slot.offer.devices
+    if len(set(every)) < len(every) or not all(lists):
+        seen: Sequence[str] = own
+    else:
+        seen = [*(devices[0] for devices in lists), *(name for devices in lists for name in devices[1:])]
+    return ((VISIBLE, ",".join(seen)), (OWN, ",".join(own)))
+
+
+def device_map(slots: Sequence[Slot]) -> str:
+    """A line per rank: its host and its GPUs; empty when there are none."""
+    if not any(slot.offer.devices for slot in slots):
+        return ""
+    return "\n".join(
+        f"rank {slot.world.rank}: host {slot.offer.host}, local rank {slot.world.local_rank}, "
+        f"GPU {', '.join(slot.offer.devices) or 'none'}"
+        for slot in slots
+    )
+
+
+def write_device_map(slots: Sequence[Slot], log: RankLog) -> None:
+    """Print the map at the start of a job that has GPUs."""
+    text = device_map(slots)
+    if text:
+        log.write("stdout", text.encode())

@@ -1,0 +1,113 @@
+"""The ranks that ``orted`` starts on one host, as its leading task sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.rpc.frames import FrameSocket, accept_handshake
+from sparkhvd.task.process import Spawned
+from sparkhvd.task.report import describe_exit
+
+_HELLO_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+
+
+class RankEnd:
+    """The end of a worker that another process is the parent of, told over a link to that process."""
+
+    def __init__(self, pid: int, link: FrameSocket) -> None:
+        self.pid = pid
+        self._link = link
+
+    def wait(self) -> int:
+        try:
+            content = self._link.receive(idle=Deadline.after(400 * 86400.0))
+        except (OSError, SparkHvdError):
+            content = None
+        # Without a word its parent was killed; whoever did that meant the rank.
+        return -9 if content is None else int(json.loads(content)["returncode"])
+
+    def release(self) -> None:
+        self._link.wake()
+        self._link.close()
+
+
+class RankListener:
+    """The Unix socket to which the ranks of this host connect; it has a name without a file, so none can be left."""
+
+    def __init__(self) -> None:
+        self.name = f"sparkhvd-{secrets.token_hex(8)}"
+        self.secret = secrets.token_bytes(32)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{self.name}")
+        self._socket.listen(1024)
+
+    def accept(self, preload: Sequence[str], deadline: Deadline, given_up: Callable[[], bool]) -> tuple[int, Spawned]:
+        """The next rank that connects, and its worker.
+
+        Args:
+            preload: modules that the worker imports first.
+            deadline: when to give up.
+            given_up: asked again and again; true ends the wait, too.
+
+        Raises:
+            LaunchError: none came.
+        """
+        while True:
+            self._socket.settimeout(min(_POLL_SECONDS, max(deadline.remaining(), 0.001)))
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                if given_up() or deadline.expired():
+                    raise LaunchError("no rank connected") from None
+                continue
+            try:
+                return self._welcome(connection, preload)
+            except (OSError, SparkHvdError, ValueError):
+                connection.close()  # no rank of ours, or one that has ended already: orted says so
+
+    def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[int, Spawned]:
+        deadline = Deadline.after(_HELLO_SECONDS)
+        link = accept_handshake(connection, self.secret, deadline)
+        rank = int(_told(link, deadline)["rank"])
+        link.send(json.dumps(list(preload)).encode(), deadline)
+        own, other = socket.socketpair()
+        read_out, write_out = os.pipe()
+        read_err, write_err = os.pipe()
+        try:
+            connection.settimeout(_HELLO_SECONDS)
+            socket.send_fds(connection, [b"x"], [other.fileno(), write_out, write_err])
+            pid = int(_told(link, deadline)["pid"])
+        except BaseException:
+            own.close()
+            os.close(read_out)
+            os.close(read_err)
+            raise
+        finally:
+            other.close()
+            os.close(write_out)
+            os.close(write_err)
+        return rank, Spawned(RankEnd(pid, link), own, read_out, read_err)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _told(link: FrameSocket, deadline: Deadline) -> dict[str, int]:
+    content = link.receive(idle=deadline)
+    if content is None:
+        raise ConnectionResetError("The rank closed its link.")
+    told: dict[str, int] = json.loads(content)
+    return told
+
+
+def orted_failure(returncode: int, output: str) -> str:
+    """Why a host's ranks did not start, as the end of "Rank 1 on host X ..."."""
+    how = describe_exit(returncode).replace(" before fn returned", "")
+    return f"did not start: orted {how}. It says: {output.strip() or 'nothing'}"

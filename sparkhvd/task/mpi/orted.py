@@ -1,0 +1,110 @@
+"""Running ``orted`` for ``mpirun``: the one command that a task executes for others."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sparkhvd.errors import LaunchError
+
+_TERM_SECONDS = 2.0
+_TAIL_LINES = 40
+# It ends after the task when the task is killed, and still removes the folder then.
+_THEN_REMOVE = '"$@"; code=$?; rm -rf "$0"; exit $code'
+
+
+def orted_command(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """What a remote shell would make of the command line that ``mpirun`` hands to its agent.
+
+    An Open MPI that was built with a prefix puts assignments of PATH and LD_LIBRARY_PATH in front.
+
+    Returns:
+        The assignments, with references to the variable itself still in them, and the command with its arguments.
+
+    Raises:
+        LaunchError: the command is not ``orted``; nothing else is executed.
+    """
+    words = shlex.split(" ".join(arguments))
+    where = next((i for i, word in enumerate(words) if Path(word).name == "orted"), None)
+    if where is None:
+        raise LaunchError(f"A task executes orted only, not {' '.join(words[:3])!r}.")
+    assigned = dict(word.split("=", 1) for word in words[:where] if "=" in word)
+    return {name: value.rstrip(";").strip() for name, value in assigned.items()}, words[where:]
+
+
+class Orted:
+    """One ``orted`` in a session and process group of its own.
+
+    Args:
+        arguments: the command line that ``mpirun`` handed to its agent.
+        environment: of the process; its ranks inherit it.
+
+    Raises:
+        LaunchError: it cannot be started.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        assigned, command = orted_command(arguments)
+        self._folder = tempfile.mkdtemp(prefix="sparkhvd-")
+        # Hosts of one job that are one machine to Open MPI would otherwise share these by accident.
+        own = {"OMPI_MCA_orte_tmpdir_base": self._folder, "OMPI_MCA_btl_vader_backing_directory": self._folder}
+        merged = {**environment, **own}
+        for name, value in assigned.items():
+            merged[name] = value.replace(f"${name}", merged.get(name, "")).strip(":")
+        try:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", _THEN_REMOVE, self._folder, *command],
+                env=merged,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            self._remove_folder()
+            raise LaunchError(f"orted cannot be started: {error}.") from error
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._reader = threading.Thread(target=self._read, name="sparkhvd-orted", daemon=True)
+        self._reader.start()
+
+    def wait(self) -> tuple[int, str]:
+        """Block until it has ended: its exit code and the last that it wrote."""
+        code = self._process.wait()
+        self._kill(signal.SIGKILL)
+        self._reader.join(1.0)  # ranks that left the process group may hold its output open
+        return code, "".join(list(self._tail))
+
+    def close(self) -> None:
+        """End it; its ranks are ended by those who watch over them."""
+        self._kill(signal.SIGTERM)
+        try:
+            self._process.wait(_TERM_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill(signal.SIGKILL)
+            self._process.wait()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            return
+
+    def _read(self) -> None:
+        stream = self._process.stdout
+        if stream is None:
+            return
+        with stream:
+            for line in stream:
+                self._tail.append(line.decode("utf-8", "replace"))

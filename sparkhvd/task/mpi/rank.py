@@ -1,0 +1,79 @@
+"""What ``orted`` starts as a rank: it connects to the task of its host, becomes the worker's parent, reports its end.
+
+The worker is a fork, so it costs neither a second start of Python nor its memory. Its parent stays until the task has
+noted how it ended: ``mpirun`` kills all ranks as soon as it learns that one has failed, and would do so before that
+failure is known as the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+from sparkhvd.config import take_variables
+from sparkhvd.deadline import Deadline
+from sparkhvd.rpc.frames import FrameSocket, connect_handshake
+from sparkhvd.task import worker
+from sparkhvd.task.mpi.job import EXECUTABLE, RANK_SECRET, RANK_SOCKET
+
+_CONNECT_SECONDS = 30.0
+_NOTE_SECONDS = 30.0
+_RANK = "OMPI_COMM_WORLD_RANK"
+
+
+def main() -> int:
+    """Run the worker; the exit code is the worker's, 128 and more for signals."""
+    given = take_variables((EXECUTABLE, RANK_SOCKET, RANK_SECRET))
+    deadline = Deadline.after(_CONNECT_SECONDS)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_CONNECT_SECONDS)
+        connection.connect(f"\0{given[RANK_SOCKET]}")
+        link = connect_handshake(connection, bytes.fromhex(given[RANK_SECRET]), deadline)
+        link.send(json.dumps({"rank": int(os.environ[_RANK])}).encode(), deadline)
+        preload = json.loads(link.receive(idle=deadline) or b"[]")
+        connection.settimeout(_CONNECT_SECONDS)
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+        control, stdout, stderr = descriptors
+        pid = os.fork()
+        if pid == 0:
+            return _become_worker(connection, control, stdout, stderr, preload)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return _stay(link, pid)
+
+
+def _become_worker(connection: socket.socket, control: int, stdout: int, stderr: int, preload: list[str]) -> int:
+    connection.close()
+    os.setsid()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.close(stdout)
+    os.close(stderr)
+    return worker.main(["--control-fd", str(control), *preload])
+
+
+def _stay(link: FrameSocket, pid: int) -> int:
+    """Report the worker's end, and end when the task has noted it or is gone."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        os.killpg(pid, number)
+
+    signal.signal(signal.SIGTERM, pass_on)
+    link.send(json.dumps({"pid": pid}).encode(), Deadline.after(_NOTE_SECONDS))
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    killed = status is not None and status.si_code != os.CLD_EXITED
+    code = 0 if status is None else status.si_status
+    with contextlib.suppress(OSError):  # the task is gone
+        link.send(json.dumps({"returncode": -code if killed else code}).encode(), Deadline.after(_NOTE_SECONDS))
+        link.receive(idle=Deadline.after(_NOTE_SECONDS))  # ends with the link
+    os.waitpid(pid, 0)
+    return 128 + code if killed else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

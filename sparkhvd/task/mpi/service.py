@@ -1,0 +1,126 @@
+"""What a task of the mpi launcher does when driver and agents ask it to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import closing
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError
+from sparkhvd.rpc.client import connect
+from sparkhvd.rpc.messages import (
+    Acknowledged,
+    Assign,
+    Attend,
+    Executed,
+    ExecuteOrted,
+    Message,
+    Probe,
+    Reachable,
+    Refused,
+)
+from sparkhvd.task.mpi.job import TaskServer, servers_from_json
+from sparkhvd.task.mpi.orted import Orted
+
+_PROBE_SECONDS = 3.0
+# Between the driver's message that starts mpirun and this task's preparations for it.
+_PREPARE_SECONDS = 30.0
+_NOT_FOUND = 127
+
+
+class TaskService:
+    """A handler for ``sparkhvd.rpc.server.Server``; one per task.
+
+    Args:
+        secret: the job's, to prove to other tasks' servers.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._assigned = threading.Event()
+        self._over = threading.Event()
+        self._can_execute = threading.Event()
+        self._orted_ended = threading.Event()
+        self._lock = threading.Lock()
+        self._plan = b""  # written before _assigned is set
+        self._environment: Mapping[str, str] = {}  # written before _can_execute is set
+        self._orted: Orted | None = None  # guarded by _lock
+        self._ended: tuple[int, str] | None = None  # guarded by _lock
+
+    def handle(self, message: Message) -> Message | None:
+        answers: dict[type[Message], Callable[..., Message]] = {
+            Probe: self._probe,
+            Assign: self._assign,
+            Attend: self._attend,
+            ExecuteOrted: self._execute,
+        }
+        answer = answers.get(type(message))
+        return Refused(f"A task has no use for {type(message).__name__}.") if answer is None else answer(message)
+
+    def plan_within(self, seconds: float) -> bytes | None:
+        """What the driver has assigned, waiting for it at most this long; None when that is nothing yet."""
+        return self._plan if self._assigned.wait(seconds) else None
+
+    def let_execute(self, environment: Mapping[str, str]) -> None:
+        """From now on ``orted`` may be started, with this environment."""
+        self._environment = environment
+        self._can_execute.set()
+
+    def orted_ended(self) -> tuple[int, str] | None:
+        """The exit code of ``orted`` and the last that it wrote; None before its end."""
+        with self._lock:
+            return self._ended
+
+    def await_orted_end(self, seconds: float) -> None:
+        self._orted_ended.wait(seconds)
+
+    def close(self) -> None:
+        """End ``orted`` and let the driver know that this task is over."""
+        with self._lock:
+            orted = self._orted
+        if orted is not None:
+            orted.close()
+        self._over.set()
+        self._can_execute.set()
+
+    def _probe(self, message: Probe) -> Message:
+        names = [one.interface for one in servers_from_json(message.servers) if self._reaches(one)]
+        return Reachable(json.dumps(names).encode())
+
+    def _reaches(self, server: TaskServer) -> bool:
+        try:
+            connection = connect([(server.address, server.port)], self._secret, Deadline.after(_PROBE_SECONDS))
+        except OSError:
+            return False
+        with closing(connection):
+            return True
+
+    def _assign(self, message: Assign) -> Message:
+        self._plan = message.plan
+        self._assigned.set()
+        return Acknowledged()
+
+    def _attend(self, message: Attend) -> Message:  # noqa: ARG002 - it says nothing but its type
+        self._over.wait()
+        return Acknowledged()
+
+    def _execute(self, message: ExecuteOrted) -> Message:
+        if not self._can_execute.wait(_PREPARE_SECONDS) or self._over.is_set():
+            return Refused("This task is not the one that starts orted on its host, or its job is over.")
+        arguments = json.loads(message.arguments)
+        with self._lock:
+            if self._orted is not None:
+                return Refused("orted has been started on this host before.")
+            try:
+                self._orted = Orted(arguments, self._environment)
+            except LaunchError as error:
+                self._ended = (_NOT_FOUND, str(error))
+                return Executed(_NOT_FOUND, str(error).encode())
+            orted = self._orted
+        code, output = orted.wait()
+        with self._lock:
+            self._ended = (code, output)
+        self._orted_ended.set()
+        return Executed(code, output.encode()[-60_000:])

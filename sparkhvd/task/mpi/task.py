@@ -1,0 +1,212 @@
+"""The function that runs in every Spark task of a job of the mpi launcher."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+
+from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.config import changed_environment, yarn_container
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError
+from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.interfaces import candidates
+from sparkhvd.rpc.messages import Acknowledged, Flush, Refused, Register
+from sparkhvd.rpc.server import Server
+from sparkhvd.task.assignment import Slot, TaskOffer
+from sparkhvd.task.host import run_ranks
+from sparkhvd.task.host_hash import host_hash
+from sparkhvd.task.job import Job
+from sparkhvd.task.mpi.host_ranks import RankListener, orted_failure
+from sparkhvd.task.mpi.job import (
+    EXECUTABLE,
+    RANK_SECRET,
+    RANK_SOCKET,
+    MpiJob,
+    Registration,
+    TaskServer,
+    plan_from_json,
+)
+from sparkhvd.task.mpi.service import TaskService
+from sparkhvd.task.output import DriverLog
+from sparkhvd.task.place import TaskPlace, place_of_task
+from sparkhvd.task.process import WorkerProcess, import_path
+from sparkhvd.task.rank import Plan, worker_spec
+from sparkhvd.task.report import FailureReport
+from sparkhvd.task.rows import result_rows
+from sparkhvd.task.supervise import NOTE_SECONDS, OUTCOME, Outcome, Supervision, await_outcome, watch_outcome
+from sparkhvd.task.threads import thread_defaults
+
+# How often a task that waits for the driver looks whether it still lives.
+_DRIVER_CHECK_SECONDS = 2.0
+# Time for the driver to say why mpirun ended, before a task gives the reason that it knows itself.
+_DRIVER_SECONDS = 5.0
+# Time for orted to tell mpirun that all ranks have ended well.
+_ORTED_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one task knows of its job once the driver has assigned the ranks."""
+
+    job: MpiJob
+    plan: Plan
+    place: TaskPlace
+    service: TaskService
+    deadline: Deadline
+
+
+def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
+    """Take part in a job: register, wait for the plan, and start this host's ranks if this is its first task.
+
+    Returns:
+        By rank, for the ranks that this task watched over: the pickled result, or the outcome that made it worthless.
+
+    Raises:
+        LaunchError: the driver does not take part any more, or infrastructure was lost.
+    """
+    deadline = Deadline.after(job.job.start_timeout)
+    secret = job.job.log_secret
+    with ExitStack() as stack:
+        service = TaskService(secret)
+        servers = {
+            one: stack.enter_context(Server(secret, service, one.address, name="sparkhvd-task"))
+            for one in candidates(job.job.nics, place.host, place.hosts)
+        }
+        stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it
+        offer = TaskOffer(place.index, host_hash(yarn_container()), place.host, "", place.devices)
+        listening = tuple(
+            TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
+        )
+        path = changed_environment(dict(job.job.env)).get("PATH")
+        driver = connect(job.job.log_addresses, secret, deadline)
+        stack.callback(driver.close)
+        _register(
+            driver, Registration(place.attempt, offer, listening, shutil.which("orted", path=path) or ""), deadline
+        )
+        plan = plan_from_json(_await_plan(driver, service, deadline), job)
+        own_address = next(slot for slot in plan.slots if slot.offer.task_index == place.index).offer.bind_host
+        for one, server in servers.items():
+            if one.address != own_address:
+                server.close()  # not all hosts can reach it
+        own = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
+        if min(slot.offer.task_index for slot in own) == place.index:
+            return _lead(_Part(job, plan, place, service, deadline), own)
+        _follow(plan, place, deadline)
+        return {}
+
+
+def _await_plan(driver: Client, service: TaskService, deadline: Deadline) -> bytes:
+    while (plan := service.plan_within(deadline.capped(_DRIVER_CHECK_SECONDS).remaining())) is None:
+        deadline.check("the driver to say who runs what: not all tasks of the job have registered")
+        driver.ask(Flush(), Deadline.after(NOTE_SECONDS))  # raises when the driver is gone
+    return plan
+
+
+def _register(driver: Client, registration: Registration, deadline: Deadline) -> None:
+    answer = driver.ask(Register(registration.to_json()), deadline)
+    if isinstance(answer, Refused):
+        raise LaunchError(answer.reason)
+    if not isinstance(answer, Acknowledged):
+        raise LaunchError(f"The driver answered a registration with {type(answer).__name__}.")
+
+
+def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
+    """Let ``orted`` start the ranks of this host, and accompany them."""
+    job, service = part.job.job, part.service
+    with ExitStack() as stack:
+        events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        stack.enter_context(_watching(part.plan, events))
+        listener = stack.enter_context(closing(RankListener()))
+        stack.callback(service.close)
+        service.let_execute(_environment(job, part.place, listener))
+        workers: dict[int, WorkerProcess] = {}
+        try:
+            while len(workers) < len(own):
+                rank, spawned = listener.accept(
+                    job.preload, part.deadline, lambda: service.orted_ended() is not None or not events.empty()
+                )
+                log = DriverLog(job)
+                stack.callback(log.close)
+                log.rank = rank
+                worker = workers[rank] = WorkerProcess(spawned, log)
+                stack.callback(worker.close)
+                worker.output.start()
+        except LaunchError:
+            return {own[0].world.rank: _not_started(part.plan, own[0], service)}
+        for rank, worker in workers.items():
+            worker.send(worker_spec(job, part.plan, part.plan.slots[rank]))
+        contents = run_ranks(part.plan, workers, part.deadline, part.place.parent)
+        if all(isinstance(content, bytes) for content in contents.values()):
+            service.await_orted_end(_ORTED_SECONDS)
+        return contents
+
+
+@contextmanager
+def _watching(plan: Plan, events: queue.SimpleQueue[object]) -> Iterator[RendezvousClient]:
+    """Within this block the outcome of the job, or the loss of the driver, is put into ``events``."""
+    with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
+        watcher = watch_outcome(client, events)
+        try:
+            yield client
+        finally:
+            client.close()
+            watcher.join()
+
+
+def _environment(job: Job, place: TaskPlace, listener: RankListener) -> dict[str, str]:
+    """The environment of ``orted``, which the ranks inherit: this executor's, what the user changed, and our ways."""
+    own = {
+        EXECUTABLE: job.executable or sys.executable,
+        RANK_SOCKET: listener.name,
+        RANK_SECRET: listener.secret.hex(),
+    }
+    changes = {"PYTHONPATH": import_path(), **dict(job.env), **own}
+    return changed_environment(changes, thread_defaults(place.cpus))
+
+
+def _not_started(plan: Plan, slot: Slot, service: TaskService) -> Outcome:
+    """The outcome of a job whose ranks did not start here; the driver's reason goes before that of this task."""
+    with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
+        ended = service.orted_ended()
+        if ended is None:
+            report = FailureReport(slot.world.rank, slot.offer.host, "did not start in time: mpirun started no ranks")
+        else:
+            report = FailureReport(slot.world.rank, slot.offer.host, orted_failure(*ended))
+            try:
+                return _outcome(client.get(OUTCOME, Deadline.after(_DRIVER_SECONDS)))
+            except TimeoutError:
+                pass
+        client.set(OUTCOME, report.to_json(), Deadline.after(NOTE_SECONDS))
+        return _outcome(client.get(OUTCOME, Deadline.after(NOTE_SECONDS)))
+
+
+def _outcome(content: bytes) -> Outcome:
+    return Outcome(FailureReport.from_json(content) if content else None)
+
+
+def _follow(plan: Plan, place: TaskPlace, deadline: Deadline) -> None:
+    """Wait for the outcome of the job while another task of this host watches over the ranks."""
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    slot = next(one for one in plan.slots if one.offer.task_index == place.index)
+    with _watching(plan, events) as client:
+        await_outcome(events, Supervision(slot.world.rank, slot.offer.host, client, deadline, place.parent))
+
+
+def run_mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Take part in a job; yields rows of ``RESULT_SCHEMA`` for the ranks that this task watched over."""
+    from pyspark import BarrierTaskContext  # noqa: PLC0415 - ``serve`` works without Spark
+
+    for _ in batches:  # Spark wants its input read
+        continue
+    place = place_of_task()
+    attempts = BarrierTaskContext.get().allGather(str(place.attempt))
+    contents = serve(job, replace(place, attempt=min(int(one) for one in attempts)))
+    for rank, content in sorted(contents.items()):
+        yield from result_rows(rank, content)

@@ -1,0 +1,96 @@
+"""Processes that stand for Spark tasks, so that Open MPI can be tested without starting a Spark cluster each time.
+
+Each has a container id of its own choice, so that one machine is as many hosts to Open MPI as a test wants.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+from sparkhvd.task.mpi.job import MpiJob
+from sparkhvd.task.mpi.task import serve
+from sparkhvd.task.place import TaskPlace
+from sparkhvd.task.rows import result_rows
+
+_ROOT = Path(__file__).parents[2]
+
+
+class ProcessStage:
+    """Runs one process per task; what a driver asks of a Spark stage.
+
+    Args:
+        job: for all tasks.
+        on_end: called when all tasks have ended.
+        containers: the container id of each task.
+        environments: more variables for tasks, by index.
+    """
+
+    def __init__(
+        self,
+        job: MpiJob,
+        on_end: Callable[[], None],
+        containers: Sequence[str],
+        environments: dict[int, dict[str, str]],
+    ) -> None:
+        self.error: Exception | None = None
+        self.rows: list[SimpleNamespace] = []
+        self._on_end = on_end
+        hosts = ("127.0.0.1",) * len(containers)
+        self.processes = []
+        for index, container in enumerate(containers):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.mpi.tasks"],
+                cwd=_ROOT,
+                env={**os.environ, "CONTAINER_ID": container, **environments.get(index, {})},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            process.stdin.write(pickle.dumps((job, TaskPlace(index, hosts, 1))))
+            process.stdin.close()
+            self.processes.append(process)
+        self._thread = threading.Thread(target=self._collect, name="task processes")
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def wait_started(self, started: threading.Event, deadline, seconds: float) -> None:
+        assert started.wait(deadline.remaining())
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        self._thread.join()
+
+    def _collect(self) -> None:
+        outputs = [process.stdout.read() for process in self.processes]
+        codes = [process.wait() for process in self.processes]
+        for process in self.processes:
+            process.stdout.close()
+        for code, output in zip(codes, outputs, strict=True):
+            if code == 0:
+                self.rows += [SimpleNamespace(**row) for row in pickle.loads(output)]
+            else:
+                self.error = RuntimeError(f"tasks ended with {codes}")
+        self._on_end()
+
+
+def main() -> None:
+    job, place = pickle.loads(sys.stdin.buffer.read())
+    contents = serve(job, place)
+    rows = [
+        row for rank, content in contents.items() for batch in result_rows(rank, content) for row in batch.to_pylist()
+    ]
+    sys.stdout.buffer.write(pickle.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Open MPI's own mpirun and orted, with processes in the place of Spark tasks."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.launchers.mpi import MpiHandle, MpiSetup
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.mpi.command import find_mpirun
+from sparkhvd.driver.payload import pickle_call
+from sparkhvd.errors import LaunchError, RankFailedError
+from sparkhvd.task.job import Job
+from tests.mpi.tasks import ProcessStage
+
+SECONDS = 100.0
+# From the moment of a loss to the error, with nothing left behind.
+ENDS_WITHIN = 10.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
+
+
+class Launched:
+    """One job on task processes; ``handle`` is the driver's side of it."""
+
+    def __init__(self, fn, *args, containers=("a", "b"), environments=None, extra=(), env=(), stdout=None):
+        job = Job(
+            payload=pickle_call(fn, args, {}),
+            num_proc=len(containers),
+            env=tuple(dict(env).items()),
+            start_timeout=SECONDS,
+            log_secret=b"s" * 32,
+        )
+        self.stage: ProcessStage | None = None
+
+        def stage(mpi_job, on_end):
+            self.stage = ProcessStage(mpi_job, on_end, containers, environments or {})
+            return self.stage
+
+        stream = LogStream(stdout or io.StringIO(), stdout or io.StringIO(), timestamps=False)
+        self.handle = MpiHandle(job, stream, stage, MpiSetup("127.0.0.1", "127.0.0.1", find_mpirun(), tuple(extra)))
+
+
+def run(*args, **options):
+    with closing(Launched(*args, **options).handle) as handle:
+        handle.wait_started(Deadline.after(SECONDS))
+        return [cloudpickle.loads(content) for content in handle.results()]
+
+
+def meet_through_both_worlds():
+    """What MPI and our core say of this rank, and two sums, one through each."""
+    import numpy as np  # noqa: PLC0415
+    from mpi4py import MPI  # noqa: PLC0415
+
+    from sparkhvd.comm import session  # noqa: PLC0415
+    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+
+    session.init()
+    communicator = session.current()
+    world = communicator.world
+    total = communicator.allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, name="sum")[0]
+    print("said by", world.rank)
+    return {
+        "places": (world.rank, world.size, world.local_rank, world.local_size, world.cross_rank, world.cross_size),
+        "mpi": (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size),
+        "sums": (MPI.COMM_WORLD.allreduce(world.rank + 1), float(total)),
+        "env": (
+            os.environ.get("MINE"),
+            os.environ.get("HOME"),
+            os.environ.get("TMPDIR"),
+            os.environ.get("OMP_NUM_THREADS"),
+        ),
+        "secrets": [name for name in os.environ if name.startswith("SPARKHVD_") and "SECRET" in name],
+        "path": sys.path,
+    }
+
+
+def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core():
+    stdout = io.StringIO()
+    extra_path = "/a folder/of mine"
+    # Tasks of the two hosts alternate; ranks of a host are neighbours all the same.
+    env = {"MINE": "a b='c'", "HOME": None, "PYTHONPATH": os.pathsep.join([extra_path, str(Path(__file__).parents[2])])}
+    found = run(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout)
+    assert [one["places"] for one in found] == [
+        (0, 4, 0, 2, 0, 2),
+        (1, 4, 1, 2, 0, 2),
+        (2, 4, 0, 2, 1, 2),
+        (3, 4, 1, 2, 1, 2),
+    ]
+    assert [one["mpi"] for one in found] == [(rank, 4) for rank in range(4)]
+    assert [one["sums"] for one in found] == [(10, 10.0)] * 4
+    assert [one["env"] for one in found] == [("a b='c'", None, os.environ["TMPDIR"], "1")] * 4
+    assert [one["secrets"] for one in found] == [[]] * 4
+    assert all(extra_path in one["path"] for one in found)
+    assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(4)]
+
+
+def end_on_rank_1(how: str):
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    session.init()
+    communicator = session.current()
+    communicator.barrier(name="all are there")
+    if communicator.world.rank != 1:
+        time.sleep(600)
+    print("last words", file=sys.stderr, flush=True)
+    if how == "raise":
+        raise ValueError("no luck")
+    if how == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", "raised ValueError: no luck."),
+        ("exit", "ended with exit code 3 before fn returned."),
+        ("kill", "was killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_the_first_rank_that_ends_early_is_named_though_mpirun_kills_the_others(how, words):
+    with pytest.raises(RankFailedError) as caught:
+        run(end_on_rank_1, how)
+    assert caught.value.rank == 1
+    assert str(caught.value).startswith(f"Rank 1 on host 127.0.0.1 {words}")
+    assert how == "raise" or "last words" in caught.value.stderr_tail
+
+
+def test_a_host_without_orted_is_named_before_anything_starts(tmp_path):
+    with pytest.raises(LaunchError, match=r"no orted on the PATH of the executors on 127\.0\.0\.1\. Install Open MPI"):
+        run(meet_through_both_worlds, environments={1: {"PATH": str(tmp_path)}})
+
+
+def test_an_orted_that_fails_is_named_with_what_it_said(tmp_path):
+    broken = tmp_path / "orted"
+    broken.write_text("#!/bin/sh\necho cannot open shared object file\nexit 7\n")
+    broken.chmod(0o755)
+    with pytest.raises(LaunchError, match=r"mpirun ended with exit code \d+[\s\S]*cannot open shared object file"):
+        run(meet_through_both_worlds, environments={1: {"PATH": f"{tmp_path}:{os.environ['PATH']}"}})
+
+
+def test_an_agent_that_fails_is_the_error_with_what_it_said(tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text("#!/bin/sh\necho no way to $1 >&2\nexit 9\n")
+    agent.chmod(0o755)
+    with pytest.raises(LaunchError, match=r"mpirun ended with exit code \d+[\s\S]*no way to sparkhvd-"):
+        run(meet_through_both_worlds, extra=["-mca", "plm_rsh_agent", str(agent)])
+
+
+def note_and_stay(folder: str):
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    session.init()
+    session.current().barrier(name="all are there")
+    Path(folder, str(session.current().world.rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def wait_for(condition):
+    deadline, pause = time.monotonic() + SECONDS, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.05)
+
+
+@pytest.mark.parametrize("phase", ["before registration", "while orted starts", "while the ranks run"])
+def test_a_lost_task_is_one_error_and_nothing_is_left(phase, tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexec sleep 600\n")
+    agent.chmod(0o755)
+    extra = ["-mca", "plm_rsh_agent", str(agent)] if phase == "while orted starts" else []
+    launched = Launched(note_and_stay, str(tmp_path), extra=extra)
+    pids = [tmp_path / "0", tmp_path / "1"]
+    try:
+        if phase == "while orted starts":
+            wait_for((tmp_path / "called").exists)
+        if phase == "while the ranks run":
+            wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
+        began = time.monotonic()
+        launched.stage.processes[1].kill()
+        if phase == "before registration":  # Spark would start both tasks again, and give up in the end
+            launched.stage.processes[0].kill()
+        with pytest.raises(LaunchError) as caught:
+            launched.handle.results()
+    finally:
+        launched.handle.close()
+    assert time.monotonic() - began < ENDS_WITHIN
+    words = "Spark gave the job up" if phase == "before registration" else "Task 1 on host 127.0.0.1 was lost"
+    assert words in str(caught.value)
+    if phase == "while the ranks run":
+        assert not any(psutil.pid_exists(int(path.read_text())) for path in pids)
+
+
+def test_a_cancelled_job_leaves_nothing(tmp_path):
+    launched = Launched(note_and_stay, str(tmp_path))
+    pids = [tmp_path / "0", tmp_path / "1"]
+    with closing(launched.handle):
+        wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
+    assert not any(psutil.pid_exists(int(path.read_text())) for path in pids)

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import sparkhvd
+from sparkhvd.errors import ConfigError, LaunchError
+
+pytestmark = pytest.mark.spark
+
+
+def place() -> tuple[int, int, str]:
+    from mpi4py import MPI  # noqa: PLC0415
+
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, os.environ["SPARKHVD_RANK"]
+
+
+def test_open_mpi_starts_the_ranks_of_spark_tasks(spark):
+    assert sparkhvd.run(place, num_proc=3, use_mpi=True) == [(0, 3, "0"), (1, 3, "1"), (2, 3, "2")]
+
+
+def test_a_driver_without_open_mpi_says_so_before_any_task_starts(spark, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r"mpirun was not found on the driver's PATH.*launcher='barrier'"):
+        sparkhvd.run(place, num_proc=1, launcher="mpi")
+    other = tmp_path / "mpirun"
+    other.write_text("#!/bin/sh\necho HYDRA build details\n")
+    other.chmod(0o755)
+    with pytest.raises(LaunchError, match=r"mpirun is not Open MPI's; it calls itself 'HYDRA build details'"):
+        sparkhvd.run(place, num_proc=1, launcher="mpi")
+
+
+def test_contradicting_wishes_for_a_launcher_are_refused(spark):
+    with pytest.raises(ConfigError, match=r"launcher \(local\) and use_mpi=True \(mpi\) contradict each other"):
+        sparkhvd.run(place, launcher="local", use_mpi=True)
+    with pytest.raises(ConfigError, match=r"launcher='slurm' does not exist; there are 'auto' and \['barrier'"):
+        sparkhvd.run(place, launcher="slurm")

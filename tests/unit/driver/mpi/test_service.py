@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.mpi.command import mpirun_arguments, mpirun_settings
+from sparkhvd.driver.mpi.service import DriverService, MpiHost, mpi_hosts, routable, with_address
+from sparkhvd.errors import DeadlineExceededError
+from sparkhvd.rpc.messages import Acknowledged, FindTask, Refused, Register, TaskAddress
+from sparkhvd.task.assignment import TaskOffer
+from sparkhvd.task.mpi.job import Registration, TaskServer, servers_from_json
+
+
+def offer(index: int, key: str) -> TaskOffer:
+    return TaskOffer(index, key, f"node-{key}", "", (str(index),))
+
+
+def registration(index: int, attempt: int = 0, key: str = "a") -> Registration:
+    servers = (TaskServer("eth0", f"10.0.0.{index}", 4000 + index, "10.0.0.0/24"),)
+    return Registration(attempt, offer(index, key), servers, "/usr/bin/orted")
+
+
+def service(num_tasks: int = 2) -> DriverService:
+    return DriverService(num_tasks, LogStream(io.StringIO(), io.StringIO(), timestamps=False))
+
+
+def test_hosts_are_in_rank_order_under_names_without_digits():
+    hosts = mpi_hosts([offer(0, "x"), offer(1, "y"), offer(2, "x"), offer(3, "z")])
+    assert hosts == [
+        MpiHost("sparkhvd-a", "x", (0, 2)),
+        MpiHost("sparkhvd-b", "y", (1,)),
+        MpiHost("sparkhvd-c", "z", (3,)),
+    ]
+    names = [host.name for host in mpi_hosts([offer(i, str(i)) for i in range(1000)])]
+    assert len(set(names)) == 1000
+    assert not any(character.isdigit() for name in names for character in name)
+
+
+def test_an_interface_is_common_only_when_every_task_reaches_its_neighbour_on_it():
+    assert routable([["eth0", "ib0"], ["ib0", "eth0"], ["ib0"]]) == ["ib0"]
+    assert routable([["eth0"], ["eth1"]]) == []
+
+
+def test_a_registration_survives_the_way_to_the_driver():
+    one = registration(1, attempt=7)
+    assert Registration.from_json(one.to_json()) == one
+    assert with_address(one, "eth0").bind_host == "10.0.0.1"
+
+
+def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_one():
+    driver = service()
+    for index, attempt in ((0, 3), (1, 8), (0, 8), (1, 3)):
+        assert driver.handle(Register(registration(index, attempt).to_json())) == Acknowledged()
+    attempt, tasks = driver.await_registrations(-1, Deadline.after(1.0))
+    assert attempt == 8
+    assert [task.offer.task_index for task in tasks] == [0, 1]
+    with pytest.raises(DeadlineExceededError, match="2 of 2 did"):
+        driver.await_registrations(8, Deadline.after(0.01))
+
+
+def test_missing_tasks_are_counted_and_late_ones_refused():
+    driver = service()
+    driver.handle(Register(registration(0).to_json()))
+    with pytest.raises(DeadlineExceededError, match=r"Spark tasks to register: 1 of 2 did"):
+        driver.await_registrations(-1, Deadline.after(0.01))
+    driver.end("The job is over.")
+    assert driver.handle(Register(registration(1).to_json())) == Refused("The job is over.")
+    with pytest.raises(DeadlineExceededError, match="The job is over"):
+        driver.await_registrations(-1, Deadline.after(60.0))
+
+
+def test_agents_learn_the_server_of_a_known_host_only():
+    driver = service()
+    server = registration(0).servers[0]
+    driver.serve_hosts({"sparkhvd-a": server})
+    found = driver.handle(FindTask("sparkhvd-a"))
+    assert isinstance(found, TaskAddress)
+    assert servers_from_json(found.servers) == (server,)
+    assert driver.handle(FindTask("sparkhvd-b")) == Refused("No task of this job runs on host sparkhvd-b.")
+
+
+def test_the_command_line_has_one_rank_per_task_and_the_users_arguments_last():
+    hosts = [MpiHost("sparkhvd-a", "x", (0, 2)), MpiHost("sparkhvd-b", "y", (1,))]
+    arguments = mpirun_arguments(hosts, ["-x", "NCCL_DEBUG=INFO"], root=True)
+    assert arguments[:5] == ["--allow-run-as-root", "-np", "3", "-H", "sparkhvd-a:2,sparkhvd-b:1"]
+    assert arguments[-5:-2] == ["-x", "NCCL_DEBUG=INFO", "/bin/sh"]
+    assert "--allow-run-as-root" not in mpirun_arguments(hosts, [], root=False)
+    settings = mpirun_settings(hosts, ["10.0.0.0/24", "10.0.1.0/24", "10.0.0.0/24"])
+    assert settings["OMPI_MCA_oob_tcp_if_include"] == "10.0.0.0/24,10.0.1.0/24"
+    assert not any("secret" in value.lower() for value in [*arguments, *settings.values()])

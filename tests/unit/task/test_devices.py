@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.task.devices import cuda_names, device_map, device_variables
+
+
+def slots(*tasks: tuple[str, tuple[str, ...]]):
+    return assign([TaskOffer(i, host, f"node-{host}", "", devices) for i, (host, devices) in enumerate(tasks)])
+
+
+def seen(found) -> list[str | None]:
+    return [dict(device_variables(found, slot)).get("CUDA_VISIBLE_DEVICES") for slot in found]
+
+
+def test_the_device_at_the_local_rank_is_the_ranks_own():
+    found = slots(("a", ("3",)), ("b", ("0",)), ("a", ("1",)), ("a", ("0",)))
+    assert seen(found) == ["3,1,0", "3,1,0", "3,1,0", "0"]
+    for slot, listed in zip(found, seen(found), strict=True):
+        assert listed.split(",")[slot.world.local_rank] == slot.offer.devices[0]
+
+
+def test_further_devices_come_after_the_first_ones_of_all_ranks():
+    assert seen(slots(("a", ("0", "1")), ("a", ("2", "3")))) == ["0,2,1,3"] * 2
+
+
+def test_ranks_that_share_a_device_each_see_their_own():
+    assert seen(slots(("a", ("0",)), ("a", ("0",)), ("a", ("1",)))) == ["0", "0", "1"]
+
+
+def test_without_devices_the_environment_stays_as_it_is():
+    assert seen(slots(("a", ()), ("a", ()))) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "visible", "names"),
+    [
+        (["0", "1"], None, ("0", "1")),
+        (["0", "1"], "", ("0", "1")),
+        (["1"], "4,6", ("6",)),
+        (["0"], "GPU-8d2f, GPU-11aa", ("GPU-8d2f",)),
+        (["7"], "4,6", ("7",)),
+        (["GPU-11aa"], "GPU-8d2f,GPU-11aa", ("GPU-11aa",)),
+    ],
+)
+def test_addresses_count_within_what_the_executor_may_see(addresses, visible, names):
+    assert cuda_names(addresses, visible) == names
+
+
+def test_the_map_has_a_line_per_rank():
+    assert device_map(slots(("a", ("0",)), ("b", ()))) == (
+        "rank 0: host node-a, local rank 0, GPU 0\nrank 1: host node-b, local rank 0, GPU none"
+    )
+    assert device_map(slots(("a", ()))) == ""
