@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from sparkhvd.addresses import LOOPBACK
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import log_hosts
@@ -25,7 +26,6 @@ from sparkhvd.driver.results import failure_of, results_of, spark_failure
 from sparkhvd.driver.slots import is_connect, reserve_tasks
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, SparkHvdError
-from sparkhvd.rpc.addresses import LOOPBACK
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import interfaces
 from sparkhvd.rpc.messages import Assign, Attend, Message, Output, Probe, Reachable
