@@ -12,14 +12,15 @@ decimals                    int64 without decimals and up to 18 digits, float64 
 dates, timestamps           ``datetime64[D]``, ``datetime64[us]`` (UTC; ``[ns]`` where a file has it)
 strings, binary             ``object`` (``str``, ``bytes``)
 vectors                     float64, shape ``(n, size)``
-sparse vectors, on request  a structured array of shape ``(n,)`` with ``indices`` and ``values``; ``coordinates`` and
-                            ``to_dense`` read it
+sparse vectors, on request  a structured array of shape ``(n,)`` with ``indices`` and ``values``, padded to the row with
+                            the most entries; ``coordinates`` and ``to_dense`` read it
 ==========================  ==============================================================
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,6 +33,7 @@ from sparkhvd.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyarrow import parquet
 
 Array = npt.NDArray[np.generic]
 T = TypeVar("T")
@@ -47,6 +49,13 @@ _OBJECT_BYTES = 64  # a guess, for planning
 def stored_names(schema: DataSchema) -> list[str]:
     """What to read of a Parquet file; a dot leads into a struct."""
     return [".".join(column.path) for column in schema.columns]
+
+
+def open_parquet(file: pa.NativeFile) -> parquet.ParquetFile:
+    """A Parquet file as all of its readers open it: Spark's 96-bit timestamps hold microseconds."""
+    from pyarrow import parquet  # noqa: PLC0415  (heavy)
+
+    return parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
 
 
 def stored(batch: pa.RecordBatch, column: ColumnSpec) -> pa.Array:
@@ -347,13 +356,14 @@ def _entries(  # noqa: PLR0917
 ) -> Array:
     """Entries, ordered by row, in the form of a sparse column."""
     counts = np.bincount(rows, minlength=count)
-    if counts.max(initial=0) > _known(column, column.entries):
+    if column.entries is not None and counts.max(initial=0) > column.entries:
         raise DataError(
             f"{_called(column, where)} has a row of {counts.max()} entries, the manifest says at most "
             f"{column.entries}. Prepare the data again."
         )
     slots = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    array = np.zeros(count, array_type(column))
+    room = column if column.entries is not None else replace(column, entries=max(1, int(counts.max(initial=0))))
+    array = np.zeros(count, array_type(room))
     array["indices"] = -1
     array["indices"][rows, slots] = places
     array["values"][rows, slots] = values

@@ -5,7 +5,7 @@ The numbers come from Parquet footers, or from the Arrow batches of rows that we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,12 +15,21 @@ from sparkhvd.errors import DataError, SchemaError
 
 SplitValue = Literal["train", "validation", "null", "other"]
 
+# The column that says to which split a row belongs, where rows of several travel together.
+SPLIT = RESERVED_PREFIX + "split"
 SIZE_PREFIX = RESERVED_PREFIX + "size_"
+
+_DROP = "Drop these rows (df.dropna(subset=[{name!r}])), fill them (df.fillna), or say what to read instead (fill)."
+_REPLACE = "Replace them, for example with pyspark.sql.functions.transform and coalesce, or say what to read (fill)."
 
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """One column of one file: its NULLs, and the smallest and largest value where they are known."""
+    """One column of one file: its NULLs, and the smallest and largest value where they are known.
+
+    The NULLs of an array column are those of its innermost elements; those of a vector column are not counted here but
+    in its ``length``.
+    """
 
     nulls: int
     low: int | None = None
@@ -51,10 +60,40 @@ def rows_of(files: Sequence[FileFacts], split: SplitValue) -> int:
     return sum(sum(file.row_groups) for file in files if file.split == split)
 
 
-def size_columns(columns: Sequence[ColumnSpec]) -> list[tuple[ColumnSpec, str]]:
-    """The columns that hold the lengths of arrays, each with the column that it belongs to."""
-    arrays = [column for column in columns if column.kind != "scalar"]
-    return [(column, f"{SIZE_PREFIX}{index}") for index, column in enumerate(arrays)]
+@dataclass(frozen=True)
+class Measure:
+    """A column of integers that accompanies another one, so that its smallest and largest value tell that one's shape.
+
+    Attributes:
+        name: its name in the data.
+        column: the column that it belongs to.
+        what: ``length`` of arrays and vectors; ``shortest`` and ``longest`` of the arrays inside an array, ``level``
+            arrays deep; ``entries`` of vectors that are delivered sparse.
+        level: 0 for the column's own arrays.
+    """
+
+    name: str
+    column: ColumnSpec
+    what: Literal["length", "shortest", "longest", "entries"]
+    level: int = 0
+
+
+def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
+    """The columns that tell the shapes of arrays and vectors; a scalar needs none."""
+    found: list[Measure] = []
+
+    def add(column: ColumnSpec, what: Literal["length", "shortest", "longest", "entries"], level: int = 0) -> None:
+        found.append(Measure(f"{SIZE_PREFIX}{len(found)}", column, what, level))
+
+    for column in columns:
+        if column.kind != "scalar":
+            add(column, "length")
+        for level in range(1, column.depth):
+            add(column, "shortest", level)
+            add(column, "longest", level)
+        if column.sparse:
+            add(column, "entries")
+    return found
 
 
 def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int, if_none: str = "") -> None:
@@ -88,43 +127,70 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int, 
             "some rows, another seed, or validation=None. (A fraction decides by content: equal rows go together.)"
         )
     if train < num_proc:
-        raise DataError(
-            f"There are {train} rows to train on but num_proc is {num_proc}; every rank needs at least one row. "
-            "Lower num_proc or give more rows."
-        )
+        raise DataError(too_few_rows(train, num_proc))
+
+
+def too_few_rows(train: int, num_proc: int) -> str:
+    """What to say when some rank would have no row."""
+    return (
+        f"There are {train} rows to train on but num_proc is {num_proc}; every rank needs at least one row. "
+        "Lower num_proc or give more rows."
+    )
 
 
 def checked_schema(schema: DataSchema, files: Sequence[FileFacts]) -> DataSchema:
-    """The schema with all shapes, or the error that says which column cannot be trained on."""
-    size_of = {column.name: len(schema.columns) + i for i, (column, _) in enumerate(size_columns(schema.columns))}
+    """The schema with all shapes, or the error that says which column cannot be trained on.
+
+    Raises:
+        DataError: NULL in a column without a fill.
+        SchemaError: arrays or vectors of different lengths, or empty ones.
+    """
+    measures = size_columns(schema.columns)
     known = []
     for index, column in enumerate(schema.columns):
-        nulls = sum(file.columns[size_of.get(column.name, index)].nulls for file in files)
-        if nulls:
-            raise DataError(
-                f"Column {column.name!r} ({column.role}) has {nulls} NULL values. Drop these rows "
-                f"(df.dropna(subset=[{column.name!r}])) or fill them (df.fillna)."
-            )
+        own = [file.columns[index] for file in files]
+        measured: dict[tuple[str, int], list[ColumnFacts]] = {
+            (measure.what, measure.level): [file.columns[len(schema.columns) + place] for file in files]
+            for place, measure in enumerate(measures)
+            if measure.column.name == column.name
+        }
+        whole = measured.get(("length", 0), own)
+        _refuse_null(column, sum(facts.nulls for facts in whole), "NULL values", _DROP)
         if column.kind != "scalar":
-            known.append(_with_shape(column, [file.columns[size_of[column.name]] for file in files]))
-            # Every array has the same length above 0 here, so what is NULL in its elements' column is an element.
-            inside = sum(file.columns[index].nulls for file in files)
-            if inside:
-                raise DataError(
-                    f"Column {column.name!r} ({column.role}) has {inside} NULL values inside its arrays. Replace them, "
-                    "for example with pyspark.sql.functions.transform and coalesce."
-                )
+            known.append(_with_shape(column, measured))
+            # All arrays have the same length above 0 here, so what is NULL in their elements' column is an element.
+            inside = 0 if column.kind == "vector" else sum(facts.nulls for facts in own)
+            _refuse_null(column, inside, "NULL values inside its arrays", _REPLACE)
     return schema.replaced(known)
 
 
-def _with_shape(column: ColumnSpec, sizes: Sequence[ColumnFacts]) -> ColumnSpec:
-    low = min(size.low for size in sizes if size.low is not None)
-    high = max(size.high for size in sizes if size.high is not None)
+def _refuse_null(column: ColumnSpec, count: int, what: str, next_step: str) -> None:
+    if count and column.fill is None:
+        raise DataError(
+            f"Column {column.name!r} ({column.role}) has {count} {what}. {next_step.format(name=column.name)}"
+        )
+
+
+def _with_shape(column: ColumnSpec, measured: Mapping[tuple[str, int], list[ColumnFacts]]) -> ColumnSpec:
+    shape = [_common_length(column, measured["length", 0], measured["length", 0], "rows")]
+    shape += [
+        _common_length(column, measured["shortest", level], measured["longest", level], "inner arrays")
+        for level in range(1, column.depth)
+    ]
+    entries = max((facts.high or 0 for facts in measured.get(("entries", 0), [])), default=0)
+    return replace(column, shape=tuple(shape), entries=max(1, entries) if column.sparse else None)
+
+
+def _common_length(
+    column: ColumnSpec, shortest: Sequence[ColumnFacts], longest: Sequence[ColumnFacts], what: str
+) -> int:
+    low = min((facts.low for facts in shortest if facts.low is not None), default=0)
+    high = max((facts.high for facts in longest if facts.high is not None), default=0)
     if low != high:
         raise SchemaError(
-            f"Column {column.name!r} ({column.role}) has rows of length {low} and {high}; all rows of an array or "
+            f"Column {column.name!r} ({column.role}) has {what} of length {low} and {high}; all {what} of an array or "
             "vector column need the same length. Pad or cut them."
         )
     if high == 0:
-        raise SchemaError(f"Column {column.name!r} ({column.role}) holds only empty arrays. Leave it out.")
-    return replace(column, shape=(high,))
+        raise SchemaError(f"Column {column.name!r} ({column.role}) holds only empty arrays or NULL. Leave it out.")
+    return high

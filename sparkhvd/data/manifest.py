@@ -60,6 +60,7 @@ class Manifest:
         validation: the rows held out; None when none were asked for.
         seed: the seed of the split.
         validated_by: the fraction or the column that made the split; None without validation.
+        fingerprint: what a later preparation compares its own with; None where the rows cannot be recognised.
     """
 
     dataset_id: str
@@ -69,6 +70,7 @@ class Manifest:
     validation: Split | None
     seed: int
     validated_by: float | str | None
+    fingerprint: str | None = None
 
     @property
     def path(self) -> str:
@@ -97,6 +99,7 @@ class Manifest:
             "validation": None if self.validation is None else _split_to_json(self.validation),
             "seed": self.seed,
             "validated_by": self.validated_by,
+            "fingerprint": self.fingerprint,
         }
         return json.dumps(content, indent=1).encode()
 
@@ -145,6 +148,7 @@ def _from_json(content: dict, folder: str) -> Manifest:  # type: ignore[type-arg
         validation=None if validation is None else _split_from_json(validation),
         seed=int(content["seed"]),
         validated_by=content["validated_by"],
+        fingerprint=content.get("fingerprint"),
     )
 
 

@@ -15,15 +15,27 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, cast
 
-from sparkhvd.data.facts import ColumnFacts, FileFacts, SplitValue, check_rows, checked_schema, size_columns
+from sparkhvd.data.facts import (
+    SPLIT,
+    ColumnFacts,
+    FileFacts,
+    Measure,
+    SplitValue,
+    check_rows,
+    checked_schema,
+    size_columns,
+)
+from sparkhvd.data.footers import Footer, read_footers
 from sparkhvd.data.manifest import DataFile, Manifest, Split
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, source
+from sparkhvd.data.spark_job import is_connect, run_job
 from sparkhvd.errors import ConfigError, DataError, SparkHvdError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -36,59 +48,106 @@ logger = logging.getLogger(__name__)
 # Small enough that a rank reads little more than its shard and that windows mix many row groups, large enough for
 # sequential reading.
 ROW_GROUP_BYTES = 16 * 1024 * 1024
+SMALLEST_ROW_GROUP_BYTES = 1024 * 1024
 
-_SPLIT = RESERVED_PREFIX + "split"
 _ROW = RESERVED_PREFIX + "row"
 # Spark names files by task and by their number within the task; tasks are in DataFrame order.
 _PART = re.compile(r"part-(\d+)-.*[.-]c(\d+)\.(?:\w+\.)?parquet")
+_VECTOR_LEAVES = 4  # Parquet columns of a vector: type, size, indices, values
 
 
-def prepare(df: DataFrame, selection: Selection, store: Store, *, num_proc: int, seed: int) -> Manifest:
+@dataclass(frozen=True)
+class Writing:
+    """How the rows are written.
+
+    Attributes:
+        num_proc: the number of ranks that will train.
+        seed: decides which rows a validation fraction holds out.
+        partitions_per_process: row groups that each rank should find at least, where there are rows enough.
+        row_group_bytes: bytes of a row group in memory; None chooses by ``partitions_per_process``.
+        compress: write dense vectors in the sparse form too.
+    """
+
+    num_proc: int
+    seed: int
+    partitions_per_process: int = 10
+    row_group_bytes: int | None = None
+    compress: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_proc", "partitions_per_process", "row_group_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+
+
+def new_dataset_id() -> str:
+    """An id that no dataset had before."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:16]}"
+
+
+def refuse_streaming(df: DataFrame) -> None:
+    """Raise ``DataError`` for a DataFrame without an end."""
+    if df.isStreaming:
+        raise DataError("A streaming DataFrame has no end and cannot be prepared; call this from foreachBatch.")
+
+
+def prepare(
+    df: DataFrame,
+    selection: Selection,
+    store: Store,
+    *,
+    writing: Writing,
+    dataset_id: str | None = None,
+    fingerprint: str | None = None,
+    identify: Callable[[], str | None] = lambda: None,
+) -> Manifest:
     """Write the selected columns of ``df`` to ``store`` as a new dataset.
 
     The lineage of ``df`` is evaluated once. The dataset has an id of its own, is never changed, and becomes visible
-    when its manifest is published as the last step; a failure leaves nothing behind.
+    when its manifest is published as the last step; a failure leaves nothing behind, and an interrupt cancels the Spark
+    job first.
 
     Args:
         df: the rows; their order is kept.
         selection: what ``select(df.schema, ...)`` returned.
         store: where the dataset goes.
-        num_proc: the number of ranks that will train.
-        seed: decides which rows a validation fraction holds out: a hash of the row's content and the seed, whatever
-            the partitioning. Equal rows fall on the same side.
+        writing: how. A fraction is held out by a hash of the row's content and the seed, whatever the partitioning, so
+            equal rows fall on the same side.
+        dataset_id: from ``new_dataset_id``; None makes one.
+        fingerprint: what identified the rows of ``df`` just now.
+        identify: tells it again; the manifest has it if the rows are still the same after they have been written.
 
     Returns:
         The manifest as published, with all shapes known.
 
     Raises:
-        DataError: NULL in a column or an array, no rows, no training rows, fewer training rows than ``num_proc``, no
-            validation rows though some were asked for, or a validation column with other values than 0 and 1.
+        DataError: NULL in a column or an array without a fill, no rows, no training rows, fewer training rows than
+            ranks, no validation rows though some were asked for, or a validation column with other values than 0 and 1.
         SchemaError: an array or vector column has rows of different lengths, or of length 0.
         StoreError: the Store could not be written or read.
     """
-    if num_proc < 1:
-        raise ConfigError(f"num_proc is {num_proc}; it must be at least 1.")
-    if df.isStreaming:
-        raise DataError("A streaming DataFrame has no end and cannot be prepared; call this from foreachBatch.")
-    dataset_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:16]}"
+    refuse_streaming(df)
+    dataset_id = dataset_id or new_dataset_id()
     try:
-        _write(df, selection, store.spark_url(layout.dataset_rows_folder(dataset_id)), seed)
-        files = _read_footers(store, dataset_id, selection.schema)
+        _write(df, selection, store.spark_url(layout.dataset_rows_folder(dataset_id)), writing)
+        files = _read_facts(store, dataset_id, selection.schema)
         check_rows(
             files,
             selection,
-            num_proc,
+            writing.num_proc,
             f" (nothing was written to {store.url}). If it should have, check that the driver and all executors share "
             "this folder",
         )
         manifest = Manifest(
             dataset_id=dataset_id,
             folder=layout.dataset_folder(dataset_id),
-            schema=checked_schema(selection.schema, files),
+            schema=_as_written(checked_schema(selection.schema, files)),
             train=_split(files, "train"),
             validation=None if selection.validation is None else _split(files, "validation"),
-            seed=seed,
+            seed=writing.seed,
             validated_by=selection.validation,
+            fingerprint=fingerprint if fingerprint is not None and fingerprint == identify() else None,
         )
         store.publish(layout.manifest_path(dataset_id), manifest.to_json())
     except BaseException:
@@ -106,42 +165,75 @@ def _remove(store: Store, folder: str) -> None:
         logger.warning("Could not remove the unfinished dataset: %s", error)
 
 
-def prepared(df: DataFrame, selection: Selection, seed: int) -> DataFrame:
+def prepared(df: DataFrame, selection: Selection, seed: int, *, compress: bool = False) -> DataFrame:
     """The rows as they are written: the selected columns, the sizes of arrays, and with validation the split."""
     from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
 
     columns = selection.schema.columns
-    chosen = expressions(columns)
+    chosen = expressions(columns, compress=compress)
     if selection.validation is None:
         rows = df.select(*chosen)
     elif isinstance(selection.validation, str):
-        rows = df.select(*chosen, _split_by_column(df, selection.validation).alias(_SPLIT))
+        rows = df.select(*chosen, _split_by_column(df, selection.validation).alias(SPLIT))
     else:
         rows = df.select(*chosen)
-        rows = rows.select("*", _split_by_fraction(columns, selection.validation, seed).alias(_SPLIT))
-    sizes = [functions.array_size(source(column.name)).alias(name) for column, name in size_columns(columns)]
+        rows = rows.select("*", _split_by_fraction(columns, selection.validation, seed).alias(SPLIT))
+    sizes = [_measured(measure, functions).alias(measure.name) for measure in size_columns(columns)]
     return rows.select(*(source(column.name) for column in columns), *sizes, *map(source, rows.columns[len(columns) :]))
 
 
-def _write(df: DataFrame, selection: Selection, url: str, seed: int) -> None:
+def _measured(measure: Measure, functions: Any) -> Column:
+    value = source(measure.column.name)
+    if measure.column.kind == "vector":
+        is_dense, places, values = value["type"] == 1, value["indices"], value["values"]
+        if measure.what == "length":
+            found = functions.when(is_dense, functions.array_size(values)).otherwise(value["size"])
+        else:
+            filled = functions.array_size(functions.filter(values, lambda element: element != 0))
+            found = functions.when(is_dense, filled).otherwise(functions.array_size(places))
+        return cast("Column", found)
+    if measure.what == "length":
+        return cast("Column", functions.array_size(value))
+    for _ in range(measure.level - 1):
+        value = functions.flatten(value)
+    sizes = functions.transform(value, functions.array_size)
+    return cast("Column", (functions.array_min if measure.what == "shortest" else functions.array_max)(sizes))
+
+
+def row_group_bytes(rows: DataFrame, writing: Writing) -> int:
+    """Bytes of a row group, so that each rank finds ``partitions_per_process`` of them where there are rows enough."""
+    if writing.row_group_bytes is not None:
+        return writing.row_group_bytes
+    parts = writing.num_proc * writing.partitions_per_process
+    return max(SMALLEST_ROW_GROUP_BYTES, min(ROW_GROUP_BYTES, _estimated_bytes(rows) // parts))
+
+
+def _estimated_bytes(rows: DataFrame) -> int:
+    """What Spark's planner expects; far too much where it knows nothing."""
+    if is_connect(rows.sparkSession):
+        return 2**62
+    plan = rows._jdf.queryExecution().optimizedPlan()  # noqa: SLF001  (nothing public tells its statistics)
+    return int(str(plan.stats().sizeInBytes()))
+
+
+def _write(df: DataFrame, selection: Selection, url: str, writing: Writing) -> None:
     from pyspark.sql import functions  # noqa: PLC0415
 
-    rows = prepared(df, selection, seed)
+    rows = prepared(df, selection, writing.seed, compress=writing.compress)
+    options = {
+        "compression": "snappy",
+        "parquet.block.size": str(row_group_bytes(rows, writing)),
+        # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
+        "parquet.enable.dictionary": "false",
+        "parquet.column.statistics.enabled": "true",
+    }
     if selection.validation is not None:
         numbered = rows.withColumn(_ROW, functions.monotonically_increasing_id())
-        rows = numbered.sortWithinPartitions(_SPLIT, _ROW).drop(_ROW)
-    writer = rows.write.mode("errorifexists").options(
-        **{
-            "compression": "snappy",
-            "parquet.block.size": str(ROW_GROUP_BYTES),
-            # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
-            "parquet.enable.dictionary": "false",
-            "parquet.column.statistics.enabled": "true",
-        }
-    )
+        rows = numbered.sortWithinPartitions(SPLIT, _ROW).drop(_ROW)
+    writer = rows.write.mode("errorifexists").options(**options)
     if selection.validation is not None:
-        writer = writer.partitionBy(_SPLIT)
-    writer.parquet(url)
+        writer = writer.partitionBy(SPLIT)
+    run_job(df.sparkSession, lambda: writer.parquet(url))
 
 
 def _split_by_fraction(columns: Sequence[ColumnSpec], fraction: float, seed: int) -> Column:
@@ -163,44 +255,39 @@ def _split_by_column(df: DataFrame, name: str) -> Column:
     return unknown.when(value == 1, "validation").when(value == 0, "train").otherwise("other")
 
 
-def _read_footers(store: Store, dataset_id: str, schema: DataSchema) -> list[FileFacts]:
+def _as_written(schema: DataSchema) -> DataSchema:
+    """The schema of the files, in which fields of structs are columns."""
+    return schema.replaced([replace(column, source=()) for column in schema.columns])
+
+
+def _read_facts(store: Store, dataset_id: str, schema: DataSchema) -> list[FileFacts]:
     folder = layout.dataset_folder(dataset_id)
     paths = [path for path in store.list(layout.dataset_rows_folder(dataset_id)) if path.endswith(".parquet")]
-    width = len(schema.columns) + len(size_columns(schema.columns))
-    with ThreadPoolExecutor(16, thread_name_prefix="sparkhvd-footers") as pool:
-        files = list(pool.map(lambda path: _read_footer(store, folder, path, width), paths))
-    return sorted((file for file in files if any(file.row_groups)), key=lambda file: (file.place, file.path))
+    footers = [footer for footer in read_footers(store, paths) if any(footer.row_groups)]
+    files = [_facts(store, folder, footer, schema) for footer in footers]
+    return sorted(files, key=lambda file: (file.place, file.path))
 
 
-def _read_footer(store: Store, folder: str, path: str, width: int) -> FileFacts:
-    import pyarrow as pa  # noqa: PLC0415  (heavy)
-    from pyarrow import parquet  # noqa: PLC0415
-
-    try:
-        filesystem, place = store.arrow(path)
-        footer = parquet.read_metadata(place, filesystem=filesystem)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"Cannot read the footer of {store.url}/{path}, just written by Spark: {error}.") from error
-    name = _PART.fullmatch(path.rpartition("/")[2])
-    if name is None or footer.num_columns != width:
-        raise DataError(f"{store.url}/{path} is not a file as Spark writes it: {footer.num_columns} columns.")
-    groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
-    chunks = [[group.column(index).statistics for group in groups if group.num_rows] for index in range(width)]
-    if any(part is None or not part.has_null_count for column in chunks for part in column):
-        raise DataError(f"{store.url}/{path} has no statistics; allow Spark to write them (parquet.column.statistics).")
-    split = re.search(rf"/{_SPLIT}=(\w+)/", path)
+def _facts(store: Store, folder: str, footer: Footer, schema: DataSchema) -> FileFacts:
+    name = _PART.fullmatch(footer.path.rpartition("/")[2])
+    leaves = [_VECTOR_LEAVES if column.kind == "vector" else 1 for column in schema.columns]
+    leaves += [1] * len(size_columns(schema.columns))
+    if name is None or len(footer.columns) != sum(leaves):
+        raise DataError(f"{store.url}/{footer.path} is not a file as Spark writes it: {len(footer.columns)} columns.")
+    if any(column.nulls is None for column in footer.columns):
+        raise DataError(
+            f"{store.url}/{footer.path} has no statistics; allow Spark to write them (parquet.column.statistics)."
+        )
+    starts = [0, *accumulate(leaves)]
+    split = re.search(rf"/{SPLIT}=(\w+)/", footer.path)
     return FileFacts(
-        path=path.removeprefix(folder + "/"),
+        path=footer.path.removeprefix(folder + "/"),
         split=split[1] if split else "train",  # type: ignore[arg-type]  # the values of the split expressions
         place=(int(name[1]), int(name[2])),
-        row_groups=tuple(group.num_rows for group in groups),
+        row_groups=footer.row_groups,
         columns=tuple(
-            ColumnFacts(
-                sum(part.null_count for part in column),
-                min((part.min for part in column if part.has_min_max), default=None),
-                max((part.max for part in column if part.has_min_max), default=None),
-            )
-            for column in chunks
+            ColumnFacts(footer.columns[start].nulls or 0, footer.columns[start].low, footer.columns[start].high)
+            for start in starts[:-1]
         ),
     )
 

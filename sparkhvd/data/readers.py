@@ -216,14 +216,12 @@ class _RowStream:
             raise StoreError(f"Cannot read {self._url}: {error}.") from error
 
     def _open(self, block: int) -> None:
-        from pyarrow import parquet  # noqa: PLC0415
-
         file, index = self._blocks[block]
         path = f"{self._folder}/{file.path}"
         self._url = f"{self._store.url}/{path}"
         self._opened.close()
         filesystem, place = self._store.arrow(path)
-        opened = parquet.ParquetFile(self._opened.enter_context(filesystem.open_input_file(place)))
+        opened = columns.open_parquet(self._opened.enter_context(filesystem.open_input_file(place)))
         _check_row_groups(opened.metadata, file, self._url)
         self._batches = opened.iter_batches(
             self._chunk_rows, row_groups=[index], columns=columns.stored_names(self._schema), use_threads=False

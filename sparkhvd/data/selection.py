@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from sparkhvd.data.schema import ColumnSpec, DataSchema, Role
+from sparkhvd.data.schema import ColumnSpec, DataSchema, Fill, Role
+from sparkhvd.data.spark_types import checked_fill, leaves, numbers_only
 from sparkhvd.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -17,25 +18,7 @@ if TYPE_CHECKING:
 
 RESERVED_PREFIX = "sparkhvd_"
 
-_DTYPE_OF = {
-    "boolean": "bool",
-    "tinyint": "int8",
-    "smallint": "int16",
-    "int": "int32",
-    "bigint": "int64",
-    "float": "float32",
-    "double": "float64",
-}
-_WHAT_TO_DO = {
-    "string": "index or encode it first, for example with pyspark.ml.feature.StringIndexer",
-    "binary": "decode it to an array of numbers first",
-    "date": "turn it into a number first, for example with pyspark.sql.functions.unix_date",
-    "timestamp": "turn it into a number first, for example with pyspark.sql.functions.unix_micros",
-    "decimal": "cast it to double or to an integer type; which one loses nothing is for you to say",
-    "struct": "select its fields as columns of their own",
-    "map": "select its values as columns of their own",
-    "array": "only arrays of numbers or booleans are supported; flatten nested ones",
-}
+_SWITCHES = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float", "double"})
 
 
 @dataclass(frozen=True)
@@ -58,6 +41,9 @@ def select(
     label_cols: Sequence[str],
     weight_col: str | None = None,
     validation: float | str | None = None,
+    sparse_cols: Sequence[str] = (),
+    fill: Mapping[str, Fill] | None = None,
+    transformed: bool = False,
 ) -> Selection:
     """Check the columns of a DataFrame against what the user asked for.
 
@@ -67,10 +53,14 @@ def select(
         label_cols: may be empty where there is nothing to learn (transform).
         weight_col: the rows' weights: one number per row.
         validation: a fraction in [0, 1), where 0 means none, or the name of a boolean or 0/1 column.
+        sparse_cols: the vector columns to deliver by their stored entries.
+        fill: by column (``struct.field`` for a field), what to put where it is NULL: the row, an array in it, or an
+            element.
+        transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
 
     Raises:
-        SchemaError: a column is missing, appears twice, or has a type that cannot be used, or the fraction is out of
-            range. Raised before any Spark job.
+        SchemaError: a column is missing, appears twice, or has a type that cannot be used, the fraction is out of
+            range, or a fill is not of the column's type. Raised before any Spark job.
     """
     labels = _names("label_cols", label_cols)
     others = [*labels, *([weight_col] if weight_col is not None else [])]
@@ -84,11 +74,15 @@ def select(
         raise SchemaError(f"No feature column is selected; feature_cols is empty. {_there_are(spark_schema)}")
     _refuse_duplicates([*features, *others, *([held_out] if isinstance(held_out, str) else [])])
     columns = [
-        *(_column(spark_schema, name, "feature") for name in features),
-        *(_column(spark_schema, name, "label") for name in labels),
-        *(_column(spark_schema, name, "weight") for name in others[len(labels) :]),
+        *(column for name in features for column in _columns(spark_schema, name, "feature")),
+        *(column for name in labels for column in _columns(spark_schema, name, "label")),
+        *(column for name in others[len(labels) :] for column in _columns(spark_schema, name, "weight")),
     ]
-    return Selection(DataSchema(tuple(columns)), held_out)
+    _refuse_duplicates([column.name for column in columns])
+    if not transformed:
+        for column in columns:
+            numbers_only(column)
+    return Selection(DataSchema(tuple(_filled(_with_sparse(columns, sparse_cols), fill or {}))), held_out)
 
 
 def schema_of(
@@ -97,6 +91,8 @@ def schema_of(
     label_cols: Sequence[str],
     weight_col: str | None = None,
     validation: float | str | None = None,
+    *,
+    transformed: bool = False,
 ) -> DataSchema:
     """The schema of ``select`` with the same arguments."""
     return select(
@@ -105,25 +101,48 @@ def schema_of(
         label_cols=label_cols,
         weight_col=weight_col,
         validation=validation,
+        transformed=transformed,
     ).schema
 
 
-def expressions(columns: Iterable[ColumnSpec]) -> list[Column]:
+def expressions(columns: Iterable[ColumnSpec], *, compress: bool = False) -> list[Column]:
     """The Spark expressions that select these columns, each under its own name.
 
-    Vectors, dense or sparse, become arrays of doubles; everything else keeps its type.
+    Fields of structs become columns of their own, vectors the struct that Spark keeps them in; nothing else changes.
+
+    Args:
+        columns: from ``select``.
+        compress: give dense vectors the sparse form too.
     """
-    return [_expression(column).alias(column.name) for column in columns]
+    return [_expression(column, compress).alias(column.name) for column in columns]
 
 
-def _expression(column: ColumnSpec) -> Column:
-    from pyspark.ml.functions import vector_to_array  # noqa: PLC0415  (this module is also read where Spark is not)
-    from pyspark.sql import functions  # noqa: PLC0415
+def _expression(column: ColumnSpec, compress: bool) -> Column:
+    from pyspark.sql import functions  # noqa: PLC0415  (this module is also read where Spark is not)
 
-    value = source(column.name)
+    first, *fields = column.path
+    value = source(first)
+    for field in fields:
+        value = value.getField(field)
     if column.kind != "vector":
         return value
-    return functions.when(value.isNotNull(), vector_to_array(value))  # which fails on NULL without naming the column
+    vector = functions.unwrap_udt(value)
+    return functions.when(vector["type"] == 1, _sparse_form(vector)).otherwise(vector) if compress else vector
+
+
+def _sparse_form(vector: Column) -> Column:
+    """A dense vector as Spark keeps sparse ones: a struct of type 0, size, places and values."""
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    values = vector["values"]
+    numbered = functions.transform(values, lambda value, place: functions.struct(place.alias("i"), value.alias("v")))
+    entries = functions.filter(numbered, lambda entry: entry["v"] != 0)
+    return functions.struct(
+        functions.lit(0).cast("tinyint").alias("type"),
+        functions.array_size(values).alias("size"),
+        entries["i"].alias("indices"),
+        entries["v"].alias("values"),
+    )
 
 
 def source(name: str) -> Column:
@@ -173,24 +192,49 @@ def _type_of(spark_schema: StructType, name: str, use: str) -> DataType:
     return spark_schema[name].dataType
 
 
-def _column(spark_schema: StructType, name: str, role: Role) -> ColumnSpec:
+def _columns(spark_schema: StructType, name: str, role: Role) -> list[ColumnSpec]:
     spark_type = _type_of(spark_schema, name, role)
-    text = spark_type.simpleString()
-    kind: Literal["scalar", "array", "vector"] = "scalar"
-    element = text
-    if text == "vector":
-        kind, element = "vector", "double"
-    elif text.startswith("array<"):
-        kind, element = "array", text[len("array<") : -1]
-    if element not in _DTYPE_OF:
-        reason = _WHAT_TO_DO.get(spark_type.typeName(), "it is not numeric")
-        raise SchemaError(
-            f"Column {name!r} has the type {text}, which cannot be a {role}: {reason}. Supported are boolean, byte, "
-            "short, int, long, float and double, arrays of them, and ML vectors."
+    columns = [
+        ColumnSpec(
+            ".".join(leaf.path),
+            leaf.dtype,
+            () if leaf.kind == "scalar" else None,
+            role,
+            leaf.kind,
+            source=leaf.path if len(leaf.path) > 1 else (),
+            depth=leaf.depth,
         )
-    if role == "weight" and (kind != "scalar" or element == "boolean"):
+        for leaf in leaves(name, spark_type)
+    ]
+    if role == "weight" and [(c.kind, c.is_number and c.dtype != "bool") for c in columns] != [("scalar", True)]:
+        text = spark_type.simpleString()
         raise SchemaError(f"Column {name!r} has the type {text}; a weight is one number per row.")
-    return ColumnSpec(name, _DTYPE_OF[element], () if kind == "scalar" else None, role, kind)
+    return columns
+
+
+def _with_sparse(columns: list[ColumnSpec], sparse_cols: Sequence[str]) -> list[ColumnSpec]:
+    wanted = set(_names("sparse_cols", sparse_cols))
+    for name in sorted(wanted):
+        if name not in {column.name for column in columns if column.kind == "vector"}:
+            vectors = [column.name for column in columns if column.kind == "vector"]
+            raise SchemaError(f"sparse_cols names {name!r}, which is no selected vector column; those are {vectors}.")
+    return [replace(column, sparse=column.name in wanted) for column in columns]
+
+
+def _filled(columns: list[ColumnSpec], fill: Mapping[str, Fill]) -> list[ColumnSpec]:
+    names = [column.name for column in columns]
+    for name in fill:
+        if name not in names:
+            raise SchemaError(f"fill names {name!r}, which is no selected column; those are {names}.")
+    for column in columns:
+        if column.sparse and column.name in fill:
+            raise SchemaError(
+                f"Column {column.name!r} is in sparse_cols and in fill; a sparse row has nothing to fill."
+            )
+    return [
+        replace(column, fill=checked_fill(column, fill[column.name])) if column.name in fill else column
+        for column in columns
+    ]
 
 
 def _validation(spark_schema: StructType, validation: object) -> float | str | None:
@@ -198,7 +242,7 @@ def _validation(spark_schema: StructType, validation: object) -> float | str | N
         return None
     if isinstance(validation, str):
         text = _type_of(spark_schema, validation, "validation").simpleString()
-        if text not in _DTYPE_OF and not text.startswith("decimal"):
+        if text not in _SWITCHES and not text.startswith("decimal"):
             raise SchemaError(
                 f"Validation column {validation!r} has the type {text}; it must be boolean, or a number that is 1 for "
                 "the rows to hold out and 0 for the others."

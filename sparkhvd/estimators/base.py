@@ -14,7 +14,8 @@ from pyspark.ml import Estimator
 
 from sparkhvd.config import from_environment
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.prepare import prepare
+from sparkhvd.data.prepare import Writing
+from sparkhvd.data.prepared import acquire
 from sparkhvd.data.readers import head
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import select
@@ -28,7 +29,7 @@ from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.predict import OutputSpec
 from sparkhvd.estimators.worker import TrainJob, TrainResult, find_plugin, train_worker
-from sparkhvd.store import layout
+from sparkhvd.store import Store, layout
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -58,17 +59,33 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams):
             feature_cols=params["feature_cols"],
             label_cols=params["label_cols"],
             validation=params["validation"],
+            sparse_cols=params["sparse_cols"] or (),
+            fill=params["fill"],
         )
-        plugin = find_plugin(self.plugin)
-        plugin.check(params, selection.schema, None)
+        find_plugin(self.plugin).check(params, selection.schema, None)
         spark = dataset.sparkSession
+        # A split by a seed that nobody chose is another one every time.
+        keeps = params["random_seed"] is not None or not isinstance(selection.validation, float)
+        self._settle(spark, params)
+        writing = Writing(params["num_proc"], params["random_seed"], params["partitions_per_process"])
+        keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
+        with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
+            return self._fit_rows(spark, params, data.store, data.manifest)
+
+    def _settle(self, spark: SparkSession, params: dict[str, Any]) -> None:
+        """Decide what was left open: ranks, run and seed."""
         params["num_proc"] = _ranks(spark, params["num_proc"])
         params["run_id"] = params["run_id"] or self._new_run_id()
         params["random_seed"] = _seed(params)
-        manifest = prepare(dataset, selection, params["store"], num_proc=params["num_proc"], seed=params["random_seed"])
-        shapes = plugin.check(params, manifest.schema, head(params["store"], manifest, _SAMPLE_ROWS))
+
+    def _fit_rows(
+        self, spark: SparkSession, params: Mapping[str, Any], rows: Store, manifest: Manifest
+    ) -> TrainedModel:
+        """Train on rows that lie in a Store, which need not be the one of the run."""
+        plugin = find_plugin(self.plugin)
+        shapes = plugin.check(params, manifest.schema, head(rows, manifest, _SAMPLE_ROWS))
         logger.info("run %s: %s", params["run_id"], plugin.mapping(params, manifest.schema))
-        result = self._train(spark, params, manifest)
+        result = self._train(spark, params, rows, manifest)
         return self._model(params, manifest, shapes, result)
 
     def _checked_values(self) -> dict[str, Any]:
@@ -83,14 +100,15 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams):
         framework = self.preload[0]
         return f"{framework}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
 
-    def _train(self, spark: SparkSession, params: Mapping[str, Any], manifest: Manifest) -> TrainResult:
+    def _train(self, spark: SparkSession, params: Mapping[str, Any], rows: Store, manifest: Manifest) -> TrainResult:
         plugin = find_plugin(self.plugin)
         packed = plugin.pack({**params, "schema": manifest.schema})
         path = f"{layout.run_folder(params['run_id'])}/payload-{uuid.uuid4().hex[:16]}"
         job = TrainJob(
             plugin=self.plugin,
             store=params["store"],
-            manifest_path=manifest.path,
+            rows=rows,
+            manifest=manifest,
             run_id=params["run_id"],
             payload=files.payload(params["store"], path, packed),
             spec=_train_spec(params, manifest.schema),

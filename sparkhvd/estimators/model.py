@@ -98,19 +98,21 @@ class TrainedModel(Model, ModelParams):
     def _predict_spec(self, dataset: DataFrame) -> PredictSpec:
         trained = self._trained.schema.of("feature")
         chosen: Sequence[str] = self.getOrDefault("feature_columns")
-        if len(chosen) != len(trained):
+        needs_numbers = all(column.is_number for column in trained)
+        given = schema_of(dataset.schema, chosen, (), transformed=not needs_numbers).columns
+        if len(given) != len(trained):
             raise ParamError(
-                f"feature_columns names {len(chosen)} columns {list(chosen)} but the model was trained on "
-                f"{len(trained)}: {[column.name for column in trained]}."
+                f"feature_columns names {len(given)} columns {[column.name for column in given]} but the model was "
+                f"trained on {len(trained)}: {[column.name for column in trained]}."
             )
         features = []
-        for column, known in zip(schema_of(dataset.schema, chosen, ()).columns, trained, strict=True):
+        for column, known in zip(given, trained, strict=True):
             if (column.kind == "scalar") != (known.kind == "scalar"):
                 raise SchemaError(
                     f"Feature column {column.name!r} is {_article(column.kind)}; the model was trained on "
                     f"{_article(known.kind)} ({known.name!r})."
                 )
-            features.append(replace(column, shape=known.shape))
+            features.append(replace(column, shape=known.shape, fill=known.fill, sparse=known.sparse))
         return PredictSpec(
             plugin=self.plugin,
             store=self._trained.store,

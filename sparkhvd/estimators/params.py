@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -53,6 +53,20 @@ def numbers(name: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, Real) for item in value):
         raise ParamError(f"{name}={value!r} must be a list of numbers.")
     return tuple(float(item) for item in value)
+
+
+def hours(name: str, value: Any) -> float:
+    """A number of hours, at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
+        raise ParamError(f"{name}={value!r} must be a number of hours, at least 0.")
+    return float(value)
+
+
+def fills(name: str, value: Any) -> dict[str, Any]:
+    """Values by column name."""
+    if not isinstance(value, Mapping) or not all(isinstance(column, str) for column in value):
+        raise ParamError(f"{name}={value!r} must be a dict from column names to values, such as {{'age': 0.0}}.")
+    return dict(value)
 
 
 def shapes(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
@@ -109,6 +123,20 @@ class EstimatorParams(Declarations):
         "Rows to validate with: a part (0 <= x < 1, chosen by random_seed), or a column that is true for them.",
         validation_choice,
         default=None,
+    )
+    sparse_cols: Declared[Sequence[str] | None] = declared(
+        "Vector columns that reach the model as sparse tensors, one input each; others are dense.", names, default=None
+    )
+    fill: Declared[Mapping[str, Any] | None] = declared(
+        "What to read where a column is NULL, by column; without it NULL is refused.", fills, default=None
+    )
+    partitions_per_process: Declared[int] = declared(
+        "Row groups of prepared data that each rank should find at least.", positive_integer, default=10
+    )
+    keep_data: Declared[float] = declared(
+        "Hours that prepared rows stay in the Store after their last use, for fits on the same rows; 0 keeps none.",
+        hours,
+        default=24.0,
     )
     batch_size: Declared[int] = declared(
         "Rows per rank and step; the global batch is this times the number of ranks.", positive_integer, default=32

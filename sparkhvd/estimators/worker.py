@@ -12,7 +12,7 @@ from typing import cast
 
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.data.manifest import Manifest, SplitName, load
+from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.readers import ParquetSource
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.history import EpochRecord, averaged
@@ -29,8 +29,9 @@ class TrainJob:
 
     Attributes:
         plugin: ``module:name`` of the framework's plug-in.
-        store: where everything lies.
-        manifest_path: the prepared dataset.
+        store: where the run is kept.
+        rows: the Store of the rows.
+        manifest: what the rows consist of.
         run_id: names the run's folder.
         payload: what ``FrameworkPlugin.pack`` gave.
         spec: how to train.
@@ -38,7 +39,8 @@ class TrainJob:
 
     plugin: str
     store: Store
-    manifest_path: str
+    rows: Store
+    manifest: Manifest
     run_id: str
     payload: files.Payload
     spec: TrainSpec
@@ -66,13 +68,12 @@ def train_worker(job: TrainJob) -> TrainResult | None:
     """
     session.init()
     communicator = session.current()
-    manifest = load(job.store, job.manifest_path)
     trainer = find_plugin(job.plugin).trainer(job.payload.read(job.store), job.spec, communicator.world)
     hooks = EpochHooks(job, communicator)
     if hooks.resumed is not None:
         trainer.restore(hooks.resumed.state)
-    train = _source(job, manifest, "train", communicator)
-    validation = _source(job, manifest, "validation", communicator) if manifest.validation is not None else None
+    train = _source(job, "train", communicator)
+    validation = _source(job, "validation", communicator) if job.manifest.validation is not None else None
     trainer.fit(train, validation, hooks)
     if communicator.world.rank != 0:
         return None
@@ -126,12 +127,12 @@ def _say_where_it_continues(job: TrainJob, epochs_done: int) -> None:
         )
 
 
-def _source(job: TrainJob, manifest: Manifest, split: SplitName, communicator: Communicator) -> ParquetSource:
+def _source(job: TrainJob, split: SplitName, communicator: Communicator) -> ParquetSource:
     training = split == "train"
     spec = job.spec
     return ParquetSource(
-        job.store,
-        manifest,
+        job.rows,
+        job.manifest,
         split,
         communicator.world,
         spec.batch_size if training else spec.val_batch_size,

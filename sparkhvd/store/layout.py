@@ -4,6 +4,8 @@
 
     datasets/<dataset id>/manifest.json         makes the dataset visible; written last
     datasets/<dataset id>/rows/...              its Parquet files, never changed once written
+    leases/<dataset id>/...                     who uses a dataset, and until when it is kept
+    fingerprints/<fingerprint>/<dataset id>     which dataset was prepared from which data
     runs/<run id>/checkpoints/epoch-00003       the trainer's state after epoch 3 (epochs count from 0)
     runs/<run id>/model/...                     the trained model's files
 
@@ -33,6 +35,34 @@ def dataset_rows_folder(dataset_id: str) -> str:
 def manifest_path(dataset_id: str) -> str:
     """The manifest of one prepared dataset."""
     return f"{dataset_folder(dataset_id)}/manifest.json"
+
+
+LEASES = "leases"  # the folder of all leases
+
+
+def lease_folder(dataset_id: str) -> str:
+    """The folder of the leases that drivers hold on a dataset."""
+    return f"{LEASES}/{_component('dataset id', dataset_id)}"
+
+
+def lease_path(dataset_id: str, owner: str) -> str:
+    """The lease that one owner holds on a dataset."""
+    return f"{lease_folder(dataset_id)}/{_component('lease', owner)}"
+
+
+def leased_dataset(path: str) -> str:
+    """The id of the dataset that a lease, whose path this is, belongs to."""
+    return path.split("/")[1]
+
+
+def fingerprint_folder(fingerprint: str) -> str:
+    """The folder that names the datasets prepared from the same data in the same way."""
+    return f"fingerprints/{_component('fingerprint', fingerprint)}"
+
+
+def fingerprint_path(fingerprint: str, dataset_id: str) -> str:
+    """The note that a dataset has a fingerprint."""
+    return f"{fingerprint_folder(fingerprint)}/{_component('dataset id', dataset_id)}"
 
 
 def run_folder(run_id: str) -> str:

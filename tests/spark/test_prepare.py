@@ -1,21 +1,29 @@
 from __future__ import annotations
 
 import threading
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import Row, functions
 from pyspark.sql import types as t
 
-from sparkhvd.data import ParquetSource, head, load, select
-from sparkhvd.data.prepare import prepare
-from sparkhvd.errors import DataError, SchemaError
+from sparkhvd.data import ParquetSource, columns, head, load, select
+from sparkhvd.data import prepare as prepare_module
+from sparkhvd.data.prepare import Writing, prepare
+from sparkhvd.errors import ConfigError, DataError, SchemaError
 from sparkhvd.store import LocalStore
 from sparkhvd.world import World
 
 pytestmark = pytest.mark.spark
+
+VECTORS_AND_Y = t.StructType(
+    [t.StructField("v", VectorUDT()), t.StructField("w", VectorUDT()), t.StructField("y", t.IntegerType())]
+)
 
 
 @pytest.fixture
@@ -25,7 +33,7 @@ def store(tmp_path):
 
 def prepare_all(df, store, *, labels=("y",), features=None, weight=None, validation=None, num_proc=2, seed=7):
     selection = select(df.schema, feature_cols=features, label_cols=labels, weight_col=weight, validation=validation)
-    return prepare(df, selection, store, num_proc=num_proc, seed=seed)
+    return prepare(df, selection, store, writing=Writing(num_proc, seed))
 
 
 def rows_of(store, manifest, split="train"):
@@ -137,6 +145,90 @@ def test_every_supported_type_arrives_unchanged(spark, store):
     assert columns["vector"].dtype == np.float64
     assert columns["vector"].tolist() == [[1, 0, 2], [0, 4.5, 0]]
     assert manifest.schema["vector"].kind == "vector"
+
+
+def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(spark, store):
+    df = spark.sql(
+        """
+        SELECT cast(1.25 AS decimal(6,2)) d, cast(7 AS decimal(18,0)) i, cast(1.5 AS decimal(38,18)) big,
+               date'1969-12-31' day, timestamp'2024-05-06 07:08:09.000001' at, timestamp_ntz'2024-05-06 07:08:09' local,
+               'text' s, X'00FF' b, array(array(1S, 2S, 3S), array(4S, 5S, 6S)) n,
+               array(timestamp'2024-01-01 00:00:00') ts,
+               named_struct('a', 1.5D, 'in', named_struct('v', array('x', 'y'))) st, 1 y
+        UNION ALL SELECT null, null, null, null, null, null, null, null, array(array(1S, 2S, 3S), null), null, null, 2
+        """
+    ).coalesce(1)
+    fill = {
+        "d": 0.5, "i": -1, "big": 2, "day": "2000-01-01", "at": "2000-01-01", "local": "2000-01-01", "s": "none",
+        "b": "none", "n": -1, "ts": "2000-01-01", "st.a": -1.5, "st.in.v": "none",
+    }  # fmt: skip
+    selection = select(df.schema, feature_cols=None, label_cols=["y"], fill=fill, transformed=True)
+    spark.conf.set("spark.sql.session.timeZone", "UTC")
+    manifest = prepare(df, selection, store, writing=Writing(1, 0))
+    assert load(store, manifest.path) == manifest
+    found = rows_of(store, manifest)
+    assert {name: (str(array.dtype), array.tolist()) for name, array in found.items()} == {
+        "d": ("float64", [1.25, 0.5]),
+        "i": ("int64", [7, -1]),
+        "big": ("object", [Decimal("1.5"), Decimal(2)]),
+        "day": ("datetime64[D]", [date(1969, 12, 31), date(2000, 1, 1)]),
+        "at": ("datetime64[us]", [datetime(2024, 5, 6, 7, 8, 9, 1), datetime(2000, 1, 1)]),  # noqa: DTZ001
+        "local": ("datetime64[us]", [datetime(2024, 5, 6, 7, 8, 9), datetime(2000, 1, 1)]),  # noqa: DTZ001
+        "s": ("object", ["text", "none"]),
+        "b": ("object", [b"\x00\xff", b"none"]),
+        "n": ("int16", [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [-1, -1, -1]]]),
+        "ts": ("datetime64[us]", [[datetime(2024, 1, 1)], [datetime(2000, 1, 1)]]),  # noqa: DTZ001
+        "st.a": ("float64", [1.5, -1.5]),
+        "st.in.v": ("object", [["x", "y"], ["none", "none"]]),
+        "y": ("int32", [1, 2]),
+    }
+
+
+def test_vectors_stay_sparse_on_disk_and_are_delivered_as_asked(spark, store):
+    vectors = [Vectors.dense([0, 1, 0, 2]), Vectors.sparse(4, {3: 5.0}), Vectors.sparse(4, {}), Vectors.dense([0] * 4)]
+    rows = [(vector, vector, index) for index, vector in enumerate(vectors)]
+    df = spark.createDataFrame(rows, VECTORS_AND_Y).coalesce(1)
+    wanted = [vector.toArray().tolist() for vector in vectors]
+    for compress, kinds in [(False, [1, 0, 0, 1]), (True, [0, 0, 0, 0])]:
+        selection = select(df.schema, feature_cols=["v", "w"], label_cols=["y"], sparse_cols=["w"])
+        manifest = prepare(df, selection, store, writing=Writing(1, 0, compress=compress))
+        assert [manifest.schema[name].entries for name in "vw"] == [None, 2]
+        filesystem, place = store.arrow(f"{manifest.folder}/{manifest.train.files[0].path}")
+        on_disk = parquet.read_table(place, filesystem=filesystem)
+        assert [vector["type"] for vector in on_disk["v"].to_pylist()] == kinds
+        assert [len(vector["values"]) for vector in on_disk["w"].to_pylist()][1:3] == [1, 0]
+        found = rows_of(store, manifest)
+        assert found["v"].tolist() == wanted
+        assert columns.to_dense(found["w"], manifest.schema["w"]).tolist() == wanted
+
+
+RAGGED = {
+    "inner": ("array(array(1, 2), array(3))", "has inner arrays of length 1 and 2"),
+    "over rows": ("array(array_repeat(1, id))", "has inner arrays of length 1 and 2"),
+    "deepest": ("array(array(array(1), array(2, 3)))", "has inner arrays of length 1 and 2"),
+}
+
+
+@pytest.mark.parametrize("case", RAGGED)
+def test_ragged_nested_arrays_are_refused(spark, store, case):
+    expression, message = RAGGED[case]
+    df = spark.range(1, 3).selectExpr("cast(id AS int) id", "id AS y").selectExpr(f"{expression} AS x", "y")
+    with pytest.raises(SchemaError, match=message):
+        prepare_all(df, store, num_proc=1)
+    assert_nothing_is_left(store)
+
+
+def test_row_groups_are_many_enough_for_the_ranks(spark, store):
+    df = spark.range(0, 100_000, 1, 1).select("id", *(functions.rand(seed).alias(f"x{seed}") for seed in range(8)))
+    selection = select(df.schema, feature_cols=None, label_cols=["id"])
+    small = prepare(df, selection, store, writing=Writing(2, 0))
+    one = prepare(df, selection, store, writing=Writing(1, 0, partitions_per_process=1))
+    assert len(one.train.block_rows()) == 1
+    assert len(small.train.block_rows()) > 4
+    assert prepare_module.row_group_bytes(df, Writing(1, 0, row_group_bytes=12345)) == 12345
+    for name in ("num_proc", "partitions_per_process", "row_group_bytes"):
+        with pytest.raises(ConfigError, match=f"{name} is 0"):
+            Writing(**{"num_proc": 1, "seed": 0, name: 0})
 
 
 def test_the_split_depends_on_content_and_seed_and_not_on_partitioning(spark, store):
@@ -285,9 +377,12 @@ def test_a_streaming_dataframe_is_refused(spark, store):
 
 def test_unusable_columns_are_refused_by_name_without_a_job(spark):
     df = spark.createDataFrame([Row(x=1, name="a", y=1.0)])
-    for columns, message in [
+    for chosen, message in [
         ({"feature_cols": ["X"]}, "There is no column 'X' .* Did you mean 'x'"),
-        ({"feature_cols": ["name"]}, "Column 'name' has the type string, which cannot be a feature: index or encode"),
+        (
+            {"feature_cols": ["name"]},
+            "Column 'name' has the type string, which cannot be a feature of a model: index or encode",
+        ),
     ]:
         with pytest.raises(SchemaError, match=message):
-            select(df.schema, label_cols=["y"], **columns)
+            select(df.schema, label_cols=["y"], **chosen)

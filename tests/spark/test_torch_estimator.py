@@ -375,7 +375,11 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
     [
         ({"feature_cols": ["a", "bb"]}, SchemaError, r"There is no column 'bb' \(asked for as feature\)"),
         ({"label_cols": ["why"]}, SchemaError, r"There is no column 'why' \(asked for as label\)"),
-        ({"feature_cols": ["a", "text"]}, SchemaError, "Column 'text' has the type string, which cannot be a feature"),
+        (
+            {"feature_cols": ["a", "text"]},
+            SchemaError,
+            "Column 'text' has the type string, which cannot be a feature of a model",
+        ),
         ({"validation": "holdout"}, SchemaError, r"There is no column 'holdout' \(asked for as validation\)"),
         ({"store": None}, ParamError, r"TorchEstimator needs store: make one with sparkhvd\.Store\.create"),
         ({"model": None}, ParamError, r"TorchEstimator needs model\."),

@@ -55,6 +55,7 @@ def load_inputs(folder: Path) -> tuple[ModelInput, ...]:
             columns=tuple(part["columns"]),
             shape=None if part["shape"] is None else tuple(part["shape"]),
             dtype=getattr(torch, part["dtype"]),
+            sparse_size=part["sparse_size"],
         )
         for part in json.loads((folder / INPUTS).read_text())
     )

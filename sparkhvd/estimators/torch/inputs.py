@@ -8,6 +8,8 @@ The rule, in the order in which it is tried:
 3. ``forward`` takes one argument: a single array or vector column as it is, or else all columns side by side as
    ``(rows, k)``; scalars count one.
 
+A column in ``sparse_cols`` becomes a sparse tensor of shape ``(rows, size)`` and needs an input of its own.
+
 Floating point and boolean columns get the dtype of the model's parameters. Integer columns stay int64 when the model
 holds an embedding layer, else they get the model's dtype too.
 """
@@ -23,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sparkhvd.data.columns import coordinates
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import ParamError, SchemaError
 
@@ -35,19 +38,31 @@ class ModelInput:
         columns: the columns that it is made of; several are put side by side.
         shape: shape of one row; None keeps the column's own.
         dtype: what the tensor is cast to.
+        sparse_size: length of the rows of a sparse column; None for any other.
     """
 
     columns: tuple[str, ...]
     shape: tuple[int, ...] | None
     dtype: torch.dtype
+    sparse_size: int | None = None
 
     def tensor(self, arrays: Mapping[str, npt.NDArray[np.generic]], rows: int) -> torch.Tensor:
         """The input for these rows; shares the memory of a single column whose dtype and shape fit already."""
+        if self.sparse_size is not None:
+            return self._sparse(arrays[self.columns[0]], rows, self.sparse_size)
         parts = [torch.from_numpy(arrays[name]) for name in self.columns]
         if len(parts) > 1:
             return torch.cat([part.reshape(rows, -1).to(self.dtype) for part in parts], dim=1)
         part = parts[0].to(self.dtype)
         return part if self.shape is None else part.reshape(rows, *self.shape)
+
+    def _sparse(self, array: npt.NDArray[np.generic], rows: int, size: int) -> torch.Tensor:
+        at_rows, places, values = coordinates(array)
+        indices = torch.from_numpy(np.stack([at_rows, places]))
+        # The places of a row ascend, so there is nothing to sort or to add up.
+        return torch.sparse_coo_tensor(
+            indices, torch.from_numpy(values).to(self.dtype), (rows, size), is_coalesced=True, check_invariants=False
+        )
 
     def __str__(self) -> str:
         shape = "" if self.shape is None else f" as rows x {list(self.shape)}"
@@ -64,11 +79,14 @@ def plan_inputs(
         SchemaError: columns of different kinds cannot be put side by side.
     """
     dtypes = {column.name: _dtype(model, column) for column in columns}
+    sparse = [column.name for column in columns if column.sparse]
+    if input_shapes is not None and sparse:
+        raise ParamError(f"input_shapes cannot reshape the sparse column {sparse[0]!r}; leave one of both out.")
     if input_shapes is not None:
         return _reshaped(columns, input_shapes, dtypes)
     least, most = _argument_counts(model)
     if len(columns) > 1 and least <= len(columns) <= most:
-        return tuple(ModelInput((column.name,), None, dtypes[column.name]) for column in columns)
+        return tuple(_own_input(column, dtypes[column.name]) for column in columns)
     if not least <= 1 <= most:
         names = [column.name for column in columns]
         takes = str(least) if least == most else f"{least} to {most}"
@@ -77,7 +95,12 @@ def plan_inputs(
             "column per input, or one input to which all columns go side by side."
         )
     if len(columns) == 1 and columns[0].kind != "scalar":
-        return (ModelInput((columns[0].name,), None, dtypes[columns[0].name]),)
+        return (_own_input(columns[0], dtypes[columns[0].name]),)
+    if sparse:
+        raise SchemaError(
+            f"The sparse column {sparse[0]!r} cannot go side by side with others into the model's one input. Let "
+            "forward take one argument per column, or leave the column out of sparse_cols."
+        )
     if len(set(dtypes.values())) > 1:
         raise SchemaError(
             f"The feature columns {[f'{name}: {str(kind)[6:]}' for name, kind in dtypes.items()]} cannot go side by "
@@ -87,6 +110,12 @@ def plan_inputs(
     widths = [1 if column.kind == "scalar" else int(np.prod(column.shape or (-1,))) for column in columns]
     width = sum(widths) if min(widths) > 0 else -1
     return (ModelInput(tuple(dtypes), (width,), next(iter(dtypes.values()))),)
+
+
+def _own_input(column: ColumnSpec, dtype: torch.dtype) -> ModelInput:
+    # Before the data have been seen the size is not known; what is planned then is only looked at.
+    size = (column.shape[0] if column.shape else 0) if column.sparse else None
+    return ModelInput((column.name,), None, dtype, size)
 
 
 def model_dtype(model: torch.nn.Module) -> torch.dtype:

@@ -84,25 +84,109 @@ def test_a_wide_dataframe_is_listed_in_part():
     refused(r"'c0', .*'c29' and 70 more", schema=wide, feature_cols=["nothing"], label_cols=[])
 
 
+NEEDS_A_FUNCTION = [
+    (t.StringType(), "str", "the type string, which cannot be a feature of a model: index or encode it"),
+    (t.VarcharType(9), "str", "the type string"),
+    (t.BinaryType(), "bytes", "the type binary.*decode it"),
+    (t.DateType(), "datetime64[D]", "the type date.*unix_date"),
+    (t.TimestampType(), "datetime64[us]", "the type timestamp.*unix_micros"),
+    (t.TimestampNTZType(), "datetime64[us]", "the type timestamp.*unix_micros"),
+    (t.DecimalType(38, 18), "decimal", "the type decimal.*cast it to double, where you accept the rounding"),
+    (t.ArrayType(t.StringType()), "str", "the type string"),
+]
+
+
+@pytest.mark.parametrize(("spark_type", "dtype", "message"), NEEDS_A_FUNCTION)
+def test_what_is_no_number_is_refused_with_the_reason_unless_a_function_transforms_it(spark_type, dtype, message):
+    schema = struct(bad=spark_type, y=t.LongType())
+    refused(rf"Column 'bad' has .*{message}", schema=schema, feature_cols=["bad"])
+    found = select(schema, feature_cols=["bad"], label_cols=["y"], transformed=True).schema["bad"]
+    assert (found.dtype, found.is_number) == (dtype, False)
+
+
 @pytest.mark.parametrize(
     ("spark_type", "message"),
     [
-        (t.StringType(), "the type string, which cannot be a feature: index or encode it"),
-        (t.BinaryType(), "the type binary.*decode it"),
-        (t.DateType(), "the type date.*unix_date"),
-        (t.TimestampType(), "the type timestamp.*unix_micros"),
-        (t.DecimalType(10, 2), r"the type decimal\(10,2\).*cast it to double"),
-        (t.StructType([t.StructField("a", t.LongType())]), "the type struct.*select its fields"),
-        (t.MapType(t.StringType(), t.LongType()), "the type map.*select its values"),
-        (t.ArrayType(t.StringType()), "the type array<string>.*only arrays of numbers"),
-        (t.ArrayType(t.ArrayType(t.FloatType())), "the type array<array<float>>.*flatten"),
-        (MatrixUDT(), "which cannot be a feature: it is not numeric"),
-        (t.NullType(), "which cannot be a feature: it is not numeric"),
+        (t.MapType(t.StringType(), t.LongType()), "the type map.*: its keys differ .*select the values"),
+        (t.ArrayType(t.StructType([t.StructField("a", t.LongType())])), "a struct inside an array.*select its fields"),
+        (t.ArrayType(VectorUDT()), "a vector inside an array"),
+        (t.StructType([]), "it has no fields"),
+        (t.StructType([t.StructField("a", t.NullType())]), "a' has the type void.*nothing but NULL"),
+        (MatrixUDT(), "there is no such type in numpy"),
+        (t.DayTimeIntervalType(), "the type interval.*there is no such type in numpy"),
+        (t.NullType(), "it holds nothing but NULL"),
     ],
 )
 def test_an_unsupported_type_is_refused_with_the_reason_and_the_types_that_are(spark_type, message):
-    refused(rf"Column 'bad' has .*{message}", schema=struct(bad=spark_type, y=t.LongType()), feature_cols=["bad"])
-    refused("Supported are boolean, byte", schema=struct(bad=spark_type, y=t.LongType()), feature_cols=["bad"])
+    schema = struct(bad=spark_type, y=t.LongType())
+    refused(rf"Column 'bad.*{message}", schema=schema, feature_cols=["bad"], transformed=True)
+    refused("Supported are boolean, byte", schema=schema, feature_cols=["bad"], transformed=True)
+
+
+def test_decimals_become_the_number_that_holds_them():
+    schema = struct(a=t.DecimalType(18, 0), b=t.DecimalType(15, 4), c=t.ArrayType(t.DecimalType(5, 1)))
+    assert [column.dtype for column in schema_of(schema, None, ()).columns] == ["int64", "float64", "float64"]
+
+
+def test_nested_arrays_know_their_depth():
+    nested = t.ArrayType(t.ArrayType(t.ArrayType(t.FloatType())))
+    found = schema_of(struct(x=nested), ["x"], ())["x"]
+    assert (found.dtype, found.kind, found.depth, found.shape) == ("float32", "array", 3, None)
+
+
+def test_the_fields_of_a_struct_become_columns_of_their_own():
+    inner = t.StructType([t.StructField("p", t.ArrayType(t.FloatType())), t.StructField("q", t.BooleanType())])
+    schema = struct(s=t.StructType([t.StructField("a", t.LongType()), t.StructField("in", inner)]), y=t.LongType())
+    found = schema_of(schema, ["s"], ["y"])
+    assert found.names() == ["s.a", "s.in.p", "s.in.q", "y"]
+    assert [column.path for column in found.of("feature")] == [("s", "a"), ("s", "in", "p"), ("s", "in", "q")]
+    clash = struct(s=t.StructType([t.StructField("a", t.LongType())]), **{"s.a": t.LongType()})
+    refused(r"Column 's\.a' is selected more than once", schema=clash, feature_cols=["s", "s.a"], label_cols=[])
+
+
+def test_only_selected_vectors_can_be_sparse():
+    schema = struct(v=VectorUDT(), x=t.FloatType(), y=t.LongType())
+    assert select(schema, feature_cols=["v"], label_cols=["y"], sparse_cols=["v"]).schema["v"].sparse
+    refused(
+        r"sparse_cols names 'x', which is no selected vector column; those are \['v'\]",
+        schema=schema,
+        feature_cols=["v", "x"],
+        sparse_cols=["x"],
+    )
+    refused("in sparse_cols and in fill", schema=schema, feature_cols=["v"], sparse_cols=["v"], fill={"v": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("spark_type", "good", "bad"),
+    [
+        (t.ByteType(), [-128, 5], [128, 1.5, True, "1", float("nan")]),
+        (t.LongType(), [2**63 - 1], [2**63, "x"]),
+        (t.FloatType(), [0.1, 3, float("nan")], [2**24 + 1, "1.0", False]),
+        (t.BooleanType(), [True], [1, 0.0]),
+        (t.StringType(), ["", "x"], [1]),
+        (t.DateType(), ["2020-02-29"], ["2020-02-30", 5]),
+        (t.TimestampType(), ["2020-02-29T01:02:03.5"], ["soon", "NaT"]),
+        (t.ArrayType(t.IntegerType()), [7], [7.5]),
+        (t.DecimalType(38, 5), [1, 0.5], ["1"]),
+    ],
+)
+def test_a_fill_must_be_of_the_columns_type(spark_type, good, bad):
+    schema = struct(x=spark_type, y=t.LongType())
+    for fill in good:
+        found = (
+            select(schema, feature_cols=["x"], label_cols=["y"], fill={"x": fill}, transformed=True).schema["x"].fill
+        )
+        assert found == fill or fill != fill  # noqa: PLR0124  (NaN)
+    for fill in bad:
+        refused(
+            "fill says .* for column 'x', which does not hold it", schema=schema, fill={"x": fill}, transformed=True
+        )
+    refused(
+        r"fill names 'z', which is no selected column; those are \['x', 'y'\]",
+        schema=schema,
+        fill={"z": 0},
+        transformed=True,
+    )
 
 
 def test_a_column_selected_twice_is_refused():

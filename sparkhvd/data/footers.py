@@ -1,0 +1,94 @@
+"""The footers of Parquet files: row groups, NULLs, smallest and largest values, without reading a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.errors import DataError
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class LeafFacts:
+    """One Parquet column (a leaf of the schema) of one file.
+
+    Attributes:
+        path: names from the top, with dots between.
+        values: the values of each row group, NULLs included; a scalar column has as many as rows.
+        nulls: NULLs in the whole file, and empty or NULL arrays; None where the file does not say.
+        low: the smallest value, high: the largest; None where the file does not say.
+    """
+
+    path: str
+    values: tuple[int, ...]
+    nulls: int | None
+    low: Any = None
+    high: Any = None
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What the footer of one file tells."""
+
+    path: str
+    row_groups: tuple[int, ...]
+    columns: tuple[LeafFacts, ...]
+    schema: pa.Schema
+
+
+def read_footers(store: Store, paths: Sequence[str]) -> list[Footer]:
+    """The footers of these files of a Store, in their order.
+
+    Raises:
+        DataError: a file is no Parquet file, was cut off, or cannot be read; the message has its URL.
+    """
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="sparkhvd-footers") as pool:
+        return list(pool.map(lambda path: _read(store, path), paths))
+
+
+def _read(store: Store, path: str) -> Footer:
+    import pyarrow as pa  # noqa: PLC0415  (heavy)
+    from pyarrow import parquet  # noqa: PLC0415
+
+    try:
+        filesystem, place = store.arrow(path)
+        with filesystem.open_input_file(place) as file:
+            opened = parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
+            return _footer(path, opened.metadata, opened.schema_arrow)
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{store.url}/{path} cannot be read as a Parquet file ({error}). It is damaged, was cut off, or is "
+            "something else; write it again, or leave it out of the folder."
+        ) from error
+
+
+def _footer(path: str, metadata: parquet.FileMetaData, schema: pa.Schema) -> Footer:
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    return Footer(
+        path=path,
+        row_groups=tuple(group.num_rows for group in groups),
+        columns=tuple(_leaf(index, groups) for index in range(metadata.num_columns)) if groups else (),
+        schema=schema,
+    )
+
+
+def _leaf(index: int, groups: Sequence[parquet.RowGroupMetaData]) -> LeafFacts:
+    chunks = [group.column(index) for group in groups]
+    found = [chunk.statistics for chunk, group in zip(chunks, groups, strict=True) if group.num_rows]
+    known = all(part is not None and part.has_null_count for part in found)
+    return LeafFacts(
+        path=chunks[0].path_in_schema,
+        values=tuple(chunk.num_values for chunk in chunks),
+        nulls=sum(part.null_count for part in found) if known else None,
+        low=min((part.min for part in found if part is not None and part.has_min_max), default=None),
+        high=max((part.max for part in found if part is not None and part.has_min_max), default=None),
+    )

@@ -1,0 +1,204 @@
+"""Who uses which prepared dataset, and when one may be removed.
+
+A lease is a small file in the Store, ``leases/<dataset id>/<owner>``, that a driver holds while it prepares or uses a
+dataset. It makes these things safe among drivers that share a Store and may be killed at any time:
+
+- a dataset is removed only when nobody holds it and it has not been used for as long as it is to be kept;
+- the remains of a preparation that was killed are found by the lease that it leaves.
+
+A lease of a process on this machine ends with the process; one of another machine is believed for ``BELIEVED_SECONDS``.
+
+Taking a lease and removing a dataset can happen at the same time. Whoever removes takes the manifest away first and
+then looks for leases once more; whoever takes a lease looks for the manifest afterwards. So at least one of them sees
+the other: the remover puts the manifest back, or the taker prepares the data anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store import layout
+from sparkhvd.store.protocol import Store
+
+BELIEVED_SECONDS = 7 * 24 * 3600.0
+_RELEASED = "released"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a lease says.
+
+    Attributes:
+        machine: identifies the machine, and the container on it.
+        pid: the process.
+        started: when the process started, in the kernel's own count: a pid is used again, the pair is not.
+        taken: when the lease was taken, in seconds since 1970.
+        keep_seconds: how long the dataset is to be kept after its last use.
+    """
+
+    machine: str
+    pid: int
+    started: str
+    taken: float
+    keep_seconds: float
+
+    def holds(self, now: float) -> bool:
+        """Whether the owner may still use the dataset."""
+        if self.machine == _machine():
+            return _process_start(self.pid) == self.started
+        return now - self.taken < BELIEVED_SECONDS
+
+
+@dataclass(frozen=True)
+class Lease:
+    """This process's hold on a dataset; ``release`` ends it."""
+
+    store: Store
+    dataset_id: str
+    owner: str
+    keep_seconds: float
+
+    def release(self) -> None:
+        """End the hold; the dataset is removed if nobody else holds it and it is not to be kept."""
+        now = time.time()
+        with self.store.open(layout.lease_path(self.dataset_id, _RELEASED), "wb") as file:
+            file.write(json.dumps({"time": now, "keep_seconds": self.keep_seconds}).encode())
+        self.store.delete(layout.lease_path(self.dataset_id, self.owner))
+        if self.keep_seconds <= 0:
+            remove_unused(self.store, self.dataset_id, now)
+
+
+def take(store: Store, dataset_id: str, keep_seconds: float) -> Lease:
+    """Hold a dataset. Look for its manifest after this, not before."""
+    record = Record(_machine(), os.getpid(), _process_start(os.getpid()), time.time(), keep_seconds)
+    owner = f"{record.taken:017.6f}-{uuid.uuid4().hex[:16]}"
+    store.publish(layout.lease_path(dataset_id, owner), json.dumps(asdict(record)).encode())
+    return Lease(store, dataset_id, owner, keep_seconds)
+
+
+def held_here(store: Store) -> list[str]:
+    """The datasets that this process holds, the one taken last first."""
+    found = []
+    now = time.time()
+    for path in store.list(layout.LEASES):
+        record = _read(store, path)
+        if record is not None and record.pid == os.getpid() and record.machine == _machine() and record.holds(now):
+            found.append((path.rpartition("/")[2], layout.leased_dataset(path)))
+    return list(dict.fromkeys(dataset for _, dataset in sorted(found, reverse=True)))
+
+
+def remove_expired(store: Store) -> list[str]:
+    """Remove what nobody holds and nobody used for as long as it was to be kept; returns the ids."""
+    now = time.time()
+    return [
+        dataset for dataset in _leased(store) if _expired(store, dataset, now) and remove_unused(store, dataset, now)
+    ]
+
+
+def remove_all_unused(store: Store) -> list[str]:
+    """Remove every dataset that nobody holds, however new; returns the ids."""
+    now = time.time()
+    return [dataset for dataset in _leased(store) if remove_unused(store, dataset, now)]
+
+
+def remove_unused(store: Store, dataset_id: str, now: float) -> bool:
+    """Remove a dataset unless somebody holds it; the module's text says why in this order."""
+    if _held(store, dataset_id, now):
+        return False
+    path = layout.manifest_path(dataset_id)
+    content = _content(store, path)
+    if content is not None:
+        store.delete(path)
+        if _held(store, dataset_id, time.time()):
+            store.publish(path, content)
+            return False
+        _forget(store, dataset_id, content)
+    store.delete(layout.dataset_folder(dataset_id))
+    store.delete(layout.lease_folder(dataset_id))
+    return True
+
+
+def _forget(store: Store, dataset_id: str, manifest: bytes) -> None:
+    """Remove the note that leads from a fingerprint to the dataset."""
+    try:
+        fingerprint = json.loads(manifest).get("fingerprint")
+    except ValueError:
+        return
+    if fingerprint:
+        store.delete(layout.fingerprint_path(str(fingerprint), dataset_id))
+
+
+def _leased(store: Store) -> list[str]:
+    return list(dict.fromkeys(layout.leased_dataset(path) for path in store.list(layout.LEASES)))
+
+
+def _held(store: Store, dataset_id: str, now: float) -> bool:
+    records = (_read(store, path) for path in store.list(layout.lease_folder(dataset_id)))
+    return any(record is not None and record.holds(now) for record in records)
+
+
+def _expired(store: Store, dataset_id: str, now: float) -> bool:
+    """Whether the dataset has been kept for long enough after its last use, or was never finished."""
+    if not store.exists(layout.manifest_path(dataset_id)):
+        return True
+    ends = []
+    for path in store.list(layout.lease_folder(dataset_id)):
+        content = _json(store, path)
+        used = content.get("time", content.get("taken"))
+        if isinstance(used, int | float):
+            ends.append(float(used) + float(content.get("keep_seconds", 0)))
+    return now >= max(ends, default=0.0)
+
+
+def _read(store: Store, path: str) -> Record | None:
+    try:
+        return Record(**_json(store, path))
+    except TypeError:  # the note of a release, or a file that is gone meanwhile
+        return None
+
+
+def _json(store: Store, path: str) -> dict:  # type: ignore[type-arg]  # JSON is untyped until it has been looked at
+    content = _content(store, path)
+    try:
+        found = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _content(store: Store, path: str) -> bytes | None:
+    try:
+        with store.open(path, "rb") as file:
+            return bytes(file.read())
+    except StoreError:
+        if store.exists(path):
+            raise
+        return None  # another driver removed it between the listing and now
+
+
+def _machine() -> str:
+    """This machine and, inside a container, the container: what a pid means something in."""
+    parts = [platform.node()]
+    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            place = Path(source)
+            parts.append(str(place.readlink()) if place.is_symlink() else place.read_text().strip())
+        except OSError:
+            continue
+    return "/".join(parts)
+
+
+def _process_start(pid: int) -> str:
+    """When a process started, in clock ticks since boot; empty when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]

@@ -1,0 +1,268 @@
+"""``prepare_data``: rows of a DataFrame in a Store, held while they are used, and found again when they can be.
+
+The rows are removed when the last user lets go of them, with one exception: where it can be told what the rows were
+made of (``sparkhvd.data.fingerprint``), they stay for ``keep_seconds`` after their last use, and a preparation of the
+same rows takes them instead of writing them again, in this session or a later one, on this driver or another. Every
+preparation removes what has been kept for long enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sparkhvd.data import leases
+from sparkhvd.data.facts import too_few_rows
+from sparkhvd.data.fingerprint import fingerprint
+from sparkhvd.data.manifest import Manifest, load
+from sparkhvd.data.prepare import Writing, new_dataset_id, prepare, refuse_streaming
+from sparkhvd.data.schema import DataSchema, Fill
+from sparkhvd.data.selection import Selection, select
+from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError, StoreError
+from sparkhvd.store import layout
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pyspark.sql import DataFrame
+
+logger = logging.getLogger(__name__)
+
+KEEP_SECONDS = 24 * 3600.0
+
+
+class PreparedData:
+    """A dataset in a Store that stays there until ``close``, or the end of ``with``; then see the module's text.
+
+    Attributes:
+        store: where it lies.
+        manifest: what it consists of.
+        reused: whether it had been prepared before.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, lease: leases.Lease, *, reused: bool) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.reused = reused
+        self._lease: leases.Lease | None = lease
+
+    @property
+    def dataset_id(self) -> str:
+        """Names the dataset in its Store."""
+        return self.manifest.dataset_id
+
+    @property
+    def schema(self) -> DataSchema:
+        """The columns, all shapes known."""
+        return self.manifest.schema
+
+    @property
+    def train_rows(self) -> int:
+        """Rows to train on."""
+        return self.manifest.train.rows
+
+    @property
+    def validation_rows(self) -> int:
+        """Rows held out."""
+        return 0 if self.manifest.validation is None else self.manifest.validation.rows
+
+    def close(self) -> None:
+        """Let go of the dataset; a second call does nothing."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            _release(lease)
+
+    def __enter__(self) -> PreparedData:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        held_out = f", {self.validation_rows} held out" if self.manifest.validation is not None else ""
+        return f"<PreparedData {self.dataset_id}: {self.train_rows} rows to train on{held_out}>"
+
+
+def prepare_data(  # noqa: PLR0917  (Horovod's order)
+    num_processes: int,
+    store: Store,
+    df: DataFrame,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str] | None = None,
+    validation: float | str | None = None,
+    sample_weight_col: str | None = None,
+    compress_sparse: bool = False,
+    partitions_per_process: int = 10,
+    verbose: int = 0,
+    *,
+    seed: int = 0,
+    sparse_cols: Sequence[str] = (),
+    fill: Mapping[str, Fill] | None = None,
+    row_group_bytes: int | None = None,
+    keep_seconds: float = KEEP_SECONDS,
+) -> PreparedData:
+    """Write the columns of a DataFrame to a Store, once, for any number of trainings.
+
+    One Spark job evaluates the DataFrame once, whatever ``validation`` is, without a shuffle. The result is a context
+    manager; without ``with``, call its ``close()``.
+
+    Args:
+        num_processes: the number of ranks that will train; there have to be as many training rows at least.
+        store: where the rows go.
+        df: the rows.
+        label_columns: columns to learn.
+        feature_columns: columns to learn from; None means all others.
+        validation: rows to hold out: a fraction in [0, 1), decided by a hash of each row's content and ``seed``, or the
+            name of a column that is true or 1 for them.
+        sample_weight_col: a column with one number per row: its weight.
+        compress_sparse: also store dense vectors by their entries that are not 0. Sparse vectors always are.
+        partitions_per_process: row groups that each rank should find at least; more of them mix better, fewer read
+            faster.
+        verbose: above 0, tell how many rows there are in a line of the log.
+        seed: of the split by fraction.
+        sparse_cols: vector columns that the readers deliver by their entries instead of as dense arrays.
+        fill: by column, what the readers put where the data have NULL; without it NULL is refused.
+        row_group_bytes: the size of a row group; None chooses it by ``partitions_per_process``.
+        keep_seconds: how long the rows stay after their last use where they can be recognised; 0 keeps and reuses
+            nothing.
+
+    Raises:
+        SchemaError: a column is missing or cannot be used; raised before any Spark job.
+        ConfigError: a number is too small.
+        DataError: the rows cannot be trained on; see ``sparkhvd.data.prepare.prepare``.
+        StoreError: the Store could not be written or read.
+
+    Example:
+        >>> with prepare_data(2, store, df, ["label"], ["features"], validation=0.1):  # doctest: +SKIP
+        ...     model = estimator.fit_on_parquet()
+    """
+    writing = Writing(num_processes, seed, partitions_per_process, row_group_bytes, compress_sparse)
+    if not label_columns:
+        raise SchemaError("No label column is selected; label_columns is empty.")
+    selection = select(
+        df.schema,
+        feature_cols=feature_columns,
+        label_cols=label_columns,
+        weight_col=sample_weight_col,
+        validation=validation,
+        sparse_cols=sparse_cols,
+        fill=fill,
+        transformed=True,
+    )
+    data = acquire(df, selection, store, writing, keep_seconds=keep_seconds)
+    if verbose > 0:
+        logger.info("%r in %s%s", data, store.url, " (prepared before)" if data.reused else "")
+    return data
+
+
+def acquire(
+    df: DataFrame, selection: Selection, store: Store, writing: Writing, *, keep_seconds: float
+) -> PreparedData:
+    """The prepared rows of a DataFrame: those of an earlier preparation, or new ones.
+
+    Raises:
+        ConfigError: ``keep_seconds`` is negative.
+        SparkHvdError: see ``prepare``.
+    """
+    if keep_seconds < 0:
+        raise ConfigError(f"keep_seconds is {keep_seconds}; it must be at least 0.")
+    refuse_streaming(df)
+    _remove_expired(store)
+    identify = partial(_identity, df, selection, writing)
+    known = identify() if keep_seconds > 0 else None
+    found = None if known is None else _prepared_before(store, known, keep_seconds)
+    if found is not None:
+        if found.train_rows < writing.num_proc:
+            found.close()
+            raise DataError(too_few_rows(found.train_rows, writing.num_proc))
+        return found
+    dataset_id = new_dataset_id()
+    lease = leases.take(store, dataset_id, keep_seconds if known is not None else 0.0)
+    try:
+        manifest = prepare(
+            df, selection, store, writing=writing, dataset_id=dataset_id, fingerprint=known, identify=identify
+        )
+        if manifest.fingerprint is not None:
+            store.publish(layout.fingerprint_path(manifest.fingerprint, dataset_id), b"")
+    except BaseException:
+        _release(replace(lease, keep_seconds=0.0))
+        raise
+    if manifest.fingerprint is None:
+        lease = replace(lease, keep_seconds=0.0)
+    return PreparedData(store, manifest, lease, reused=False)
+
+
+def open_here(store: Store) -> list[Manifest]:
+    """The datasets of a Store that this process holds, the one opened last first."""
+    manifests = []
+    for dataset_id in leases.held_here(store):
+        path = layout.manifest_path(dataset_id)
+        if store.exists(path):  # else it is being prepared
+            manifests.append(load(store, path))
+    return manifests
+
+
+def clean(store: Store) -> list[str]:
+    """Remove all prepared rows that nobody uses, also those that are kept for reuse.
+
+    Returns:
+        The ids of the datasets that were removed.
+    """
+    return leases.remove_all_unused(store)
+
+
+def _identity(df: DataFrame, selection: Selection, writing: Writing) -> str | None:
+    by_fraction = isinstance(selection.validation, float)
+    return fingerprint(df, selection, writing.compress, writing.seed if by_fraction else None)
+
+
+def _prepared_before(store: Store, known: str, keep_seconds: float) -> PreparedData | None:
+    for note in reversed(store.list(layout.fingerprint_folder(known))):
+        dataset_id = note.rpartition("/")[2]
+        lease = leases.take(store, dataset_id, keep_seconds)
+        manifest = _complete(store, dataset_id, known)
+        if manifest is not None:
+            logger.info("Dataset %s holds these rows already; using it", dataset_id)
+            return PreparedData(store, manifest, lease, reused=True)
+        store.delete(note)
+        _release(replace(lease, keep_seconds=0.0))
+    return None
+
+
+def _complete(store: Store, dataset_id: str, known: str) -> Manifest | None:
+    """The manifest, if it is this fingerprint's and all of its files are there."""
+    path = layout.manifest_path(dataset_id)
+    if not store.exists(path):
+        return None
+    try:
+        manifest = load(store, path)
+    except (StoreError, DataError) as error:
+        logger.warning("Preparing the data again: %s", error)
+        return None
+    there = set(store.list(layout.dataset_rows_folder(dataset_id)))
+    splits = [manifest.train, *([] if manifest.validation is None else [manifest.validation])]
+    wanted = {f"{manifest.folder}/{file.path}" for split in splits for file in split.files}
+    return manifest if manifest.fingerprint == known and wanted <= there else None
+
+
+def _remove_expired(store: Store) -> None:
+    try:
+        removed = leases.remove_expired(store)
+    except SparkHvdError as error:  # somebody else's leftovers must not keep anybody from training
+        logger.warning("Could not remove expired datasets: %s", error)
+    else:
+        if removed:
+            logger.info("Removed %d datasets that had expired", len(removed))
+
+
+def _release(lease: leases.Lease) -> None:
+    try:
+        lease.release()
+    except SparkHvdError as error:  # neither may it hide the error that led here, nor make one of a success
+        logger.warning("Could not remove the prepared rows in %s: %s", lease.store.url, error)
