@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.data import ParquetSource, load
+from sparkhvd.data import ParquetSource
+from sparkhvd.data.prepared import prepare_data
 from sparkhvd.world import World
 
 pytestmark = pytest.mark.spark
@@ -91,10 +92,14 @@ def in_order(count, size, epochs):
     return [(x[i : i + size], y[i : i + size]) for _ in range(epochs) for i in range(0, count, size)]
 
 
-def by_plan(store, num_proc, epochs):
-    """The global batches of the prepared dataset in the order that its plan says, from rows read in dataset order."""
-    (path,) = [path for path in store.list("datasets") if path.endswith("manifest.json")]
-    manifest = load(store, path)
+def by_plan(spark, store, count, num_proc, epochs):
+    """The global batches of a fit in the order that its plan says, from rows read in dataset order."""
+    assert store.list("datasets") == [], "rows that cannot be recognised stayed after the fit"
+    with prepare_data(num_proc, store, frame(spark, count, 3), ["y"], ["x"]) as data:  # the same row groups again
+        return batches_of(store, data.manifest, num_proc, epochs)
+
+
+def batches_of(store, manifest, num_proc, epochs):
     all_rows = list(ParquetSource(store, manifest, "train", World(), 1000, seed=0, shuffle=False).epoch(0))
     x = np.concatenate([batch.columns["x"] for batch in all_rows])
     y = np.concatenate([batch.columns["y"] for batch in all_rows])
@@ -128,6 +133,6 @@ def test_without_shuffling_the_order_is_that_of_the_dataframe(spark, store, num_
 def test_with_shuffling_the_order_is_that_of_the_plan_and_the_same_seed_is_the_same_run(spark, store, tmp_path):
     count, epochs = 10 * 2 * BATCH + 1, 2  # in the last step one rank has no row
     model = fit(spark, store, count, 2, epochs=epochs, shuffle=True)
-    assert_equal(model, plain(by_plan(store, 2, epochs)))
+    assert_equal(model, plain(by_plan(spark, store, count, 2, epochs)))
     again = fit(spark, Store.create(str(tmp_path / "another store")), count, 2, epochs=epochs, shuffle=True)
     assert np.array_equal(flat(again.getModel()), flat(model.getModel()))
