@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparkhvd.driver.run import run as run
+    from sparkhvd.estimators.keras import KerasEstimator as KerasEstimator
+    from sparkhvd.estimators.keras import KerasModel as KerasModel
     from sparkhvd.estimators.torch import TorchEstimator as TorchEstimator
     from sparkhvd.estimators.torch import TorchModel as TorchModel
     from sparkhvd.store import Store as Store
@@ -17,13 +19,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "KerasEstimator": "sparkhvd.estimators.keras",
+    "KerasModel": "sparkhvd.estimators.keras",
     "run": "sparkhvd.driver.run",
     "Store": "sparkhvd.store",
     "TorchEstimator": "sparkhvd.estimators.torch",
     "TorchModel": "sparkhvd.estimators.torch",
 }
 
-__all__ = ["Store", "TorchEstimator", "TorchModel", "__version__", "run"]
+__all__ = ["KerasEstimator", "KerasModel", "Store", "TorchEstimator", "TorchModel", "__version__", "run"]
 
 
 def __getattr__(name: str) -> object:

@@ -31,7 +31,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.world import layout
 
 CASE_SECONDS = 60.0
-_START_SECONDS = 60.0
+_START_SECONDS = 150.0  # importing a framework takes its time on a busy machine
 _ROOT = Path(__file__).parents[1]
 
 

@@ -96,6 +96,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams):
                 raise ParamError(f"{type(self).__name__} needs {name}{hint}.")
         return params
 
+    def _environment(self) -> dict[str, str | None]:
+        """What the framework needs in the environment of the ranks."""
+        return {}
+
     def _new_run_id(self) -> str:
         framework = self.preload[0]
         return f"{framework}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
@@ -119,6 +123,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams):
                 (job,),
                 num_proc=params["num_proc"],
                 spark=spark,
+                env=self._environment(),
                 preload=self.preload,
                 verbose=params["verbose"],
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -55,6 +55,18 @@ class TrainedModel(Model, ModelParams):
     def __init__(self, trained: Trained, **values: Any) -> None:
         super().__init__(**values)
         self._trained = trained
+
+    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802  (Horovod's name)
+        """One entry per epoch, in Horovod's form and with where the time went.
+
+        Example:
+            >>> model.getHistory()[0]  # doctest: +SKIP
+            {'epoch': 0, 'train': {'loss': 0.7, 'all_metrics': [{'accuracy': 0.5}]}, 'validation': {}, ...}
+        """
+        return [
+            {**record.to_json(), "train": _as_groups(record.train), "validation": _as_groups(record.validation)}
+            for record in self._trained.history
+        ]
 
     @property
     def output_names(self) -> list[str]:
@@ -140,3 +152,9 @@ def _output(index: int, output: OutputSpec) -> Column:
 
     column = source(_PREDICTION).getField(field_of(index))
     return array_to_vector(column) if output.vector else column
+
+
+def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
+    if not values:
+        return {}
+    return {"loss": values["loss"], "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}

@@ -113,7 +113,9 @@ def _weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        number: Any = tf.py_function(factor, [], tf.float32)  # asked at every run of the graph
+        # Asked at every run of the graph, once the step has gradients: before, the step might not have its rows yet.
+        after = [_any_of(g) for g in gradients if g is not None]
+        number: Any = tf.py_function(lambda *_: factor(), after[:1], tf.float32)
         number.set_shape([])
         return [None if g is None else _scaled(g, tf.cast(number, g.dtype)) for g in gradients]
     number = factor()
@@ -126,3 +128,10 @@ def _scaled(gradient: Any, factor: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor
+
+
+def _any_of(gradient: Any) -> Any:
+    """At most one number of a gradient."""
+    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+    return tf.reshape(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient, [-1])[:1]

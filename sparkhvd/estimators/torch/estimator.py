@@ -43,18 +43,6 @@ class TorchModel(TrainedModel):
             model = artifact.load_model(folder)
             return model, artifact.load_optimizer(folder, model)
 
-    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802  (Horovod's name)
-        """One entry per epoch, in Horovod's form and with where the time went.
-
-        Example:
-            >>> model.getHistory()[0]  # doctest: +SKIP
-            {'epoch': 0, 'train': {'loss': 0.7, 'all_metrics': [{'accuracy': 0.5}]}, 'validation': {}, ...}
-        """
-        return [
-            {**record.to_json(), "train": _as_groups(record.train), "validation": _as_groups(record.validation)}
-            for record in self._trained.history
-        ]
-
 
 class TorchEstimator(DistributedEstimator):
     """Trains a ``torch.nn.Module`` on a Spark DataFrame, with one process per rank.
@@ -115,9 +103,3 @@ class TorchEstimator(DistributedEstimator):
         positive_integer,
         default=1,
     )
-
-
-def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
-    if not values:
-        return {}
-    return {"loss": values["loss"], "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}

@@ -1,0 +1,31 @@
+"""``KerasEstimator``: train Keras 3 models on Spark DataFrames.
+
+The names resolve on first use (PEP 562): a rank imports its half of this package without pyspark, and Keras itself is
+imported only once its backend is known.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparkhvd.estimators.keras.estimator import KerasEstimator as KerasEstimator
+    from sparkhvd.estimators.keras.estimator import KerasModel as KerasModel
+
+_HOME_OF = {
+    "KerasEstimator": "sparkhvd.estimators.keras.estimator",
+    "KerasModel": "sparkhvd.estimators.keras.estimator",
+}
+
+__all__ = ["KerasEstimator", "KerasModel"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'sparkhvd.estimators.keras' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -1,0 +1,68 @@
+"""A trained Keras model as files.
+
+=================  ==========================================================================================
+``model.keras``    the model with its optimizer; ``keras.saving.load_model`` opens it without Spark
+``objects.pkl``    the classes and functions that the file knows by name, a cloudpickle; empty in most cases
+``ports.json``     the Keras backend, and which columns make which input
+=================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from sparkhvd.driver.pickling import by_value
+from sparkhvd.estimators.keras.inputs import Port, Ports
+
+if TYPE_CHECKING:
+    from sparkhvd.estimators.keras.package import Package
+
+MODEL, OBJECTS, PORTS = "model.keras", "objects.pkl", "ports.json"
+
+
+def save(folder: Path, model: Any, package: Package) -> None:
+    """Write a compiled model and how columns become its inputs into ``folder``."""
+    import keras  # noqa: PLC0415  (reading needs Keras only once its backend is known)
+
+    keras.saving.save_model(model, folder / MODEL)
+    with by_value(package.objects.values()):
+        (folder / OBJECTS).write_bytes(cloudpickle.dumps(package.objects))
+    content = {"backend": keras.config.backend(), "inputs": asdict(package.inputs), "outputs": asdict(package.outputs)}
+    (folder / PORTS).write_text(json.dumps(content))
+
+
+def load_model(folder: Path, *, compiled: bool) -> Any:
+    """The model of ``save``. Runs the code in ``objects.pkl``: open only what you trust."""
+    import keras  # noqa: PLC0415
+
+    objects = cloudpickle.loads((folder / OBJECTS).read_bytes())
+    return keras.saving.load_model(folder / MODEL, custom_objects=objects, compile=compiled, safe_mode=False)
+
+
+def load_backend(folder: Path) -> str:
+    """The Keras backend that the model was trained with."""
+    return str(json.loads((folder / PORTS).read_text())["backend"])
+
+
+def load_ports(folder: Path) -> tuple[Ports, Ports]:
+    """Inputs and outputs of the model of ``save``."""
+    content = json.loads((folder / PORTS).read_text())
+    return _ports(content["inputs"]), _ports(content["outputs"])
+
+
+def _ports(content: dict[str, Any]) -> Ports:
+    ports = [
+        Port(
+            name=port["name"],
+            columns=tuple(port["columns"]),
+            shape=None if port["shape"] is None else tuple(port["shape"]),
+            dtype=port["dtype"],
+        )
+        for port in content["ports"]
+    ]
+    return Ports(tuple(ports), content["structure"])

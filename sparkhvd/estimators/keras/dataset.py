@@ -1,0 +1,100 @@
+"""A rank's batches as the data set that ``model.fit`` goes over."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from sparkhvd.data.batches import Batch, BatchSource
+from sparkhvd.errors import DataError
+from sparkhvd.estimators.keras.inputs import Ports
+from sparkhvd.estimators.plugin import Arrays
+
+
+class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no types
+    """The batches of one split, in order; asking for batch 0 starts the epoch that ``epoch`` names.
+
+    Keras may read ahead of the training. ``next_share()`` gives the shares of the global batches in the order in which
+    they are trained. A rank without rows in a step gets a row all the same, because Keras has no empty step: its share
+    is 0, and ``was_empty`` tells.
+    """
+
+    def __init__(self, source: BatchSource, inputs: Ports, outputs: Ports) -> None:
+        super().__init__()
+        self.epoch = 0
+        self.rows = 0  # of this rank, delivered in the epoch so far
+        self._source = source
+        self._inputs = inputs
+        self._outputs = outputs
+        self._weights = [column.name for column in source.schema.of("weight")]
+        self._lock = threading.Lock()
+        self._batches: Iterator[Batch] | None = None
+        self._next = 0
+        self._shares: deque[float] = deque()
+        self._empty: set[int] = set()
+        self._row: Arrays | None = None
+
+    def __len__(self) -> int:
+        return self._source.steps()
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        with self._lock:
+            if index == 0:
+                self._start()
+            if index != self._next or self._batches is None:
+                raise DataError(f"Keras asked for batch {index} after batch {self._next - 1}; batches come in order.")
+            self._next += 1
+            batch = next(self._batches)
+            columns, rows = batch.columns, batch.rows
+            self.rows += rows
+            self._shares.append(batch.share)
+            if rows == 0:
+                self._empty.add(index)
+                columns, rows = self._stand_in(columns), 1
+            self._row = {name: array[:1] for name, array in columns.items()}
+        return self._arranged(columns, rows)
+
+    def next_share(self) -> float:
+        """This rank's part of the next batch that is trained."""
+        with self._lock:
+            return self._shares.popleft()
+
+    def was_empty(self, index: int) -> bool:
+        """Whether this rank had no rows in a step of the epoch."""
+        with self._lock:
+            return index in self._empty
+
+    def close(self) -> None:
+        """End the reading."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._stop()
+        self._batches = iter(self._source.epoch(self.epoch))
+        self._next = self.rows = 0
+        self._shares.clear()
+        self._empty.clear()
+
+    def _stop(self) -> None:
+        batches, self._batches = self._batches, None
+        if (close := getattr(batches, "close", None)) is not None:
+            close()
+
+    def _stand_in(self, columns: Arrays) -> Arrays:
+        """One row: the last one, because a made-up one might not be possible."""
+        if self._row is not None:
+            return self._row
+        return {name: np.zeros((1, *array.shape[1:]), array.dtype) for name, array in columns.items()}
+
+    def _arranged(self, columns: Arrays, rows: int) -> tuple[Any, ...]:
+        found = (self._inputs.arrays(columns, rows), self._outputs.arrays(columns, rows))
+        if not self._weights:
+            return found
+        weights = columns[self._weights[0]].astype(np.float32, copy=False)
+        return (*found, self._outputs.arranged([weights] * len(self._outputs.ports)))

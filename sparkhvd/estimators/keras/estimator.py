@@ -1,0 +1,102 @@
+"""``KerasEstimator`` and ``KerasModel``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.base import DistributedEstimator
+from sparkhvd.estimators.declare import Declared, declared
+from sparkhvd.estimators.files import fetched
+from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.plugin import use_backend
+from sparkhvd.estimators.model import TrainedModel
+from sparkhvd.estimators.params import shapes
+
+if TYPE_CHECKING:
+    import keras
+
+_PLUGIN = "sparkhvd.estimators.keras.plugin:PLUGIN"
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}={value!r} must be a dict of objects by name.")
+    return dict(value)
+
+
+class KerasModel(TrainedModel):
+    """A trained ``keras.Model`` as a Spark Transformer."""
+
+    plugin: ClassVar[str] = _PLUGIN
+
+    def getModel(self) -> keras.Model:  # noqa: N802  (Horovod's name)
+        """The trained model, compiled, with its optimizer's state; every call gives another copy."""
+        with fetched(self._trained.store, self._trained.files) as folder:
+            use_backend(artifact.load_backend(folder))
+            return artifact.load_model(folder, compiled=True)
+
+
+class KerasEstimator(DistributedEstimator):
+    """Trains a ``keras.Model`` on a Spark DataFrame, with one process per rank.
+
+    Works with Keras 3 on the TensorFlow and the PyTorch backend: the ranks use the backend of the driver. Every
+    parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``). How columns become inputs and targets is
+    written in ``sparkhvd.estimators.keras.inputs``. The given model and optimizer are never changed.
+
+    Example:
+        >>> estimator = KerasEstimator(
+        ...     num_proc=2,
+        ...     store=Store.create("/tmp/experiments"),
+        ...     model=keras.Sequential([keras.Input((64,)), keras.layers.Dense(10, activation="softmax")]),
+        ...     optimizer=keras.optimizers.Adam(),
+        ...     loss="sparse_categorical_crossentropy",
+        ...     metrics=["accuracy"],
+        ...     feature_cols=["pixels"],
+        ...     label_cols=["digit"],
+        ...     epochs=3,
+        ... )
+        >>> predicted = estimator.fit(train_df).transform(test_df)  # doctest: +SKIP
+    """
+
+    plugin: ClassVar[str] = _PLUGIN
+    model_class: ClassVar[type[TrainedModel]] = KerasModel
+    preload: ClassVar[tuple[str, ...]] = (
+        "keras",
+        "sparkhvd.estimators.keras.trainer",
+        "sparkhvd.estimators.keras.plugin",
+        "sparkhvd.estimators.worker",
+    )
+    required: ClassVar[tuple[str, ...]] = ("store", "model", "loss", "feature_cols", "label_cols")
+
+    model: Declared[keras.Model | None] = declared("The model to train; it is copied, not changed.", default=None)
+    optimizer: Declared[keras.optimizers.Optimizer | str | None] = declared(
+        "The optimizer or its name; by default the one that the model was compiled with.", default=None
+    )
+    loss: Declared[Any] = declared(
+        "What model.compile takes: a name, a function, a Loss, or one per output.", default=None
+    )
+    loss_weights: Declared[Sequence[float] | None] = declared("What model.compile takes.", default=None)
+    metrics: Declared[Sequence[Any] | None] = declared("What model.compile takes.", default=None)
+    callbacks: Declared[Sequence[Any] | None] = declared(
+        "Keras callbacks, run on every rank; the logs that they see are averaged over the ranks.", default=None
+    )
+    custom_objects: Declared[Mapping[str, Any] | None] = declared(
+        "Classes and functions that the model uses, by name; those of its own layers are found by themselves.",
+        _mapping,
+        default=None,
+    )
+    input_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
+        "Shape of one row of every feature column, with or without a leading -1 for the rows.", shapes, default=None
+    )
+    label_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
+        "Shape of one row of every label column; by default that of the output if it has as many elements.",
+        shapes,
+        default=None,
+    )
+
+    def _environment(self) -> dict[str, str | None]:
+        import keras  # noqa: PLC0415  (the user's model is here, so it has been imported)
+
+        return {"KERAS_BACKEND": keras.config.backend(), "TF_CPP_MIN_LOG_LEVEL": "2"}

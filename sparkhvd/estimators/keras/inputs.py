@@ -1,0 +1,184 @@
+"""How columns become the inputs and the targets of a Keras model.
+
+Inputs, in the order in which the rules are tried:
+
+1. The model has as many inputs as there are feature columns: by name where the names are the same, else in order.
+2. The model has one input (or is a subclass whose inputs are not known): all feature columns side by side as
+   ``(rows, k)``, scalars counting one; a single array or vector column as it is.
+
+Each input is reshaped to the model's shape and cast to its dtype, or to ``input_shapes``. A label column goes to the
+output of its name where all names are the same, else in order; it is reshaped to the output's shape when it has as many
+elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.schema import ColumnSpec
+from sparkhvd.errors import ParamError
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input or output of a model.
+
+    Attributes:
+        name: the model's name for it.
+        columns: the columns that it is made of; several are put side by side.
+        shape: shape of one row; None keeps the column's own.
+        dtype: what the values are cast to; None keeps the column's own.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    dtype: str | None
+
+    def array(self, arrays: Arrays, rows: int) -> npt.NDArray[np.generic]:
+        """The values for these rows."""
+        parts = [arrays[name] for name in self.columns]
+        joined = parts[0] if len(parts) == 1 else np.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
+        if self.dtype is not None:
+            joined = joined.astype(self.dtype, copy=False)
+        return joined if self.shape is None else joined.reshape(rows, *self.shape)
+
+    def __str__(self) -> str:
+        shape = "" if self.shape is None else f" as rows x {list(self.shape)}"
+        return f"{self.name!r} is {' + '.join(self.columns)}{shape}"
+
+
+@dataclass(frozen=True)
+class Ports:
+    """All inputs of a model, or all its outputs, in the structure that Keras wants them in."""
+
+    ports: tuple[Port, ...]
+    structure: Literal["single", "list", "dict"]
+
+    def arrays(self, columns: Arrays, rows: int) -> Any:
+        """What is passed to Keras for these rows."""
+        return self.arranged([port.array(columns, rows) for port in self.ports])
+
+    def arranged(self, values: Sequence[Any]) -> Any:
+        """Values, one per port, in the structure."""
+        if self.structure == "single":
+            return values[0]
+        if self.structure == "list":
+            return list(values)
+        return {port.name: value for port, value in zip(self.ports, values, strict=True)}
+
+    def flat(self, values: Any) -> list[Any]:
+        """The inverse of ``arranged``."""
+        if self.structure == "single":
+            return [values]
+        return [values[port.name] for port in self.ports] if self.structure == "dict" else list(values)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.ports))
+
+
+def plan_inputs(model: Any, columns: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
+    """The inputs of ``model``.
+
+    Raises:
+        ParamError: the columns do not fit the inputs; the message names both.
+    """
+    known = _tensors(getattr(model, "inputs", None))
+    names = [column.name for column in columns]
+    if shapes is not None and len(shapes) != len(columns):
+        raise ParamError(f"input_shapes has {len(shapes)} shapes but feature_cols has {len(columns)} columns: {names}.")
+    given = None if shapes is None else {name: _row(shape) for name, shape in zip(names, shapes, strict=True)}
+    if known is None:
+        if given is not None and len(columns) > 1:
+            return Ports(tuple(Port(name, (name,), given[name], None) for name in names), "list")
+        return Ports(
+            (Port("input", tuple(names), given[names[0]] if given else _side_by_side(columns), None),), "single"
+        )
+    structure = _structure(getattr(model, "_inputs_struct", None), len(known))
+    if len(known) == 1 and len(columns) > 1:
+        (tensor,) = known
+        shape = _static(tensor) or _side_by_side(columns)
+        return Ports((Port(tensor.name, tuple(names), shape, tensor.dtype),), structure)
+    if len(known) != len(columns):
+        raise ParamError(
+            f"The model has {len(known)} inputs {[t.name for t in known]} but feature_cols has {len(columns)} columns: "
+            f"{names}. Give one column per input, or one input to which all columns go side by side."
+        )
+    by_name = {tensor.name for tensor in known} == set(names)
+    ports = []
+    for tensor, column in zip(known, columns, strict=True):
+        name = tensor.name if by_name else column.name
+        shape = given[name] if given else _static(tensor)
+        ports.append(Port(tensor.name, (name,), shape, tensor.dtype))
+    return Ports(tuple(ports), structure)
+
+
+def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
+    """The targets of ``model``, one per label column.
+
+    Raises:
+        ParamError: there are not as many outputs as labels, or shapes as labels.
+    """
+    known = _tensors(getattr(model, "outputs", None))
+    names = [column.name for column in labels]
+    if shapes is not None and len(shapes) != len(labels):
+        raise ParamError(f"label_shapes has {len(shapes)} shapes but label_cols has {len(labels)} columns: {names}.")
+    rows = [None] * len(labels) if shapes is None else [_row(shape) for shape in shapes]
+    if known is None:
+        ports = [Port(name, (name,), shape, None) for name, shape in zip(names, rows, strict=True)]
+        return Ports(tuple(ports), "single" if len(ports) == 1 else "list")
+    outputs = list(getattr(model, "output_names", None) or [tensor.name for tensor in known])
+    if len(outputs) != len(labels):
+        raise ParamError(
+            f"The model has {len(outputs)} output(s) {outputs} but label_cols has {len(labels)}: {names}. Each output "
+            "needs its label column, in the same order or under the output's name."
+        )
+    by_name = set(outputs) == set(names)
+    specs = {column.name: column for column in labels}
+    ports = []
+    for index, (output, tensor) in enumerate(zip(outputs, known, strict=True)):
+        column = specs[output] if by_name else labels[index]
+        shape = rows[names.index(column.name)]
+        ports.append(Port(output, (column.name,), shape if shape is not None else _fitting(column, tensor), None))
+    return Ports(tuple(ports), _structure(getattr(model, "_outputs_struct", None), len(known)))
+
+
+def _tensors(found: Any) -> list[Any] | None:
+    return list(found) if found else None
+
+
+def _structure(given: Any, count: int) -> Literal["single", "list", "dict"]:
+    if isinstance(given, dict):
+        return "dict"
+    return "list" if count > 1 or isinstance(given, list | tuple) else "single"
+
+
+def _row(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(shape[1:]) if shape and shape[0] == -1 else tuple(shape)
+
+
+def _static(tensor: Any) -> tuple[int, ...] | None:
+    """The shape of one row, where the model fixes all of it."""
+    sizes = tuple(tensor.shape[1:])
+    return None if any(size is None for size in sizes) else sizes
+
+
+def _side_by_side(columns: Sequence[ColumnSpec]) -> tuple[int, ...] | None:
+    if len(columns) == 1:
+        return None if columns[0].kind != "scalar" else (1,)
+    widths = [1 if column.kind == "scalar" else int(np.prod(column.shape or (-1,))) for column in columns]
+    return (sum(widths) if min(widths) > 0 else -1,)
+
+
+def _fitting(column: ColumnSpec, tensor: Any) -> tuple[int, ...] | None:
+    """The output's shape, for a label of as many elements."""
+    shape = _static(tensor)
+    fits = shape is not None and column.shape is not None and np.prod(shape) == np.prod(column.shape)
+    return shape if fits else None

@@ -1,0 +1,161 @@
+"""The user's Keras objects as bytes that another process, with the same backend, makes them of again."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.driver.pickling import by_value
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.keras.inputs import Ports
+
+_CONFIGURED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A Keras object as its configuration and the values of its variables."""
+
+    config: dict[str, Any]
+    variables: tuple[npt.NDArray[np.generic], ...] = ()
+
+
+@dataclass(frozen=True)
+class Package:
+    """What a rank trains, in Keras' own file format where there is one.
+
+    Attributes:
+        model: a ``.keras`` file.
+        objects: classes and functions by the names that the file knows them by.
+        optimizer: the optimizer, with its state.
+        loss: what ``compile`` takes, with Keras' objects configured.
+        loss_weights: what ``compile`` takes.
+        metrics: what ``compile`` takes, with Keras' objects configured.
+        callbacks: the user's callbacks.
+        inputs: how columns become inputs.
+        outputs: how columns become targets.
+        passes: batches that make one step.
+    """
+
+    model: bytes
+    objects: dict[str, Any]
+    optimizer: Configured
+    loss: Any
+    loss_weights: Any
+    metrics: Any
+    inputs: Ports
+    outputs: Ports
+    callbacks: tuple[Any, ...] = ()
+    passes: int = 1
+
+    def dumps(self) -> bytes:
+        """The package as bytes.
+
+        Raises:
+            ParamError: something in it cannot be pickled.
+        """
+        own = [*self.objects.values(), *_leaves(self.loss), *_leaves(self.metrics), *self.callbacks]
+        try:
+            with by_value(own):
+                return bytes(cloudpickle.dumps(self))
+        except Exception as error:
+            raise ParamError(
+                f"The loss, metrics, callbacks or custom objects cannot be pickled to send them to the ranks: {error}"
+            ) from error
+
+    def build(self) -> Any:
+        """The model with its optimizer, compiled."""
+        model = model_of(self.model, self.objects)
+        with keras.saving.custom_object_scope(self.objects):
+            optimizer = thawed(self.optimizer)
+            loss, metrics = thawed(self.loss), thawed(self.metrics)
+        if model.built and self.optimizer.variables:
+            optimizer.build(model.trainable_variables)
+            for variable, value in zip(optimizer.variables, self.optimizer.variables, strict=True):
+                variable.assign(value)
+        model.compile(
+            optimizer=optimizer, loss=loss, loss_weights=self.loss_weights, metrics=metrics, jit_compile=False
+        )
+        return model
+
+
+def bytes_of(model: Any) -> bytes:
+    """A model as the content of a ``.keras`` file, without what it was compiled with."""
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-") as folder:
+        path = Path(folder, "model.keras")
+        keras.saving.save_model(model, path)
+        return path.read_bytes()
+
+
+def model_of(content: bytes, objects: Mapping[str, Any]) -> Any:
+    """The model of ``bytes_of``, not compiled. Runs the code in its Lambda layers: open only what you trust."""
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-") as folder:
+        path = Path(folder, "model.keras")
+        path.write_bytes(content)
+        return keras.saving.load_model(path, custom_objects=dict(objects), compile=False, safe_mode=False)
+
+
+def custom_objects_of(model: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The classes of a model and its layers that Keras does not know, by name, and what the user gave."""
+    found: dict[str, Any] = {}
+    for layer in [model, *model._flatten_layers(include_self=False)]:  # noqa: SLF001  (no public way to walk)
+        kind = type(layer)
+        if not kind.__module__.startswith(("keras.", "keras_hub.")):
+            found[kind.__name__] = kind
+            found[keras.saving.get_registered_name(kind)] = kind
+    return {**found, **(given or {})}
+
+
+def frozen(value: Any) -> Any:
+    """``value`` with the Keras objects in it configured: in lists, tuples and dicts too."""
+    if isinstance(value, dict):
+        return {key: frozen(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [frozen(item) for item in value]
+    if not isinstance(value, _CONFIGURED):
+        return value
+    variables: tuple[npt.NDArray[np.generic], ...] = ()
+    if isinstance(value, keras.optimizers.Optimizer) and value.built:
+        variables = tuple(keras.ops.convert_to_numpy(variable) for variable in value.variables)
+    return Configured(keras.saving.serialize_keras_object(value), variables)
+
+
+def thawed(value: Any) -> Any:
+    """The inverse of ``frozen``, without the values of variables."""
+    if isinstance(value, dict):
+        return {key: thawed(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [thawed(item) for item in value]
+    if isinstance(value, Configured):
+        return keras.saving.deserialize_keras_object(value.config, safe_mode=False)
+    return value
+
+
+def arrays_to_bytes(arrays: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
+    """Arrays by name as one file that opens without running code."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # numpy's stubs know allow_pickle only
+    return buffer.getvalue()
+
+
+def arrays_of_bytes(content: bytes) -> dict[str, npt.NDArray[np.generic]]:
+    """The inverse of ``arrays_to_bytes``."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as found:
+        return dict(found)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [] if value is None or isinstance(value, str | Configured) else [value]

@@ -1,0 +1,186 @@
+"""Keras 3 behind the estimators' plug-in protocol.
+
+Keras chooses its backend when it is imported, once per process; so nothing here imports it before the backend is known.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.config import export
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
+from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
+from sparkhvd.estimators.plugin import Arrays, TrainSpec
+from sparkhvd.world import World
+
+if TYPE_CHECKING:
+    from sparkhvd.estimators.keras.package import Package
+    from sparkhvd.estimators.keras.trainer import KerasTrainer
+
+_MADE_UP_ROWS = 2
+
+
+class KerasPlugin:
+    """Trains ``keras.Model``s."""
+
+    def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
+        """See ``FrameworkPlugin.check``; runs a copy of the model.
+
+        Raises:
+            ParamError: a parameter is of the wrong kind, or the objects cannot be sent to the ranks.
+            ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
+        """
+        package = _unpack(self.pack({**params, "schema": schema}))
+        if rows is None and any(column.shape is None for column in schema.columns):
+            return []
+        return _try_out(package, _made_up(schema) if rows is None else rows)
+
+    def pack(self, params: Mapping[str, object]) -> bytes:
+        """Everything that the ranks need, as bytes."""
+        return _package(params).dumps()
+
+    def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> KerasTrainer:
+        """The trainer of one rank."""
+        from sparkhvd.estimators.keras.trainer import KerasTrainer  # noqa: PLC0415
+
+        return KerasTrainer(_unpack(payload), spec, world)
+
+    def predictor(self, folder: Path) -> KerasPredictor:
+        """The model in a folder that ``KerasTrainer.export`` wrote."""
+        use_backend(artifact.load_backend(folder))
+        inputs, outputs = artifact.load_ports(folder)
+        return KerasPredictor(artifact.load_model(folder, compiled=False), inputs, outputs)
+
+    def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
+        """Which columns go where, for the log."""
+        inputs = plan_inputs(params["model"], schema.of("feature"), _shapes(params, "input_shapes"))
+        outputs = plan_outputs(params["model"], schema.of("label"), _shapes(params, "label_shapes"))
+        return f"inputs: {inputs}; outputs: {outputs}"
+
+
+@dataclass(frozen=True)
+class KerasPredictor:
+    """A trained model, ready for batches."""
+
+    model: Any
+    inputs: Ports
+    outputs: Ports
+
+    def predict(self, columns: Arrays) -> list[npt.NDArray[np.generic]]:
+        """One array per output, first dimension = rows."""
+        rows = len(next(iter(columns.values())))
+        return [
+            np.asarray(each)
+            for each in self.outputs.flat(self.model.predict_on_batch(self.inputs.arrays(columns, rows)))
+        ]
+
+
+PLUGIN = KerasPlugin()
+
+
+def use_backend(name: str) -> None:
+    """Choose the backend of Keras for this process.
+
+    Raises:
+        ConfigError: Keras has been imported with another one.
+    """
+    if "keras" not in sys.modules:
+        export({"KERAS_BACKEND": name})
+        return
+    import keras  # noqa: PLC0415
+
+    if keras.config.backend() != name:
+        raise ConfigError(
+            f"This process runs Keras on {keras.config.backend()!r}, but the model was trained on {name!r}. Set "
+            f"KERAS_BACKEND={name} before keras is imported, on the executors too (spark.executorEnv.KERAS_BACKEND)."
+        )
+
+
+def _package(params: Mapping[str, Any]) -> Package:
+    import keras  # noqa: PLC0415
+
+    from sparkhvd.estimators.keras.package import Package, bytes_of, custom_objects_of, frozen  # noqa: PLC0415
+
+    model = params["model"]
+    if not isinstance(model, keras.Model):
+        raise ParamError(f"model is a {type(model).__name__}; it must be a keras.Model.")
+    optimizer = params["optimizer"] or getattr(model, "optimizer", None)
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
+    if not model.built:
+        raise ParamError(
+            "The model is not built, so it has no weights to send to the ranks. Call it once on a few rows, or give it "
+            "a keras.Input."
+        )
+    schema = cast("DataSchema", params["schema"])
+    return Package(
+        model=bytes_of(model),
+        objects=custom_objects_of(model, params["custom_objects"]),
+        optimizer=frozen(optimizer),
+        loss=frozen(params["loss"]),
+        loss_weights=None if params["loss_weights"] is None else list(params["loss_weights"]),
+        metrics=frozen(list(params["metrics"] or ())) or None,
+        inputs=plan_inputs(model, schema.of("feature"), _shapes(params, "input_shapes")),
+        outputs=plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
+        callbacks=tuple(params["callbacks"] or ()),
+    )
+
+
+def _unpack(payload: bytes) -> Package:
+    return cast("Package", cloudpickle.loads(payload))
+
+
+def _shapes(params: Mapping[str, object], name: str) -> Sequence[Sequence[int]] | None:
+    return cast("Sequence[Sequence[int]] | None", params.get(name))
+
+
+def _made_up(schema: DataSchema) -> Arrays:
+    return {c.name: np.zeros((_MADE_UP_ROWS, *(c.shape or ())), np.dtype(c.dtype)) for c in schema.columns}
+
+
+def _try_out(package: Package, sample: Arrays) -> list[tuple[int, ...]]:
+    rows = len(next(iter(sample.values())))
+    model = package.build()
+    try:
+        features = package.inputs.arrays(sample, rows)
+        predicted = model(features, training=False)
+        outputs = package.outputs.flat(predicted)
+    except Exception as error:
+        columns = {name: sample[name] for port in package.inputs.ports for name in port.columns}
+        raise ModelOutputError(
+            f"The model cannot take the feature columns ({_described(columns.values())} for {rows} rows; inputs: "
+            f"{package.inputs}): {type(error).__name__}: {error} Give input_shapes if the columns need another shape."
+        ) from error
+    for port, output in zip(package.outputs.ports, outputs, strict=True):
+        if len(output.shape) == 0 or output.shape[0] != rows:
+            raise ModelOutputError(
+                f"Output {port.name!r} has shape {list(output.shape)} for {rows} rows; its first dimension must be the "
+                "rows."
+            )
+    targets = package.outputs.arrays(sample, rows)
+    try:
+        model.compute_loss(features, targets, predicted)
+        model.compute_metrics(features, targets, predicted)
+    except Exception as error:
+        raise ModelOutputError(
+            f"The loss or a metric cannot compare the model's outputs {_described(outputs)} with the labels "
+            f"{_described(package.outputs.flat(targets))} ({package.outputs}): {type(error).__name__}: {error} Make "
+            "the model's last layer, label_cols or label_shapes fit."
+        ) from error
+    return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _described(values: Iterable[Any]) -> str:
+    return ", ".join(f"{value.dtype}{list(value.shape)}" for value in values)

@@ -1,0 +1,208 @@
+"""One rank's training of a Keras model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.data.batches import BatchSource
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.dataset import BatchDataset
+from sparkhvd.estimators.keras.package import Package, arrays_of_bytes, arrays_to_bytes
+from sparkhvd.estimators.plugin import EpochReport, StepTimes, Trainer, TrainHooks, TrainSpec
+from sparkhvd.keras.callbacks import broadcast_variables
+from sparkhvd.keras.optimizer import DistributedOptimizer
+from sparkhvd.world import World
+
+
+class KerasTrainer:
+    """Trains on this rank's part of every global batch, by ``model.fit``.
+
+    The gradient of a step is the mean over the rows of all ranks; BatchNormalization sees this rank's rows only, and
+    dropout draws on every rank for itself.
+    """
+
+    def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
+        prepare_devices(world)
+        keras.utils.set_random_seed(spec.seed)
+        self._package = package
+        self._spec = spec
+        self._model = package.build()
+        self._lr_scale = float(world.size) if spec.scale_lr else 1.0
+        self._scale_lr(self._lr_scale)
+
+    def state(self) -> bytes:
+        """The values of all variables of model and optimizer."""
+        arrays = {f"model.{i}": _value(v) for i, v in enumerate(self._model.variables)}
+        arrays |= {f"optimizer.{i}": _value(v) for i, v in enumerate(self._model.optimizer.variables)}
+        return arrays_to_bytes({**arrays, "lr_scale": np.array(self._lr_scale)})
+
+    def restore(self, state: bytes) -> None:
+        """Continue from ``state``; the learning rate is the one of then, in this run's scale."""
+        arrays = arrays_of_bytes(state)
+        optimizer = self._model.optimizer
+        if not optimizer.built:
+            optimizer.build(self._model.trainable_variables)
+        for kind, variables in (("model", self._model.variables), ("optimizer", optimizer.variables)):
+            for index, variable in enumerate(variables):
+                variable.assign(arrays[f"{kind}.{index}"])
+        self._scale_lr(self._lr_scale / float(arrays["lr_scale"]))
+
+    def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
+        """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback ends it; collective."""
+        optimizer = DistributedOptimizer(self._model.optimizer, sparse_as_dense=True)
+        if not optimizer.built:
+            optimizer.build(self._model.trainable_variables)
+        broadcast_variables([*self._model.variables, *optimizer.variables])
+        data = BatchDataset(train, self._package.inputs, self._package.outputs)
+        validation = None if val is None else BatchDataset(val, self._package.inputs, self._package.outputs)
+        optimizer.weight_by(data.next_share)
+        begin = _EpochBegin(data, validation)
+        callbacks = [begin, *self._package.callbacks, _EpochEnd(begin, hooks, self, train.steps())]
+        try:
+            self._model.fit(
+                data,
+                validation_data=validation,
+                initial_epoch=hooks.first_epoch,
+                epochs=self._spec.epochs,
+                callbacks=callbacks,
+                shuffle=False,
+                verbose=0,
+            )
+        finally:
+            data.close()
+            if validation is not None:
+                validation.close()
+
+    def export(self, folder: Path) -> None:
+        """Write the model, its optimizer with the user's unscaled learning rate."""
+        self._scale_lr(1.0 / self._lr_scale)
+        try:
+            artifact.save(folder, self._model, self._package)
+        finally:
+            self._scale_lr(self._lr_scale)
+
+    def _scale_lr(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        optimizer = self._model.optimizer
+        if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):  # noqa: SLF001
+            raise ParamError(
+                "scale_lr=True needs a learning rate that is a number; the optimizer has a schedule. Scale the "
+                "schedule's own numbers instead."
+            )
+        optimizer.learning_rate = float(_value(optimizer.learning_rate)) * factor
+
+
+@dataclass
+class _Measured:
+    """The metrics of one epoch on this rank."""
+
+    train: dict[str, tuple[float, int]] = field(default_factory=dict)
+    validation: dict[str, tuple[float, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
+    """Comes before the user's callbacks: names the epoch, keeps empty steps without effect, averages the logs."""
+
+    def __init__(self, data: BatchDataset, validation: BatchDataset | None) -> None:
+        super().__init__()
+        self.measured = _Measured()
+        self._data = data
+        self._validation = validation
+        self._kept: list[tuple[Any, Any]] = []
+        self._started = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        self._data.epoch = epoch
+        self._started = time.monotonic()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        self._keep(batch, self._data)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        self._give_back(batch, self._data)
+        if batch == len(self._data) - 1:
+            self.measured.seconds = time.monotonic() - self._started
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        if self._validation is not None:
+            self._keep(batch, self._validation)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        if self._validation is not None:
+            self._give_back(batch, self._validation)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace the logs, which callbacks read, by the means over the rows of all ranks; collective."""
+        logs = {} if logs is None else logs
+        rows = {"train": self._data.rows, "val": self._validation.rows if self._validation is not None else 0}
+        names = sorted(logs)
+        counts = [rows["val" if name.startswith("val_") else "train"] for name in names]
+        sums = [float(logs[name]) * count if count else 0.0 for name, count in zip(names, counts, strict=True)]
+        pairs = dict(zip(names, zip(sums, counts, strict=True), strict=True))
+        self.measured.train = {name: pair for name, pair in pairs.items() if not name.startswith("val_")}
+        self.measured.validation = {n.removeprefix("val_"): p for n, p in pairs.items() if n.startswith("val_")}
+        totals = session.current().allreduce(
+            np.array([sums, counts], np.float64), ReduceOp.SUM, name=f"epoch {epoch} logs"
+        )
+        logs.update(zip(names, (totals[0] / np.maximum(totals[1], 1)).tolist(), strict=True))
+
+    def _keep(self, batch: int, data: BatchDataset) -> None:
+        """Only the last step can be empty."""
+        self._kept = []
+        if batch == len(data) - 1:
+            model = self.model
+            found = [*model.metrics_variables, *model.non_trainable_variables]
+            self._kept = [(variable, _value(variable)) for variable in found]
+
+    def _give_back(self, batch: int, data: BatchDataset) -> None:
+        if data.was_empty(batch):
+            for variable, value in self._kept:
+                variable.assign(value)
+        self._kept = []
+
+
+class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
+    """Comes after the user's callbacks, so that the checkpoint holds what they changed."""
+
+    def __init__(self, begin: _EpochBegin, hooks: TrainHooks, trainer: Trainer, steps: int) -> None:
+        super().__init__()
+        self._begin = begin
+        self._hooks = hooks
+        self._trainer = trainer
+        self._steps = steps
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        measured = self._begin.measured
+        # Keras' own loop does not tell waiting for data, computing and communicating apart.
+        times = StepTimes(0.0, measured.seconds, 0.0)
+        report = EpochReport(epoch, measured.train, measured.validation, times, self._steps)
+        if not self._hooks.on_epoch_end(report, self._trainer):
+            self.model.stop_training = True
+
+
+def prepare_devices(world: World) -> None:
+    """Give the rank its own GPU where TensorFlow sees some, and let it grow its memory as it needs it."""
+    if keras.config.backend() != "tensorflow":
+        return
+    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        own = gpus[world.local_rank % len(gpus)]
+        tf.config.set_visible_devices(own, "GPU")
+        tf.config.experimental.set_memory_growth(own, True)
+
+
+def _value(variable: Any) -> Any:
+    return np.array(keras.ops.convert_to_numpy(variable))

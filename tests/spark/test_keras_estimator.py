@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+from pyspark.ml import Pipeline
+from pyspark.ml.feature import VectorAssembler
+
+from sparkhvd import KerasEstimator, Store
+from sparkhvd.errors import ModelOutputError, ParamError
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]  # the ranks and the executors import TensorFlow
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return Store.create(str(tmp_path_factory.mktemp("store")))
+
+
+@pytest.fixture(scope="module")
+def xor(spark):
+    """Noisy exclusive or; the label is 1 where one of the two is near 1."""
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 2, (301, 2))
+    noisy = bits + 0.1 * random.normal(size=bits.shape)
+    rows = [(float(a), float(b), int(x ^ y)) for (a, b), (x, y) in zip(noisy, bits, strict=True)]
+    df = spark.createDataFrame(rows, "a double, b double, y int").coalesce(2).cache()
+    df.count()
+    yield df
+    df.unpersist()
+
+
+def network(outputs=2):
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.Input((2,)),
+        keras.layers.Dense(16, activation="tanh"),
+        keras.layers.Dense(outputs, activation="softmax"),
+    ]
+    return keras.Sequential(layers)
+
+
+def estimator(store, **more):
+    given = {
+        "num_proc": 2,
+        "store": store,
+        "model": network(),
+        "optimizer": keras.optimizers.Adam(0.05),
+        "loss": "sparse_categorical_crossentropy",
+        "metrics": ["accuracy"],
+        "feature_cols": ["a", "b"],
+        "label_cols": ["y"],
+        "validation": 0.2,
+        "batch_size": 16,
+        "epochs": 4,
+        "random_seed": 7,
+        "verbose": 0,
+    }
+    return KerasEstimator(**{**given, **more})
+
+
+def test_a_model_learns_stops_early_and_predicts_as_keras_does(xor, store):
+    patience = keras.callbacks.EarlyStopping(monitor="val_accuracy", patience=2)
+    given = network()
+    before = [weight.copy() for weight in given.get_weights()]
+    trained = estimator(store, model=given, callbacks=[patience], epochs=30).fit(xor)
+    history = trained.getHistory()
+    assert 3 <= len(history) < 30, "EarlyStopping must have ended the training"
+    assert history[-1]["validation"]["loss"] < 0.3
+    assert {"accuracy": history[-1]["train"]["all_metrics"][0]["accuracy"]} == history[-1]["train"]["all_metrics"][0]
+    for one, two in zip(before, given.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two, "the given model must not change")
+    rows = trained.transform(xor).select("a", "b", "y", "y__output").collect()
+    predicted = np.array([row["y__output"].toArray() for row in rows])
+    native = trained.getModel().predict(np.array([[row["a"], row["b"]] for row in rows], np.float32), verbose=0)
+    np.testing.assert_allclose(predicted, native, rtol=1e-5, atol=1e-7)
+    assert (predicted.argmax(axis=1) == [row["y"] for row in rows]).mean() > 0.95
+
+
+def test_a_pipeline_with_an_assembler_trains_and_a_run_is_continued(xor, store):
+    steps = [VectorAssembler(inputCols=["a", "b"], outputCol="v")]
+    short = estimator(store, feature_cols=["v"], epochs=1, run_id="keras-run", validation=None)
+    Pipeline(stages=[*steps, short]).fit(xor)
+    more = estimator(store, feature_cols=["v"], epochs=2, run_id="keras-run", validation=None)
+    continued = Pipeline(stages=[*steps, more]).fit(xor).stages[-1].getHistory()
+    whole = estimator(store, feature_cols=["v"], epochs=2, validation=None)
+    undisturbed = Pipeline(stages=[*steps, whole]).fit(xor).stages[-1].getHistory()
+    assert [record["epoch"] for record in continued] == [0, 1]
+    assert continued[-1]["train"]["loss"] == pytest.approx(undisturbed[-1]["train"]["loss"], rel=1e-5)
+
+
+def test_what_cannot_work_is_refused_before_any_job(xor, store):
+    for changes, error, message in [
+        ({"loss": None}, ParamError, "needs loss"),
+        ({"feature_cols": ["a"], "label_cols": ["y", "b"]}, ParamError, "1 output"),
+        ({"loss": "categorical_crossentropy"}, ModelOutputError, "The loss or a metric cannot compare"),
+    ]:
+        with pytest.raises(error, match=message):
+            estimator(store, **changes).fit(xor)

@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.estimators.history import averaged
+from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.world import World
+from tests.ranks import RankGroup
+from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
+
+DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
+WEIGHTED = schema(
+    x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"), w=("weight", "float64", (), "scalar")
+)
+
+# Rows of every rank in the steps of an epoch.
+EVEN = [(4, 4)] * 10
+PARTIAL_END = [(4, 4)] * 9 + [(2, 1)]
+EMPTY_END = [(4, 4)] * 9 + [(1, 0)]
+
+
+@pytest.fixture(scope="module", params=["tensorflow", "torch"])
+def group(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", request.param)
+        started = RankGroup(2, imports=("keras", "sparkhvd.estimators.keras.trainer"))
+    with started:
+        yield started
+
+
+def network():
+    """The same weights in every backend, and a loss of the weights beside that of the rows."""
+    decay = keras.regularizers.L2(0.01)
+    layers = [
+        keras.Input((6,)),
+        keras.layers.Dense(16, activation="tanh"),
+        keras.layers.Dense(3, kernel_regularizer=decay),
+    ]
+    model = keras.Sequential(layers)
+    random = np.random.default_rng(3)
+    model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
+    return model
+
+
+def rows(count):
+    random = np.random.default_rng(5)
+    return {
+        "x": random.normal(size=(count, 6)),
+        "y": random.integers(0, 3, count),
+        "w": random.uniform(0.1, 2.0, count),
+    }
+
+
+def source(sizes, rank, data=DATA):
+    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
+    mine, start = [], 0
+    for step in sizes:
+        first = start + sum(step[:rank])
+        mine.append(list(range(first, first + step[rank])))
+        start += sum(step)
+    found = {name: values for name, values in rows(start).items() if name in data.names()}
+    return ArraySource(data, found, mine, [sum(step) for step in sizes])
+
+
+def parameters(data=DATA, **more):
+    base = {
+        "model": network(),
+        "optimizer": keras.optimizers.Adam(0.02),
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "loss_weights": None,
+        "metrics": ["accuracy"],
+        "callbacks": None,
+        "custom_objects": None,
+        "input_shapes": None,
+        "label_shapes": None,
+        "schema": data,
+    }
+    return {**base, **more}
+
+
+def train_as_rank(sizes, weighted):
+    data = WEIGHTED if weighted else DATA
+    world = session.current().world
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(data)), spec(data, epochs=2), world)
+    hooks = Hooks()
+    trainer.fit(source(sizes, world.rank, data), source(sizes, world.rank, data), hooks)
+    record = averaged(hooks.reports[-1], session.current())
+    return trainer._model.get_weights(), record
+
+
+def train_plainly(sizes, weighted):
+    """Plain Keras on the global batches; the weights, and the mean of the loss over the rows of the last epoch."""
+    model = network()
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss=parameters()["loss"], metrics=["accuracy"])
+    data = rows(sum(sum(step) for step in sizes))
+    weights = data["w"] if weighted else None
+    past = model.fit(data["x"], data["y"], 8, 2, sample_weight=weights, shuffle=False, verbose=0)
+    last = {name: values[-1] for name, values in past.history.items()}
+    return model.get_weights(), last, model.evaluate(data["x"], data["y"], verbose=0, return_dict=True)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("sizes", [EVEN, PARTIAL_END, EMPTY_END], ids=["even", "partial end", "empty end"])
+def test_ranks_are_one_big_batch(group, sizes, weighted):
+    (mine, record), (other, _) = group.run(train_as_rank, sizes, weighted)
+    wanted, logs, evaluated = train_plainly(sizes, weighted)
+    for one, two, plain in zip(mine, other, wanted, strict=True):
+        np.testing.assert_array_equal(one, two, "ranks must end with the same weights")
+        assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
+    assert record.train["loss"] == pytest.approx(float(logs["loss"]), rel=1e-3)
+    assert record.train["accuracy"] == pytest.approx(float(logs["accuracy"]), abs=1e-6)
+    if not weighted:
+        assert record.validation["loss"] == pytest.approx(evaluated["loss"], rel=1e-3)
+        assert record.validation["accuracy"] == pytest.approx(evaluated["accuracy"], abs=1e-6)
+
+
+def continue_from_state():
+    """Two epochs in one go, and one epoch, then another by another trainer: the same."""
+    world = session.current().world
+
+    def trained(trainer, first, last):
+        hooks = Hooks(first_epoch=first)
+        trainer._spec = spec(DATA, epochs=last)
+        trainer.fit(source(EVEN, world.rank), None, hooks)
+        return trainer
+
+    def make():
+        return PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA, epochs=2), world)
+
+    undisturbed = trained(make(), 0, 2)
+    state = trained(make(), 0, 1).state()
+    resumed = make()
+    resumed.restore(state)
+    trained(resumed, 1, 2)
+    for one, two in zip(undisturbed._model.get_weights(), resumed._model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_a_resumed_training_equals_an_undisturbed_one(group):
+    group.run(continue_from_state)
+
+
+@dataclass
+class StopAfter(keras.callbacks.Callback):
+    epochs: int
+
+    def __post_init__(self):
+        super().__init__()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = epoch + 1 >= self.epochs
+
+
+def stop_and_export(folder):
+    world = session.current().world
+    packed = PLUGIN.pack(parameters(callbacks=[StopAfter(1)]))
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=5, scale_lr=True), world)
+    assert float(keras.ops.convert_to_numpy(trainer._model.optimizer.learning_rate)) == pytest.approx(0.04)
+    hooks = Hooks()
+    trainer.fit(source(EVEN, world.rank), None, hooks)
+    assert len(hooks.reports) == 1, "the user's callback must end the training"
+    own = Path(folder, str(world.rank))
+    own.mkdir()
+    trainer.export(own)
+    model = artifact.load_model(own, compiled=True)
+    assert float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)) == pytest.approx(0.02)
+    batch = rows(5)
+    (predicted,) = PLUGIN.predictor(own).predict({"x": batch["x"]})
+    np.testing.assert_allclose(predicted, model.predict(batch["x"], verbose=0), rtol=1e-6)
+
+
+def test_callbacks_run_and_the_model_is_exported(group, tmp_path):
+    group.run(stop_and_export, str(tmp_path))
+
+
+# On the driver.
+
+
+@keras.saving.register_keras_serializable("tests")
+class Doubled(keras.layers.Layer):
+    def call(self, values):
+        return values * 2
+
+
+def two_ended():
+    first, second = keras.Input((2,), name="first"), keras.Input((1,), name="second")
+    joined = keras.layers.Concatenate()([Doubled()(first), second])
+    return keras.Model(
+        {"first": first, "second": second},
+        {"small": keras.layers.Dense(1, name="small")(joined), "large": keras.layers.Dense(3, name="large")(joined)},
+    )
+
+
+def test_columns_are_matched_by_name_before_order():
+    data = schema(
+        second=("feature", "float32", (), "scalar"),
+        first=("feature", "float32", (2,), "array"),
+        large=("label", "int64", (), "scalar"),
+        small=("label", "float32", (), "scalar"),
+    )
+    given = parameters(
+        data,
+        model=two_ended(),
+        loss={"small": "mse", "large": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+        metrics=None,
+    )
+    assert sorted(PLUGIN.check(given, data, None)) == [(1,), (3,)]
+    said = PLUGIN.mapping(given, data)
+    assert "'first' is first as rows x [2]" in said
+    assert "'large' is large" in said
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), World(0, 1, 0, 1, 0, 1))
+    assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "no"}, ParamError, "must be a keras.Model"),
+        ({"optimizer": None}, ParamError, "needs optimizer"),
+        ({"model": keras.Sequential([keras.layers.Dense(1)])}, ParamError, "not built"),
+        (
+            {"model": keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])},
+            ModelOutputError,
+            "(?s)cannot take.*input_shapes",
+        ),
+        ({"loss": keras.losses.CategoricalCrossentropy()}, ModelOutputError, "The loss or a metric cannot compare"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
+    with pytest.raises(error, match=message):
+        PLUGIN.check(parameters(**changes), DATA, None)
