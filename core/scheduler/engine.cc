@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "scheduler/fusion.h"
+#include "scheduler/substitute.h"
 
 namespace sparkhvd {
 namespace {
@@ -84,29 +85,70 @@ Engine::~Engine() {
 
 Result<std::shared_ptr<Operation>> Engine::Submit(Request request, const std::byte* source,
                                                   std::byte* target, Start start) {
-  if (const std::optional<std::string> problem = Problem(request, size_)) {
-    return Status(StatusCode::kInvalidArgument, *problem).Annotate(request.Title());
+  Result<OperationPointer> operation = Make(Submission{std::move(request), source, target});
+  SHVD_TRY(operation.status());
+  SHVD_TRY(Enqueue(Span<const OperationPointer>(&operation.value(), 1), start));
+  return operation;
+}
+
+Result<std::vector<std::shared_ptr<Operation>>> Engine::SubmitAll(
+    std::vector<Submission> submissions, Start start) {
+  std::vector<OperationPointer> operations;
+  operations.reserve(submissions.size());
+  for (Submission& submission : submissions) {
+    Result<OperationPointer> operation = Make(std::move(submission));
+    SHVD_TRY(operation.status());
+    operations.push_back(std::move(operation).value());
   }
-  auto operation = std::make_shared<Operation>(std::move(request), source, target);
-  const Request& kept = operation->request();
+  SHVD_TRY(Enqueue(Span<const OperationPointer>(operations.data(), operations.size()), start));
+  return operations;
+}
+
+Result<Engine::OperationPointer> Engine::Make(Submission submission) const {
+  if (const std::optional<std::string> problem = Problem(submission.request, size_)) {
+    return Status(StatusCode::kInvalidArgument, *problem).Annotate(submission.request.Title());
+  }
+  return std::make_shared<Operation>(std::move(submission.request), submission.source,
+                                     submission.target);
+}
+
+Status Engine::Enqueue(Span<const OperationPointer> operations, Start start) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (end_) return end_->Annotate(kept.Title());
-    if (!in_flight_.insert(kept.name).second) {
-      return Status(StatusCode::kInvalidArgument,
-                    kept.Title() +
-                        ": an operation of this name is in flight already; wait for it "
-                        "or give this one another name");
+    for (size_t i = 0; i < operations.size(); ++i) {
+      const Request& request = operations[i]->request();
+      Status refusal = Refusal(request);
+      if (refusal.ok() && in_flight_.insert(request.name).second) continue;
+      for (size_t k = 0; k < i; ++k) in_flight_.erase(operations[k]->request().name);
+      if (refusal.ok()) {
+        refusal = Status(StatusCode::kInvalidArgument,
+                         "an operation of this name is in flight already; wait for it or give this "
+                         "one another name");
+      }
+      return refusal.Annotate(request.Title());
     }
-    if (timeline_.on()) timeline_.Begin(kept.name, Name(kept.kind), operation->bytes());
-    queue_.push_back(operation);
+    for (const OperationPointer& operation : operations) {
+      const Request& request = operation->request();
+      joined_ = joined_ || request.kind == OperationKind::kJoin;
+      if (timeline_.on()) timeline_.Begin(request.name, Name(request.kind), operation->bytes());
+      queue_.push_back(operation);
+    }
     // Whoever steers looks at the queue again before he leaves.
     if (steered_ || (start == Start::kWithWaiter && negotiation_->interruptible())) {
-      return operation;
+      return Status();
     }
   }
   wake_.notify_one();
-  return operation;
+  return Status();
+}
+
+Status Engine::Refusal(const Request& request) const {
+  if (end_) return *end_;
+  if (joined_ && request.kind != OperationKind::kJoin) {
+    return Status(StatusCode::kInvalidArgument,
+                  "this rank has joined; wait for join() before the next operation");
+  }
+  return Status();
 }
 
 Status Engine::Wait(Operation& operation, Deadline deadline) {
@@ -291,22 +333,33 @@ Result<std::vector<Engine::Ready>> Engine::Resolve(const ResponseMessage& respon
                                                std::to_string(id) + ", which is not pending here");
     }
     cache.Touch(id);
-    ready.push_back(Ready{std::move(operation), cache.FirstDims(id)});
+    ready.push_back(Ready{std::move(operation), cache.Rows(id)});
   }
   for (const Agreement& agreement : response.agreements) {
-    OperationPointer operation = TakePending(agreement.name);
-    if (agreement.code != StatusCode::kOk) {
-      if (operation) Complete(operation, Status(agreement.code, agreement.message));
-      continue;
-    }
-    if (!operation) {
-      return Status(StatusCode::kInternal, "the coordinator calls for operation '" +
-                                               agreement.name + "', which is not pending here");
-    }
-    negotiation_->Remember(operation->request(), agreement.first_dims);
-    ready.push_back(Ready{std::move(operation), agreement.first_dims});
+    Result<OperationPointer> operation = Accept(agreement);
+    SHVD_TRY(operation.status());
+    if (operation.value()) ready.push_back(Ready{std::move(operation).value(), agreement.rows});
   }
   return ready;
+}
+
+// The operation to run, if there is one.
+Result<Engine::OperationPointer> Engine::Accept(const Agreement& agreement) {
+  OperationPointer operation = TakePending(agreement.name);
+  if (agreement.code != StatusCode::kOk) {
+    if (operation) Complete(operation, Status(agreement.code, agreement.message));
+    return OperationPointer();
+  }
+  if (operation) {
+    // What ran beside ranks that had joined has other rows than it will have with all.
+    if (!agreement.request && operation->request().kind != OperationKind::kJoin) {
+      negotiation_->Remember(operation->request(), agreement.rows);
+    }
+    return operation;
+  }
+  if (agreement.request) return SubstituteFor(*agreement.request);
+  return Status(StatusCode::kInternal, "the coordinator calls for operation '" + agreement.name +
+                                           "', which is not pending here");
 }
 
 Status Engine::Execute(const std::vector<Ready>& ready) {
@@ -324,7 +377,7 @@ Status Engine::Execute(const std::vector<Ready>& ready) {
       const Deadline deadline = Deadline::AfterSeconds(config_.collective_timeout_s);
       failure = group.size() > 1
                     ? execution_.Allreduce(group, deadline)
-                    : execution_.Run(*group[0], ready[positions[0]].first_dims, deadline);
+                    : execution_.Run(*group[0], ready[positions[0]].rows, deadline);
       counters_.collective_us += MicrosecondsSince(start);
       if (!failure.ok()) failure = FirstFailure(failure);
       if (group.size() > 1) ++counters_.fused_buffers;
@@ -361,9 +414,10 @@ void Engine::Complete(const OperationPointer& operation, const Status& status) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     in_flight_.erase(operation->request().name);
+    if (operation->request().kind == OperationKind::kJoin) joined_ = false;
   }
   if (timeline_.on()) timeline_.End(operation->request().name, status.message());
-  operation->Complete(status);
+  operation->Complete(config_.label.empty() ? status : status.Annotate(config_.label));
 }
 
 void Engine::EnterAll(const std::vector<OperationPointer>& operations, Phase phase) {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/span.h"
 #include "base/status.h"
 #include "rendezvous/key_value_store.h"
 #include "scheduler/counters.h"
@@ -28,6 +29,8 @@
 namespace sparkhvd {
 
 struct EngineConfig {
+  // Stands in front of what is said about failures; empty where this engine serves the whole job.
+  std::string label;
   size_t fusion_threshold = size_t{64} << 20;
   size_t cache_capacity = 1024;
   double collective_timeout_s = 1800.0;
@@ -79,6 +82,15 @@ class Engine {
   // the deadline (the operation goes on).
   Status Wait(Operation& operation, Deadline deadline);
 
+  // Submits all or none; requests of one `group` have to come together.
+  struct Submission {
+    Request request;
+    const std::byte* source;
+    std::byte* target;
+  };
+  Result<std::vector<std::shared_ptr<Operation>>> SubmitAll(std::vector<Submission> submissions,
+                                                            Start start = Start::kNow);
+
   // Lets what was submitted with kWithWaiter begin without one.
   void StartNow();
 
@@ -92,7 +104,7 @@ class Engine {
   using OperationPointer = std::shared_ptr<Operation>;
   struct Ready {
     OperationPointer operation;
-    std::vector<int64_t> first_dims;
+    std::vector<int64_t> rows;
   };
 
   // A cycle that this rank has entered and that has not concluded.
@@ -112,6 +124,10 @@ class Engine {
   Result<std::vector<Ready>> Resolve(const ResponseMessage& response);
   Status Execute(const std::vector<Ready>& ready);
   void CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
+  Result<OperationPointer> Make(Submission submission) const;
+  Status Enqueue(Span<const OperationPointer> operations, Start start);  // all or none
+  Status Refusal(const Request& request) const;                          // mutex_ is held
+  Result<OperationPointer> Accept(const Agreement& agreement);
   OperationPointer TakePending(const std::string& name);
   void Complete(const OperationPointer& operation, const Status& status);
   void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
@@ -146,6 +162,7 @@ class Engine {
   bool steered_ = false;  // somebody runs a cycle
   std::vector<OperationPointer> queue_;
   std::unordered_set<std::string> in_flight_;
+  bool joined_ = false;        // a join is in flight
   std::optional<Status> end_;  // why nothing can be submitted any more
   bool finished_ = false;
 

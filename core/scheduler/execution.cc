@@ -4,15 +4,19 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <numeric>
 #include <optional>
+#include <utility>
 
 #include "collectives/allgather.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/allreduce_shm.h"
+#include "collectives/alltoall.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
 #include "collectives/combine_slots.h"
 #include "collectives/kernels.h"
+#include "collectives/reducescatter.h"
 #include "collectives/slices.h"
 
 namespace sparkhvd {
@@ -26,24 +30,43 @@ void CopyBytes(std::byte* target, const std::byte* source, size_t length) {
   if (length > 0 && target != source) std::memcpy(target, source, length);
 }
 
-// How many bytes every rank contributes to an allgather; nothing when all together are too many.
-std::optional<std::vector<size_t>> ContributedBytes(const Request& request,
-                                                    const std::vector<int64_t>& first_dims) {
+size_t RowElements(const Request& request) {
   std::vector<int64_t> row = request.shape;
   row[0] = 1;
-  const size_t row_bytes = ElementCount(row).value_or(0) * SizeOf(request.dtype);
+  return ElementCount(row).value_or(0);
+}
+
+// The bytes of each number of rows; nothing when there are not `expected` numbers or they make too
+// many bytes.
+std::optional<std::vector<size_t>> BytesOf(const Request& request, const std::vector<int64_t>& rows,
+                                           size_t expected) {
+  const size_t row_bytes = RowElements(request) * SizeOf(request.dtype);
   std::vector<size_t> lengths;
   size_t total = 0;
-  for (const int64_t dimension : first_dims) {
-    const auto rows = static_cast<size_t>(dimension);
+  if (rows.size() != expected) return std::nullopt;
+  for (const int64_t number : rows) {
     constexpr size_t kLimit = std::numeric_limits<ptrdiff_t>::max();
-    if (dimension < 0 || (row_bytes > 0 && rows > (kLimit - total) / row_bytes)) {
+    if (number < 0 ||
+        (row_bytes > 0 && static_cast<size_t>(number) > (kLimit - total) / row_bytes)) {
       return std::nullopt;
     }
-    lengths.push_back(rows * row_bytes);
-    total += rows * row_bytes;
+    lengths.push_back(static_cast<size_t>(number) * row_bytes);
+    total += lengths.back();
   }
   return lengths;
+}
+
+Status TooMany() {
+  return Status(StatusCode::kInvalidArgument, "the ranks together contribute too many elements");
+}
+
+Result<std::unique_ptr<std::byte[]>> Allocate(size_t bytes) {
+  std::unique_ptr<std::byte[]> memory(new (std::nothrow) std::byte[bytes]);
+  if (!memory) {
+    return Status(StatusCode::kIo,
+                  "no memory for the " + std::to_string(bytes) + " bytes that come from all ranks");
+  }
+  return memory;
 }
 
 }  // namespace
@@ -143,50 +166,89 @@ Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group
   return Status();
 }
 
-Status Execution::Run(Operation& operation, const std::vector<int64_t>& first_dims,
-                      Deadline deadline) {
+Status Execution::Run(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline) {
   Enter(operation, Phase::kCollective);
   switch (operation.request().kind) {
     case OperationKind::kAllreduce:
       return Reduce(ReductionOf(operation.request()), operation.source(), operation.target(),
                     operation.count(), deadline);
     case OperationKind::kAllgather:
-      return Gather(operation, first_dims, deadline);
+      return Gather(operation, rows, deadline);
     case OperationKind::kBroadcast:
       return Broadcast(operation, deadline);
     case OperationKind::kBarrier:
       return algorithm_ == Algorithm::kLocal   ? Status()
              : algorithm_ == Algorithm::kArena ? steps_->ArriveAndAwaitAll(deadline)
                                                : Barrier(transport_, deadline);
+    case OperationKind::kAlltoall:
+      return Exchange(operation, rows, deadline);
+    case OperationKind::kReducescatter:
+      return ReduceScatter(operation, deadline);
+    case OperationKind::kJoin:
+      operation.SetOutput(nullptr, 0, rows);
+      return Status();
   }
   return Status(StatusCode::kInternal, "no such operation");
 }
 
-Status Execution::Gather(Operation& operation, const std::vector<int64_t>& first_dims,
+Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,
                          Deadline deadline) {
-  const auto lengths = ContributedBytes(operation.request(), first_dims);
-  if (!lengths) {
-    return Status(StatusCode::kInvalidArgument, "the ranks together contribute too many elements");
-  }
-  size_t total = 0;
-  for (const size_t length : *lengths) total += length;
-  std::unique_ptr<std::byte[]> output(new (std::nothrow) std::byte[total]);
-  if (!output) {
-    return Status(StatusCode::kIo, "no memory for " + std::to_string(total) + " gathered bytes");
-  }
+  const auto lengths = BytesOf(operation.request(), rows, static_cast<size_t>(transport_.size()));
+  if (!lengths) return TooMany();
+  const size_t total = std::accumulate(lengths->begin(), lengths->end(), size_t{0});
+  Result<std::unique_ptr<std::byte[]>> output = Allocate(total);
+  SHVD_TRY(output.status());
   const ConstBytes source(operation.source(), operation.bytes());
-  const Bytes target(output.get(), total);
-  Status status;
-  if (algorithm_ == Algorithm::kLocal) {
-    CopyBytes(target.data(), source.data(), source.size());
-  } else if (algorithm_ == Algorithm::kArena) {
-    status = AllgatherShm(*steps_, source, *lengths, target, deadline);
-  } else {
-    status = AllgatherRing(transport_, source, *lengths, target, deadline);
+  const Bytes target(output.value().get(), total);
+  switch (algorithm_) {
+    case Algorithm::kLocal:
+      CopyBytes(target.data(), source.data(), source.size());
+      break;
+    case Algorithm::kArena:
+      SHVD_TRY(AllgatherShm(*steps_, source, *lengths, target, deadline));
+      break;
+    case Algorithm::kTransport:
+      SHVD_TRY(AllgatherRing(transport_, source, *lengths, target, deadline));
+      break;
   }
-  SHVD_TRY(status);
-  operation.SetOutput(std::move(output), total, first_dims);
+  operation.SetOutput(std::move(output).value(), total, rows);
   return Status();
+}
+
+Status Execution::Exchange(Operation& operation, const std::vector<int64_t>& rows,
+                           Deadline deadline) {
+  const auto size = static_cast<size_t>(transport_.size());
+  const auto me = static_cast<size_t>(transport_.rank());
+  const auto lengths = BytesOf(operation.request(), rows, size * size);
+  if (!lengths) return TooMany();
+  std::vector<int64_t> received;
+  size_t total = 0;
+  for (size_t sender = 0; sender < size; ++sender) {
+    received.push_back(rows[sender * size + me]);
+    total += (*lengths)[sender * size + me];
+  }
+  Result<std::unique_ptr<std::byte[]>> output = Allocate(total);
+  SHVD_TRY(output.status());
+  const ConstBytes source(operation.source(), operation.bytes());
+  const Bytes target(output.value().get(), total);
+  SHVD_TRY(algorithm_ == Algorithm::kArena
+               ? AlltoallShm(*steps_, source, *lengths, target, deadline)
+               : AlltoallPairwise(transport_, source, *lengths, target, deadline));
+  operation.SetOutput(std::move(output).value(), total, std::move(received));
+  return Status();
+}
+
+Status Execution::ReduceScatter(const Operation& operation, Deadline deadline) {
+  const Request& request = operation.request();
+  const size_t row = RowElements(request);
+  std::vector<Slice> slices = EvenSlices(static_cast<size_t>(request.shape[0]), transport_.size());
+  for (Slice& slice : slices) slice = Slice{slice.begin * row, slice.count * row};
+  const Reduction reduction = ReductionOf(request);
+  return algorithm_ == Algorithm::kArena
+             ? ReducescatterShm(*steps_, reduction, operation.source(), operation.target(), slices,
+                                deadline)
+             : ReducescatterRing(transport_, reduction, operation.source(), operation.target(),
+                                 slices, scratch_, deadline);
 }
 
 Status Execution::Broadcast(const Operation& operation, Deadline deadline) {

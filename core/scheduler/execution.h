@@ -34,13 +34,15 @@ class Execution {
   void CombineDeposits(const std::vector<std::shared_ptr<Operation>>& group,
                        const ArenaSteps::Round& round) const;
 
-  // Runs an operation of any kind; `first_dims` is for allgather.
-  Status Run(Operation& operation, const std::vector<int64_t>& first_dims, Deadline deadline);
+  // Runs an operation of any kind; `rows` is what the agreement says.
+  Status Run(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
 
  private:
   Status Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                 size_t count, Deadline deadline);
-  Status Gather(Operation& operation, const std::vector<int64_t>& first_dims, Deadline deadline);
+  Status Gather(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
+  Status Exchange(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
+  Status ReduceScatter(const Operation& operation, Deadline deadline);
   Status Broadcast(const Operation& operation, Deadline deadline);
   void Enter(const Operation& operation, Phase phase) const;
 

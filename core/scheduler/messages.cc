@@ -109,17 +109,23 @@ void Put(Writer& writer, const Request& request) {
   writer.Put(request.root);
   writer.Put(request.postscale);
   writer.PutList(request.shape);
+  writer.PutList(request.splits);
+  writer.PutText(request.group);
+  writer.Put(request.group_size);
 }
 
 Request GetRequest(Reader& reader) {
   Request request;
   request.name = reader.GetText();
-  request.kind = reader.GetEnum(OperationKind::kBarrier);
+  request.kind = reader.GetEnum(kLastOperationKind);
   request.dtype = reader.GetEnum(DType::kFloat64);
   request.op = reader.GetEnum(ReduceOp::kProduct);
   request.root = reader.Get<int32_t>();
   request.postscale = reader.Get<double>();
   request.shape = reader.GetList();
+  request.splits = reader.GetList();
+  request.group = reader.GetText();
+  request.group_size = reader.Get<uint32_t>();
   return request;
 }
 
@@ -127,7 +133,9 @@ void Put(Writer& writer, const Agreement& agreement) {
   writer.PutText(agreement.name);
   writer.Put(static_cast<uint8_t>(agreement.code));
   writer.PutText(agreement.message);
-  writer.PutList(agreement.first_dims);
+  writer.PutList(agreement.rows);
+  writer.Put(static_cast<uint8_t>(agreement.request.has_value()));
+  if (agreement.request) Put(writer, *agreement.request);
 }
 
 Agreement GetAgreement(Reader& reader) {
@@ -135,12 +143,13 @@ Agreement GetAgreement(Reader& reader) {
   agreement.name = reader.GetText();
   agreement.code = reader.GetEnum(StatusCode::kInternal);
   agreement.message = reader.GetText();
-  agreement.first_dims = reader.GetList();
+  agreement.rows = reader.GetList();
+  if (reader.GetEnum(uint8_t{1}) != 0) agreement.request = GetRequest(reader);
   return agreement;
 }
 
-constexpr size_t kLeastRequestBytes = 23;
-constexpr size_t kLeastAgreementBytes = 13;
+constexpr size_t kLeastRequestBytes = 35;
+constexpr size_t kLeastAgreementBytes = 14;
 
 Status Broken(const char* what) {
   return Status(StatusCode::kInternal,

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,7 +24,11 @@ struct Agreement {
   std::string name;
   StatusCode code = StatusCode::kOk;  // otherwise the operation fails with `message`
   std::string message;
-  std::vector<int64_t> first_dims;  // allgather: by rank
+  // allgather: rows by rank; alltoall: rows from rank s to rank r at s * size + r; join: the last
+  // rank that joined.
+  std::vector<int64_t> rows;
+  // Where some rank has joined: what the others ask for, so that it can take part.
+  std::optional<Request> request;
 };
 
 // From the coordinator: what all ranks do next, `cached` first, in this order.

@@ -19,13 +19,13 @@ RequestMessage Negotiation::Report(const std::vector<const Request*>& submitted)
   return message;
 }
 
-void Negotiation::Remember(const Request& own, const std::vector<int64_t>& first_dims) {
+void Negotiation::Remember(const Request& own, const std::vector<int64_t>& rows) {
   if (const std::optional<uint32_t> id = cache_.NextId(own.name)) readiness_.Forget(*id, cache_);
-  cache_.Insert(own, first_dims);
+  cache_.Insert(own, rows);
 }
 
 ResponseMessage Negotiation::Decide(Readiness::Time now, double timeout_s) {
-  ResponseMessage response = readiness_.TakeComplete();
+  ResponseMessage response = readiness_.TakeComplete(cache_);
   const auto patience = std::chrono::duration_cast<Deadline::Clock::duration>(
       std::chrono::duration<double>(std::min(timeout_s, 3.0e9)));
   std::vector<Agreement> overdue = readiness_.TakeOverdue(cache_, now - patience);

@@ -50,7 +50,7 @@ class Negotiation {
   virtual bool interruptible() const = 0;
 
   // Remembers an agreement about `own`; all ranks call it in the order of the response.
-  void Remember(const Request& own, const std::vector<int64_t>& first_dims);
+  void Remember(const Request& own, const std::vector<int64_t>& rows);
 
   ResponseCache& cache() { return cache_; }
 

@@ -23,6 +23,13 @@ class Operation {
   Operation(Request request, const std::byte* source, std::byte* target)
       : request_(std::move(request)), source_(source), target_(target) {}
 
+  // Reads from and writes to `content`, which it owns.
+  Operation(Request request, std::vector<std::byte> content)
+      : request_(std::move(request)),
+        content_(std::move(content)),
+        source_(content_.data()),
+        target_(content_.data()) {}
+
   const Request& request() const { return request_; }
   const std::byte* source() const { return source_; }
   std::byte* target() const { return target_; }
@@ -43,16 +50,16 @@ class Operation {
     return status_;
   }
 
-  // Allgather only, once done: what all ranks contributed, in rank order.
+  // Allgather and alltoall, once done: what came from all ranks, in rank order.
   Bytes output() const { return Bytes(output_.get(), output_bytes_); }
-  const std::vector<int64_t>& first_dims() const { return first_dims_; }
+  // The rows of the output by rank. Join: the one number of the last rank to join.
+  const std::vector<int64_t>& rows() const { return rows_; }
 
   // The rest is the engine's.
-  void SetOutput(std::unique_ptr<std::byte[]> output, size_t bytes,
-                 std::vector<int64_t> first_dims) {
+  void SetOutput(std::unique_ptr<std::byte[]> output, size_t bytes, std::vector<int64_t> rows) {
     output_ = std::move(output);
     output_bytes_ = bytes;
-    first_dims_ = std::move(first_dims);
+    rows_ = std::move(rows);
   }
   void Complete(const Status& status) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -63,12 +70,13 @@ class Operation {
 
  private:
   const Request request_;
+  std::vector<std::byte> content_;
   const std::byte* const source_;
   std::byte* const target_;
   const Deadline::Clock::time_point submitted_ = Deadline::Clock::now();
   std::unique_ptr<std::byte[]> output_;
   size_t output_bytes_ = 0;
-  std::vector<int64_t> first_dims_;
+  std::vector<int64_t> rows_;
 
   std::mutex mutex_;  // guards status_; a leaf: nothing else is locked while it is held
   std::condition_variable changed_;

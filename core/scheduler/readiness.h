@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -18,13 +19,15 @@ class Readiness {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  explicit Readiness(int size) : size_(size) {}
+  explicit Readiness(int size) : size_(size), joined_(static_cast<size_t>(size), false) {}
 
   // Takes in what `rank` reported. `cache` is in the state in which the message was written.
   Status Add(int rank, const RequestMessage& message, const ResponseCache& cache, Time now);
 
-  // Everything that became complete since the last call: agreed or refused.
-  ResponseMessage TakeComplete();
+  // Everything that became complete since the last call: agreed or refused. To be called once per
+  // cycle, when the messages of all ranks are in: a group arrives in one message, so one that is
+  // complete in part only will never be complete, and is refused as a whole.
+  ResponseMessage TakeComplete(const ResponseCache& cache);
 
   // Gives up on operations that some rank asked for before `since` and others still did not.
   std::vector<Agreement> TakeOverdue(const ResponseCache& cache, Time since);
@@ -32,7 +35,7 @@ class Readiness {
   // Must be called before the cache gives `id` to something else.
   void Forget(uint32_t id, const ResponseCache& cache);
 
-  bool empty() const { return by_name_.empty() && pending_hits_ == 0; }
+  bool empty() const { return by_name_.empty() && pending_hits_ == 0 && joined_count_ == 0; }
 
  private:
   struct Waiting {  // asked for in full by at least one rank
@@ -46,9 +49,27 @@ class Readiness {
     Time first{};
   };
 
+  struct Decided {  // complete
+    Agreement agreement;
+    std::vector<std::string> groups;  // where the ranks put it: one, unless they disagree
+    uint32_t group_size = 0;
+  };
+  struct Tally {  // what is complete of a group
+    uint32_t complete = 0;
+    uint32_t size = 0;
+    std::string problem;
+  };
+
   void AddHit(int rank, uint32_t id, const ResponseCache& cache, Time now);
   void AddRequest(int rank, const Request& request, Time now);
-  Agreement Decide(const std::string& name, const Waiting& waiting) const;
+  void AddJoin(int rank);
+  bool IsComplete(const Waiting& waiting) const;
+  void CompleteForJoined(const ResponseCache& cache);
+  Decided Decide(const std::string& name, const Waiting& waiting) const;
+  void DecideRows(Agreement& agreement, const Waiting& waiting) const;
+  void SettleGroups(const ResponseCache& cache);
+  std::vector<std::string> TakeWaitingOf(const std::string& group, const ResponseCache& cache);
+  void RefuseGroup(const std::string& group, const Tally& tally, const ResponseCache& cache);
   std::string Missing(const std::vector<bool>& present) const;
 
   int size_;
@@ -56,7 +77,16 @@ class Readiness {
   size_t pending_hits_ = 0;  // ids with at least one hit that are not complete
   std::vector<Hits> hits_;   // by id
   std::unordered_map<std::string, Waiting> by_name_;
-  ResponseMessage complete_;
+
+  // A rank that has joined counts as having asked for everything, until all have joined.
+  std::vector<bool> joined_;  // by rank
+  int joined_count_ = 0;
+  int last_joined_ = 0;
+  bool joins_changed_ = false;
+
+  std::vector<uint32_t> complete_hits_;
+  std::vector<Decided> decided_;
+  bool groups_complete_ = false;  // whether anything complete belongs to a group
 };
 
 }  // namespace sparkhvd

@@ -27,6 +27,32 @@ std::vector<int64_t> WithoutFirst(const std::vector<int64_t>& shape) {
   return shape.empty() ? shape : std::vector<int64_t>(shape.begin() + 1, shape.end());
 }
 
+// Whether ranks may come with different numbers of rows.
+bool Ragged(OperationKind kind) {
+  return kind == OperationKind::kAllgather || kind == OperationKind::kAlltoall;
+}
+
+// What is wrong with an alltoall's splits.
+std::optional<std::string> SplitsProblem(const Request& request, int size) {
+  if (request.splits.size() != static_cast<size_t>(size)) {
+    return "splits " + Text(request.splits) + " has " + std::to_string(request.splits.size()) +
+           " entries for " + std::to_string(size) + " ranks; give the rows for each rank";
+  }
+  int64_t left = request.shape[0];
+  for (const int64_t rows : request.splits) {
+    if (rows < 0 || rows > left) left = -1;
+    if (left < 0) break;
+    left -= rows;
+  }
+  if (left == 0) return std::nullopt;
+  return "splits " + Text(request.splits) + " does not add up to the " +
+         std::to_string(request.shape[0]) + " rows of the first dimension";
+}
+
+std::string GroupText(const Request& request) {
+  return request.group.empty() ? "it alone" : "it in the group '" + request.group + "'";
+}
+
 std::string Differ(const char* what, int first_rank, const std::string& first, int second_rank,
                    const std::string& second) {
   return std::string("ranks disagree about the ") + what + ": rank " + std::to_string(first_rank) +
@@ -45,16 +71,27 @@ const char* Name(OperationKind kind) {
       return "broadcast";
     case OperationKind::kBarrier:
       return "barrier";
+    case OperationKind::kAlltoall:
+      return "alltoall";
+    case OperationKind::kReducescatter:
+      return "reducescatter";
+    case OperationKind::kJoin:
+      return "join";
   }
   return "unknown operation";
 }
 
 bool Request::operator==(const Request& other) const {
   return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root &&
-         postscale == other.postscale && shape == other.shape && name == other.name;
+         postscale == other.postscale && shape == other.shape && name == other.name &&
+         group_size == other.group_size && group == other.group && splits == other.splits;
 }
 
 std::string Request::Title() const { return std::string(sparkhvd::Name(kind)) + " '" + name + "'"; }
+
+bool Reduces(OperationKind kind) {
+  return kind == OperationKind::kAllreduce || kind == OperationKind::kReducescatter;
+}
 
 std::optional<size_t> ElementCount(const std::vector<int64_t>& shape) {
   constexpr size_t kLimit = static_cast<size_t>(std::numeric_limits<int64_t>::max());
@@ -73,8 +110,17 @@ std::optional<std::string> Problem(const Request& request, int size) {
   if (!count || *count > std::numeric_limits<size_t>::max() / 16) {
     return "shape " + Text(request.shape) + " has a negative dimension or too many elements";
   }
-  if (request.kind == OperationKind::kAllgather && request.shape.empty()) {
-    return std::string("a scalar has no first dimension to gather along; give it the shape (1,)");
+  if ((request.kind == OperationKind::kJoin) != (request.name == kJoinName)) {
+    return std::string("the name ") + kJoinName + " is for join alone; give it another one";
+  }
+  const bool by_rows = Ragged(request.kind) || request.kind == OperationKind::kReducescatter;
+  if (by_rows && request.shape.empty()) {
+    return std::string("a scalar has no first dimension to ") +
+           (request.kind == OperationKind::kAllgather ? "gather along" : "divide") +
+           "; give it the shape (1,)";
+  }
+  if (request.kind == OperationKind::kAlltoall) {
+    if (auto problem = SplitsProblem(request, size)) return problem;
   }
   if (request.kind == OperationKind::kBroadcast && (request.root < 0 || request.root >= size)) {
     return "root " + std::to_string(request.root) + " is not a rank of this job of " +
@@ -83,7 +129,7 @@ std::optional<std::string> Problem(const Request& request, int size) {
   if (!std::isfinite(request.prescale) || !std::isfinite(request.postscale)) {
     return std::string("prescale and postscale must be finite numbers");
   }
-  if (request.kind == OperationKind::kAllreduce && request.dtype == DType::kBool) {
+  if (Reduces(request.kind) && request.dtype == DType::kBool) {
     if (request.op == ReduceOp::kAverage) {
       return std::string("bool has no average; use sum (or), product (and), or another dtype");
     }
@@ -100,8 +146,15 @@ std::optional<std::string> Disagreement(const Request& first, int first_rank, co
     return Differ(what, first_rank, one, second_rank, other);
   };
   if (first.kind != second.kind) return differ("operation", Name(first.kind), Name(second.kind));
+  if (first.group != second.group) {
+    return differ("group", GroupText(first), GroupText(second));
+  }
+  if (first.group_size != second.group_size) {
+    return differ("number of tensors in the group", std::to_string(first.group_size),
+                  std::to_string(second.group_size));
+  }
   if (first.dtype != second.dtype) return differ("dtype", Name(first.dtype), Name(second.dtype));
-  const bool ragged = first.kind == OperationKind::kAllgather;
+  const bool ragged = Ragged(first.kind);
   const bool same_shape = ragged ? first.shape.size() == second.shape.size() &&
                                        WithoutFirst(first.shape) == WithoutFirst(second.shape)
                                  : first.shape == second.shape;

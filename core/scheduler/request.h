@@ -10,9 +10,21 @@
 
 namespace sparkhvd {
 
-enum class OperationKind : uint8_t { kAllreduce, kAllgather, kBroadcast, kBarrier };
+enum class OperationKind : uint8_t {
+  kAllreduce,
+  kAllgather,
+  kBroadcast,
+  kBarrier,
+  kAlltoall,
+  kReducescatter,
+  kJoin,
+};
+constexpr OperationKind kLastOperationKind = OperationKind::kJoin;
 
 const char* Name(OperationKind kind);
+
+// The name of every join; nothing else may have it.
+constexpr const char* kJoinName = "join()";
 
 // What ranks have to agree on (two ranks' requests for one tensor are compared with
 // Disagreement()), and the factor that is each rank's own: it neither travels nor takes part in
@@ -21,17 +33,23 @@ struct Request {
   std::string name;
   OperationKind kind = OperationKind::kAllreduce;
   DType dtype = DType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;  // allreduce
+  ReduceOp op = ReduceOp::kSum;  // allreduce, reducescatter
   int32_t root = 0;              // broadcast
-  double prescale = 1.0;         // allreduce; this rank's own
-  double postscale = 1.0;        // allreduce
-  std::vector<int64_t> shape;    // allgather: the first dimension may differ among ranks
+  double prescale = 1.0;         // allreduce, reducescatter; this rank's own
+  double postscale = 1.0;        // allreduce, reducescatter
+  std::vector<int64_t> shape;    // allgather, alltoall: the first dimension may differ among ranks
+  std::vector<int64_t> splits;   // alltoall: how many rows go to each rank; each rank's own
+  std::string group;             // what all run together or fail together; empty for one alone
+  uint32_t group_size = 0;       // operations in the group
 
   bool operator==(const Request& other) const;
 
   // "allreduce 'grad/7'", as error messages begin.
   std::string Title() const;
 };
+
+// Whether the operation combines numbers.
+bool Reduces(OperationKind kind);
 
 // Elements of `shape`; nothing when a dimension is negative or the product does not fit.
 std::optional<size_t> ElementCount(const std::vector<int64_t>& shape);

@@ -1,5 +1,7 @@
 #include "scheduler/response_cache.h"
 
+#include <numeric>
+
 namespace sparkhvd {
 
 std::optional<uint32_t> ResponseCache::Find(const Request& request) const {
@@ -14,8 +16,16 @@ std::optional<uint32_t> ResponseCache::FindName(const std::string& name) const {
 
 Request ResponseCache::OfRank(uint32_t id, int rank) const {
   Request request = entries_[id].own;
-  const std::vector<int64_t>& first_dims = entries_[id].first_dims;
-  if (!first_dims.empty()) request.shape[0] = first_dims[static_cast<size_t>(rank)];
+  const std::vector<int64_t>& rows = entries_[id].rows;
+  const auto place = static_cast<size_t>(rank);
+  if (request.kind == OperationKind::kAllgather) {
+    request.shape[0] = rows[place];
+  } else if (request.kind == OperationKind::kAlltoall) {
+    const size_t size = request.splits.size();
+    const auto first = rows.begin() + static_cast<ptrdiff_t>(place * size);
+    request.splits.assign(first, first + static_cast<ptrdiff_t>(size));
+    request.shape[0] = std::accumulate(request.splits.begin(), request.splits.end(), int64_t{0});
+  }
   return request;
 }
 
@@ -26,7 +36,7 @@ std::optional<uint32_t> ResponseCache::NextId(const std::string& name) const {
   return recent_.back();
 }
 
-void ResponseCache::Insert(const Request& own, const std::vector<int64_t>& first_dims) {
+void ResponseCache::Insert(const Request& own, const std::vector<int64_t>& rows) {
   const std::optional<uint32_t> id = NextId(own.name);
   if (!id) return;
   if (*id == entries_.size()) entries_.emplace_back();
@@ -37,7 +47,7 @@ void ResponseCache::Insert(const Request& own, const std::vector<int64_t>& first
   }
   recent_.push_front(*id);
   ids_[own.name] = *id;
-  entry = Entry{true, own, first_dims, recent_.begin()};
+  entry = Entry{true, own, rows, recent_.begin()};
 }
 
 void ResponseCache::Touch(uint32_t id) {

@@ -13,8 +13,8 @@
 namespace sparkhvd {
 
 // Every rank feeds its cache with the same agreements in the same order, so that the ids mean the
-// same everywhere. Only the requests are a rank's own: where they differ among ranks (first
-// dimensions of an allgather) the agreement tells how.
+// same everywhere. Only the requests are a rank's own: where they differ among ranks (the rows of
+// an allgather or alltoall) the agreement tells how.
 class ResponseCache {
  public:
   explicit ResponseCache(size_t capacity) : capacity_(capacity) {}
@@ -27,7 +27,7 @@ class ResponseCache {
 
   bool Contains(uint32_t id) const { return id < entries_.size() && entries_[id].used; }
   const Request& Own(uint32_t id) const { return entries_[id].own; }
-  const std::vector<int64_t>& FirstDims(uint32_t id) const { return entries_[id].first_dims; }
+  const std::vector<int64_t>& Rows(uint32_t id) const { return entries_[id].rows; }
 
   // What `rank` asked for when `id` was agreed on.
   Request OfRank(uint32_t id, int rank) const;
@@ -36,7 +36,8 @@ class ResponseCache {
   // without capacity.
   std::optional<uint32_t> NextId(const std::string& name) const;
 
-  void Insert(const Request& own, const std::vector<int64_t>& first_dims);
+  // `rows` as in the agreement.
+  void Insert(const Request& own, const std::vector<int64_t>& rows);
 
   // Marks `id` as the most recently used.
   void Touch(uint32_t id);
@@ -48,7 +49,7 @@ class ResponseCache {
   struct Entry {
     bool used = false;
     Request own;
-    std::vector<int64_t> first_dims;
+    std::vector<int64_t> rows;
     std::list<uint32_t>::iterator position;
   };
 

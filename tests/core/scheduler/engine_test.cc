@@ -31,8 +31,7 @@ TEST_P(EngineSizes, RunsEveryKindOfOperation) {
     ASSERT_TRUE(gathered.ok());
     EXPECT_TRUE(gathered.value()->Wait(Soon()).ok());
     EXPECT_EQ(gathered.value()->output().size(), static_cast<size_t>(size * (size - 1)));
-    for (int r = 0; r < size; ++r)
-      EXPECT_EQ(gathered.value()->first_dims()[static_cast<size_t>(r)], r);
+    for (int r = 0; r < size; ++r) EXPECT_EQ(gathered.value()->rows()[static_cast<size_t>(r)], r);
 
     Request broadcast;
     broadcast.name = "broadcast";

@@ -101,9 +101,9 @@ TEST(Readiness, IsCompleteWhenEveryRankHasAskedInTheOrderOfCompletion) {
   const ResponseCache cache(0);
   Readiness readiness(2);
   ASSERT_TRUE(readiness.Add(0, Full({Allreduce("a"), Allreduce("b")}), cache, At(0)).ok());
-  EXPECT_TRUE(readiness.TakeComplete().agreements.empty());
+  EXPECT_TRUE(readiness.TakeComplete(cache).agreements.empty());
   ASSERT_TRUE(readiness.Add(1, Full({Allreduce("b"), Allreduce("a")}), cache, At(1)).ok());
-  const ResponseMessage response = readiness.TakeComplete();
+  const ResponseMessage response = readiness.TakeComplete(cache);
   ASSERT_EQ(response.agreements.size(), 2u);
   EXPECT_EQ(response.agreements[0].name, "b");
   EXPECT_EQ(response.agreements[1].name, "a");
@@ -124,10 +124,10 @@ TEST(Readiness, MixesIdsAndFullRequestsOfOneName) {
     if (!hit_first) {
       ASSERT_TRUE(readiness.Add(0, hit, cache, At(0)).ok());
     }
-    const ResponseMessage response = readiness.TakeComplete();
+    const ResponseMessage response = readiness.TakeComplete(cache);
     EXPECT_TRUE(response.cached.empty());
     ASSERT_EQ(response.agreements.size(), 1u);
-    EXPECT_EQ(response.agreements[0].first_dims, (std::vector<int64_t>{1, 9}));
+    EXPECT_EQ(response.agreements[0].rows, (std::vector<int64_t>{1, 9}));
   }
 }
 
@@ -139,7 +139,7 @@ TEST(Readiness, KeepsHitsWhoseIdIsGivenToSomethingElse) {
   readiness.Forget(0, cache);
   cache.Insert(Allreduce("b"), {});
   ASSERT_TRUE(readiness.Add(1, Full({Allreduce("a")}), cache, At(0)).ok());
-  ASSERT_EQ(readiness.TakeComplete().agreements.size(), 1u);
+  ASSERT_EQ(readiness.TakeComplete(cache).agreements.size(), 1u);
   EXPECT_TRUE(readiness.empty());
 }
 
@@ -189,13 +189,21 @@ TEST(Messages, SurviveTheWire) {
   ASSERT_TRUE(back.ok());
   EXPECT_EQ(back.value().cached, sent.cached);
   EXPECT_TRUE(back.value().requests == sent.requests);
-  const ResponseMessage answer{{3}, {{"x", StatusCode::kMismatch, "why", {1, 2}}}};
+  Request joined = Allreduce("j");
+  joined.kind = OperationKind::kAlltoall;
+  joined.splits = {3, 1};
+  joined.group = "some";
+  joined.group_size = 7;
+  const ResponseMessage answer{
+      {3}, {{"x", StatusCode::kMismatch, "why", {1, 2}, {}}, {"y", {}, "", {}, joined}}};
   const std::vector<std::byte> more = Encode(answer);
   const Result<ResponseMessage> again = DecodeResponseMessage(ConstBytes(more.data(), more.size()));
   ASSERT_TRUE(again.ok());
   EXPECT_EQ(again.value().cached, answer.cached);
   EXPECT_EQ(again.value().agreements[0].message, "why");
-  EXPECT_EQ(again.value().agreements[0].first_dims, (std::vector<int64_t>{1, 2}));
+  EXPECT_EQ(again.value().agreements[0].rows, (std::vector<int64_t>{1, 2}));
+  EXPECT_FALSE(again.value().agreements[0].request.has_value());
+  EXPECT_TRUE(again.value().agreements[1].request == joined);
 }
 
 TEST(Messages, SteadyStateFitsIntoAFewBytes) {

@@ -1,0 +1,114 @@
+// The Python objects Engine and Operation.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <iterator>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "bindings/interruptible.h"
+#include "bindings/pending.h"
+#include "scheduler/engine.h"
+
+namespace sparkhvd::bindings {
+
+namespace py = pybind11;
+
+// Python drops a handle whenever it likes, while the engine thread still uses the buffers. That
+// thread never touches a Python object (it must not need the GIL, least of all while the
+// interpreter is being torn down): what the dropped handle kept alive stays here until the
+// operation is done, and is released by the next call that holds the GIL anyway.
+class Orphans {
+ public:
+  void Adopt(std::shared_ptr<Operation> operation, py::object keep_alive) {
+    orphans_.push_back(Orphan{std::move(operation), std::move(keep_alive)});
+  }
+  void ReleaseDone() {
+    const auto done =
+        std::stable_partition(orphans_.begin(), orphans_.end(),
+                              [](const Orphan& orphan) { return !orphan.operation->done(); });
+    // Released outside the list: a finalizer may come back here.
+    std::vector<Orphan> finished(std::make_move_iterator(done),
+                                 std::make_move_iterator(orphans_.end()));
+    orphans_.erase(done, orphans_.end());
+  }
+
+ private:
+  struct Orphan {
+    std::shared_ptr<Operation> operation;
+    py::object keep_alive;
+  };
+  std::vector<Orphan> orphans_;  // guarded by the GIL
+};
+
+// The Python object Engine.
+class PyEngine {
+ public:
+  PyEngine(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}  // NOLINT: for py::init
+  ~PyEngine() {
+    const py::gil_scoped_release release;
+    engine_.reset();
+  }
+
+  Engine& engine() { return *engine_; }
+  Orphans& orphans() { return orphans_; }
+  PendingOperations& pending() { return pending_; }
+
+ private:
+  Orphans
+      orphans_;  // destroyed after the engine, which uses the buffers until its thread has ended
+  std::unique_ptr<Engine> engine_;
+  PendingOperations pending_;
+};
+
+// The Python object Operation.
+class Handle {
+ public:
+  Handle(std::shared_ptr<PyEngine> engine, std::shared_ptr<Operation> operation,
+         py::object keep_alive)
+      : engine_(std::move(engine)),
+        operation_(std::move(operation)),
+        keep_alive_(std::move(keep_alive)) {}
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+  ~Handle() {
+    if (operation_->done()) return;
+    engine_->engine().StartNow();  // nobody is going to wait
+    engine_->orphans().Adopt(operation_, std::move(keep_alive_));
+  }
+
+  bool done() const { return operation_->done(); }
+
+  void Wait(double timeout_s) {
+    const Status status = WaitInSlices(
+        timeout_s, [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
+        [&] { return operation_->done(); });
+    // It may have finished since the last slice ended; then that is the outcome.
+    Check(operation_->done() ? operation_->Wait(Deadline::AfterSeconds(0)) : status);
+  }
+
+  // Fails unless this is an operation with results of its own and has succeeded.
+  const Operation& Finished() const {
+    const Request& request = operation_->request();
+    if (request.kind != OperationKind::kAllgather && request.kind != OperationKind::kAlltoall &&
+        request.kind != OperationKind::kJoin) {
+      Check(Status(StatusCode::kInvalidArgument, request.Title() + " has no output of its own"));
+    }
+    if (!operation_->done()) {
+      Check(Status(StatusCode::kInvalidArgument, request.Title() + " is not finished: wait first"));
+    }
+    Check(operation_->Wait(Deadline::AfterSeconds(0)));
+    return *operation_;
+  }
+
+ private:
+  std::shared_ptr<PyEngine> engine_;
+  std::shared_ptr<Operation> operation_;
+  py::object keep_alive_;
+};
+
+}  // namespace sparkhvd::bindings

@@ -1,0 +1,195 @@
+#include "bindings/submission_binding.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/errors.h"
+#include "bindings/py_engine.h"
+
+namespace sparkhvd::bindings {
+namespace {
+
+using Shape = std::vector<int64_t>;
+using EnginePointer = std::shared_ptr<PyEngine>;
+using HandlePointer = std::unique_ptr<Handle>;
+
+// One of a group: name, source, target (ignored by an allgather), shape, dtype, keep_alive.
+using Tensor = std::tuple<std::string, uintptr_t, uintptr_t, Shape, std::string, py::object>;
+
+DType ToDType(const std::string& name) {
+  if (const std::optional<DType> dtype = ParseDType(name)) return *dtype;
+  throw CoreFailure(Status(StatusCode::kInvalidArgument,
+                           "dtype '" + name +
+                               "' is not one of bool, uint8, int8, int16, int32, int64, float16, "
+                               "bfloat16, float32, float64"));
+}
+
+ReduceOp ToReduceOp(const std::string& name) {
+  if (const std::optional<ReduceOp> op = ParseReduceOp(name)) return *op;
+  throw CoreFailure(Status(StatusCode::kInvalidArgument,
+                           "op '" + name + "' is not one of sum, average, min, max, product"));
+}
+
+// Addresses are what Python has: tensor.data_ptr(), array.ctypes.data.
+std::byte* ToPointer(uintptr_t address) {
+  return reinterpret_cast<std::byte*>(address);  // NOLINT: the caller's contract
+}
+
+// What a reduction is asked for with.
+struct Scales {
+  double prescale;
+  double postscale;
+};
+
+Request MakeRequest(OperationKind kind, std::string name, Shape shape, const std::string& dtype) {
+  Request request;
+  request.kind = kind;
+  request.name = std::move(name);
+  request.shape = std::move(shape);
+  request.dtype = ToDType(dtype);
+  return request;
+}
+
+void SetReduction(Request& request, const std::string& op, Scales scales) {
+  request.op = ToReduceOp(op);
+  request.prescale = scales.prescale;
+  request.postscale = scales.postscale;
+}
+
+Start StartOf(bool with_waiter) { return with_waiter ? Start::kWithWaiter : Start::kNow; }
+
+HandlePointer Submit(const EnginePointer& engine, Request request, uintptr_t source,
+                     uintptr_t target, py::object keep_alive, bool with_waiter) {
+  engine->orphans().ReleaseDone();
+  Result<std::shared_ptr<Operation>> operation = [&] {
+    const py::gil_scoped_release release;
+    return engine->engine().Submit(std::move(request), ToPointer(source), ToPointer(target),
+                                   StartOf(with_waiter));
+  }();
+  if (operation.ok()) engine->pending().Add(operation.value());
+  return std::make_unique<Handle>(engine, Take(std::move(operation)), std::move(keep_alive), with_waiter);
+}
+
+// `complete` sets what the requests of the group have in common.
+template <typename Complete>
+std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKind kind,
+                                       const std::string& group, std::vector<Tensor> tensors,
+                                       bool with_waiter, const Complete& complete) {
+  engine->orphans().ReleaseDone();
+  std::vector<Engine::Submission> submissions;
+  for (const auto& [name, source, target, shape, dtype, keep_alive] : tensors) {
+    Request request = MakeRequest(kind, name, shape, dtype);
+    request.group = group;
+    request.group_size = static_cast<uint32_t>(tensors.size());
+    complete(request);
+    submissions.push_back({std::move(request), ToPointer(source), ToPointer(target)});
+  }
+  std::vector<std::shared_ptr<Operation>> operations = [&] {
+    const py::gil_scoped_release release;
+    return Take(engine->engine().SubmitAll(std::move(submissions), StartOf(with_waiter)));
+  }();
+  std::vector<HandlePointer> handles;
+  for (size_t i = 0; i < operations.size(); ++i) {
+    engine->pending().Add(operations[i]);
+    handles.push_back(std::make_unique<Handle>(engine, std::move(operations[i]),
+                                               std::move(std::get<py::object>(tensors[i]))));
+  }
+  return handles;
+}
+
+template <OperationKind kKind>
+HandlePointer Reduce(const EnginePointer& engine, std::string name, uintptr_t source,
+                     uintptr_t target, Shape shape, const std::string& dtype, const std::string& op,
+                     double prescale, double postscale, py::object keep_alive, bool with_waiter) {
+  Request request = MakeRequest(kKind, std::move(name), std::move(shape), dtype);
+  SetReduction(request, op, Scales{prescale, postscale});
+  return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter);
+}
+
+template <OperationKind kKind>
+std::vector<HandlePointer> ReduceGroup(const EnginePointer& engine, const std::string& group,
+                                       std::vector<Tensor> tensors, const std::string& op,
+                                       double prescale, double postscale, bool with_waiter) {
+  return SubmitGroup(engine, kKind, group, std::move(tensors), with_waiter, [&](Request& request) {
+    SetReduction(request, op, Scales{prescale, postscale});
+  });
+}
+
+HandlePointer Allgather(const EnginePointer& engine, std::string name, uintptr_t source,
+                        Shape shape, const std::string& dtype, py::object keep_alive, bool with_waiter) {
+  return Submit(engine,
+                MakeRequest(OperationKind::kAllgather, std::move(name), std::move(shape), dtype),
+                source, 0, std::move(keep_alive), with_waiter);
+}
+
+std::vector<HandlePointer> AllgatherGroup(const EnginePointer& engine, const std::string& group,
+                                          std::vector<Tensor> tensors, bool with_waiter) {
+  return SubmitGroup(engine, OperationKind::kAllgather, group, std::move(tensors), with_waiter,
+                     [](Request&) {});
+}
+
+HandlePointer Alltoall(const EnginePointer& engine, std::string name, uintptr_t source, Shape shape,
+                       Shape splits, const std::string& dtype, py::object keep_alive, bool with_waiter) {
+  Request request = MakeRequest(OperationKind::kAlltoall, std::move(name), std::move(shape), dtype);
+  request.splits = std::move(splits);
+  return Submit(engine, std::move(request), source, 0, std::move(keep_alive), with_waiter);
+}
+
+HandlePointer Broadcast(const EnginePointer& engine, std::string name, uintptr_t source,
+                        uintptr_t target, Shape shape, const std::string& dtype, int root,
+                        py::object keep_alive) {
+  Request request =
+      MakeRequest(OperationKind::kBroadcast, std::move(name), std::move(shape), dtype);
+  request.root = root;
+  return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter);
+}
+
+HandlePointer WithoutData(const EnginePointer& engine, OperationKind kind, std::string name,
+                          bool with_waiter) {
+  return Submit(engine, MakeRequest(kind, std::move(name), {0}, Name(DType::kUInt8)), 0, 0,
+                py::none(), with_waiter);
+}
+
+}  // namespace
+
+void RegisterSubmissions(EngineClass& engine) {
+  using py::arg;
+  engine
+      .def("allreduce", &Reduce<OperationKind::kAllreduce>, arg("name"), arg("source"),
+           arg("target"), arg("shape"), arg("dtype"), arg("op") = "sum", arg("prescale") = 1.0,
+           arg("postscale") = 1.0, arg("keep_alive") = py::none(), arg("with_waiter") = false)
+      .def("reducescatter", &Reduce<OperationKind::kReducescatter>, arg("name"), arg("source"),
+           arg("target"), arg("shape"), arg("dtype"), arg("op") = "sum", arg("prescale") = 1.0,
+           arg("postscale") = 1.0, arg("keep_alive") = py::none(), arg("with_waiter") = false)
+      .def("allgather", &Allgather, arg("name"), arg("source"), arg("shape"), arg("dtype"),
+           arg("keep_alive") = py::none(), arg("with_waiter") = false)
+      .def("alltoall", &Alltoall, arg("name"), arg("source"), arg("shape"), arg("splits"),
+           arg("dtype"), arg("keep_alive") = py::none(), arg("with_waiter") = false)
+      .def("broadcast", &Broadcast, arg("name"), arg("source"), arg("target"), arg("shape"),
+           arg("dtype"), arg("root"), arg("keep_alive") = py::none(), arg("with_waiter") = false)
+      .def("grouped_allreduce", &ReduceGroup<OperationKind::kAllreduce>, arg("group"),
+           arg("tensors"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0, arg("with_waiter") = false)
+      .def("grouped_reducescatter", &ReduceGroup<OperationKind::kReducescatter>, arg("group"),
+           arg("tensors"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0, arg("with_waiter") = false)
+      .def("grouped_allgather", &AllgatherGroup, arg("group"), arg("tensors"), arg("with_waiter") = false)
+      .def(
+          "barrier",
+          [](const EnginePointer& self, std::string name, bool with_waiter) {
+            return WithoutData(self, OperationKind::kBarrier, std::move(name), with_waiter);
+          },
+          arg("name"), arg("with_waiter") = false)
+      .def(
+          "join",
+          [](const EnginePointer& self, bool with_waiter) {
+            return WithoutData(self, OperationKind::kJoin, kJoinName, with_waiter);
+          },
+          arg("with_waiter") = false);
+}
+
+}  // namespace sparkhvd::bindings
