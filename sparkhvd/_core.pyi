@@ -7,6 +7,9 @@ All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are `
 
 from collections.abc import Sequence
 
+# One of a group: name, address of the source, of the target (unused by an allgather), shape, dtype, keep_alive.
+Tensor = tuple[str, int, int, Sequence[int], str, object]
+
 class CoreError(Exception): ...
 
 class RendezvousServer:
@@ -40,17 +43,18 @@ class Operation:
         """Wait for the result; raises the operation's error, or ``timeout`` naming the tensor. May be called again."""
 
     def output(self) -> memoryview:
-        """Allgather only, after ``wait``: the gathered bytes (owned by this object), format ``B``."""
+        """Allgather and alltoall, after ``wait``: what came from all ranks (owned by this object), format ``B``."""
 
-    def first_dims(self) -> list[int]:
-        """Allgather only, after ``wait``: the first dimension that each rank contributed, in rank order."""
+    def rows(self) -> list[int]:
+        """After ``wait``: the rows of ``output`` by rank. Join: the number of the last rank to join, alone."""
 
 class Engine:
     """One rank of a job: owns the links to its peers and one thread that negotiates and runs collectives.
 
     ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
     do is decided by trying. ``bind_host`` is the local address that this rank's sockets bind and advertise.
-    ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once.
+    ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
+    stands in front of what is said about failed operations.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -62,6 +66,7 @@ class Engine:
         rendezvous: RendezvousClient | None = None,
         token: bytes = b"",
         scope: str = "",
+        label: str = "",
         host_key: str = "",
         bind_host: str = "127.0.0.1",
         shared_memory: bool = True,
@@ -93,8 +98,40 @@ class Engine:
         keep_alive: object = None,
         with_waiter: bool = False,
     ) -> Operation: ...
+    # The first dimension is divided among the ranks, the first ones get one more; `target` receives this rank's part
+    # and must not overlap `source`.
+    def reducescatter(
+        self,
+        name: str,
+        source: int,
+        target: int,
+        shape: Sequence[int],
+        dtype: str,
+        op: str = "sum",
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        keep_alive: object = None,
+        with_waiter: bool = False,
+    ) -> Operation: ...
     def allgather(
-        self, name: str, source: int, shape: Sequence[int], dtype: str, keep_alive: object = None
+        self,
+        name: str,
+        source: int,
+        shape: Sequence[int],
+        dtype: str,
+        keep_alive: object = None,
+        with_waiter: bool = False,
+    ) -> Operation: ...
+    # `splits` says how many rows of the first dimension go to each rank.
+    def alltoall(
+        self,
+        name: str,
+        source: int,
+        shape: Sequence[int],
+        splits: Sequence[int],
+        dtype: str,
+        keep_alive: object = None,
+        with_waiter: bool = False,
     ) -> Operation: ...
     def broadcast(
         self,
@@ -105,8 +142,34 @@ class Engine:
         dtype: str,
         root: int,
         keep_alive: object = None,
+        with_waiter: bool = False,
     ) -> Operation: ...
-    def barrier(self, name: str) -> Operation: ...
+    # Groups: all tensors run together, or all fail where the ranks disagree about one.
+    def grouped_allreduce(
+        self,
+        group: str,
+        tensors: Sequence[Tensor],
+        op: str = "sum",
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        with_waiter: bool = False,
+    ) -> list[Operation]: ...
+    def grouped_reducescatter(
+        self,
+        group: str,
+        tensors: Sequence[Tensor],
+        op: str = "sum",
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        with_waiter: bool = False,
+    ) -> list[Operation]: ...
+    def grouped_allgather(
+        self, group: str, tensors: Sequence[Tensor], with_waiter: bool = False
+    ) -> list[Operation]: ...
+    def barrier(self, name: str, with_waiter: bool = False) -> Operation: ...
+    def join(self, with_waiter: bool = False) -> Operation:
+        """Contribute nothing to what the others still do, until all ranks have joined."""
+
     def counters(self) -> dict[str, int]:
         """Monotonic counts by name.
 

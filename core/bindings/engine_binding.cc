@@ -33,10 +33,10 @@ Result<Mesh> Connect(const ConnectArguments& arguments) {
 
 std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient* rendezvous,
                                      const std::string& token, const std::string& scope,
-                                     const std::string& label, const std::string& host_key, const std::string& bind_host,
-                                     bool shared_memory, size_t fusion_threshold,
-                                     size_t cache_capacity, double collective_timeout_s,
-                                     double timeout_s) {
+                                     const std::string& label, const std::string& host_key,
+                                     const std::string& bind_host, bool shared_memory,
+                                     size_t fusion_threshold, size_t cache_capacity,
+                                     double collective_timeout_s, double timeout_s) {
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " is not one of " +
                                                    std::to_string(size) + " ranks"));
@@ -135,9 +135,10 @@ void RegisterEngine(py::module_& module) {
   engine
       .def(py::init(&MakeEngine), arg("rank"), arg("size"), py::kw_only(),
            arg("rendezvous") = py::none(), arg("token") = py::bytes(), arg("scope") = "",
-           arg("label") = "", arg("host_key") = "", arg("bind_host") = "127.0.0.1", arg("shared_memory") = true,
-           arg("fusion_threshold") = size_t{64} << 20, arg("cache_capacity") = 1024,
-           arg("collective_timeout_s") = 1800.0, arg("timeout_s") = 60.0)
+           arg("label") = "", arg("host_key") = "", arg("bind_host") = "127.0.0.1",
+           arg("shared_memory") = true, arg("fusion_threshold") = size_t{64} << 20,
+           arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
+           arg("timeout_s") = 60.0)
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("counters", &CountersOf)

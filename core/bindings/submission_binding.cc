@@ -73,7 +73,7 @@ HandlePointer Submit(const EnginePointer& engine, Request request, uintptr_t sou
                                    StartOf(with_waiter));
   }();
   if (operation.ok()) engine->pending().Add(operation.value());
-  return std::make_unique<Handle>(engine, Take(std::move(operation)), std::move(keep_alive), with_waiter);
+  return std::make_unique<Handle>(engine, Take(std::move(operation)), std::move(keep_alive));
 }
 
 // `complete` sets what the requests of the group have in common.
@@ -122,7 +122,8 @@ std::vector<HandlePointer> ReduceGroup(const EnginePointer& engine, const std::s
 }
 
 HandlePointer Allgather(const EnginePointer& engine, std::string name, uintptr_t source,
-                        Shape shape, const std::string& dtype, py::object keep_alive, bool with_waiter) {
+                        Shape shape, const std::string& dtype, py::object keep_alive,
+                        bool with_waiter) {
   return Submit(engine,
                 MakeRequest(OperationKind::kAllgather, std::move(name), std::move(shape), dtype),
                 source, 0, std::move(keep_alive), with_waiter);
@@ -135,7 +136,8 @@ std::vector<HandlePointer> AllgatherGroup(const EnginePointer& engine, const std
 }
 
 HandlePointer Alltoall(const EnginePointer& engine, std::string name, uintptr_t source, Shape shape,
-                       Shape splits, const std::string& dtype, py::object keep_alive, bool with_waiter) {
+                       Shape splits, const std::string& dtype, py::object keep_alive,
+                       bool with_waiter) {
   Request request = MakeRequest(OperationKind::kAlltoall, std::move(name), std::move(shape), dtype);
   request.splits = std::move(splits);
   return Submit(engine, std::move(request), source, 0, std::move(keep_alive), with_waiter);
@@ -143,7 +145,7 @@ HandlePointer Alltoall(const EnginePointer& engine, std::string name, uintptr_t 
 
 HandlePointer Broadcast(const EnginePointer& engine, std::string name, uintptr_t source,
                         uintptr_t target, Shape shape, const std::string& dtype, int root,
-                        py::object keep_alive) {
+                        py::object keep_alive, bool with_waiter) {
   Request request =
       MakeRequest(OperationKind::kBroadcast, std::move(name), std::move(shape), dtype);
   request.root = root;
@@ -174,10 +176,13 @@ void RegisterSubmissions(EngineClass& engine) {
       .def("broadcast", &Broadcast, arg("name"), arg("source"), arg("target"), arg("shape"),
            arg("dtype"), arg("root"), arg("keep_alive") = py::none(), arg("with_waiter") = false)
       .def("grouped_allreduce", &ReduceGroup<OperationKind::kAllreduce>, arg("group"),
-           arg("tensors"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0, arg("with_waiter") = false)
+           arg("tensors"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0,
+           arg("with_waiter") = false)
       .def("grouped_reducescatter", &ReduceGroup<OperationKind::kReducescatter>, arg("group"),
-           arg("tensors"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0, arg("with_waiter") = false)
-      .def("grouped_allgather", &AllgatherGroup, arg("group"), arg("tensors"), arg("with_waiter") = false)
+           arg("tensors"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0,
+           arg("with_waiter") = false)
+      .def("grouped_allgather", &AllgatherGroup, arg("group"), arg("tensors"),
+           arg("with_waiter") = false)
       .def(
           "barrier",
           [](const EnginePointer& self, std::string name, bool with_waiter) {

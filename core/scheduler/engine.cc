@@ -375,9 +375,8 @@ Status Engine::Execute(const std::vector<Ready>& ready) {
     if (failure.ok()) {
       const auto start = Clock::now();
       const Deadline deadline = Deadline::AfterSeconds(config_.collective_timeout_s);
-      failure = group.size() > 1
-                    ? execution_.Allreduce(group, deadline)
-                    : execution_.Run(*group[0], ready[positions[0]].rows, deadline);
+      failure = group.size() > 1 ? execution_.Allreduce(group, deadline)
+                                 : execution_.Run(*group[0], ready[positions[0]].rows, deadline);
       counters_.collective_us += MicrosecondsSince(start);
       if (!failure.ok()) failure = FirstFailure(failure);
       if (group.size() > 1) ++counters_.fused_buffers;

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from itertools import count
+from threading import Lock
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NoReturn, Self
 
 import numpy as np
 
 from sparkhvd import _core
-from sparkhvd.comm.buffers import Array, Buffer, ReduceOp, buffer_of
+from sparkhvd.comm import arrays, raw
+from sparkhvd.comm.buffers import buffer_of
+from sparkhvd.comm.channel import Channel, connect_rendezvous, open_channel
 from sparkhvd.comm.doctor import HangDoctor
 from sparkhvd.comm.failures import translated
-from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, Proposal, Registration, agreed_sets
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.stall_report import StallReport
 from sparkhvd.comm.timeline import recording_name, timeline_path
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import ConfigError, NotInitializedError
+from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
 from sparkhvd.world import World
 
-T = TypeVar("T")
-
 _CLOSE_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """What an allgather of raw memory brought.
-
-    Attributes:
-        content: the bytes of all ranks in rank order.
-        first_dims: the first dimension that each rank contributed.
-    """
-
-    content: memoryview
-    first_dims: tuple[int, ...]
 
 
 class Communicator:
@@ -63,16 +50,20 @@ class Communicator:
         self._context = context
         self._scope = scope
         self._recordings = count()
-        self._timeout = context.config.collective_timeout
-        self._counts = {kind: count() for kind in ("allreduce", "allgather", "broadcast", "barrier")}
+        self.everybody = Registration(0, tuple(range(context.world.size)), context.world.rank)
+        self._sets = {0: self.everybody.ranks}
+        self._sets_lock = Lock()  # one change of what follows at a time
+        self._next_set = 1  # every rank counts alike
         deadline = Deadline.after(context.config.start_timeout)
-        self._rendezvous = _connect(context, deadline)
+        self._rendezvous = connect_rendezvous(context, deadline)
         try:
-            self._engine = _open_engine(context, scope, self._rendezvous, deadline)
+            world = open_channel(context, self.everybody.ranks, self._rendezvous, deadline, scope=scope)
         except BaseException:
             if self._rendezvous is not None:
                 self._rendezvous.close()
             raise
+        self._engine = world.engine
+        self._channels = {0: world}  # of the sets that this rank is in
         self._closed = False
         self._doctor: HangDoctor | None = None
         try:
@@ -146,184 +137,118 @@ class Communicator:
         """Who kept this rank waiting when a collective last took longer than ``stall_check_seconds``."""
         return None if self._doctor is None else self._doctor.last_report
 
-    # Raw memory, for the framework adapters.
+    # Collectives on raw memory, for the framework adapters; see sparkhvd.comm.raw.
 
-    def reduce_buffer(
-        self,
-        source: Buffer,
-        target: Buffer,
-        op: ReduceOp = ReduceOp.AVERAGE,
-        *,
-        name: str | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        with_waiter: bool = False,
-    ) -> Handle[None]:
-        """Start an allreduce of ``source`` into ``target``, which may be the same memory.
+    reduce_buffer = raw.reduce_buffer
+    reduce_buffers = raw.reduce_buffers
+    reducescatter_buffer = raw.reducescatter_buffer
+    reducescatter_buffers = raw.reducescatter_buffers
+    gather_buffer = raw.gather_buffer
+    gather_buffers = raw.gather_buffers
+    alltoall_buffer = raw.alltoall_buffer
+    broadcast_buffer = raw.broadcast_buffer
+    barrier_async = raw.barrier_async
+    join_async = raw.join_async
+    barrier = arrays.waited(raw.barrier_async)
+    join = arrays.waited(raw.join_async)
 
-        Args:
-            source: this rank's values.
-            target: receives the result; shape and dtype of ``source``.
-            op: the reduction.
-            name: the operation's name, made by counting when None.
-            prescale: multiplies the values before the reduction; equal on all ranks.
-            postscale: multiplies the result; equal on all ranks.
-            with_waiter: begin when the handle is waited for, on the thread that waits, which saves handing the
-                operation over to another thread; for callers who wait at once.
+    # Collectives on numpy arrays; see sparkhvd.comm.arrays.
+
+    allreduce_async = arrays.allreduce_async
+    grouped_allreduce_async = arrays.grouped_allreduce_async
+    reducescatter_async = arrays.reducescatter_async
+    grouped_reducescatter_async = arrays.grouped_reducescatter_async
+    allgather_async = arrays.allgather_async
+    grouped_allgather_async = arrays.grouped_allgather_async
+    alltoall_async = arrays.alltoall_async
+    broadcast_async = arrays.broadcast_async
+    allreduce = arrays.waited(arrays.allreduce_async)
+    grouped_allreduce = arrays.waited(arrays.grouped_allreduce_async)
+    reducescatter = arrays.waited(arrays.reducescatter_async)
+    grouped_reducescatter = arrays.waited(arrays.grouped_reducescatter_async)
+    allgather = arrays.waited(arrays.allgather_async)
+    grouped_allgather = arrays.waited(arrays.grouped_allgather_async)
+    alltoall = arrays.waited(arrays.alltoall_async)
+    broadcast = arrays.waited(arrays.broadcast_async)
+
+    # Process sets.
+
+    def process_sets(self) -> dict[int, list[int]]:
+        """The ranks of every process set, by its id."""
+        return {number: list(ranks) for number, ranks in self._sets.items()}
+
+    def channel(self, process_set: ProcessSet | None = None) -> Channel:
+        """The way to the ranks of ``process_set``, to all by default.
+
+        Raises:
+            NotInitializedError: the communicator is closed, or the set is not registered.
+            ConfigError: this rank is not in the set.
         """
-        if source.shape != target.shape or source.dtype != target.dtype:
-            raise ConfigError(
-                f"An allreduce of {source.dtype}{list(source.shape)} cannot go into "
-                f"{target.dtype}{list(target.shape)}; give both the same shape and dtype."
-            )
-        name = self._name("allreduce", name)
-        with translated():
-            operation = self._open_engine().allreduce(
-                name,
-                source.address,
-                target.address,
-                source.shape,
-                source.dtype,
-                ReduceOp(op).value,
-                prescale,
-                postscale,
-                (source.owner, target.owner),
-                with_waiter,
-            )
-        return Handle(name, operation, self._timeout, _nothing)
+        number = 0 if process_set is None else process_set.process_set_id
+        channel = None if self._closed or number is None else self._channels.get(number)
+        return self._refused_channel(process_set) if channel is None else channel
 
-    def gather_buffer(self, source: Buffer, *, name: str | None = None) -> Handle[Gathered]:
-        """Start an allgather of ``source`` along its first dimension, which may differ between the ranks."""
-        if not source.shape:
-            raise ConfigError("An allgather needs at least one dimension to join along; reshape the scalar to (1,).")
-        name = self._name("allgather", name)
-        with translated():
-            operation = self._open_engine().allgather(name, source.address, source.shape, source.dtype, source.owner)
-        return Handle(name, operation, self._timeout, _gathered)
-
-    def broadcast_buffer(
-        self, source: Buffer, target: Buffer, root: int = 0, *, name: str | None = None
-    ) -> Handle[None]:
-        """Start copying the ``source`` of rank ``root`` into the ``target`` of all ranks."""
-        if not 0 <= root < self._world.size:
-            raise ConfigError(f"Root rank {root} is not among the {self._world.size} ranks 0..{self._world.size - 1}.")
-        name = self._name("broadcast", name)
-        with translated():
-            operation = self._open_engine().broadcast(
-                name,
-                source.address,
-                target.address,
-                source.shape,
-                source.dtype,
-                root,
-                (source.owner, target.owner),
-            )
-        return Handle(name, operation, self._timeout, _nothing)
-
-    def barrier_async(self, *, name: str | None = None) -> Handle[None]:
-        """Start a barrier."""
-        name = self._name("barrier", name)
-        with translated():
-            operation = self._open_engine().barrier(name)
-        return Handle(name, operation, self._timeout, _nothing)
-
-    # numpy arrays.
-
-    def allreduce_async(
-        self,
-        array: Array,
-        op: ReduceOp = ReduceOp.AVERAGE,
-        *,
-        name: str | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        out: Array | None = None,
-    ) -> Handle[Array]:
-        """Start an allreduce; see ``allreduce``."""
-        return self._reduce(array, op, name=name, prescale=prescale, postscale=postscale, out=out, with_waiter=False)
-
-    def allreduce(
-        self,
-        array: Array,
-        op: ReduceOp = ReduceOp.AVERAGE,
-        *,
-        name: str | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        out: Array | None = None,
-    ) -> Array:
-        """Combine the arrays of all ranks element by element.
+    def add_process_set(self, process_set: ProcessSet | Iterable[int] | MpiCommunicator) -> ProcessSet:
+        """Connect some ranks, so that they can run collectives among themselves. Collective over all ranks of the job.
 
         Args:
-            array: the same shape and dtype on all ranks.
-            op: the reduction.
-            name: see the class.
-            prescale: multiplies the values before the reduction; equal on all ranks.
-            postscale: multiplies the result; equal on all ranks.
-            out: receives the result, a new array by default; ``array`` itself works in place.
+            process_set: the set, or what makes one; equal on all ranks unless it is an MPI communicator.
 
         Returns:
-            The result, the same on every rank.
+            The set, registered.
 
         Raises:
-            MismatchError: on every rank, when they disagree.
-            PeerLostError: a rank is gone.
-            DeadlineExceededError: not all ranks took part in time.
+            MismatchError: on every rank, when they ask for different sets.
+            ConfigError: on every rank, when such a set exists already or a rank is not in the job.
         """
-        return self._reduce(
-            array, op, name=name, prescale=prescale, postscale=postscale, out=out, with_waiter=True
-        ).wait()
+        asked = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        with self._sets_lock:
+            if asked.process_set_id is not None:
+                raise ConfigError(f"{asked} is registered already.")
+            proposals = self._exchange(asked.proposal(self._world.rank))
+            mine: Registration | None = None
+            for ranks in agreed_sets(proposals, self._sets, self._world.size):
+                registration = Registration(self._next_set, ranks, self._world.rank)
+                self._next_set += 1
+                if self._world.rank in ranks:
+                    self._channels[registration.number] = self._connect_set(registration)
+                    mine = registration
+                self._sets[registration.number] = ranks
+                mine = mine or registration
+            asked.register(mine)
+        return asked
 
-    def allgather_async(self, array: Array, *, name: str | None = None) -> Handle[Array]:
-        """Start an allgather; see ``allgather``."""
-        array = _contiguous(array)
-        dtype, rest = array.dtype, array.shape[1:]
+    def remove_process_set(self, process_set: ProcessSet) -> bool:
+        """Disconnect a process set; what is pending on it fails. Collective over all ranks of the job.
 
-        def join(gathered: Gathered) -> Array:
-            joined: Array = np.frombuffer(gathered.content, dtype)
-            return joined.reshape(sum(gathered.first_dims), *rest)
-
-        return self.gather_buffer(buffer_of(array, "The array to gather"), name=name).then(join)
-
-    def allgather(self, array: Array, *, name: str | None = None) -> Array:
-        """Join the arrays of all ranks along the first dimension, in rank order.
-
-        Args:
-            array: the same dtype and shape on all ranks but for the first dimension.
-            name: see the class.
+        Returns:
+            Whether there was such a set; the set of all ranks stays.
 
         Raises:
-            MismatchError: on every rank, when they disagree.
+            MismatchError: on every rank, when they remove different sets.
         """
-        return self.allgather_async(array, name=name).wait()
-
-    def broadcast_async(
-        self, array: Array, root: int = 0, *, name: str | None = None, out: Array | None = None
-    ) -> Handle[Array]:
-        """Start a broadcast; see ``broadcast``."""
-        array = _contiguous(array)
-        target = np.empty_like(array) if out is None else out
-        source, destination = buffer_of(array, "The array to send"), buffer_of(target, "The array for the result")
-        return self.broadcast_buffer(source, destination, root, name=name).then(_always(target))
-
-    def broadcast(self, array: Array, root: int = 0, *, name: str | None = None, out: Array | None = None) -> Array:
-        """The array of rank ``root``, on every rank; all ranks pass one of its shape and dtype.
-
-        Raises:
-            MismatchError: on every rank, when they disagree.
-        """
-        return self.broadcast_async(array, root, name=name, out=out).wait()
-
-    def barrier(self, *, name: str | None = None) -> None:
-        """Return once every rank has called it."""
-        self.barrier_async(name=name).wait()
+        number = process_set.process_set_id
+        with self._sets_lock:
+            numbers = self.allgather(np.array([-1 if number is None else number]), name="process_sets.remove")
+            if (numbers != numbers[0]).any():
+                raise MismatchError(f"All ranks must remove the same process set; they removed {numbers.tolist()}.")
+            if number is None or number == 0 or number not in self._sets:
+                return False
+            del self._sets[number]
+            channel = self._channels.pop(number, None)
+            process_set.register(None)
+            if channel is not None:
+                with translated():
+                    channel.engine.shutdown(_CLOSE_SECONDS)
+        return True
 
     # The end.
 
     def abort(self, why: str) -> None:
         """End every pending and future operation, here and on all peers, with a ``PeerLostError`` that says ``why``."""
         with translated():
-            self._engine.abort(why)
+            for channel in list(self._channels.values()):
+                channel.engine.abort(why)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Leave the job; peers that still need this rank get ``PeerLostError``. Closing twice is fine.
@@ -336,7 +261,8 @@ class Communicator:
         self._closed = True
         try:
             with translated():
-                self._engine.shutdown(timeout)
+                for channel in reversed(self._channels.values()):
+                    channel.engine.shutdown(timeout)
                 self._engine.stop_timeline()
         finally:
             if self._rendezvous is not None:
@@ -354,52 +280,35 @@ class Communicator:
             self.abort(f"rank {self._world.rank} left with {type(error).__name__}: {error}")
         self.close()
 
-    def _reduce(
-        self,
-        array: Array,
-        op: ReduceOp,
-        *,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        out: Array | None,
-        with_waiter: bool,
-    ) -> Handle[Array]:
-        array = _contiguous(array)
-        target = np.empty_like(array) if out is None else out
-        handle = self.reduce_buffer(
-            buffer_of(array, "The array to reduce"),
-            buffer_of(target, "The array for the result"),
-            op,
-            name=name,
-            prescale=prescale,
-            postscale=postscale,
-            with_waiter=with_waiter,
-        )
-        return handle.then(_always(target))
-
-    def _name(self, kind: str, name: str | None) -> str:
-        return f"{kind}.noname.{next(self._counts[kind])}" if name is None else name
-
     def _equal_on_all_ranks(self, number: int) -> bool:
         numbers = self.allgather(np.array([number]), name="communicator.local_size")
         return bool((numbers == number).all())
 
-    def _open_engine(self) -> _core.Engine:
+    def _refused_channel(self, process_set: ProcessSet | None) -> NoReturn:
         if self._closed:
             raise NotInitializedError("This communicator is closed; open a new one (init() again) before a collective.")
-        return self._engine
+        if process_set is None or process_set.process_set_id not in self._sets:
+            raise NotInitializedError(f"{process_set} is not registered with this communicator; add_process_set() it.")
+        raise ConfigError(f"Rank {self._world.rank} is not in {process_set} and cannot run collectives on it.")
 
+    def _exchange(self, own: Proposal) -> list[Proposal]:
+        """What every rank proposes."""
+        content = np.array([own.split, *own.ranks], np.int64)
+        gathered = self.gather_buffer(buffer_of(content, "The process set"), name="process_sets.add").wait()
+        numbers = np.frombuffer(gathered.content, np.int64)
+        parts = np.split(numbers, np.cumsum(gathered.first_dims)[:-1])
+        return [Proposal(tuple(part[1:].tolist()), bool(part[0])) for part in parts]
 
-def _connect(context: LaunchContext, deadline: Deadline) -> RendezvousClient | None:
-    if context.world.size == 1:
-        return None
-    if not context.rendezvous:
-        raise ConfigError(
-            f"Rank {context.world.rank} of {context.world.size} knows no rendezvous address; "
-            "the launcher must give one."
+    def _connect_set(self, registration: Registration) -> Channel:
+        number, ranks = registration.number, registration.ranks
+        return open_channel(
+            self._context,
+            ranks,
+            self._rendezvous,
+            Deadline.after(self._context.config.start_timeout),
+            scope=f"{self._scope}/process-set-{number}",
+            label=f"process set {number}, whose ranks 0..{len(ranks) - 1} are ranks {list(ranks)} of the job",
         )
-    return RendezvousClient(context.rendezvous, context.token, deadline)
 
 
 def _doctor(
@@ -409,41 +318,3 @@ def _doctor(
     if rendezvous is None or not wanted:
         return None
     return HangDoctor(engine, rendezvous, context.world, scope, context.config)
-
-
-def _open_engine(
-    context: LaunchContext, scope: str, rendezvous: RendezvousClient | None, deadline: Deadline
-) -> _core.Engine:
-    config = context.config
-    with translated():
-        return _core.Engine(
-            context.world.rank,
-            context.world.size,
-            rendezvous=None if rendezvous is None else rendezvous.core,
-            token=context.token,
-            scope=scope,
-            host_key=context.host_key,
-            bind_host=context.bind_host,
-            shared_memory=config.shared_memory,
-            fusion_threshold=config.fusion_threshold,
-            cache_capacity=config.cache_capacity,
-            collective_timeout_s=config.collective_timeout,
-            timeout_s=deadline.remaining(),
-        )
-
-
-def _contiguous(array: Array) -> Array:
-    # numpy.ascontiguousarray would make a scalar one-dimensional.
-    return np.require(array, requirements="C")
-
-
-def _nothing(operation: _core.Operation) -> None:
-    """The result of an operation that writes into the caller's memory."""
-
-
-def _gathered(operation: _core.Operation) -> Gathered:
-    return Gathered(operation.output(), tuple(operation.first_dims()))
-
-
-def _always(value: T) -> Callable[[None], T]:
-    return lambda _: value

@@ -4,14 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from sparkhvd._core import CoreError, Operation
 from sparkhvd.comm.failures import translate
+from sparkhvd.deadline import Deadline
 from sparkhvd.errors import CollectiveError, NotInitializedError
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+
+class Pending(Protocol):
+    """What the core is doing."""
+
+    def done(self) -> bool:
+        """Whether ``wait()`` would return or raise at once."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end; raises ``CoreError``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PendingGroup:
+    """Operations that run together."""
+
+    operations: tuple[Operation, ...]
+
+    def done(self) -> bool:
+        """Whether all are done."""
+        return all(operation.done() for operation in self.operations)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for all; raises what the first one that failed says."""
+        deadline = Deadline.after(timeout_s)
+        for operation in self.operations:
+            operation.wait(deadline.remaining())
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +53,9 @@ class Handle(Generic[T]):
     """
 
     name: str
-    operation: Operation = field(repr=False)
+    operation: Pending = field(repr=False)
     timeout: float = field(repr=False)
-    finish: Callable[[Operation], T] = field(repr=False)
+    finish: Callable[[], T] = field(repr=False)
 
     def done(self) -> bool:
         """Whether ``wait()`` would return or raise at once."""
@@ -38,7 +68,7 @@ class Handle(Generic[T]):
             timeout: seconds, the communicator's ``collective_timeout`` by default.
 
         Raises:
-            MismatchError: the ranks disagree on shape, dtype, operation or root.
+            MismatchError: the ranks disagree on shape, dtype, operation, root or group.
             PeerLostError: a rank that takes part is gone, or aborted the job.
             DeadlineExceededError: not all ranks took part in time.
             CollectiveError: the operation failed otherwise, or the communicator was closed before it was done.
@@ -51,9 +81,9 @@ class Handle(Generic[T]):
                 reason = f"{self.name!r} was pending when its communicator was closed: {failure}"
                 raise CollectiveError(reason) from error
             raise failure from error
-        return self.finish(self.operation)
+        return self.finish()
 
     def then(self, step: Callable[[T], U]) -> Handle[U]:
         """The same operation with ``step`` applied to its result by ``wait()``."""
         finish = self.finish
-        return Handle(self.name, self.operation, self.timeout, lambda operation: step(finish(operation)))
+        return Handle(self.name, self.operation, self.timeout, lambda: step(finish()))

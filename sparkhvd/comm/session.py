@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from sparkhvd.comm import mpi
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.comm.subset import subset
 from sparkhvd.config import Config, from_environment, notice_without_effect, started_by_mpi
@@ -29,6 +30,7 @@ class _Session:
     lock: Lock = field(default_factory=Lock)  # guards all writes below; readers of `communicator` take no lock
     context: LaunchContext | None = None  # None: no launcher has said anything
     communicator: Communicator | None = None
+    everybody: ProcessSet = field(default_factory=lambda: ProcessSet([0]))  # registered while initialized
     server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
     from_mpi: bool = False
     # How often each choice of ranks was connected. Its members count alike, so it names the scope in which they meet.
@@ -36,6 +38,9 @@ class _Session:
 
 
 _session = _Session()
+
+global_process_set = _session.everybody
+"""The set of all ranks, usable between ``init()`` and ``shutdown()``."""
 
 
 def offer(context: LaunchContext) -> None:
@@ -51,7 +56,10 @@ def offer(context: LaunchContext) -> None:
         _session.inits.clear()
 
 
-def init(comm: Sequence[int] | MPI.Intracomm | None = None) -> None:
+def init(
+    comm: Sequence[int] | MPI.Intracomm | None = None,
+    process_sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator] | str | None = None,
+) -> None:
     """Connect this process to the other ranks of its job.
 
     The launcher says who they are. Without one they are the processes that mpirun has started (mpi4py has to be
@@ -63,12 +71,17 @@ def init(comm: Sequence[int] | MPI.Intracomm | None = None) -> None:
     Args:
         comm: makes a job of its own of some ranks: a list of ranks of the launcher's job or of MPI's world, which
             are numbered anew in this order, or a communicator of mpi4py. Only these call ``init``.
+        process_sets: sets of ranks to register, equal on all ranks. More may always be added by ``add_process_set()``,
+            so that Horovod's word "dynamic" means none here.
 
     Raises:
-        ConfigError: ``comm`` does not hold this rank.
+        ConfigError: ``comm`` does not hold this rank, or a process set cannot be registered.
         DeadlineExceededError: not all ranks came within the configured ``start_timeout``.
         AuthenticationError: a peer doesn't know the job's secret.
     """
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ConfigError(f"process_sets={process_sets!r} is neither a list of process sets nor 'dynamic'.")
+    sets = () if process_sets is None or isinstance(process_sets, str) else process_sets
     ranks = tuple(comm) if isinstance(comm, Sequence) else None
     with _session.lock:
         if _session.communicator is not None:
@@ -82,12 +95,27 @@ def init(comm: Sequence[int] | MPI.Intracomm | None = None) -> None:
         try:
             if context.config.log_level is not None:
                 logging.getLogger("sparkhvd").setLevel(context.config.log_level)
-            _session.communicator = Communicator(context, scope=scope)
+            communicator = _connected(context, scope, sets)
         except BaseException:
             if server is not None:
                 server.close()
             raise
+        _session.communicator = communicator
+        _session.everybody.register(communicator.everybody)
         _session.server = server
+
+
+def _connected(
+    context: LaunchContext, scope: str, sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator]
+) -> Communicator:
+    communicator = Communicator(context, scope=scope)
+    try:
+        for process_set in sets:
+            communicator.add_process_set(process_set)
+    except BaseException:
+        communicator.close()
+        raise
+    return communicator
 
 
 def _is_of_mpi(comm: object) -> bool:
@@ -118,6 +146,7 @@ def shutdown() -> None:
     """Leave the job; does nothing when not initialized."""
     with _session.lock:
         communicator, _session.communicator = _session.communicator, None
+        _session.everybody.register(None)
         server, _session.server = _session.server, None
         try:
             if communicator is not None:
@@ -125,6 +154,16 @@ def shutdown() -> None:
         finally:
             if server is not None:
                 server.close()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int] | MpiCommunicator) -> ProcessSet:
+    """Register a set of ranks, see ``Communicator.add_process_set``; collective over all ranks."""
+    return current().add_process_set(process_set)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a set of ranks out of use, see ``Communicator.remove_process_set``; collective over all ranks."""
+    return current().remove_process_set(process_set)
 
 
 def is_initialized() -> bool:

@@ -9,8 +9,8 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
-from sparkhvd.comm.communicator import Gathered
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.tensors import buffer_of, bytes_of, has_dtype, require_contiguous, stage, tensor_of
 

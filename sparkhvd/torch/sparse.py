@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from sparkhvd.comm.communicator import Gathered
+from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import MismatchError
 
 _HEADER_BYTES = 16

@@ -8,8 +8,8 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
-from sparkhvd.comm.communicator import Gathered
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch import sparse
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor

@@ -194,7 +194,7 @@ def ragged_allgather(me: Rank) -> None:
         assert np.frombuffer(view, np.int32).tolist() == expected
     nothing = me.engine.allgather("nothing", 0, (0, 3), "float64")
     nothing.wait(SECONDS)
-    assert (nothing.output().nbytes, nothing.first_dims()) == (0, [0] * me.size)
+    assert (nothing.output().nbytes, nothing.rows()) == (0, [0] * me.size)
 
 
 def wait_for_a_lost_rank(me: Rank, lost: int) -> None:
@@ -512,7 +512,7 @@ def test_a_wait_that_is_too_short_is_a_timeout_that_names_the_tensor():
         (lambda e: e.broadcast("x", 0, 0, (0,), "float32", 1), "root 1 is not a rank of this job of 1 ranks"),
         (lambda e: e.allgather("x", 0, (), "float32"), "a scalar has no first dimension"),
         (lambda e: e.barrier("x").output(), "barrier 'x' has no output of its own"),
-        (lambda e: e.barrier("x").first_dims(), "barrier 'x' has no output of its own"),
+        (lambda e: e.barrier("x").rows(), "barrier 'x' has no output of its own"),
         (lambda _: _core.Engine(2, 2), "rank 2 is not one of 2 ranks"),
         (lambda _: _core.Engine(0, 2), "a job of 2 ranks needs a rendezvous"),
     ],

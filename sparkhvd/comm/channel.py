@@ -1,0 +1,127 @@
+"""One engine of the core: the way of a rank to the others of a group of ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol, TypeVar
+
+from sparkhvd import _core
+from sparkhvd.comm.failures import translated
+from sparkhvd.comm.handle import Handle, Pending
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def _counters() -> defaultdict[str, Iterator[int]]:
+    return defaultdict(count)
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """The engine that connects some ranks, and what belongs to it.
+
+    Attributes:
+        engine: numbers its ranks 0, 1, 2...
+        ranks: the ranks of the job that these are.
+        timeout: seconds to wait for a result by default.
+    """
+
+    engine: _core.Engine
+    ranks: tuple[int, ...]
+    timeout: float
+    counts: defaultdict[str, Iterator[int]] = field(default_factory=_counters, repr=False)  # by kind, of unnamed ones
+
+    @property
+    def size(self) -> int:
+        """How many ranks it connects."""
+        return len(self.ranks)
+
+    def named(self, kind: str, name: str | None) -> str:
+        """The name, made by counting where there is none."""
+        return f"{kind}.noname.{next(self.counts[kind])}" if name is None else name
+
+    def place_of(self, rank: int) -> int:
+        """The engine's number of a rank of the job.
+
+        Raises:
+            ConfigError: it is not among the ranks.
+        """
+        if rank in self.ranks:
+            return self.ranks.index(rank)
+        named = f"the {self.size} ranks 0..{self.size - 1}" if self.ranks[-1] < self.size else f"ranks {self.ranks}"
+        raise ConfigError(f"Root rank {rank} is not among {named}.")
+
+    def handle(self, name: str, operation: Pending, finish: Callable[[], T]) -> Handle[T]:
+        """The handle of a submitted operation."""
+        return Handle(name, operation, self.timeout, finish)
+
+
+class HasChannels(Protocol):
+    """What collectives are called on."""
+
+    def channel(self, process_set: ProcessSet | None = None) -> Channel:
+        """The way to the ranks of ``process_set``, to all by default."""
+        ...
+
+
+def connect_rendezvous(context: LaunchContext, deadline: Deadline) -> RendezvousClient | None:
+    """The client of the job's rendezvous server; None for a job of one rank.
+
+    Raises:
+        ConfigError: the context of a larger job has no address.
+    """
+    if context.world.size == 1:
+        return None
+    if not context.rendezvous:
+        raise ConfigError(
+            f"Rank {context.world.rank} of {context.world.size} knows no rendezvous address; "
+            "the launcher must give one."
+        )
+    return RendezvousClient(context.rendezvous, context.token, deadline)
+
+
+def open_channel(
+    context: LaunchContext,
+    ranks: tuple[int, ...],
+    rendezvous: RendezvousClient | None,
+    deadline: Deadline,
+    *,
+    scope: str,
+    label: str = "",
+) -> Channel:
+    """Connect ``ranks``, of which this rank is one; collective among them.
+
+    Args:
+        context: this rank's place in the job.
+        ranks: ascending.
+        rendezvous: where the ranks find each other.
+        deadline: when to give up.
+        scope: tells apart the channels of a job; equal on all ranks.
+        label: stands in messages about failures.
+    """
+    config = context.config
+    with translated():
+        engine = _core.Engine(
+            ranks.index(context.world.rank),
+            len(ranks),
+            rendezvous=None if rendezvous is None or len(ranks) == 1 else rendezvous.core,
+            token=context.token,
+            scope=scope,
+            label=label,
+            host_key=context.host_key,
+            bind_host=context.bind_host,
+            shared_memory=config.shared_memory,
+            fusion_threshold=config.fusion_threshold,
+            cache_capacity=config.cache_capacity,
+            collective_timeout_s=config.collective_timeout,
+            timeout_s=deadline.remaining(),
+        )
+    return Channel(engine, ranks, config.collective_timeout)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet, Proposal, agreed_sets
+from sparkhvd.errors import CollectiveError, ConfigError, MismatchError, NotInitializedError
+from tests.ranks import RankGroup
+
+KNOWN = {0: (0, 1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(4) as started:
+        yield started
+
+
+# What the ranks do.
+
+
+def reduce_in_two_sets():
+    me = session.current()
+    low, high = me.add_process_set([1, 0]), me.add_process_set(ProcessSet([2, 3]))
+    mine = low if me.world.rank < 2 else high
+    with pytest.raises(ConfigError, match=rf"Rank {me.world.rank} is not in ProcessSet"):
+        me.allreduce(np.ones(1), process_set=high if mine is low else low)
+    facts = (mine.process_set_id, mine.ranks, mine.size(), mine.rank(), low.included(), high.included())
+    rank = np.full(3, float(me.world.rank))
+    results = {
+        "sum": me.allreduce(rank, ReduceOp.SUM, process_set=mine).tolist(),
+        "gather": me.allgather(rank[:1], process_set=mine).tolist(),
+        "root": me.broadcast(rank[:1], mine.ranks[1], process_set=mine).tolist(),
+        "scatter": me.reducescatter(np.arange(3.0), ReduceOp.SUM, process_set=mine).tolist(),
+        "alltoall": me.alltoall(rank[:2], process_set=mine)[0].tolist(),
+        "all": me.allreduce(rank[:1], ReduceOp.SUM, process_set=session.global_process_set).tolist(),
+    }
+    me.barrier(process_set=mine)
+    removed = me.remove_process_set(low), me.remove_process_set(high), me.remove_process_set(low)
+    with pytest.raises(NotInitializedError, match="not registered"):
+        me.allreduce(rank, process_set=mine)
+    with pytest.raises(NotInitializedError, match="not registered"):
+        mine.size()
+    return facts, results, removed
+
+
+def work_in_overlapping_sets_while_others_rest():
+    """Rank 3 takes no part in anything but making the sets, and nobody may wait for it."""
+    me = session.current()
+    sets = [me.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2], [0, 1, 2])]
+    handles = []
+    for turn in range(20):
+        for index in range(4) if me.world.rank % 2 else reversed(range(4)):
+            if sets[index].included():
+                value = np.array([float(turn * index)])
+                name = f"{turn}.{index}"
+                handles.append((value, sets[index], me.allreduce_async(value, name=name, process_set=sets[index])))
+    right = all(handle.wait() == value for value, _, handle in handles)
+    for one in sets:
+        me.remove_process_set(one)
+    return right, len(handles)
+
+
+def disagree_within_a_set():
+    me = session.current()
+    one = me.add_process_set([1, 3])
+    message = ""
+    if one.included():
+        with pytest.raises(MismatchError) as caught:
+            me.allreduce(np.ones(me.world.rank), name="bad", process_set=one)
+        message = str(caught.value)
+        assert me.allreduce(np.ones(1), ReduceOp.SUM, process_set=one).tolist() == [2.0]
+    me.remove_process_set(one)
+    return message
+
+
+def refuse(kind, make):
+    with pytest.raises(kind) as caught:
+        make(session.current())
+    return str(caught.value)
+
+
+def add_different_sets():
+    return refuse(MismatchError, lambda me: me.add_process_set([0, 1 + me.world.rank % 2]))
+
+
+def add_everybody_again():
+    return refuse(ConfigError, lambda me: me.add_process_set(range(4)))
+
+
+def remove_different_sets():
+    me = session.current()
+    sets = [me.add_process_set([0, 1]), me.add_process_set([0, 2])]
+    message = refuse(MismatchError, lambda me: me.remove_process_set(sets[me.world.rank % 2]))
+    assert [me.remove_process_set(one) for one in sets] == [True, True]
+    assert me.process_sets() == {0: [0, 1, 2, 3]}
+    return message
+
+
+def remove_a_set_that_is_busy():
+    me = session.current()
+    one = me.add_process_set([0, 1])
+    handle = me.allreduce_async(np.ones(1), name="busy", process_set=one) if me.world.rank == 0 else None
+    me.remove_process_set(one)
+    if handle is None:
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        handle.wait()
+    return str(caught.value)
+
+
+def begin_with_sets():
+    pairs = [ProcessSet([0, 2]), ProcessSet([1, 3])]
+    session.init(process_sets=pairs)
+    me = session.current()
+    mine = pairs[me.world.rank % 2]
+    total = me.allreduce(np.array([me.world.rank]), ReduceOp.SUM, process_set=mine).item()
+    everybody = session.global_process_set
+    return mine.process_set_id, total, everybody.process_set_id, everybody.ranks, everybody.rank()
+
+
+# What they must come to.
+
+
+def test_disjoint_sets_run_every_collective_among_themselves(group):
+    for rank, (facts, results, removed) in enumerate(group.run(reduce_in_two_sets)):
+        low = rank < 2
+        first = 0 if low else 2
+        ranks = [first, first + 1]
+        assert facts == (facts[0], ranks, 2, rank - first, low, not low)
+        assert results == {
+            "sum": [float(sum(ranks))] * 3,
+            "gather": [float(first), first + 1.0],
+            "root": [first + 1.0],
+            "scatter": [0.0, 2.0] if rank == first else [4.0],
+            "alltoall": [float(first), first + 1.0],
+            "all": [6.0],
+        }
+        assert removed == (True, True, False)
+
+
+def test_overlapping_sets_need_neither_one_order_nor_the_ranks_outside(group):
+    for rank, (right, number) in enumerate(group.run(work_in_overlapping_sets_while_others_rest)):
+        assert right
+        assert number == (0 if rank == 3 else 60)
+
+
+def test_an_error_within_a_set_names_it_and_its_ranks(group):
+    messages = group.run(disagree_within_a_set)
+    assert messages[0] == messages[2] == ""
+    for message in (messages[1], messages[3]):
+        for words in ("allreduce 'bad'", "process set", "[1, 3]", "(1,)", "(3,)"):
+            assert words in message
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (add_different_sets, ("rank 0 added [0, 1]", "rank 1 [0, 2]")),
+        (add_everybody_again, ("Process set 0 has the ranks [0, 1, 2, 3] already",)),
+        (remove_different_sets, ("must remove the same process set",)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_sets_that_cannot_be_are_refused_on_every_rank(group, case, words):
+    for message in group.run(case):
+        for word in words:
+            assert word in message
+
+
+def test_what_is_pending_on_a_removed_set_fails(group):
+    assert "'busy' was pending when its communicator was closed" in group.run(remove_a_set_that_is_busy)[0]
+
+
+def test_sets_can_be_made_by_init():
+    with RankGroup(4, connect=False) as group:
+        outcomes = group.run(begin_with_sets)
+    for rank, (number, total, zero, everybody, mine) in enumerate(outcomes):
+        assert (number, total) == (1 + rank % 2, 2 if rank % 2 == 0 else 4)
+        assert (zero, everybody, mine) == (0, [0, 1, 2, 3], rank)
+
+
+def test_a_split_makes_a_set_of_every_color():
+    proposals = [
+        Proposal((0, 2), split=True),
+        Proposal((1,), split=True),
+        Proposal((0, 2), split=True),
+        Proposal((), True),
+    ]
+    assert agreed_sets(proposals, KNOWN, 4) == [(0, 2), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("proposals", "message"),
+    [
+        ([Proposal((0, 9))] * 4, r"\[0, 9\] has ranks outside of 0..3"),
+        ([Proposal((-1, 0))] * 4, "outside of"),
+        ([Proposal((0, 1)), Proposal((0, 1), split=True)], "a communicator of"),
+        ([Proposal((0, 1), True), Proposal((1,), True)], "each rank once at most"),
+        ([Proposal((), True)] * 2, "each rank once at most"),
+    ],
+)
+def test_impossible_proposals_are_refused(proposals, message):
+    with pytest.raises((ConfigError, MismatchError), match=message):
+        agreed_sets(proposals, KNOWN, 4)
+
+
+@pytest.mark.parametrize("ranks", [[], [1, 1]])
+def test_a_set_needs_ranks_and_each_only_once(ranks):
+    with pytest.raises(ConfigError, match="one rank at least and no rank twice"):
+        ProcessSet(ranks)
+
+
+def test_a_set_knows_nothing_before_it_is_registered():
+    one = ProcessSet([2, 1])
+    assert (one.process_set_id, one.ranks) == (None, [1, 2])
+    with pytest.raises(NotInitializedError, match=r"hvd.init\(process_sets="):
+        one.included()
