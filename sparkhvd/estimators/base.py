@@ -8,9 +8,11 @@ import secrets
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml import Estimator
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.config import from_environment
 from sparkhvd.data.manifest import Manifest
@@ -26,6 +28,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.model import Trained, TrainedModel
 from sparkhvd.estimators.params import EstimatorParams
+from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.predict import OutputSpec
 from sparkhvd.estimators.worker import TrainJob, TrainResult, find_plugin, train_worker
@@ -44,7 +47,7 @@ _NEXT_STEP = {
 }
 
 
-class DistributedEstimator(Estimator[TrainedModel], EstimatorParams):
+class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable, MLReadable[Any]):
     """Fits a model with one training process per rank."""
 
     plugin: ClassVar[str]
@@ -71,6 +74,15 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams):
         keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
         with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
             return self._fit_rows(spark, params, data.store, data.manifest)
+
+    def write(self) -> MLWriter:
+        """A writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
+        return FolderWriter(partial(write_estimator, self))
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        """A reader of what ``write`` wrote: ``read().load(path)``."""
+        return FolderReader(partial(read_estimator, cls))
 
     def _settle(self, spark: SparkSession, params: dict[str, Any]) -> None:
         """Decide what was left open: ranks, run and seed."""

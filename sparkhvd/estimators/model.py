@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import expressions, schema_of, source
@@ -14,6 +16,7 @@ from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.files import StoredFile
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.params import ModelParams
+from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_model, write_model
 from sparkhvd.estimators.predict import OutputSpec, PredictSpec, arrow_function, field_of
 from sparkhvd.store.protocol import Store
 
@@ -43,7 +46,7 @@ class Trained:
     history: tuple[EpochRecord, ...]
 
 
-class TrainedModel(Model, ModelParams):
+class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     """Adds the model's outputs to a DataFrame, one column per output.
 
     An output with one value per row is a number (float where the label was float, else double); one with several is a
@@ -55,6 +58,20 @@ class TrainedModel(Model, ModelParams):
     def __init__(self, trained: Trained, **values: Any) -> None:
         super().__init__(**values)
         self._trained = trained
+
+    @property
+    def trained(self) -> Trained:
+        """What the training left: files, columns, history."""
+        return self._trained
+
+    def write(self) -> MLWriter:
+        """A writer in Spark ML's format: ``model.write().overwrite().save(path)``."""
+        return FolderWriter(partial(write_model, self))
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        """A reader of what ``write`` wrote: ``read().load(path)``."""
+        return FolderReader(partial(read_model, cls))
 
     def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802  (Horovod's name)
         """One entry per epoch, in Horovod's form and with where the time went.

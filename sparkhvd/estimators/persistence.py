@@ -1,0 +1,217 @@
+"""Estimators and models as folders in Spark ML's format, so that they can be saved inside Pipelines.
+
+==========================  =================================================================================
+``metadata/part-00000``     one line of JSON as Spark ML writes it: class, uid, versions, parameters
+``objects.pkl``             of an estimator: the parameters that JSON does not know, in one cloudpickle
+``trained.json``            of a model: columns, outputs, history
+``model/``                  of a model: the framework's own files, which open without Spark
+==========================  =================================================================================
+
+The metadata is written last: a folder without it is no saved object. Loading runs the code that was saved with it: open
+only what you trust. A Store's options (credentials among them) are never written; its URL is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import cloudpickle
+from pyspark.ml.util import MLReader, MLWriter
+
+from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.driver.pickling import by_value
+from sparkhvd.errors import ParamError, StoreError
+from sparkhvd.estimators.declare import Declarations
+from sparkhvd.estimators.files import StoredFile
+from sparkhvd.estimators.history import record_from_json
+from sparkhvd.estimators.predict import OutputSpec
+from sparkhvd.store import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.estimators.base import DistributedEstimator
+    from sparkhvd.estimators.model import Trained, TrainedModel
+
+T = TypeVar("T")
+
+FORMAT = 1
+_METADATA, _OBJECTS, _TRAINED, _MODEL = "metadata/part-00000", "objects.pkl", "trained.json", "model"
+
+
+class FolderWriter(MLWriter):
+    """Writes an object into a new folder.
+
+    Args:
+        write: what does it, given the Store of the folder's parent, the folder's name and Spark's version.
+    """
+
+    def __init__(self, write: Callable[[Store, str, str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def save(self, path: str) -> None:
+        """Write to ``path``: a URL, or a path in Spark's default file system.
+
+        Raises:
+            StoreError: there is something already, and ``overwrite()`` was not called.
+        """
+        store, name = _place(path, self.sparkSession)
+        if store.list(name):
+            if not self.shouldOverwrite:
+                raise StoreError(f"{path} exists already. Choose another path, or write().overwrite().save(path).")
+            store.delete(name)
+        self._write(store, name, self.sparkSession.version)
+
+
+class FolderReader(MLReader[Any]):
+    """Reads what ``FolderWriter`` wrote.
+
+    Args:
+        read: what does it, given the Store of the folder's parent and the folder's name.
+    """
+
+    def __init__(self, read: Callable[[Store, str], Any]) -> None:
+        super().__init__()
+        self._read = read
+
+    def load(self, path: str) -> Any:
+        """The object at ``path``.
+
+        Raises:
+            StoreError: there is none.
+            ParamError: it is of another class, or of a later format.
+        """
+        return self._read(*_place(path, self.sparkSession))
+
+
+def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, spark_version: str) -> None:
+    """Write an estimator and all its parameters."""
+    given = {param.name: value for param, value in estimator._paramMap.items()}  # noqa: SLF001  (pyspark's own way)
+    own_store = given.pop("store", None)
+    plain = {name: value for name, value in given.items() if _is_json(value)}
+    objects = {name: value for name, value in given.items() if name not in plain}
+    try:
+        with by_value(_parts(objects)):
+            pickled = cloudpickle.dumps(objects)
+    except Exception as error:
+        raise ParamError(f"The parameters {sorted(objects)} cannot be pickled to be saved: {error}") from error
+    store.publish(f"{folder}/{_OBJECTS}", pickled)
+    extra = {"store": None if own_store is None else own_store.url}
+    store.publish(f"{folder}/{_METADATA}", _metadata(estimator, spark_version, plain, extra))
+
+
+def read_estimator(kind: type[DistributedEstimator], store: Store, folder: str) -> Any:
+    """The estimator of ``write_estimator``. Its Store is opened anew by its URL; set it where that needs options."""
+    metadata = _read_metadata(kind, store, folder)
+    with store.open(f"{folder}/{_OBJECTS}", "rb") as file:
+        objects = cloudpickle.loads(file.read())
+    estimator = kind(**metadata["paramMap"], **objects)
+    if (url := metadata["sparkhvd"]["store"]) is not None:
+        estimator.setParams(store=Store.create(url))
+    estimator._resetUid(metadata["uid"])  # noqa: SLF001  (pyspark's own way)
+    return estimator
+
+
+def write_model(model: TrainedModel, store: Store, folder: str, spark_version: str) -> None:
+    """Write a model: its files are copied one by one, so that no more than one is in memory."""
+    trained = model.trained
+    digests = {}
+    for source in trained.files:
+        name = source.path.rpartition("/")[2]
+        store.publish(f"{folder}/{_MODEL}/{name}", source.read(trained.store))
+        digests[name] = source.sha256
+    content = {
+        "files": digests,
+        "schema": [asdict(column) for column in trained.schema.columns],
+        "outputs": [asdict(output) for output in trained.outputs],
+        "history": [record.to_json() for record in trained.history],
+    }
+    store.publish(f"{folder}/{_TRAINED}", json.dumps(content).encode())
+    given = {param.name: value for param, value in model._paramMap.items()}  # noqa: SLF001
+    store.publish(f"{folder}/{_METADATA}", _metadata(model, spark_version, given, {}))
+
+
+def read_model(kind: type[TrainedModel], store: Store, folder: str) -> Any:
+    """The model of ``write_model``; its files stay where they are and are read by its users."""
+    from sparkhvd.estimators.model import Trained  # noqa: PLC0415  (model.py imports this module)
+
+    metadata = _read_metadata(kind, store, folder)
+    with store.open(f"{folder}/{_TRAINED}", "rb") as file:
+        content = json.loads(file.read())
+    trained: Trained = Trained(
+        store=store,
+        files=tuple(StoredFile(f"{folder}/{_MODEL}/{name}", digest) for name, digest in content["files"].items()),
+        schema=DataSchema(tuple(_from_json(ColumnSpec, column) for column in content["schema"])),
+        outputs=tuple(_from_json(OutputSpec, output) for output in content["outputs"]),
+        history=tuple(record_from_json(record) for record in content["history"]),
+    )
+    model = kind(trained, **metadata["paramMap"])
+    model._resetUid(metadata["uid"])  # noqa: SLF001
+    return model
+
+
+def _place(path: str, spark: SparkSession) -> tuple[Store, str]:
+    """The Store of the folder that holds ``path``, and the last part of the path."""
+    url = path.rstrip("/")
+    if "://" not in url and not url.startswith(("file:", "dbfs:")):
+        default = spark.conf.get("spark.hadoop.fs.defaultFS", "file:///") or "file:///"
+        url = url if default.startswith("file:") else f"{default.rstrip('/')}/{url.lstrip('/')}"
+    parent, _, name = url.rpartition("/")
+    return Store.create(parent or ("/" if url.startswith("/") else ".")), name
+
+
+def _metadata(instance: Declarations, spark_version: str, plain: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+    content = {
+        "class": f"{type(instance).__module__}.{type(instance).__name__}",
+        "timestamp": time.time_ns() // 1_000_000,
+        "sparkVersion": spark_version,
+        "uid": instance.uid,
+        "paramMap": dict(plain),
+        "defaultParamMap": {},  # the defaults are those of the class that reads this
+        "sparkhvd": {"format": FORMAT, **extra},
+    }
+    return json.dumps(content).encode() + b"\n"
+
+
+def _read_metadata(kind: type, store: Store, folder: str) -> dict[str, Any]:
+    if not store.exists(f"{folder}/{_METADATA}"):
+        raise StoreError(f"{store.url}/{folder} holds no saved {kind.__name__}: {_METADATA} is missing.")
+    with store.open(f"{folder}/{_METADATA}", "rb") as file:
+        content: dict[str, Any] = json.loads(file.read())
+    found = content["class"].rpartition(".")[2]
+    if found != kind.__name__:
+        raise ParamError(f"{store.url}/{folder} holds a {found}, not a {kind.__name__}; load it with {found}.load.")
+    if content["sparkhvd"]["format"] > FORMAT:
+        raise ParamError(
+            f"{store.url}/{folder} was saved in format {content['sparkhvd']['format']}; this version reads up to "
+            f"{FORMAT}. Install a newer sparkhvd."
+        )
+    return content
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Everything that may come from a module of the user's."""
+    if isinstance(value, dict):
+        return [part for item in value.values() for part in _parts(item)]
+    if isinstance(value, list | tuple):
+        return [part for item in value for part in _parts(item)]
+    modules = getattr(value, "modules", None)  # of a torch module: its layers
+    return [value, *(modules() if callable(modules) else ())]
+
+
+def _from_json(kind: type[T], content: Mapping[str, Any]) -> T:
+    """A frozen dataclass from what ``asdict`` and JSON made of it: lists were tuples."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})

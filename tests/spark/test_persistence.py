@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.feature import VectorAssembler
+
+from sparkhvd import Store, TorchEstimator, TorchModel
+from sparkhvd.errors import ParamError, StoreError
+from sparkhvd.estimators.keras import KerasModel
+
+pytestmark = pytest.mark.spark
+
+
+def half_error(output, label):
+    """A loss that no installed package has."""
+    return ((output - label) ** 2).mean() / 2
+
+
+@pytest.fixture(scope="module")
+def rows(spark):
+    return spark.range(40).selectExpr("id / 40.0D AS a", "id % 3 / 3.0D AS b", "id / 20.0D AS y")
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory):
+    torch.manual_seed(2)
+    model = torch.nn.Linear(2, 1)
+    estimator = TorchEstimator(
+        num_proc=1,
+        store=Store.create(str(tmp_path_factory.mktemp("store"))),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),
+        loss=half_error,
+        feature_cols=["v"],
+        label_cols=["y"],
+        batch_size=8,
+        random_seed=3,
+        verbose=0,
+    )
+    return Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="v"), estimator])
+
+
+@pytest.fixture(scope="module")
+def trained(pipeline, rows):
+    return pipeline.fit(rows)
+
+
+def test_a_pipeline_model_predicts_the_same_after_it_was_loaded(trained, rows, tmp_path):
+    trained.write().overwrite().save(str(tmp_path / "pipeline"))
+    loaded = PipelineModel.load(str(tmp_path / "pipeline"))
+    model = loaded.stages[-1]
+    assert type(model) is TorchModel
+    assert model.uid == trained.stages[-1].uid
+    assert model.getHistory() == trained.stages[-1].getHistory()
+    mine = [row["y__output"] for row in trained.transform(rows).select("y__output").collect()]
+    theirs = [row["y__output"] for row in loaded.transform(rows).select("y__output").collect()]
+    assert mine == theirs
+
+
+def test_the_native_file_lies_beside_the_metadata(trained, tmp_path):
+    trained.stages[-1].save(str(tmp_path / "model"))
+    weights = torch.load(tmp_path / "model" / "model" / "state_dict.pt", weights_only=True)
+    assert torch.equal(weights["weight"], trained.stages[-1].getModel().weight)
+    (line,) = (tmp_path / "model" / "metadata" / "part-00000").read_text().splitlines()
+    assert json.loads(line)["class"].endswith("TorchModel")
+
+
+def test_an_estimator_is_the_same_after_it_was_loaded(pipeline, rows, tmp_path):
+    pipeline.save(str(tmp_path / "pipeline"))
+    loaded = Pipeline.load(str(tmp_path / "pipeline")).getStages()[-1]
+    estimator = pipeline.getStages()[-1]
+    assert loaded.uid == estimator.uid
+    assert loaded.getStore().url == estimator.getStore().url
+    for name in ("feature_cols", "label_cols", "batch_size", "random_seed", "num_proc"):
+        assert loaded.getOrDefault(name) == estimator.getOrDefault(name), name
+    assert loaded.getLoss()(torch.ones(2), torch.zeros(2)) == 0.5, "the loss travels with its code"
+    model, optimizer = loaded.getModel(), loaded.getOptimizer()
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, model.parameters()))
+    np.testing.assert_array_equal(model.weight.detach(), estimator.getModel().weight.detach())
+
+
+def test_what_is_there_is_kept_and_what_is_something_else_is_named(pipeline, trained, tmp_path):
+    path = str(tmp_path / "model")
+    trained.stages[-1].save(path)
+    with pytest.raises(StoreError, match=r"exists already.*overwrite"):
+        trained.stages[-1].save(path)
+    with pytest.raises(ParamError, match="holds a TorchModel, not a KerasModel"):
+        KerasModel.load(path)
+    with pytest.raises(StoreError, match="holds no saved TorchModel"):
+        TorchModel.load(str(tmp_path / "nothing"))
