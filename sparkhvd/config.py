@@ -285,3 +285,29 @@ def yarn_container() -> str:
 def visible_devices() -> str | None:
     """The GPUs to which this process is restricted, as CUDA reads them; None when it is not."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+# Names the launch context of the rank that a program is part of, see ``comm.inherited``.
+INHERITED_CONTEXT = "SPARKHVD_LAUNCH_CONTEXT"
+
+
+def inherited_context_path() -> str:
+    """Where the launch context of this program's rank is, empty outside such a program."""
+    return os.environ.get(INHERITED_CONTEXT, "")
+
+
+# What describes this login or this machine rather than what the user wants.
+_OF_THIS_MACHINE = (
+    *("CUDA_VISIBLE_DEVICES", "DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD", "PWD"),
+    *("SHELL", "SHLVL", "TERM", "TMPDIR", "USER", "_"),
+)
+_OF_THIS_LOGIN = ("BASH_FUNC", "DBUS_", "SSH_", "XDG_")
+
+
+def environment_for_hosts() -> dict[str, str]:
+    """The variables of this process that ranks on other machines get, too, as Horovod's launcher did it."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_THIS_MACHINE and not name.startswith(_OF_THIS_LOGIN)
+    }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.comm import mpi
 from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.inherited import inherited
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
 from sparkhvd.comm.rendezvous import RendezvousServer
@@ -56,6 +57,11 @@ def offer(context: LaunchContext) -> None:
         _session.inits.clear()
 
 
+def offered() -> LaunchContext:
+    """This process's place in its job as its launcher said it; that of a job of one rank where none did."""
+    return _session.context or LaunchContext(config=_own_config())
+
+
 def init(
     comm: Sequence[int] | MPI.Intracomm | None = None,
     process_sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator] | str | None = None,
@@ -86,6 +92,8 @@ def init(
     with _session.lock:
         if _session.communicator is not None:
             return
+        if _session.context is None:
+            _session.context = inherited()
         _session.inits[ranks or ()] += 1
         _session.from_mpi = _is_of_mpi(comm)
         # Ranks that MPI brings together meet at a server of their own each time.

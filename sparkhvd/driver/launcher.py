@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import ConfigError, LaunchError
 from sparkhvd.task.job import Job
@@ -21,6 +23,7 @@ _LAUNCHERS = {
     "barrier": "sparkhvd.driver.launchers.barrier:BarrierLauncher",
     "local": "sparkhvd.driver.launchers.local:LocalLauncher",
     "mpi": "sparkhvd.driver.launchers.mpi:MpiLauncher",
+    "ssh": "sparkhvd.driver.launchers.ssh:SshLauncher",
 }
 # Those whose ranks run in Spark tasks.
 _ON_SPARK = ("barrier", "mpi")
@@ -35,12 +38,16 @@ class LaunchRequest:
         spark: the session to use; None takes the active one where one is needed.
         resources: what a Spark task of this job gets.
         extra_mpi_args: more arguments of ``mpirun``.
+        hosts: machines to use without Spark.
+        ssh: how to reach them.
     """
 
     num_proc: int | None
     spark: SparkSession | None = None
     resources: TaskResources = field(default_factory=TaskResources)
     extra_mpi_args: tuple[str, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    ssh: SshOptions = field(default_factory=SshOptions)
 
     def session(self) -> SparkSession:
         """The session to use.
@@ -95,8 +102,8 @@ def launcher_for(name: str, request: LaunchRequest) -> Launcher:
 def choose(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: LaunchRequest) -> str:
     """The name of the launcher to use.
 
-    ``auto`` is the barrier launcher, unless ``use_mpi`` or ``extra_mpi_args`` ask for Open MPI. Horovod's ``use_gloo``
-    is the barrier launcher.
+    ``auto`` is the barrier launcher, unless ``use_mpi`` or ``extra_mpi_args`` ask for Open MPI, or ``hosts`` for ssh.
+    Horovod's ``use_gloo`` is the barrier launcher.
 
     Raises:
         ConfigError: there is no such launcher, or what was asked for contradicts itself.
@@ -105,12 +112,14 @@ def choose(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: 
         raise ConfigError(f"launcher={launcher!r} does not exist; there are 'auto' and {sorted(_LAUNCHERS)}.")
     wishes = {"launcher": "" if launcher == "auto" else launcher}
     wishes |= {"use_mpi=True": "mpi" if use_mpi else "", "use_gloo=True": "barrier" if use_gloo else ""}
-    wishes |= {"extra_mpi_args": "mpi" if request.extra_mpi_args else ""}
+    wishes |= {"extra_mpi_args": "mpi" if request.extra_mpi_args else "", "hosts": "ssh" if request.hosts else ""}
     asked = {argument: name for argument, name in wishes.items() if name}
     if len(set(asked.values())) > 1:
         words = " and ".join(f"{argument} ({name})" for argument, name in asked.items())
         raise ConfigError(f"{words} contradict each other: they ask for different launchers.")
     name = next(iter(asked.values()), "barrier")
+    if name != "ssh" and request.ssh != SshOptions():
+        raise ConfigError(f"ssh_port and ssh_identity_file are for launcher='ssh', not {name!r}; give hosts, too.")
     if name not in _ON_SPARK and request.resources:
         raise ConfigError(f"gpus_per_task and cpus_per_task are for Spark tasks; launcher={name!r} starts none.")
     return name

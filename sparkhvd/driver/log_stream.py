@@ -6,7 +6,8 @@ import logging
 import sys
 import threading
 import time
-from typing import TextIO
+from pathlib import Path
+from typing import BinaryIO, TextIO
 
 from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started
 
@@ -20,12 +21,25 @@ class LogStream:
         stdout: where stdout lines go; None is ``sys.stdout`` as it is when a line arrives.
         stderr: the same for stderr.
         timestamps: whether a line starts with the time of its arrival.
+        folder: where each rank's output is kept as well, without prefixes, in ``rank.<number>/stdout`` and
+            ``stderr``; the numbers have as many digits as the largest. None keeps nothing.
+        num_proc: number of ranks.
 
     Attributes:
         started: set when all ranks run.
     """
 
-    def __init__(self, stdout: TextIO | None, stderr: TextIO | None, timestamps: bool) -> None:
+    def __init__(
+        self,
+        stdout: TextIO | None,
+        stderr: TextIO | None,
+        timestamps: bool,
+        folder: Path | None = None,
+        num_proc: int = 1,
+    ) -> None:
+        self._folder = folder
+        self._digits = len(str(num_proc - 1))
+        self._files: dict[tuple[int, str], BinaryIO] = {}  # guarded by _lock
         self.started = threading.Event()
         self._given = {"stdout": stdout, "stderr": stderr}
         self._timestamps = timestamps
@@ -46,12 +60,31 @@ class LogStream:
         prefix = f"{stamp}[{output.rank}]<{output.stream}>:"
         lines = "".join(f"{prefix}{line}\n" for line in text.split("\n"))
         with self._lock:
+            self._keep(output)
             target = self._target(output.stream)
             try:
                 target.write(lines)
                 target.flush()
             except (OSError, ValueError) as error:  # the user closed the stream
                 logger.warning("Output of rank %d cannot be written: %s", output.rank, error)
+
+    def close(self) -> None:
+        """Close the files."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _keep(self, output: Output) -> None:
+        if self._folder is None:
+            return
+        file = self._files.get((output.rank, output.stream))
+        if file is None:
+            path = self._folder / f"rank.{output.rank:0{self._digits}d}" / output.stream
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._files[output.rank, output.stream] = path.open("wb")
+        file.write(output.content + b"\n")
+        file.flush()
 
     def _target(self, stream: str) -> TextIO:
         given = self._given.get(stream)

@@ -7,15 +7,18 @@ import secrets
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import cloudpickle
 
 from sparkhvd.config import changed_environment, from_environment, notice_without_effect
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.hosts import parse_hosts
 from sparkhvd.driver.launcher import LaunchRequest, choose, launcher_for
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.payload import pickle_call
+from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import ConfigError
 from sparkhvd.task.job import Job
@@ -45,8 +48,12 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     *,
     spark: SparkSession | None = None,
     launcher: str = "auto",
+    hosts: str | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
     gpus_per_task: float | None = None,
     cpus_per_task: int | None = None,
+    output_filename: str | None = None,
     preload: Sequence[str] = (),
 ) -> list[Result]:
     """Run ``fn`` in ``num_proc`` processes on the Spark cluster, connected through ``hvd.init()``.
@@ -81,11 +88,17 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         executable: the Python of the ranks; None is the one that the Spark tasks run with.
         spark: the session to use; None takes the active one.
         launcher: ``barrier`` starts the ranks in a Spark barrier stage, ``mpi`` lets Open MPI start them in the
-            tasks of such a stage, ``local`` starts them beside this process without
-            Spark; ``auto`` is ``barrier``.
+            tasks of such a stage, ``local`` starts them beside this process and ``ssh`` on other machines, both without
+            Spark; ``auto`` is ``barrier``, unless ``use_mpi``, ``extra_mpi_args`` or ``hosts`` ask for another.
+        hosts: for ``launcher="ssh"``, which starts the ranks on these machines without Spark, for example
+            ``host1:2,host2:2``. Python and sparkhvd have to be installed there under the same paths.
+        ssh_port: where the hosts' ssh servers listen; None leaves it to ssh's configuration.
+        ssh_identity_file: the private key for them.
         gpus_per_task: GPUs of each rank, where it is not what the session says (``spark.task.resource.gpu.amount``);
             for this job alone. On standalone, YARN, Kubernetes and local-cluster.
         cpus_per_task: cores of each rank, where it is not what the session says (``spark.task.cpus``).
+        output_filename: a folder in which each rank's output is kept as well, in ``rank.<number>/stdout`` and
+            ``stderr``.
         preload: modules that the processes import while they wait for each other.
 
     Returns:
@@ -98,15 +111,55 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         LaunchError: there is no session, ``fn`` cannot be sent, or Spark lost the job.
         ConfigError: an argument has a value that cannot work.
     """
-    changes = checked_environment(env)
     _check_numbers(num_proc, start_timeout, gpus_per_task, cpus_per_task)
     request = LaunchRequest(
         num_proc=num_proc,
         spark=spark,
         resources=TaskResources(cpus_per_task, gpus_per_task),
         extra_mpi_args=_words(extra_mpi_args),
+        hosts=parse_hosts(hosts) if hosts is not None else (),
+        ssh=SshOptions(ssh_port, ssh_identity_file),
     )
-    chosen = launcher_for(choose(launcher, use_mpi, use_gloo, request), request)
+    return run_with(
+        request,
+        fn,
+        args,
+        kwargs,
+        launcher=choose(launcher, use_mpi, use_gloo, request),
+        start_timeout=start_timeout,
+        env=env,
+        stdout=stdout,
+        stderr=stderr,
+        verbose=verbose,
+        nics=nics,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+        executable=executable,
+        output_filename=output_filename,
+        preload=preload,
+    )
+
+
+def run_with(
+    request: LaunchRequest,
+    fn: Callable[..., Result],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    launcher: str,
+    start_timeout: float | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+    output_filename: str | None = None,
+    preload: Sequence[str] = (),
+) -> list[Result]:
+    """``run`` once it is known where; its arguments are those of ``run``."""
+    changes = checked_environment(env)
+    chosen = launcher_for(launcher, request)
     environment = changed_environment(changes)
     config = from_environment(environment)
     notice_without_effect(environment)
@@ -126,8 +179,9 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         executable=executable or "",
         nics=tuple(nics or ()),
     )
-    stream = LogStream(stdout, stderr, prefix_output_with_timestamp)
-    with closing(chosen.launch(job, stream)) as handle:
+    kept = Path(output_filename) if output_filename is not None else None
+    stream = LogStream(stdout, stderr, prefix_output_with_timestamp, kept, job.num_proc)
+    with closing(stream), closing(chosen.launch(job, stream)) as handle:
         handle.wait_started(deadline)
         return [cloudpickle.loads(content) for content in handle.results()]
 

@@ -21,6 +21,7 @@ import cloudpickle
 from sparkhvd.comm import session
 from sparkhvd.config import export
 from sparkhvd.errors import CollectiveError, MismatchError
+from sparkhvd.task.command import CommandEndedError
 from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned, WorkerSpec
 
 # The task answers a report at once; should it not, the process ends all the same.
@@ -84,17 +85,22 @@ def run_payload(payload: bytes) -> Returned | Raised:
         return _raised(error, f"could not unpickle fn: {type(error).__name__}: {error}")
     try:
         result = fn(*args, **kwargs)
-    except SystemExit as error:
-        if error.code in (None, 0):
-            result = None
-        else:
-            return _raised(error, f"called sys.exit({error.code!r})")
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
-        return _raised(error, f"raised {type(error).__name__}: {error}")
+        if not (isinstance(error, SystemExit) and error.code in {None, 0}):
+            return _ended(error)
+        result = None
     try:
         return Returned(cloudpickle.dumps(result))
     except Exception as error:  # noqa: BLE001 - pickling runs the user's code
         return _raised(error, f"returned a {type(result).__name__} that cannot be pickled: {error}")
+
+
+def _ended(error: BaseException) -> Raised:
+    if isinstance(error, CommandEndedError):
+        return Raised(str(error), traceback="", secondary=False)  # what the program wrote to stderr says it
+    if isinstance(error, SystemExit):
+        return _raised(error, f"called sys.exit({error.code!r})")
+    return _raised(error, f"raised {type(error).__name__}: {error}")
 
 
 def _raised(error: BaseException, cause: str) -> Raised:

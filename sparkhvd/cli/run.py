@@ -1,0 +1,128 @@
+"""``sparkhvdrun``: a program once per rank, without Spark."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparkhvd.cli.check_build import check_build
+from sparkhvd.cli.flags import parser
+from sparkhvd.cli.settings import notices, read_file, variables
+from sparkhvd.config import export
+from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
+from sparkhvd.driver.launcher import LaunchRequest
+from sparkhvd.driver.mpi.command import find_mpirun, is_root
+from sparkhvd.driver.remote import SshOptions
+from sparkhvd.driver.run import run_with
+from sparkhvd.errors import ConfigError, SparkHvdError
+from sparkhvd.task.command import run_command
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; the exit code is 0 when all ranks ended well."""
+    made = parser()
+    flags = made.parse_args(arguments)
+    if flags.check_build:
+        sys.stdout.write(check_build() + "\n")
+        return 0
+    command = flags.command[1:] if flags.command[:1] == ["--"] else flags.command
+    if not command:
+        made.error("there is no program to run, for example: sparkhvdrun -np 2 python train.py")
+    logging.basicConfig(stream=sys.stderr, format="sparkhvdrun: %(message)s")
+    try:
+        file = read_file(flags.config_file)
+        given = variables(flags, file)
+        for line in notices(flags, given):
+            sys.stderr.write(f"sparkhvdrun: {line}\n")
+        export(given)
+        hosts = _hosts(flags)
+        if flags.mpi or (file.get("controller") == "mpi" and not flags.gloo):
+            return _run_by_mpi(flags, hosts, list(given), command)
+        _run(flags, hosts, command)
+    except SparkHvdError as error:
+        sys.stderr.write(f"sparkhvdrun: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+def _hosts(flags: argparse.Namespace) -> tuple[Host, ...]:
+    if flags.hostfile is not None:
+        try:
+            return parse_hostfile(Path(flags.hostfile).read_text())
+        except OSError as error:
+            raise ConfigError(f"--hostfile {flags.hostfile} cannot be read: {error.strerror}.") from error
+    return parse_hosts(flags.hosts) if flags.hosts is not None else ()
+
+
+def _run(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Sequence[str]) -> None:
+    """By the launchers that need no Spark."""
+    for flag in ("mpi_args", "binding_args"):
+        if getattr(flags, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} is for mpirun; give --mpi, too.")
+    request = LaunchRequest(
+        num_proc=flags.num_proc, hosts=hosts, ssh=SshOptions(flags.ssh_port, flags.ssh_identity_file)
+    )
+    run_with(
+        request,
+        run_command,
+        (tuple(command),),
+        launcher="ssh" if hosts else "local",
+        start_timeout=flags.start_timeout,
+        nics=flags.nics.split(",") if flags.nics else None,
+        verbose=2 if flags.verbose else 1,
+        prefix_output_with_timestamp=flags.prefix_output_with_timestamp,
+        output_filename=flags.output_filename,
+    )
+
+
+def _run_by_mpi(
+    flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequence[str], command: Sequence[str]
+) -> int:
+    """By ``mpirun`` alone: it starts the ranks, and ``hvd.init()`` asks MPI who they are."""
+    line = [find_mpirun(), *mpirun_words(flags, hosts, names, is_root()), *command]
+    if flags.verbose:
+        sys.stderr.write(f"sparkhvdrun: {shlex.join(line)}\n")
+    return subprocess.call(line)
+
+
+def mpirun_words(flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequence[str], root: bool) -> list[str]:
+    """The arguments of ``mpirun`` for these flags.
+
+    Args:
+        flags: of the command line.
+        hosts: where to run; empty is this machine.
+        names: variables that the ranks get.
+        root: whether this runs as root.
+    """
+    used = take_slots(hosts, flags.num_proc) if hosts else ()
+    count = sum(host.slots for host in used) or flags.num_proc
+    ssh = [f"-p {flags.ssh_port}"] if flags.ssh_port is not None else []
+    ssh += [f"-i {flags.ssh_identity_file}"] if flags.ssh_identity_file is not None else []
+    where = ",".join(f"{host.name}:{host.slots}" for host in used) or f"{socket.gethostname()}:{count}"
+    return [
+        *(["--allow-run-as-root"] if root else []),
+        *(["-np", str(count), "-H", where] if count is not None else []),
+        *(shlex.split(flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
+        *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
+        *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
+        *(["-mca", "btl_tcp_if_include", flags.nics, "-mca", "oob_tcp_if_include", flags.nics] if flags.nics else []),
+        *(["--output-filename", flags.output_filename] if flags.output_filename else []),
+        *(["--timestamp-output"] if flags.prefix_output_with_timestamp else []),
+        "--tag-output",
+        *(word for name in ("PATH", "PYTHONPATH", *names) for word in ("-x", name)),
+        *shlex.split(flags.mpi_args),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

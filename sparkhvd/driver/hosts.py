@@ -1,0 +1,88 @@
+"""Lists of hosts and their slots, as ``-H`` and host files give them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparkhvd.errors import ConfigError, SlotsError
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine and how many ranks it may run."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts of ``host1:2,host2:4``; a name without a number has one slot.
+
+    Raises:
+        ConfigError: the text is not such a list, or names a host twice.
+    """
+    return _checked([_host(*part.strip().rpartition(":")[::2]) for part in text.split(",") if part.strip()], text)
+
+
+def parse_hostfile(text: str) -> tuple[Host, ...]:
+    """The hosts of a file with lines like ``host1 slots=2``; empty lines and comments (``#``) are skipped.
+
+    Raises:
+        ConfigError: a line is none of these, or a host is named twice.
+    """
+    hosts = []
+    for raw in text.splitlines():
+        words = raw.partition("#")[0].split()
+        if not words:
+            continue
+        options = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
+        if len(words) != 1 + len(options) or len(options) > 1:
+            raise ConfigError(f"The host file has the line {raw!r}; lines look like 'host1 slots=2'.")
+        hosts.append(_host(words[0], options[0] if options else "1"))
+    return _checked(hosts, text)
+
+
+def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
+    """As many of the hosts' slots as there are ranks, from the first host on.
+
+    Raises:
+        SlotsError: there are fewer slots than ranks.
+    """
+    there = sum(host.slots for host in hosts)
+    left = there if num_proc is None else num_proc
+    if left > there:
+        shown = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise SlotsError(
+            f"num_proc={num_proc} ranks were asked for, but the hosts have {there} slots ({shown}). Give hosts more "
+            "slots, or ask for fewer ranks."
+        )
+    taken = []
+    for host in hosts:
+        count = min(host.slots, left)
+        left -= count
+        if count:
+            taken.append(Host(host.name, count))
+    return tuple(taken)
+
+
+def _host(name: str, slots: str) -> Host:
+    if not name:  # rpartition found no colon
+        name, slots = slots, "1"
+    if not _NAME.fullmatch(name) or name.startswith("-"):
+        raise ConfigError(f"{name!r} is not the name of a host.")
+    if not slots.isdecimal() or int(slots) < 1:
+        raise ConfigError(f"Host {name} has {slots!r} slots; give a number above 0.")
+    return Host(name, int(slots))
+
+
+def _checked(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
+    names = [host.name for host in hosts]
+    if not hosts or len(set(names)) < len(names):
+        raise ConfigError(
+            f"{text!r} names {'a host twice' if hosts else 'no host'}; hosts look like 'host1:2,host2:2'."
+        )
+    return tuple(hosts)

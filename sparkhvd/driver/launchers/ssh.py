@@ -1,0 +1,143 @@
+"""Ranks on several machines without Spark, started through ssh."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections.abc import Collection
+from contextlib import ExitStack
+from pathlib import Path
+
+from sparkhvd.config import environment_for_hosts
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.hosts import Host, take_slots
+from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.remote import Gone, HostProcess, host_command
+from sparkhvd.driver.results import results_in_order
+from sparkhvd.errors import ConfigError, LaunchError, SparkHvdError, StartTimeoutError
+from sparkhvd.rpc.messages import Flush, Output, Started
+from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.task.job import Job
+from sparkhvd.task.rank import Plan
+from sparkhvd.task.remote_job import HostDone, HostJob, HostLost, HostReady
+from sparkhvd.task.supervise import Outcome
+
+
+class SshLauncher:
+    """Starts jobs on the hosts that the user named."""
+
+    def __init__(self, request: LaunchRequest) -> None:
+        if not request.hosts:
+            raise ConfigError("launcher='ssh' needs hosts, for example hosts='host1:2,host2:2'.")
+        self._request = request
+        self._hosts = take_slots(request.hosts, request.num_proc)
+
+    def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing has to be waited for here
+        return sum(host.slots for host in self._hosts)
+
+    def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
+        return SshHandle(job, stream, self._hosts, self._request)
+
+
+class SshHandle:
+    """The hosts' processes of one job, and the thread that talks with them."""
+
+    def __init__(self, job: Job, stream: LogStream, hosts: tuple[Host, ...], request: LaunchRequest) -> None:
+        self._job = job
+        self._hosts = hosts
+        self._stream = stream
+        self._deadline = Deadline.after(job.start_timeout)
+        self._token = secrets.token_bytes(32)
+        self._inbox: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
+        self._contents: dict[int, bytes | Outcome] = {}  # both are written before the thread ends
+        self._error: SparkHvdError | None = None
+        with ExitStack() as stack:
+            self._processes = []
+            for number, host in enumerate(hosts):
+                process = HostProcess(number, host_command(host.name, job.executable, request.ssh), self._inbox)
+                stack.callback(process.close)
+                self._processes.append(process)
+            self._stack = stack.pop_all()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-job", daemon=True)
+        self._thread.start()
+
+    def wait_started(self, deadline: Deadline) -> None:
+        """The thread that talks with the hosts does, and ends the job when they do not start."""
+
+    def results(self) -> list[bytes]:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return results_in_order(self._contents, self._job.num_proc)
+
+    def close(self) -> None:
+        self._stack.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            for process, part in zip(self._processes, self._parts(), strict=True):
+                process.send(part)
+            plan = self._plan(self._await_ready())
+            self._stream.started.set()
+            for process in self._processes:
+                process.send(plan)
+            waiting = set(range(len(self._hosts)))
+            while waiting:
+                number, message = self._next(None, waiting)
+                if isinstance(message, HostDone):
+                    self._contents |= message.contents
+                    waiting.discard(number)
+        except SparkHvdError as error:
+            self._error = error
+
+    def _parts(self) -> list[HostJob]:
+        environment, folder = environment_for_hosts(), str(Path.cwd())
+        names = tuple(host.name for host in self._hosts)
+        parts, first = [], 0
+        for host in self._hosts:
+            serves = first == 0
+            parts.append(
+                HostJob(self._job, host.name, names, first, host.slots, serves, self._token, environment, folder)
+            )
+            first += host.slots
+        return parts
+
+    def _await_ready(self) -> list[HostReady]:
+        ready: dict[int, HostReady] = {}
+        while len(ready) < len(self._hosts):
+            number, message = self._next(self._deadline, range(len(self._hosts)))
+            if isinstance(message, HostReady):
+                ready[number] = message
+        return [ready[number] for number in range(len(self._hosts))]
+
+    def _plan(self, ready: list[HostReady]) -> Plan:
+        offers: list[TaskOffer] = [offer for one in ready for offer in one.offers]
+        rendezvous = (ready[0].offers[0].bind_host, ready[0].rendezvous_port)
+        return Plan(tuple(assign(offers)), (rendezvous,), self._token)
+
+    def _next(self, deadline: Deadline | None, needed: Collection[int]) -> tuple[int, object]:
+        """The next message of a host that is not output; the end of one that is not needed any more is none.
+
+        Raises:
+            LaunchError: a host was lost.
+            StartTimeoutError: none came by the deadline.
+        """
+        while True:
+            try:
+                number, message = self._inbox.get(
+                    timeout=None if deadline is None else max(deadline.remaining(), 0.001)
+                )
+            except queue.Empty:
+                raise StartTimeoutError(
+                    f"Not all hosts were ready within start_timeout={self._job.start_timeout:g} s."
+                ) from None
+            if isinstance(message, Gone | HostLost):
+                if number not in needed:
+                    continue
+                raise LaunchError(f"Host {self._hosts[number].name} was lost: {message.why}")
+            if not isinstance(message, Output | Started | Flush):
+                return number, message
+            self._stream.handle(message)

@@ -1,0 +1,32 @@
+"""A program as the function of a rank."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from sparkhvd.comm import session
+from sparkhvd.comm.inherited import bequeathed
+from sparkhvd.config import INHERITED_CONTEXT, changed_environment
+from sparkhvd.errors import LaunchError
+from sparkhvd.task.report import describe_exit
+
+
+class CommandEndedError(LaunchError):
+    """The program of a rank did not end well; the message completes "Rank 1 on host X ..."."""
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run a program whose ``hvd.init()`` joins this rank's job; returns its exit code, which is 0.
+
+    Raises:
+        CommandEndedError: it ended with another one, or could not be started.
+    """
+    with bequeathed(session.offered()) as path:
+        try:
+            code = subprocess.call(list(command), env=changed_environment({INHERITED_CONTEXT: path}))
+        except OSError as error:
+            raise CommandEndedError(f"could not start {command[0]!r}: {error.strerror or error}") from error
+    if code != 0:
+        raise CommandEndedError(f"{describe_exit(code).replace(' before fn returned', '')}: {' '.join(command)}")
+    return code

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+TRAIN = Path(__file__).with_name("train.py")
+ROOT = TRAIN.parents[2]
+
+
+def sparkhvdrun(*arguments, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sparkhvd.cli.run", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        **options,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str], prefix: str = r"\[(\d+)\]<stdout>:") -> dict[int, dict]:
+    found = re.findall(prefix + r"(\{.*\})$", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    return {int(rank): json.loads(text) for rank, text in found}
+
+
+def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_path):
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("params:\n  cache_capacity: 7\n  cycle_time_ms: 3\nlogging:\n  level: warning\n")
+    done = sparkhvdrun(
+        *("-np", 2, "--config-file", settings, "--cache-capacity", 9, "--tcp", "--output-filename", tmp_path / "kept"),
+        *(sys.executable, TRAIN, "an argument", "--with=dashes"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = said(done)
+    assert [found[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
+    assert [one["total"] for one in found.values()] == [3.0, 3.0]
+    assert found[0]["arguments"] == ["an argument", "--with=dashes"]
+    assert found[0]["secrets"] == []
+    assert found[1]["cache"] == 9, "flags win"
+    assert "--tcp has no effect: InfiniBand verbs are not used." in done.stderr
+    assert "have no effect here: HOROVOD_CYCLE_TIME (a collective starts when" in done.stderr
+    assert json.loads((tmp_path / "kept" / "rank.1" / "stdout").read_text()) == found[1]
+
+
+def test_a_program_that_fails_is_named_with_its_exit_code_and_last_words():
+    done = sparkhvdrun("-np", "2", sys.executable, TRAIN, "fail")
+    assert done.returncode == 1
+    assert re.search(r"Rank 1 on host \S+ ended with exit code 5: ", done.stderr), done.stderr
+    assert "rows.csv is missing" in done.stderr
+
+
+def test_a_program_that_does_not_exist_is_said():
+    done = sparkhvdrun("-np", "1", "no-such-program")
+    assert done.returncode == 1
+    assert "could not start 'no-such-program': No such file or directory" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_ranks_end_with_the_launcher(number, tmp_path):
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "sparkhvd.cli.run", "-np", "2", sys.executable, str(TRAIN), "stay", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    pids = [tmp_path / "0", tmp_path / "1"]
+    with launcher:
+        wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
+        launcher.send_signal(number)
+        launcher.communicate(timeout=60)
+    wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
+    assert launcher.returncode == (130 if number == signal.SIGINT else -9)
+
+
+def wait_for(condition):
+    deadline, pause = time.monotonic() + 60, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.05)
+
+
+def test_mpirun_starts_the_ranks_where_it_is_asked_for():
+    done = sparkhvdrun(
+        *("--mpi", "-np", 2, "--mpi-args=--oversubscribe", "--cache-capacity", 9, sys.executable, TRAIN, "x")
+    )
+    assert done.returncode == 0, done.stderr
+    found = said(done, r"\[1,(\d+)\]<stdout>:")
+    assert [found[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
+    assert [one["total"] for one in found.values()] == [3.0, 3.0]
+    assert found[0]["cache"] == 9
+
+
+def test_hosts_of_this_machine_need_no_ssh_and_are_hosts_to_the_ranks():
+    done = sparkhvdrun("-H", f"localhost:2,{socket.gethostname()}:2", "-np", "3", sys.executable, TRAIN)
+    assert done.returncode == 0, done.stderr
+    assert [said(done)[rank]["place"] for rank in range(3)] == [[0, 3, 0, 0], [1, 3, 1, 0], [2, 3, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--jsrun", "-np", "2", "x"], "--jsrun: LSF's jsrun is not supported"),
+        (["--min-np", "2", "x"], "--min-np: an elastic job cannot be started from the command line"),
+        (["-np", "2"], "there is no program to run"),
+        (["-np", "2", "--mpi-args", "-x A", "true"], "--mpi-args is for mpirun; give --mpi, too"),
+        (
+            ["-np", "3", "-H", "a:1,b:1", "true"],
+            "num_proc=3 ranks were asked for, but the hosts have 2 slots (a:1,b:1)",
+        ),
+        (["--config-file", "/no/such/file", "true"], "--config-file /no/such/file cannot be read"),
+        (["-hostfile", "/no/such/file", "true"], "--hostfile /no/such/file cannot be read"),
+        (["--fusion-threshold-mb", "much", "true"], "--fusion-threshold-mb='much'"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(arguments, words):
+    done = sparkhvdrun(*arguments)
+    assert done.returncode != 0
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_build_shows_what_there_is():
+    done = sparkhvdrun("--check-build")
+    assert done.returncode == 0
+    assert "Available Frameworks:\n    [X] TensorFlow\n" in done.stdout
+    assert "    [X] MPI\n    [ ] Gloo\n    [X] sparkhvd\n" in done.stdout

@@ -1,0 +1,113 @@
+"""Hosts behind a real ssh server: a temporary one on loopback, with a key and a configuration of its own."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import sparkhvd
+from sparkhvd.errors import LaunchError, RankFailedError
+
+SSHD = Path("/usr/sbin/sshd")
+pytestmark = pytest.mark.skipif(
+    not SSHD.exists() or shutil.which("ssh") is None, reason="openssh-server and openssh-client are not installed"
+)
+
+
+@pytest.fixture(scope="module")
+def ssh_server(tmp_path_factory):
+    """The names of two hosts that ssh takes to this machine, through a program ``ssh`` that adds our configuration."""
+    folder = tmp_path_factory.mktemp("ssh")
+    for name in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    (folder / "authorized_keys").write_text((folder / "user_key.pub").read_text())
+    Path("/run/sshd").mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server_settings = {
+        "Port": port,
+        "ListenAddress": "127.0.0.1",
+        "HostKey": folder / "host_key",
+        "AuthorizedKeysFile": folder / "authorized_keys",
+        "PidFile": "none",
+        "StrictModes": "no",
+        "PasswordAuthentication": "no",
+        "PermitRootLogin": "yes",
+        "UsePAM": "no",
+    }
+    (folder / "sshd_config").write_text("".join(f"{name} {value}\n" for name, value in server_settings.items()))
+    host_key = (folder / "host_key.pub").read_text()
+    (folder / "known_hosts").write_text(f"node-a,node-b {host_key}")
+    (folder / "config").write_text(
+        "Host node-a node-b\n  HostName 127.0.0.1\n"
+        f"  HostKeyAlias node-a\n  UserKnownHostsFile {folder}/known_hosts\n  User {getpass.getuser()}\n"
+    )
+    program = folder / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
+    program.chmod(0o755)
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "sshd_config"], stderr=subprocess.DEVNULL)
+    try:
+        await_port(port)
+        yield program.parent, port, folder / "user_key"
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def await_port(port: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        assert time.monotonic() < deadline
+
+
+def place() -> tuple[str, str, str | None, bool]:
+    names = ("SPARKHVD_RANK", "SPARKHVD_CROSS_RANK", "MINE")
+    return (*(os.environ.get(name) for name in names), "SSH_CONNECTION" in os.environ)
+
+
+def fail_on_rank_1() -> None:
+    if os.environ["SPARKHVD_RANK"] == "1":
+        raise ValueError("no luck")
+    time.sleep(600)
+
+
+def test_ranks_run_on_hosts_behind_ssh(ssh_server, monkeypatch):
+    folder, port, key = ssh_server
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("MINE", "it's mine; really")
+    options = {"hosts": "node-a:2,node-b:1", "ssh_port": port, "ssh_identity_file": str(key)}
+    assert sparkhvd.run(place, **options) == [
+        ("0", "0", "it's mine; really", True),
+        ("1", "0", "it's mine; really", True),
+        ("2", "1", "it's mine; really", True),
+    ]
+    with pytest.raises(RankFailedError, match="Rank 1 on host node-a raised ValueError: no luck"):
+        sparkhvd.run(fail_on_rank_1, **options)
+
+
+def test_a_host_that_ssh_does_not_reach_is_named_with_what_ssh_says(ssh_server, monkeypatch, tmp_path):
+    folder, port, _ = ssh_server
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    wrong = tmp_path / "wrong_key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", wrong], check=True)
+    with pytest.raises(LaunchError, match=r"Host node-a was lost: .*exit code 255.*Permission denied"):
+        sparkhvd.run(place, hosts="node-a:1", ssh_port=port, ssh_identity_file=str(wrong))
+
+
+def test_a_host_without_the_python_of_the_launcher_is_said(ssh_server, monkeypatch):
+    folder, port, key = ssh_server
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    with pytest.raises(LaunchError, match=r"Host node-b was lost: .*exit code 127.*no/such/python"):
+        sparkhvd.run(place, hosts="node-b:1", ssh_port=port, ssh_identity_file=str(key), executable="/no/such/python")

@@ -1,0 +1,40 @@
+"""A program that ``sparkhvdrun`` starts once per rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+
+session.init()
+communicator = session.current()
+world = communicator.world
+total = communicator.allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, name="sum")[0]
+print(
+    json.dumps(
+        {
+            "place": [world.rank, world.size, world.local_rank, world.cross_rank],
+            "total": float(total),
+            "arguments": sys.argv[1:],
+            "cache": session.offered().config.cache_capacity,
+            "secrets": [name for name, value in os.environ.items() if "SECRET" in name or "TOKEN" in name],
+        }
+    ),
+    flush=True,
+)
+if sys.argv[1:] == ["fail"]:
+    if world.rank == 1:
+        print("rows.csv is missing", file=sys.stderr)
+        sys.exit(5)
+    time.sleep(600)
+if sys.argv[1:2] == ["stay"]:
+    Path(sys.argv[2], str(world.rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+session.shutdown()

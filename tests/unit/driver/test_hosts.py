@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
+from sparkhvd.driver.remote import SshOptions, host_command
+from sparkhvd.errors import ConfigError, SlotsError
+
+
+def test_hosts_have_one_slot_unless_they_say_more():
+    assert parse_hosts("a:2, b,c.d-e:4") == (Host("a", 2), Host("b", 1), Host("c.d-e", 4))
+
+
+def test_a_host_file_may_have_comments_and_empty_lines():
+    text = "# the cluster\n\nnode1 slots=4  # new\n  node2\n"
+    assert parse_hostfile(text) == (Host("node1", 4), Host("node2", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "names no host"),
+        ("a:1,a:2", "names a host twice"),
+        ("a:0", "Host a has '0' slots"),
+        ("a:many", "Host a has 'many' slots"),
+        ("-oProxyCommand=x:1", "is not the name of a host"),
+        ("a b:1", "is not the name of a host"),
+    ],
+)
+def test_what_is_no_list_of_hosts_is_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_hosts(text)
+
+
+def test_a_strange_line_of_a_host_file_is_shown():
+    with pytest.raises(ConfigError, match="has the line 'node1 cores=4'"):
+        parse_hostfile("node1 cores=4")
+
+
+def test_slots_are_taken_from_the_first_host_on():
+    hosts = parse_hosts("a:2,b:2,c:2")
+    assert take_slots(hosts, 3) == (Host("a", 2), Host("b", 1))
+    assert take_slots(hosts, None) == hosts
+    with pytest.raises(SlotsError, match=r"num_proc=7 .* the hosts have 6 slots \(a:2,b:2,c:2\)"):
+        take_slots(hosts, 7)
+
+
+def test_ssh_gets_one_quoted_command_and_never_asks_for_a_password():
+    command = host_command("node1", "/a path/python", SshOptions(2222, "/key"))
+    assert command[:-1] == ["ssh", "-T", "-o", "BatchMode=yes", "-p", "2222", "-i", "/key", "node1"]
+    assert command[-1].endswith("'/a path/python' -m sparkhvd.task.remote")
+    assert host_command("localhost", "", SshOptions())[0] == "env"
