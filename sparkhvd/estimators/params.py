@@ -119,6 +119,11 @@ class EstimatorParams(Declarations):
     label_cols: Declared[Sequence[str] | None] = declared(
         "Columns that the model learns, in the order of its outputs.", names, default=None
     )
+    sample_weight_col: Declared[str | None] = declared(
+        "Column with the weight of every row. The loss of a step is the mean over its rows of weight times loss.",
+        text,
+        default=None,
+    )
     validation: Declared[float | str | None] = declared(
         "Rows to validate with: a part (0 <= x < 1, chosen by random_seed), or a column that is true for them.",
         validation_choice,

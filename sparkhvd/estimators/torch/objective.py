@@ -11,10 +11,12 @@ A label goes to its loss in this form:
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +53,8 @@ class Objective:
         weights: of the losses in their sum.
         label_shapes: shape of one row of each label, None to follow the rule above.
         metrics: what is reported beside the loss.
+        weight_col: the column with the weight of every row. A weighted loss is the mean over the rows of weight times
+            loss: it is divided by the number of rows, not by the sum of the weights.
     """
 
     label_cols: tuple[str, ...]
@@ -58,6 +62,7 @@ class Objective:
     weights: tuple[float, ...]
     label_shapes: tuple[tuple[int, ...], ...] | None
     metrics: tuple[Metric, ...]
+    weight_col: str | None = None
 
     def labels(
         self, outputs: Sequence[torch.Tensor], columns: Mapping[str, npt.NDArray[np.generic]]
@@ -70,9 +75,18 @@ class Objective:
             labels.append(_label(name, raw if shape is None else raw.reshape(len(raw), *shape), output, loss, shape))
         return labels
 
-    def loss(self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The weighted sum of the losses."""
-        parts = [w * f(o, t) for w, f, o, t in zip(self.weights, self.losses, outputs, labels, strict=True)]
+    def loss(
+        self,
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+        columns: Mapping[str, npt.NDArray[np.generic]],
+    ) -> torch.Tensor:
+        """The weighted sum of the losses; ``columns`` give the weights of the rows."""
+        rows = None if self.weight_col is None else torch.from_numpy(columns[self.weight_col])
+        parts = [
+            weight * (loss(output, label) if rows is None else _weighted(loss, output, label, rows))
+            for weight, loss, output, label in zip(self.weights, self.losses, outputs, labels, strict=True)
+        ]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def measure(
@@ -105,6 +119,11 @@ class Objective:
         labels = self.labels(outputs, columns)
         for name, output, label, loss in zip(self.label_cols, outputs, labels, self.losses, strict=True):
             _try_measure(f"The loss {_name(loss)}", loss, output, label, name)
+            if self.weight_col is not None:
+                rows = torch.from_numpy(columns[self.weight_col])
+                _try_measure(
+                    f"The weighted loss {_name(loss)}", partial(_weighted, loss, rows=rows), output, label, name
+                )
         for metric in self.metrics:
             name = self.label_cols[metric.output]
             _try_measure(
@@ -141,6 +160,7 @@ def objective_of(params: Mapping[str, object]) -> Objective:
         weights=tuple(weights),  # type: ignore[arg-type]
         label_shapes=None if shapes is None else tuple(row_shape(shape) for shape in shapes),  # type: ignore[attr-defined]
         metrics=_metrics(params.get("metrics"), label_cols),
+        weight_col=cast("str | None", params.get("sample_weight_col")),
     )
 
 
@@ -167,6 +187,23 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
     if len(set(names)) != len(names):
         raise ParamError(f"metrics: the names {names[1:]} are not all different; give a dict of name: function.")
     return tuple(found)
+
+
+def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The mean over the rows of weight times loss."""
+    if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
+        single: Any = copy.copy(loss)
+        single.reduction = "none"
+        values: torch.Tensor = single(output, label)
+    else:
+        values = loss(output, label, reduction="none")  # type: ignore[call-arg]  # tried out on the driver
+    if values.dim() == 0 or len(values) != len(rows):
+        raise ModelOutputError(
+            f"The loss {_name(loss)} gave shape {list(values.shape)} for {len(rows)} rows when called with "
+            "reduction='none'; sample_weight_col needs one value per row."
+        )
+    weighted: torch.Tensor = values.reshape(len(rows), -1).mean(dim=1) * rows.to(values.dtype)
+    return weighted.mean()
 
 
 def _label(

@@ -155,7 +155,7 @@ class TorchTrainer:
                 continue
             outputs = self._forward(batch)
             labels = self._objective.labels(outputs, batch.columns)
-            loss = self._objective.loss(outputs, labels)
+            loss = self._objective.loss(outputs, labels, batch.columns)
             optimizer.weight_next(batch.rows / total)
             loss.backward()  # type: ignore[no-untyped-call]
             sums.add(self._objective.measure(loss, outputs, labels), batch.rows)
@@ -175,7 +175,8 @@ class TorchTrainer:
                     continue
                 outputs = self._forward(batch)
                 labels = self._objective.labels(outputs, batch.columns)
-                sums.add(self._objective.measure(self._objective.loss(outputs, labels), outputs, labels), batch.rows)
+                loss = self._objective.loss(outputs, labels, batch.columns)
+                sums.add(self._objective.measure(loss, outputs, labels), batch.rows)
         return sums
 
     def _forward(self, batch: Batch) -> list[torch.Tensor]:

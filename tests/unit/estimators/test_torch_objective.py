@@ -54,8 +54,8 @@ def test_losses_are_summed_with_their_weights_which_default_to_a_mean():
     columns = {"a": np.zeros(2), "b": np.zeros(2)}
     params = {"label_cols": ("a", "b"), "loss": [functional.mse_loss, functional.l1_loss]}
     plain, weighted = objective_of(params), objective_of({**params, "loss_weights": (2.0, 10.0)})
-    assert plain.loss(outputs, plain.labels(outputs, columns)).item() == pytest.approx((5 + 2) / 2)
-    assert weighted.loss(outputs, weighted.labels(outputs, columns)).item() == pytest.approx(2 * 5 + 10 * 2)
+    assert plain.loss(outputs, plain.labels(outputs, columns), columns).item() == pytest.approx((5 + 2) / 2)
+    assert weighted.loss(outputs, weighted.labels(outputs, columns), columns).item() == pytest.approx(2 * 5 + 10 * 2)
 
 
 def test_metrics_come_as_a_list_as_a_dict_and_as_groups():
@@ -72,7 +72,11 @@ def test_a_metric_is_measured_with_its_own_output():
     found = objective_of({"label_cols": ("a", "b"), "loss": functional.mse_loss, "metrics": {"l1": functional.l1_loss}})
     outputs = [torch.tensor([[1.0]]), torch.tensor([[5.0]])]
     labels = found.labels(outputs, {"a": np.zeros(1), "b": np.zeros(1)})
-    assert found.measure(found.loss(outputs, labels), outputs, labels) == {"loss": 13.0, "l1_a": 1.0, "l1_b": 5.0}
+    assert found.measure(found.loss(outputs, labels, {}), outputs, labels) == {
+        "loss": 13.0,
+        "l1_a": 1.0,
+        "l1_b": 5.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -123,3 +127,20 @@ def test_a_class_beyond_the_output_is_refused():
 def test_a_wrong_number_of_outputs_is_refused_with_the_label_names():
     with pytest.raises(ModelOutputError, match=r"gives 2 output\(s\) of shapes .* but label_cols has 1: \['y'\]"):
         objective(functional.mse_loss).try_out([torch.zeros(2), torch.zeros(2)], {"y": np.zeros(2)})
+
+
+@pytest.mark.parametrize("loss", [torch.nn.MSELoss(), functional.mse_loss], ids=["module", "function"])
+def test_weights_multiply_the_losses_of_their_rows(loss):
+    found = objective(loss, sample_weight_col="w")
+    output, columns = torch.tensor([[1.0], [2.0], [3.0]]), {"y": np.zeros(3), "w": np.array([3.0, 0.0, 1.0])}
+    value = found.loss([output], found.labels([output], columns), columns)
+    assert value.item() == pytest.approx((3 * 1 + 0 * 4 + 1 * 9) / 3)
+
+
+def test_a_loss_that_has_no_value_per_row_is_refused_with_weights():
+    def mean(output, label, reduction="mean"):
+        return (output - label).mean()
+
+    found = objective(mean, sample_weight_col="w")
+    with pytest.raises(ModelOutputError, match="one value per row"):
+        found.try_out([torch.zeros(3, 1)], {"y": np.zeros(3), "w": np.ones(3)})

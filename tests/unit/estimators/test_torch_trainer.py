@@ -10,6 +10,7 @@ from torch.nn import functional
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.data.schema import DataSchema
 from sparkhvd.estimators.history import averaged
 from sparkhvd.estimators.plugin import EpochReport
 from sparkhvd.estimators.torch import artifact
@@ -78,6 +79,23 @@ def make_trainer(optimizer, world, **more):
     return PLUGIN.trainer(payload, spec(DATA, **more), world)
 
 
+def train_as_weighted_rank(sizes):
+    world = session.current().world
+    model = network()
+    data = DataSchema((*DATA.columns, *schema(w=("weight", "float64", (), "scalar")).columns))
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "sample_weight_col": "w", "schema": data})
+    trainer = PLUGIN.trainer(payload, spec(data), world)
+    plain = source(sizes, world.rank, world.size)
+    columns = {**plain.columns, "w": weights(plain.rows())}
+    trainer.fit(ArraySource(data, columns, plain.mine, plain.everyones), None, Hooks())
+    return flat(trainer._model)
+
+
+def weights(count):
+    return np.random.default_rng(6).uniform(0.1, 3.0, count)
+
+
 def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
@@ -110,6 +128,23 @@ def train_plainly(steps, optimizer, epochs=1):
             losses += loss.item() * size
             right += int((output.argmax(dim=1) == y).sum())
     return flat(model), losses / sum(steps), right / sum(steps)
+
+
+def test_weighted_rows_count_as_in_one_big_batch(group):
+    steps = [sum(step[: group.size]) for step in SOME_EMPTY]
+    model = network()
+    optimizer = OPTIMIZERS["momentum"](model)
+    data, weight, start = rows(sum(steps)), torch.from_numpy(weights(sum(steps))).float(), 0
+    for size in steps:
+        part = slice(start, start + size)
+        start += size
+        optimizer.zero_grad()
+        output = model(torch.from_numpy(data["x"][part]).float())
+        losses = functional.cross_entropy(output, torch.from_numpy(data["y"][part]), reduction="none")
+        (losses * weight[part]).mean().backward()
+        optimizer.step()
+    for parameters in group.run(train_as_weighted_rank, SOME_EMPTY):
+        assert relative_error(parameters, flat(model)) < 1e-5
 
 
 def relative_error(found, wanted):
