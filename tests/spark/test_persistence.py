@@ -15,14 +15,15 @@ from sparkhvd.estimators.keras import KerasModel
 pytestmark = pytest.mark.spark
 
 
-def half_error(output, label):
+def half_error(output, label, reduction="mean"):
     """A loss that no installed package has."""
-    return ((output - label) ** 2).mean() / 2
+    each = (output - label) ** 2 / 2
+    return each.mean() if reduction == "mean" else each
 
 
 @pytest.fixture(scope="module")
 def rows(spark):
-    return spark.range(40).selectExpr("id / 40.0D AS a", "id % 3 / 3.0D AS b", "id / 20.0D AS y")
+    return spark.range(40).selectExpr("id / 40.0D AS a", "id % 3 / 3.0D AS b", "id / 20.0D AS y", "1 + id % 2 AS w")
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,7 @@ def pipeline(tmp_path_factory):
         loss=half_error,
         feature_cols=["v"],
         label_cols=["y"],
+        sample_weight_col="w",
         batch_size=8,
         random_seed=3,
         verbose=0,
@@ -75,7 +77,7 @@ def test_an_estimator_is_the_same_after_it_was_loaded(pipeline, rows, tmp_path):
     estimator = pipeline.getStages()[-1]
     assert loaded.uid == estimator.uid
     assert loaded.getStore().url == estimator.getStore().url
-    for name in ("feature_cols", "label_cols", "batch_size", "random_seed", "num_proc"):
+    for name in ("feature_cols", "label_cols", "sample_weight_col", "batch_size", "random_seed", "num_proc"):
         assert loaded.getOrDefault(name) == estimator.getOrDefault(name), name
     assert loaded.getLoss()(torch.ones(2), torch.zeros(2)) == 0.5, "the loss travels with its code"
     model, optimizer = loaded.getModel(), loaded.getOptimizer()
