@@ -1,8 +1,26 @@
-"""What Horovod's users ask about the build before they rely on it."""
+"""What Horovod's users ask about the build before they rely on it, and what they switch on and off."""
 
 from __future__ import annotations
 
 from sparkhvd.comm import mpi, session
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record what happens to every tensor from now on, as a Chrome trace; see ``Communicator.start_timeline``.
+
+    Args:
+        file_path: the file; what it held before is replaced.
+        mark_cycles: whether to show every cycle of the negotiation.
+
+    Raises:
+        ConfigError: a recording is on already.
+    """
+    session.current().start_timeline(file_path, mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording and complete its file; does nothing when none is on."""
+    session.current().stop_timeline()
 
 
 def mpi_built() -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 
 from sparkhvd.comm.buffers import buffer_of
 from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import CollectiveError
 
 T = TypeVar("T")
@@ -19,7 +20,14 @@ T = TypeVar("T")
 _NOT_PICKLED = -1
 
 
-def broadcast_object(communicator: Communicator, value: T, root: int = 0, *, name: str = "broadcast_object") -> T:
+def broadcast_object(
+    communicator: Communicator,
+    value: T,
+    root: int = 0,
+    *,
+    name: str = "broadcast_object",
+    process_set: ProcessSet | None = None,
+) -> T:
     """The object of rank ``root``, on every rank; what the other ranks pass is ignored.
 
     Args:
@@ -27,6 +35,7 @@ def broadcast_object(communicator: Communicator, value: T, root: int = 0, *, nam
         value: any object that cloudpickle takes.
         root: the rank whose object counts.
         name: the operation's name, equal on all ranks.
+        process_set: the ranks that take part, all by default.
 
     Raises:
         CollectiveError: on every rank, when the root's object cannot be pickled.
@@ -34,30 +43,34 @@ def broadcast_object(communicator: Communicator, value: T, root: int = 0, *, nam
     is_root = communicator.world.rank == root
     pickled, problem = _pickled(value) if is_root else (b"", None)
     size = np.array([_NOT_PICKLED if problem else len(pickled)], np.int64)
-    announced = int(communicator.broadcast(size, root, name=f"{name}.size").item())
+    announced = int(communicator.broadcast(size, root, name=f"{name}.size", process_set=process_set).item())
     if problem is not None:
         raise CollectiveError(f"Rank {root} cannot broadcast a {type(value).__name__}: {problem}") from problem
     if announced == _NOT_PICKLED:
         raise CollectiveError(f"Rank {root} could not pickle the object that it wanted to broadcast; see its error.")
     payload = np.frombuffer(pickled, np.uint8) if is_root else np.empty(announced, np.uint8)
-    received = communicator.broadcast(payload, root, name=f"{name}.content")
+    received = communicator.broadcast(payload, root, name=f"{name}.content", process_set=process_set)
     return value if is_root else _unpickled(received.tobytes())
 
 
-def allgather_object(communicator: Communicator, value: T, *, name: str = "allgather_object") -> list[T]:
+def allgather_object(
+    communicator: Communicator, value: T, *, name: str = "allgather_object", process_set: ProcessSet | None = None
+) -> list[T]:
     """The objects of all ranks, in rank order, on every rank.
 
     Args:
         communicator: the ranks that take part.
         value: any object that cloudpickle takes.
         name: the operation's name, equal on all ranks.
+        process_set: the ranks that take part, all by default.
 
     Raises:
         CollectiveError: on every rank, when an object cannot be pickled; the message names the ranks.
     """
     pickled, problem = _pickled(value)
     payload = np.frombuffer(pickled, np.uint8)
-    gathered = communicator.gather_buffer(buffer_of(payload, "The pickled object"), name=name).wait()
+    content = buffer_of(payload, "The pickled object")
+    gathered = communicator.gather_buffer(content, name=name, process_set=process_set).wait()
     if problem is not None:
         raise CollectiveError(f"A {type(value).__name__} cannot be sent to other ranks: {problem}") from problem
     if silent := [rank for rank, size in enumerate(gathered.first_dims) if size == 0]:

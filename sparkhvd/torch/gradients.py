@@ -209,6 +209,7 @@ class GradientExchange:
             op if op in {ReduceOp.AVERAGE, ReduceOp.SUM} else ReduceOp.MAX,
             name=f"{first.name}.presence",
             postscale=self._settings.predivide,
+            process_set=self._settings.process_set,
         )
         return self._presence
 

@@ -1,8 +1,7 @@
-"""Asynchronous, in-place and result-less collectives on torch tensors."""
+"""Collectives on torch tensors, each in the forms that make sense for it; ``collectives`` describes them."""
 
 from __future__ import annotations
 
-import warnings
 from typing import TypeVar
 
 import torch
@@ -10,174 +9,108 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.tensors import buffer_of, bytes_of, has_dtype, require_contiguous, stage, tensor_of
+from sparkhvd.torch import collectives, sparse
+from sparkhvd.torch.calls import asynchronous, asynchronous_in_place, blocking, in_place
+from sparkhvd.torch.tensors import buffer_of, called
 
 T = TypeVar("T")
 
+allreduce = blocking(collectives.allreduce)
+allreduce_async = asynchronous(collectives.allreduce)
+allreduce_ = in_place(collectives.allreduce)
+allreduce_async_ = asynchronous_in_place(collectives.allreduce)
 
-def reduction(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """The reduction that the arguments ask for: the mean unless they say otherwise.
+grouped_allreduce = blocking(collectives.grouped_allreduce)
+grouped_allreduce_async = asynchronous(collectives.grouped_allreduce)
+grouped_allreduce_ = in_place(collectives.grouped_allreduce)
+grouped_allreduce_async_ = asynchronous_in_place(collectives.grouped_allreduce)
 
-    Raises:
-        ConfigError: both are given.
-    """
-    if average is None:
-        return ReduceOp.AVERAGE if op is None else ReduceOp(op)
-    if op is not None:
-        raise ConfigError(f"average={average} and op={op} were both given; give op alone, average is deprecated.")
-    warnings.warn("average= is deprecated; pass op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
-    return ReduceOp.AVERAGE if average else ReduceOp.SUM
+reducescatter = blocking(collectives.reducescatter)
+reducescatter_async = asynchronous(collectives.reducescatter)
+grouped_reducescatter = blocking(collectives.grouped_reducescatter)
+grouped_reducescatter_async = asynchronous(collectives.grouped_reducescatter)
+
+allgather = blocking(collectives.allgather)
+allgather_async = asynchronous(collectives.allgather)
+grouped_allgather = blocking(collectives.grouped_allgather)
+grouped_allgather_async = asynchronous(collectives.grouped_allgather)
+
+broadcast = blocking(collectives.broadcast)
+broadcast_async = asynchronous(collectives.broadcast)
+broadcast_ = in_place(collectives.broadcast)
+broadcast_async_ = asynchronous_in_place(collectives.broadcast)
+
+alltoall = blocking(collectives.alltoall)
+alltoall_async = asynchronous(collectives.alltoall)
 
 
-def allreduce_async(
+def sparse_allreduce(
     tensor: torch.Tensor,
-    average: bool | None = None,
     name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
     *,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle[torch.Tensor]:
-    """Start combining the tensors of all ranks; ``synchronize(handle)`` returns the result, a new tensor.
-
-    Args:
-        tensor: the same shape and dtype on all ranks.
-        average: deprecated, use ``op``.
-        name: what the ranks know the operation by; made by counting when None.
-        op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
-        prescale_factor: multiplies the values before the reduction; equal on all ranks.
-        postscale_factor: multiplies the result; equal on all ranks.
-    """
-    what = _called("Tensor", name)
-    source = stage(tensor, what).memory
-    target = torch.empty_like(source)
-    device = tensor.device
-    handle = session.current().reduce_buffer(
-        buffer_of(source, what),
-        buffer_of(target, what),
-        reduction(average, op),
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
-    return handle.then(lambda _: target.to(device))
-
-
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    *,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle[torch.Tensor]:
-    """Like ``allreduce_async``, with the result in the tensor's own memory.
-
-    Raises:
-        ConfigError: the tensor is not contiguous.
-    """
-    what = _called("Tensor", name)
-    require_contiguous(tensor, what)
-    staged = stage(tensor, what)
-    buffer = buffer_of(staged.memory, what)
-    handle = session.current().reduce_buffer(
-        buffer,
-        buffer,
-        reduction(average, op),
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-    )
-    return handle.then(lambda _: staged.write_back())
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    *,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
-    """Combine the tensors of all ranks in place; see ``allreduce_async``."""
-    return allreduce_async_(
-        tensor,
-        name=name,
-        op=reduction(average, op),
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-    ).wait()
+    """The sum or mean of the ranks' sparse (COO) tensors, coalesced; see ``sparse_allreduce_async``."""
+    return sparse_allreduce_async(tensor, name, op, process_set=process_set).wait()
 
 
-def gather_async(tensor: torch.Tensor, name: str | None) -> Handle[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Start an allgather; the result is the joined tensor and the rows that each rank gave."""
-    what = _called("Tensor", name)
-    source = stage(tensor, what).memory
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    *,
+    process_set: ProcessSet | None = None,
+) -> Handle[torch.Tensor]:
+    """Start adding up the ranks' sparse (COO) tensors; ``synchronize(handle)`` returns the result.
 
-    def join(gathered: Gathered) -> tuple[torch.Tensor, tuple[int, ...]]:
-        return tensor_of(gathered.content, tensor.detach(), sum(gathered.first_dims)), gathered.first_dims
-
-    return session.current().gather_buffer(buffer_of(source, what), name=name).then(join)
-
-
-def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle[torch.Tensor]:
-    """Start joining the tensors of all ranks along the first dimension, in rank order.
+    Every rank's entries go to all ranks and are added up there. Autograd passes it by.
 
     Args:
-        tensor: the same dtype and shape on all ranks but for the first dimension.
+        tensor: of the same dtype and shape on all ranks; numbers of entries may differ.
         name: what the ranks know the operation by; made by counting when None.
+        op: ``Average`` or ``Sum``.
+        process_set: the ranks that take part, all by default.
     """
-    return gather_async(tensor, name).then(lambda gathered: gathered[0])
+    what = called("Tensor", name)
+    if tensor.layout is not torch.sparse_coo:
+        raise ConfigError(f"{what} has layout {tensor.layout}, not torch.sparse_coo; use allreduce().")
+    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
+        raise ConfigError(f"{what} is sparse, which op={op} cannot combine; use Average or Sum.")
+    communicator = session.current()
+    scale = 1.0 / communicator.channel(process_set).size if op is ReduceOp.AVERAGE else 1.0
+    like = tensor.detach()
+
+    def add_up(gathered: Gathered) -> torch.Tensor:
+        return sparse.summed(gathered, like, scale, what)
+
+    content = buffer_of(sparse.packed(tensor), what)
+    return communicator.gather_buffer(content, name=name, process_set=process_set).then(add_up)
 
 
-def broadcast_async(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle[torch.Tensor]:
-    """Start sending the tensor of ``root_rank`` to all ranks, which receive it as a new tensor.
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Return once every rank of the process set, all ranks by default, has called it."""
+    session.current().barrier(process_set=process_set)
+
+
+def join(device: int | None = None, process_set: ProcessSet | None = None) -> int:
+    """Tell that this rank has no more data, and wait until all ranks have.
+
+    Until then it takes part in the others' allreduces with zeros (an average still divides by the number of all ranks),
+    in their allgathers without rows, and in their barriers; other collectives fail.
 
     Args:
-        tensor: the same shape and dtype on all ranks.
-        root_rank: the rank whose tensor counts.
-        name: what the ranks know the operation by; made by counting when None.
+        device: accepted for programs that pass a CUDA device to Horovod; it makes no difference.
+        process_set: the ranks that take part, all by default.
+
+    Returns:
+        The rank that joined last.
     """
-    what = _called("Tensor", name)
-    source = stage(tensor, what).memory
-    target = torch.empty_like(source)
-    device = tensor.device
-    handle = session.current().broadcast_buffer(buffer_of(source, what), buffer_of(target, what), root_rank, name=name)
-    return handle.then(lambda _: target.to(device))
-
-
-def broadcast_async_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> Handle[torch.Tensor]:
-    """Like ``broadcast_async``, with the result in the tensor's own memory.
-
-    Raises:
-        ConfigError: the tensor is not contiguous.
-    """
-    what = _called("Tensor", name)
-    require_contiguous(tensor, what)
-    buffer_of(tensor, what)
-    return overwrite_async(tensor, root_rank, name)
-
-
-def overwrite_async(tensor: torch.Tensor, root_rank: int, name: str | None) -> Handle[torch.Tensor]:
-    """Start a broadcast into a tensor of any strides and element type."""
-    staged = stage(tensor, _called("Tensor", name))
-    buffer = buffer_of(staged.memory, "") if has_dtype(staged.memory) else bytes_of(staged.memory)
-    handle = session.current().broadcast_buffer(buffer, buffer, root_rank, name=name)
-    return handle.then(lambda _: staged.write_back())
-
-
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """Overwrite the tensor with that of ``root_rank``; see ``broadcast_async``."""
-    return broadcast_async_(tensor, root_rank, name).wait()
-
-
-def barrier() -> None:
-    """Return once every rank has called it."""
-    session.current().barrier()
+    del device
+    return session.current().join(process_set=process_set)
 
 
 def poll(handle: Handle[T]) -> bool:
@@ -200,7 +133,3 @@ def _checked(handle: Handle[T]) -> Handle[T]:
     if not isinstance(handle, Handle):
         raise ConfigError(f"{handle!r} is not a handle; pass what an *_async function returned.")
     return handle
-
-
-def _called(what: str, name: str | None) -> str:
-    return f"{what} {name!r}" if name else f"The {what.lower()}"

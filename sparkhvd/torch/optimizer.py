@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.gradients import GradientExchange
+from sparkhvd.torch.parameters import checked_passes, chosen_groups, given_names, members_of, names_by_position
 from sparkhvd.torch.transfer import ExchangeSettings
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 class ExchangingOptimizer(torch.optim.Optimizer):
@@ -67,7 +68,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum ``passes`` backward passes on the rank before gradients are exchanged."""
-        self._exchange.set_passes(_positive(passes))
+        self._exchange.set_passes(checked_passes(passes))
 
     def close(self) -> None:
         """Take the hooks off the parameters; the optimizer then must not be used any more."""
@@ -103,7 +104,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; the ranks know their gradients by position."""
         super().add_param_group(param_group)
-        self._exchange.track(_names_by_position(self.param_groups, only=len(self.param_groups) - 1))
+        self._exchange.track(names_by_position(self.param_groups, only=len(self.param_groups) - 1))
 
     def _synchronize_once(self) -> None:
         if not self._exchange.synchronized:
@@ -129,6 +130,7 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     num_groups: int = 0,
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
+    process_set: ProcessSet | None = None,
 ) -> ExchangingOptimizer:
     """An optimizer like ``optimizer`` whose ``step()`` applies the gradients of all ranks.
 
@@ -149,6 +151,7 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
             lists of parameters; what is in no list is sent alone.
         sparse_as_dense: make sparse gradients dense before they are sent. Otherwise the entries of all ranks go to all
             and are added up there.
+        process_set: the ranks whose gradients are combined, all by default.
 
     Raises:
         ConfigError: duplicate or missing names, or settings that contradict each other.
@@ -158,104 +161,40 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
         >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
+    _refuse_what_cannot_work(optimizer, op, gradient_predivide_factor)
+    groups = chosen_groups(num_groups, groups)
+    names = names_by_position(optimizer.param_groups)
+    if named_parameters is not None:
+        names = given_names(optimizer.param_groups, list(named_parameters))
+    passes = checked_passes(backward_passes_per_step)
+    settings = ExchangeSettings(
+        ReduceOp(op), passes, gradient_predivide_factor, compression, sparse_as_dense, process_set
+    )
+    wrapped = _wrapped(optimizer, ExchangingOptimizer)
+    wrapped._skip = False  # noqa: SLF001
+    wrapped._exchange = GradientExchange(settings)  # noqa: SLF001
+    wrapped._exchange.track(names)  # noqa: SLF001
+    wrapped._exchange.group(members_of(groups, names))  # noqa: SLF001
+    return wrapped
+
+
+def _refuse_what_cannot_work(optimizer: torch.optim.Optimizer, op: ReduceOp, predivide: float) -> None:
     if isinstance(optimizer, ExchangingOptimizer):
         raise ConfigError("This optimizer is distributed already; wrap the plain one.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "LBFGS decides from its rank's own loss how often to evaluate, so ranks would part; use another."
         )
-    groups = _groups_of(num_groups, groups)
-    if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
-        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average, not {op}.")
-    if not gradient_predivide_factor > 0:
-        raise ConfigError(f"gradient_predivide_factor={gradient_predivide_factor} is not positive.")
-    names = _names_by_position(optimizer.param_groups)
-    if named_parameters is not None:
-        names = _given_names(optimizer.param_groups, list(named_parameters))
+    if predivide != 1.0 and op is not ReduceOp.AVERAGE:
+        raise ConfigError(f"gradient_predivide_factor={predivide} needs op=Average, not {op}.")
+    if not predivide > 0:
+        raise ConfigError(f"gradient_predivide_factor={predivide} is not positive.")
+
+
+def _wrapped(optimizer: torch.optim.Optimizer, addition: type[O]) -> O:
+    """An optimizer of the same name and state whose class is ``addition`` before that of ``optimizer``."""
     kind = type(optimizer)
-    wrapped = cast(
-        "ExchangingOptimizer",
-        object.__new__(type(kind.__name__, (ExchangingOptimizer, kind), {"__module__": kind.__module__})),
-    )
+    wrapped = cast("O", object.__new__(type(kind.__name__, (addition, kind), {"__module__": kind.__module__})))
     # A scheduler that was made before has put its own `step` on the plain optimizer, which would bypass ours.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    wrapped._skip = False  # noqa: SLF001
-    wrapped._exchange = GradientExchange(  # noqa: SLF001
-        ExchangeSettings(
-            ReduceOp(op), _positive(backward_passes_per_step), gradient_predivide_factor, compression, sparse_as_dense
-        )
-    )
-    wrapped._exchange.track(names)  # noqa: SLF001
-    wrapped._exchange.group(_members(groups, names))  # noqa: SLF001
     return wrapped
-
-
-def _groups_of(
-    num_groups: int, groups: int | Sequence[Sequence[torch.Tensor]] | None
-) -> int | Sequence[Sequence[torch.Tensor]]:
-    if num_groups:
-        if groups is not None:
-            raise ConfigError(f"num_groups={num_groups} and groups were both given; give groups alone.")
-        warnings.warn("num_groups= is deprecated; pass groups=.", DeprecationWarning, stacklevel=3)
-        return num_groups
-    return 0 if groups is None else groups
-
-
-def _members(
-    groups: int | Sequence[Sequence[torch.Tensor]], names: Mapping[torch.Tensor, str]
-) -> list[list[torch.Tensor]]:
-    """The parameters of each group, in the order of the optimizer."""
-    if isinstance(groups, int):
-        if groups < 0:
-            raise ConfigError(f"groups={groups} is negative; 0 and None send every gradient alone.")
-        parameters = list(names)
-        bounds = [len(parameters) * index // groups for index in range(groups + 1)] if groups else []
-        return [parameters[start:end] for start, end in pairwise(bounds)]
-    chosen = [list(group) for group in groups]
-    times = Counter(parameter for group in chosen for parameter in group)
-    if foreign := [tuple(parameter.shape) for parameter in times if parameter not in names]:
-        raise ConfigError(f"groups holds tensors of shapes {foreign} that are not parameters of the optimizer.")
-    if repeated := [names[parameter] for parameter, count in times.items() if count > 1]:
-        raise ConfigError(f"groups holds {repeated} more than once; a gradient is in one group.")
-    return chosen
-
-
-def _positive(passes: int) -> int:
-    if passes < 1:
-        raise ConfigError(f"backward_passes_per_step={passes} is not at least 1.")
-    return passes
-
-
-def _names_by_position(groups: list[dict[str, Any]], only: int | None = None) -> dict[torch.Tensor, str]:
-    """A name per parameter from its place in the groups, for those of group ``only`` when given."""
-    return {
-        parameter: f"gradient.{group}.{index}"
-        for group, options in enumerate(groups)
-        for index, parameter in enumerate(options["params"])
-        if only is None or group == only
-    }
-
-
-def _given_names(groups: list[dict[str, Any]], pairs: list[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, str]:
-    """The user's name for every parameter of the optimizer."""
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise ConfigError(
-                "named_parameters holds something that is not a (name, parameter); pass model.named_parameters()."
-            )
-    duplicates = sorted(name for name, times in Counter(name for name, _ in pairs).items() if times > 1)
-    if duplicates:
-        raise ConfigError(f"named_parameters holds the names {duplicates} more than once; names must be unique.")
-    name_of = {parameter: name for name, parameter in pairs}
-    unnamed = [
-        f"group {group}, position {index}, shape {tuple(parameter.shape)}"
-        for group, options in enumerate(groups)
-        for index, parameter in enumerate(options["params"])
-        if parameter not in name_of
-    ]
-    if unnamed:
-        raise ConfigError(
-            f"named_parameters does not name {len(unnamed)} parameters of the optimizer ({'; '.join(unnamed)}); "
-            f"its names are {sorted(name_of.values())}. Name all or pass named_parameters=None."
-        )
-    return {parameter: f"gradient.{name_of[parameter]}" for options in groups for parameter in options["params"]}

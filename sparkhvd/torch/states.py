@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from sparkhvd.comm import objects, session
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.operations import overwrite_async
+from sparkhvd.torch.movements import Broadcast
 
 T = TypeVar("T")
 
 
-def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:
+def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None) -> T:
     """The object of ``root_rank``, on every rank; what the other ranks pass is ignored.
 
     Args:
         obj: any object that cloudpickle takes.
         root_rank: the rank whose object counts.
         name: the operation's name, equal on all ranks.
+        process_set: the ranks that take part, all by default.
 
     Raises:
         CollectiveError: on every rank, when the root's object cannot be pickled.
     """
-    return objects.broadcast_object(session.current(), obj, root_rank, name=name or "broadcast_object")
+    return objects.broadcast_object(
+        session.current(), obj, root_rank, name=name or "broadcast_object", process_set=process_set
+    )
 
 
-def allgather_object(obj: T, name: str | None = None) -> list[T]:
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet | None = None) -> list[T]:
     """The objects of all ranks, in rank order, on every rank.
 
     Args:
         obj: any object that cloudpickle takes.
         name: the operation's name, equal on all ranks.
+        process_set: the ranks that take part, all by default.
 
     Raises:
         CollectiveError: on every rank, when an object cannot be pickled.
     """
-    return objects.allgather_object(session.current(), obj, name=name or "allgather_object")
+    return objects.allgather_object(session.current(), obj, name=name or "allgather_object", process_set=process_set)
 
 
-def broadcast_parameters(params: Mapping[str, object] | Iterable[tuple[str, torch.Tensor]], root_rank: int = 0) -> None:
+def broadcast_parameters(
+    params: Mapping[str, object] | Iterable[tuple[str, torch.Tensor]],
+    root_rank: int = 0,
+    process_set: ProcessSet | None = None,
+) -> None:
     """Overwrite parameters and buffers with those of ``root_rank``, in place.
 
     Args:
         params: ``model.state_dict()`` or ``model.named_parameters()``, with the same names on all ranks.
         root_rank: the rank whose values count.
+        process_set: the ranks that take part, all by default.
 
     Raises:
         ConfigError: an entry is not a tensor; the message names it.
@@ -59,12 +69,12 @@ def broadcast_parameters(params: Mapping[str, object] | Iterable[tuple[str, torc
                 f"broadcast_parameters got {_shown(pair)}; pass a state_dict() of tensors or named_parameters(), "
                 "and other objects through broadcast_object()."
             )
-    handles = [overwrite_async(tensor, root_rank, f"broadcast_parameters.{name}") for name, tensor in pairs]
-    for handle in handles:
-        handle.wait()
+    _overwrite([(f"broadcast_parameters.{name}", tensor) for name, tensor in pairs], root_rank, process_set)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: ProcessSet | None = None
+) -> None:
     """Give an optimizer the state and the options of that of ``root_rank``.
 
     Works for every optimizer with a ``state_dict``, also where only the root has taken steps.
@@ -72,6 +82,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     Args:
         optimizer: over the same parameters, in the same groups, on all ranks.
         root_rank: the rank whose optimizer counts.
+        process_set: the ranks that take part, all by default.
 
     Raises:
         ValueError: the groups of this rank's optimizer differ from those of the root's.
@@ -79,15 +90,19 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     is_root = session.current().world.rank == root_rank
     mine: list[torch.Tensor] = []
     outline = _outlined(optimizer.state_dict(), mine) if is_root else None
-    outline = broadcast_object(outline, root_rank, "broadcast_optimizer_state.outline")
+    outline = broadcast_object(outline, root_rank, "broadcast_optimizer_state.outline", process_set)
     tensors = mine if is_root else [torch.empty(slot.shape, dtype=slot.dtype) for slot in _slots(outline)]
-    handles = [
-        overwrite_async(tensor, root_rank, f"broadcast_optimizer_state.{index}") for index, tensor in enumerate(tensors)
-    ]
-    for handle in handles:
-        handle.wait()
+    named = [(f"broadcast_optimizer_state.{index}", tensor) for index, tensor in enumerate(tensors)]
+    _overwrite(named, root_rank, process_set)
     if not is_root:
         optimizer.load_state_dict(_filled(outline, tensors))
+
+
+def _overwrite(named: Sequence[tuple[str, torch.Tensor]], root: int, process_set: ProcessSet | None) -> None:
+    """Broadcast tensors of any strides and element types in place, all at once."""
+    calls = [Broadcast(tensor, root, name, process_set, any_memory=True) for name, tensor in named]
+    for handle in [call.start(in_place=True, waits=False) for call in calls]:
+        handle.wait()
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Staged:
 
     Attributes:
         tensor: where results belong.
-        memory: the tensor's own memory where that is contiguous and on the CPU, else a copy of it.
+        memory: the tensor's own memory where that is contiguous and on the CPU, else a copy, pinned for CUDA.
     """
 
     tensor: torch.Tensor
@@ -39,8 +39,14 @@ class Staged:
         """Bring a result from the memory into the tensor; no copy where they are the same."""
         if self.memory.data_ptr() != self.tensor.data_ptr():
             with torch.no_grad():
-                self.tensor.copy_(self.memory)
+                # From pinned memory in the order of the device's stream, elsewhere at once.
+                self.tensor.copy_(self.memory, non_blocking=True)
         return self.tensor
+
+
+def called(what: str, name: str | None) -> str:
+    """How errors name a tensor."""
+    return f"{what} {name!r}" if name else f"The {what.lower()}"
 
 
 def stage(tensor: torch.Tensor, what: str) -> Staged:
@@ -53,7 +59,17 @@ def stage(tensor: torch.Tensor, what: str) -> Staged:
         raise ConfigError(f"{what} has layout {tensor.layout}; collectives take dense tensors, call to_dense() first.")
     if tensor.is_meta:
         raise ConfigError(f"{what} is on the meta device and has no values; materialize it first.")
+    if tensor.is_cuda:
+        return Staged(tensor, _pinned(tensor.detach()))
     return Staged(tensor, tensor.detach().contiguous().cpu())
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, there once everything that was queued on the current stream before is done."""
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    memory.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return memory
 
 
 def require_contiguous(tensor: torch.Tensor, what: str) -> None:

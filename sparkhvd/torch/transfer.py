@@ -9,6 +9,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch import sparse
@@ -26,6 +27,7 @@ class ExchangeSettings:
         predivide: divides gradients before the reduction and multiplies the result, against overflow in small floats.
         compression: the form of dense gradients on their way.
         sparse_as_dense: whether sparse gradients are made dense before they are sent.
+        process_set: the ranks whose gradients are combined, all by default.
     """
 
     op: ReduceOp = ReduceOp.AVERAGE
@@ -33,6 +35,7 @@ class ExchangeSettings:
     predivide: float = 1.0
     compression: Compressor = NoneCompressor
     sparse_as_dense: bool = False
+    process_set: ProcessSet | None = None
 
     def dtype_on_the_way(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which a gradient of ``dtype`` most likely travels."""
@@ -101,6 +104,7 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
         name=name,
         prescale=weight.share / settings.predivide,
         postscale=settings.predivide,
+        process_set=settings.process_set,
     )
 
     def receive(_: None) -> torch.Tensor:
@@ -123,10 +127,12 @@ def _send_sparse(
         )
     content = sparse.nothing() if gradient is None else sparse.packed(gradient * weight.share)
     communicator = session.current()
-    scale = 1.0 / communicator.world.size if weight.op is ReduceOp.AVERAGE else 1.0
+    scale = 1.0 / communicator.channel(settings.process_set).size if weight.op is ReduceOp.AVERAGE else 1.0
 
     def receive(gathered: Gathered) -> torch.Tensor:
         return sparse.summed(gathered, parameter.detach(), scale, f"The gradient {name!r}")
 
-    handle = communicator.gather_buffer(buffer_of(content, name), name=name).then(receive)
+    handle = communicator.gather_buffer(buffer_of(content, name), name=name, process_set=settings.process_set).then(
+        receive
+    )
     return Transfer(gradient, handle, sparse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,12 @@ def test_run_function_adds_up_a_tensor_over_the_ranks(tmp_path: Path) -> None:
     shown = _run(tmp_path, "run_function.py", "--num-proc", "2")
     assert "results by rank: [{'rank': 0, 'total': 21.0}, {'rank': 1, 'total': 21.0}]" in shown
     assert "[1]<stdout>:I have [11.0, 11.0, 11.0], all 2 ranks together have [21.0, 21.0, 21.0]" in shown
+
+
+def test_synthetic_benchmark_tells_images_per_second_of_every_rank_and_of_all(tmp_path: Path) -> None:
+    small = ["--width", "4", "--image-size", "32", "--batch-size", "2", "--num-classes", "10"]
+    short = ["--num-warmup-batches", "1", "--num-batches-per-iter", "1", "--num-iters", "2"]
+    shown = _run(tmp_path, "synthetic_benchmark.py", "--num-proc", "2", "--fp16-allreduce", *small, *short)
+    assert re.search(r"^rank 0: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)
+    assert re.search(r"^rank 1: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)
+    assert re.search(r"^total of 2 ranks: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)

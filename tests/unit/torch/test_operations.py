@@ -225,3 +225,25 @@ def test_an_in_place_form_refuses_a_strided_tensor_by_name(alone):
 def test_what_cannot_work_is_one_clear_error(alone, call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_cuda_tensors_go_through_pinned_memory_and_come_back_to_their_device(alone):
+    mine = torch.arange(12.0, device="cuda").reshape(3, 4)
+    for result in (
+        hvd.allreduce(mine, op=hvd.Sum),
+        hvd.allreduce_(mine.clone()),
+        hvd.allreduce(mine.T).T,
+        hvd.allgather(mine),
+        hvd.broadcast(mine, 0),
+        hvd.broadcast_(mine.clone(), 0),
+        hvd.alltoall(mine),
+        hvd.reducescatter(mine),
+    ):
+        assert result.device == mine.device
+        assert torch.equal(result, mine)
+    weight = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), compression=hvd.Compression.fp16)
+    (weight.sum() * 2).backward()
+    optimizer.step()
+    assert weight.tolist() == [-2.0] * 3

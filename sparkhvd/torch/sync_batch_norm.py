@@ -1,0 +1,173 @@
+"""Batch normalization over the batch of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.torch.operations import allgather, allreduce
+
+
+class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  torch's own layers derive from it
+    """Takes the place of ``torch.nn.BatchNorm1d``, ``2d`` and ``3d``; statistics are those of all ranks' rows together.
+
+    Ranks may have different numbers of rows. In training mode every rank has to run the layer as often as the others;
+    in evaluation mode it works alone. Gradients are exact where the ranks' losses count alike, as under
+    ``DistributedOptimizer`` with ``op=Average``.
+
+    Args:
+        num_features: channels, the second dimension of the input.
+        eps: added to the variance.
+        momentum: weight of a step in the running statistics; None for the plain mean of all steps.
+        affine: whether there are a weight and a bias per channel.
+        track_running_stats: whether running statistics are kept and used in evaluation mode.
+        process_set: the ranks that take part, all by default.
+    """
+
+    def __init__(  # noqa: PLR0917  the order of torch's own layers
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self.process_set = process_set
+        self._name: str | None = None  # by which the ranks know the layer: a fixed one, so that it is cached
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:
+        """``module`` with every batch normalization in it replaced; weights and statistics are taken over."""
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
+            return cls._taking_over(module, process_set)
+        for name, child in module.named_children():
+            module.add_module(name, cls.convert_sync_batchnorm(child, process_set))
+        return module
+
+    @classmethod
+    def _taking_over(cls, old: torch.nn.modules.batchnorm._BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:
+        new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, process_set)
+        new.weight, new.bias = old.weight, old.bias
+        new.running_mean, new.running_var = old.running_mean, old.running_var
+        new.num_batches_tracked = old.num_batches_tracked
+        new.train(old.training)
+        return new
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  torch's name
+        """Normalize an input of shape (rows, channels, ...)."""
+        self._check_input_dim(input)
+        if not self.training:
+            return super().forward(input)
+        channel = session.current().channel(self.process_set)
+        if self._name is None:
+            self._name = channel.named("sync_batch_norm", None)
+        output, mean, variance, count = _apply(input, self.weight, self.bias, self.eps, self._name, self.process_set)
+        if self.track_running_stats:
+            self._track(mean, variance, count)
+        return output
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the running statistics towards those of this step."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        weight = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        unbiased = variance * (count / (count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm takes (rows, {self.num_features} channels, ...), but got shape {tuple(input.shape)}."
+            )
+
+
+class _Normalization(torch.autograd.Function):
+    """Normalize by the statistics of all ranks, which are outputs too.
+
+    The ranks' means and sums of squared deviations are joined as by Chan, Golub, LeVeque (1979), which does not lose
+    digits where the mean is large beside the deviation.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  autograd knows positions only
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        name: str,
+        process_set: ProcessSet | None,
+    ) -> tuple[torch.Tensor, ...]:
+        mean, variance, count = _statistics(x, name, process_set)
+        inverse = torch.rsqrt(variance + eps)
+        normal = (x.to(mean.dtype) - _spread(mean, x)) * _spread(inverse, x)
+        ctx.save_for_backward(normal, inverse, weight, count)
+        ctx.arguments = (name, process_set, x.dtype)
+        output = normal if weight is None else normal * _spread(weight.to(mean.dtype), x)
+        output = output if bias is None else output + _spread(bias.to(mean.dtype), x)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        normal, inverse, weight, count = ctx.saved_tensors
+        name, process_set, dtype = ctx.arguments
+        gradient = gradient.to(normal.dtype)
+        over = _all_but_channels(normal)
+        of_bias, of_weight = gradient.sum(over), (gradient * normal).sum(over)
+        of_input = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([of_bias, of_weight])
+            sums = allreduce(sums, name=f"{name}.gradient", op=ReduceOp.SUM, process_set=process_set) / count
+            factor = inverse if weight is None else inverse * weight.to(inverse.dtype)
+            centered = gradient - _spread(sums[0], normal) - normal * _spread(sums[1], normal)
+            of_input = (centered * _spread(factor, normal)).to(dtype)
+        if weight is None:
+            return of_input, None, None, None, None, None
+        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None
+
+
+# torch leaves `Function.apply` without types.
+_apply: Any = _Normalization.apply
+
+
+def _statistics(
+    x: torch.Tensor, name: str, process_set: ProcessSet | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean and variance per channel, and the number of values behind them, over the rows of all ranks."""
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    over, channels = _all_but_channels(x), x.shape[1]
+    rows = x.numel() // channels
+    if rows:
+        variance, mean = torch.var_mean(x.to(dtype), over, correction=0)
+    else:
+        variance = mean = torch.zeros(channels, dtype=dtype, device=x.device)
+    own = torch.cat([mean, variance, torch.full((1,), float(rows), dtype=dtype, device=x.device)])
+    parts = allgather(own[None], name=name, process_set=process_set)
+    counts = parts[:, -1:]
+    total = counts.sum()
+    if total <= 1:
+        raise ValueError(
+            f"SyncBatchNorm needs more than 1 value per channel to train, all ranks together have {total}."
+        )
+    shares = counts / total
+    means, variances = parts[:, :channels], parts[:, channels:-1]
+    mean = (means * shares).sum(0)
+    return mean, ((variances + (means - mean).square()) * shares).sum(0), total
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _spread(of_channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return of_channels.reshape(1, -1, *[1] * (like.dim() - 2))

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.comm import session
+from sparkhvd.comm.launch_context import LaunchContext
+from tests.ranks import RankGroup
+
+RANKS = 3
+LAYERS = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(RANKS, imports=("torch", "sparkhvd.torch")) as started:
+        yield started
+
+
+@pytest.fixture
+def alone():
+    session.offer(LaunchContext())
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def normalize(rows, extent, dtype, options):
+    """Three steps on this rank's rows, beside torch's layer in one process on the rows of all."""
+    torch.manual_seed(0)
+    shape = (sum(rows), 4, *extent)
+    mine = slice(sum(rows[: hvd.rank()]), sum(rows[: hvd.rank() + 1]))
+    plain = LAYERS[len(shape)](4, **options).to(dtype)
+    if plain.affine:
+        torch.nn.init.uniform_(plain.weight)
+        torch.nn.init.uniform_(plain.bias)
+    ours = hvd.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+    assert isinstance(ours, hvd.SyncBatchNorm)
+    close = {torch.float64: {"rtol": 1e-10, "atol": 1e-10}, torch.float32: {"rtol": 1e-4, "atol": 1e-4}}[dtype]
+    for step in range(3):
+        torch.manual_seed(step)
+        whole = (torch.randn(shape) * 3 + 50).to(dtype).requires_grad_()
+        weights = torch.randn(shape).to(dtype)
+        part = whole.detach()[mine].clone().requires_grad_()
+        want, got = plain(whole), ours(part)
+        torch.testing.assert_close(got, want[mine], **close)
+        (want * weights).sum().backward()
+        (got * weights[mine]).sum().backward()
+        torch.testing.assert_close(part.grad, whole.grad[mine], **close)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(ours.get_buffer(name), buffer, **close)
+    for name, parameter in plain.named_parameters():
+        summed = hvd.allreduce(ours.get_parameter(name).grad, op=hvd.Sum)
+        torch.testing.assert_close(summed, parameter.grad, **close)
+    ours.eval(), plain.eval()
+    torch.testing.assert_close(
+        ours(part.detach()) if len(part) else None, plain(part.detach()) if len(part) else None, **close
+    )
+
+
+def train_convolutions():
+    """N ranks are one big batch, now with batch normalization."""
+
+    def network():
+        torch.manual_seed(1)
+        layers = [torch.nn.Conv2d(1, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.ReLU(), torch.nn.Flatten()]
+        return torch.nn.Sequential(*layers, torch.nn.Linear(12, 6), torch.nn.BatchNorm1d(6)).double()
+
+    plain, ours = network(), hvd.SyncBatchNorm.convert_sync_batchnorm(network())
+    alone = torch.optim.Adam(plain.parameters(), lr=0.01)
+    shared = hvd.DistributedOptimizer(torch.optim.Adam(ours.parameters(), lr=0.01), ours.named_parameters())
+    before = None
+    for step in range(6):
+        torch.manual_seed(10 + step)
+        rows, labels = torch.randn(4 * RANKS, 1, 4, 4).double(), torch.randn(4 * RANKS, 6).double()
+        mine = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        for model, optimizer, part in ((plain, alone, slice(None)), (ours, shared, mine)):
+            optimizer.zero_grad()
+            (model(rows[part]) - labels[part]).square().mean().backward()
+            optimizer.step()
+        if step == 3:
+            before = session.current().counters()
+    after = session.current().counters()
+    for got, want in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9)
+    return (after["cache_hits"] - before["cache_hits"]) / (after["operations"] - before["operations"])
+
+
+def normalize_halves():
+    layer = hvd.SyncBatchNorm(2)
+    x = torch.tensor([[1.0, 300.0], [3.0, 302.0]]).to(torch.bfloat16) + hvd.rank()
+    output = layer(x)
+    assert output.dtype is torch.bfloat16
+    return output.float().sum().item()
+
+
+def run_with_too_few_rows():
+    layer = hvd.SyncBatchNorm(2)
+    with pytest.raises(ValueError, match="needs more than 1 value per channel to train, all ranks together have 1"):
+        layer(torch.ones(1 if hvd.rank() == 1 else 0, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "extent", "options"),
+    [
+        ((4, 4, 4), (), {}),
+        ((1, 6, 2), (3,), {"momentum": 0.3}),
+        ((5, 0, 2), (2, 3), {"affine": False}),
+        ((2, 2, 2), (2, 2, 2), {"momentum": None, "eps": 0.1}),
+        ((3, 1, 1), (2,), {"track_running_stats": False}),
+    ],
+    ids=["rows", "uneven rows of sequences", "images, one rank without", "volumes", "without running statistics"],
+)
+def test_statistics_and_gradients_are_those_of_one_process_with_all_rows(group, rows, extent, options, dtype):
+    group.run(normalize, rows, extent, dtype, options)
+
+
+def test_ranks_with_batch_normalization_train_as_one_process(group):
+    shares = group.run(train_convolutions)
+    assert all(share > 0.9 for share in shares), f"the layers' names must be remembered, hits per operation: {shares}"
+
+
+def test_small_floats_keep_their_type(group):
+    assert abs(sum(group.run(normalize_halves))) < 0.05
+
+
+def test_a_single_value_has_no_variance_and_every_rank_says_so(group):
+    group.run(run_with_too_few_rows)
+
+
+def test_a_layer_of_its_own_works_like_torchs(alone):
+    layer, plain = hvd.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(layer(x), plain(x))
+    with pytest.raises(ValueError, match=r"takes \(rows, 3 channels, ...\), but got shape \(5, 4\)"):
+        layer(torch.ones(5, 4))
+    nested = torch.nn.Sequential(torch.nn.Sequential(torch.nn.BatchNorm2d(2)), torch.nn.ReLU())
+    weight = nested[0][0].weight
+    hvd.SyncBatchNorm.convert_sync_batchnorm(nested)
+    assert isinstance(nested[0][0], hvd.SyncBatchNorm)
+    assert nested[0][0].weight is weight
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_a_layer_on_a_gpu_works_like_torchs(alone):
+    layer, plain = hvd.SyncBatchNorm(3).cuda(), torch.nn.BatchNorm2d(3).cuda()
+    x = torch.randn(5, 3, 2, 2, device="cuda")
+    torch.testing.assert_close(layer(x), plain(x))
