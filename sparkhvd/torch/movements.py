@@ -27,13 +27,15 @@ class Allgather:
 
     def start(self, *, in_place: bool, waits: bool) -> Handle[Outcome]:
         """Submit it."""
-        del in_place, waits
+        del in_place
         what = called("Tensor", self.name)
         sources = [buffer_of(stage(tensor, what).memory, what) for tensor in self.tensors]
         communicator = session.current()
         if self.grouped:
-            return communicator.gather_buffers(sources, name=self.name, process_set=self.process_set).then(self._joined)
-        handle = communicator.gather_buffer(sources[0], name=self.name, process_set=self.process_set)
+            return communicator.gather_buffers(
+                sources, name=self.name, process_set=self.process_set, with_waiter=waits
+            ).then(self._joined)
+        handle = communicator.gather_buffer(sources[0], name=self.name, process_set=self.process_set, with_waiter=waits)
         return handle.then(lambda gathered: self._joined([gathered]))
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
@@ -69,7 +71,6 @@ class Broadcast:
 
     def start(self, *, in_place: bool, waits: bool) -> Handle[Outcome]:
         """Submit it."""
-        del waits
         what = called("Tensor", self.name)
         if in_place and not self.any_memory:
             require_contiguous(self.tensor, what)
@@ -79,7 +80,7 @@ class Broadcast:
         result = staged.memory if in_place else torch.empty_like(staged.memory)
         target = source if in_place else buffer_of(result, what)
         handle = session.current().broadcast_buffer(
-            source, target, self.root, name=self.name, process_set=self.process_set
+            source, target, self.root, name=self.name, process_set=self.process_set, with_waiter=waits
         )
         device = self.tensor.device
         return handle.then(lambda _: Outcome((staged.write_back() if in_place else result.to(device),)))
@@ -108,10 +109,12 @@ class Alltoall:
 
     def start(self, *, in_place: bool, waits: bool) -> Handle[Outcome]:
         """Submit it."""
-        del in_place, waits
+        del in_place
         what = called("Tensor", self.name)
         source = buffer_of(stage(self.tensor, what).memory, what)
-        handle = session.current().alltoall_buffer(source, self.splits, name=self.name, process_set=self.process_set)
+        handle = session.current().alltoall_buffer(
+            source, self.splits, name=self.name, process_set=self.process_set, with_waiter=waits
+        )
         like = self.tensor.detach()
 
         def received(gathered: Gathered) -> Outcome:

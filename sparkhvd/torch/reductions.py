@@ -39,7 +39,7 @@ class Reduction:
     compression: Compressor = NoneCompressor
     process_set: ProcessSet | None = None
 
-    def options(self, name: str | None) -> dict[str, Any]:
+    def options(self, name: str | None, *, waits: bool) -> dict[str, Any]:
         """What the communicator is told beside the tensors."""
         return {
             "op": self.op,
@@ -47,6 +47,7 @@ class Reduction:
             "prescale": self.prescale,
             "postscale": self.postscale,
             "process_set": self.process_set,
+            "with_waiter": waits,
         }
 
     def require_gradient(self, what: str) -> None:
@@ -77,11 +78,11 @@ class Allreduce:
         """Submit it."""
         parts = [self._part(tensor, in_place=in_place) for tensor in self.tensors]
         pairs = [(part.source, part.target) for part in parts]
-        communicator, options = session.current(), self.reduction.options(self.name)
+        communicator, options = session.current(), self.reduction.options(self.name, waits=waits)
         if self.grouped:
             handle = communicator.reduce_buffers(pairs, **options)
         else:
-            handle = communicator.reduce_buffer(*pairs[0], with_waiter=waits, **options)
+            handle = communicator.reduce_buffer(*pairs[0], **options)
         return handle.then(lambda _: Outcome(tuple(part.receive() for part in parts)))
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:

@@ -28,10 +28,10 @@ class Reducescatter:
 
     def start(self, *, in_place: bool, waits: bool) -> Handle[Outcome]:
         """Submit it."""
-        del in_place, waits
+        del in_place
         parts = [self._part(tensor) for tensor in self.tensors]
         pairs = [(part.source, part.target) for part in parts]
-        communicator, options = session.current(), self.reduction.options(self.name)
+        communicator, options = session.current(), self.reduction.options(self.name, waits=waits)
         if self.grouped:
             handle = communicator.reducescatter_buffers(pairs, **options)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ class _Normalization(torch.autograd.Function):
 
 
 # torch leaves `Function.apply` without types.
-_apply: Any = _Normalization.apply
+_apply: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = _Normalization.apply
 
 
 def _statistics(

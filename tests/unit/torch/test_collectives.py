@@ -323,6 +323,24 @@ def test_every_form_has_the_parameters_and_the_documentation_of_the_collective()
     assert str(inspect.signature(hvd.alltoall).return_annotation) == "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 
 
+def test_a_part_can_be_recorded(alone, tmp_path):
+    hvd.start_timeline(str(tmp_path / "trace.json"))
+    hvd.allreduce(torch.ones(2), name="seen")
+    hvd.stop_timeline()
+    hvd.stop_timeline()
+    hvd.allreduce(torch.ones(2), name="unseen")
+    events = (tmp_path / "trace.json").read_text()
+    assert "seen" in events
+    assert "unseen" not in events
+
+
+def test_what_is_built_can_be_asked(alone):
+    assert not hvd.mpi_enabled()
+    assert (hvd.gloo_built(), hvd.gloo_enabled(), hvd.cuda_built(), hvd.rocm_built()) == (False,) * 4
+    assert (hvd.nccl_built(), hvd.ddl_built(), hvd.ccl_built()) == (0, False, False)
+    assert hvd.mpi_threads_supported() == hvd.mpi_built()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
