@@ -202,6 +202,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges",
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "CUDA tensors are staged through pinned memory",
     "HOROVOD_ENABLE_XLA_OPS": "there are no XLA operations",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets can always be added and removed",
+    "HOROVOD_DISABLE_GROUP_FUSION": "a group runs as a whole in any case",
     "HOROVOD_LOG_HIDE_TIME": "the format of log lines is that of Python's logging",
 }
 
