@@ -313,3 +313,12 @@ def environment_for_hosts() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in _OF_THIS_MACHINE and not name.startswith(_OF_THIS_LOGIN)
     }
+
+
+# The GPUs that Spark gave to the task of this rank, with commas between them.
+OWN_DEVICES = "SPARKHVD_DEVICES"
+
+
+def own_devices() -> list[str]:
+    """The GPUs of this rank, in Spark's order; empty where it has none."""
+    return [name for name in os.environ.get(OWN_DEVICES, "").split(",") if name]

@@ -156,7 +156,8 @@ def _way_out(cluster: Cluster, num_proc: int) -> str:
             "The executors have no GPUs for that: start the session with spark.executor.resource.gpu.amount and a "
             "discovery script (spark.executor.resource.gpu.discoveryScript)."
         )
-    less = f"or ask for fewer ranks, or lower spark.task.cpus={cluster.task_cpus}"
+    fewer_gpus = f" or {cluster.task_gpus:g} GPUs per task" if cluster.task_gpus else ""
+    less = f"or ask for fewer ranks, or lower spark.task.cpus={cluster.task_cpus}{fewer_gpus}"
     if cluster.master.startswith("local-cluster"):
         return f"Start the session with a master like local-cluster[{num_proc},{cluster.task_cpus},1024], {less}."
     if cluster.master.startswith("local"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sparkhvd.config import OWN_DEVICES
 from sparkhvd.task.assignment import Slot
 from sparkhvd.task.output import RankLog
 
-# What a rank's environment says of its GPUs.
+# The GPUs that CUDA lets a process see.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-OWN = "SPARKHVD_DEVICES"
 
 
 def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
         seen: Sequence[str] = own
     else:
         seen = [*(devices[0] for devices in lists), *(name for devices in lists for name in devices[1:])]
-    return ((VISIBLE, ",".join(seen)), (OWN, ",".join(own)))
+    return ((VISIBLE, ",".join(seen)), (OWN_DEVICES, ",".join(own)))
 
 
 def device_map(slots: Sequence[Slot]) -> str:

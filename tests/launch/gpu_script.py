@@ -1,0 +1,50 @@
+"""Run by test_gpus.py in a process of its own: one process can hold one SparkContext only."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from pyspark.sql import SparkSession
+
+import sparkhvd
+from sparkhvd.errors import SlotsError
+
+
+def devices() -> dict[str, object]:
+    import sparkhvd.task  # noqa: PLC0415
+
+    names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "SPARKHVD_LOCAL_RANK")
+    return {"own": sparkhvd.task.get_available_devices()} | {name: os.environ.get(name) for name in names}
+
+
+def main(script: str) -> None:
+    builder = SparkSession.builder.master("local-cluster[1,4,1024]").config("spark.executor.memory", "700m")
+    for who in ("worker", "executor"):
+        builder.config(f"spark.{who}.resource.gpu.amount", "4")
+        builder.config(f"spark.{who}.resource.gpu.discoveryScript", script)
+    for process in ("driver", "executor"):
+        builder.config(f"spark.{process}.extraJavaOptions", "-XX:TieredStopAtLevel=1")
+    # Preparation shares the GPUs; only training asks for whole ones.
+    builder.config("spark.task.resource.gpu.amount", "0.25")
+    session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
+    try:
+        found: dict[str, object] = {
+            "two each": sparkhvd.run(devices, num_proc=2, gpus_per_task=2, cpus_per_task=2),
+            "one each, by mpi": sparkhvd.run(devices, num_proc=2, gpus_per_task=1, launcher="mpi"),
+            "shared": sparkhvd.run(devices, num_proc=2),
+            "the user's": sparkhvd.run(devices, num_proc=1, env={"CUDA_VISIBLE_DEVICES": "7"}, cpus_per_task=3),
+            "parallelism of the rest": session.range(4, numPartitions=4).rdd.map(lambda _: 1).count(),
+        }
+        try:
+            sparkhvd.run(devices, num_proc=3, gpus_per_task=2)
+        except SlotsError as error:
+            found["slots"] = str(error)
+    finally:
+        session.stop()
+    print("FOUND " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

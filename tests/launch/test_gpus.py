@@ -1,0 +1,65 @@
+"""GPUs that Spark's own discovery script invents, on a real cluster of one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sparkhvd
+from sparkhvd.errors import ConfigError, LaunchError
+
+SCRIPT = Path(__file__).with_name("gpu_script.py")
+
+
+@pytest.mark.spark
+@pytest.mark.cluster
+def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
+    discovery = tmp_path / "discover.sh"
+    discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2", "3"]}\'\n')
+    discovery.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, discovery],
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "SPARK_LOCAL_DIRS": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    found = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    found = json.loads(found[1])
+    two = found["two each"]
+    firsts, rest = [one["own"][0] for one in two], [one["own"][1] for one in two]
+    assert {*firsts, *rest} == {"0", "1", "2", "3"}
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in two] == [",".join(firsts + rest)] * 2
+    assert [one["OMP_NUM_THREADS"] for one in two] == [one["TF_NUM_INTRAOP_THREADS"] for one in two] == ["2", "2"]
+    line = f"[0]<stdout>:rank 1: host 127.0.0.1, local rank 1, GPU {', '.join(two[1]['own'])}"
+    assert line in done.stdout.splitlines()
+    one = found["one each, by mpi"]
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in one] == [",".join(entry["own"][0] for entry in one)] * 2
+    shared = found["shared"]
+    assert all(len(entry["own"]) == 1 for entry in shared)
+    if shared[0]["own"] == shared[1]["own"]:
+        assert [entry["CUDA_VISIBLE_DEVICES"] for entry in shared] == [entry["own"][0] for entry in shared]
+    assert found["the user's"][0]["CUDA_VISIBLE_DEVICES"] == "7"
+    assert found["the user's"][0]["OMP_NUM_THREADS"] == "3"
+    assert found["parallelism of the rest"] == 4
+    assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
+    assert "spark.task.cpus=1, 2 GPUs per task" in found["slots"]
+
+
+@pytest.mark.spark
+def test_where_spark_ignores_resources_of_a_stage_it_is_said(spark):
+    with pytest.raises(LaunchError, match=r"do not work with master local\[4\]: Spark gives a stage resources"):
+        sparkhvd.run(print, num_proc=1, cpus_per_task=2)
+    with pytest.raises(ConfigError, match=r"gpus_per_task=1\.5 is no amount that Spark takes"):
+        sparkhvd.run(print, num_proc=1, gpus_per_task=1.5)
+    with pytest.raises(ConfigError, match="are for Spark tasks; launcher='local' starts none"):
+        sparkhvd.run(print, num_proc=1, gpus_per_task=1, launcher="local")
