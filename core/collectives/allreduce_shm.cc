@@ -1,6 +1,7 @@
 #include "collectives/allreduce_shm.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <string>
 
@@ -17,9 +18,11 @@ constexpr size_t kCacheLine = 64;
 // two.
 constexpr size_t kSmallBytes = size_t{32} << 10;
 
-// What a round moves: its share of the source, the target and everybody's slot stay in the
+// What a chunk touches (its share of the source, the target and everybody's slot) stays in the
 // second-level cache.
 constexpr size_t kChunkBytes = size_t{256} << 10;
+
+constexpr size_t kBlockBytes = size_t{8} << 10;
 
 // One step: write the own contribution, then read all of them.
 Status AllreduceSmall(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
@@ -31,36 +34,110 @@ Status AllreduceSmall(ArenaSteps& steps, const Reduction& reduction, const std::
   return Status();
 }
 
-// Two steps: write the own contribution; combine the own slice of everybody's and show it; read the
-// others' slices.
-Status AllreduceChunk(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
-                      std::byte* target, size_t count, Deadline deadline) {
-  const size_t width = SizeOf(reduction.dtype);
-  const int members = steps.count();
-  const ArenaSteps::Round round = steps.StartRound();
-  std::byte* own = round.Slot(steps.member());
-  CopyPrescaled(reduction, own, source, count);
-  SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
+// Larger buffers go through in chunks. A chunk has three stages with a step between them: show the
+// others their slices of it; combine the own slice of everybody's contributions and show the
+// result; take the others' results. The stages of consecutive chunks overlap, so that there is one
+// step per chunk and nobody waits as long as all are about equally fast.
+class Pipeline {
+ public:
+  Pipeline(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
+           std::byte* target, size_t count)
+      : steps_(steps),
+        reduction_(reduction),
+        width_(SizeOf(reduction.dtype)),
+        source_(source),
+        target_(target),
+        count_(count),
+        chunk_(std::min(steps.SlotBytes(), kChunkBytes) / width_) {}
 
-  // The own contribution stands where the result will be shown, so the result is built in the
-  // target first.
-  const Slice mine = SliceOf(count, members, steps.member(), kCacheLine / width);
-  if (mine.count > 0) {
-    std::byte* result = target + mine.begin * width;
-    CombineSlots(steps, round, reduction, result, mine);
-    std::memcpy(own + mine.begin * width, result, mine.count * width);
+  Status Run(Deadline deadline) {
+    const size_t chunks = (count_ + chunk_ - 1) / chunk_;
+    std::array<ArenaSteps::Round, 3> rounds{steps_.StartRound(), steps_.StartRound(),
+                                            steps_.StartRound()};
+    for (size_t now = 0; now < chunks + 2; ++now) {
+      if (now < chunks) {
+        rounds[now % 3] = steps_.StartRound();
+        Show(now, rounds[now % 3]);
+      }
+      if (now >= 1 && now <= chunks) CombineOwn(now - 1, rounds[(now - 1) % 3]);
+      // Nobody waits for this member to take something: that comes after it has arrived. Still it
+      // does so before its next step, as ArenaSteps asks for.
+      if (now <= chunks) steps_.Arrive();
+      if (now >= 2) Take(now - 2, rounds[(now - 2) % 3]);
+      if (now > chunks) continue;
+      if (const Status status = steps_.AwaitAll(deadline); !status.ok()) {
+        return status.Annotate("element " + std::to_string(Begin(now)) + " of " +
+                               std::to_string(count_));
+      }
+    }
+    return Status();
   }
-  SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
 
-  for (int distance = 1; distance < members; ++distance) {
-    const int member = (steps.member() + distance) % members;
-    const Slice theirs = SliceOf(count, members, member, kCacheLine / width);
-    if (theirs.count == 0) continue;
-    std::memcpy(target + theirs.begin * width, round.Slot(member) + theirs.begin * width,
-                theirs.count * width);
+ private:
+  size_t Begin(size_t index) const { return index * chunk_; }
+  size_t Length(size_t index) const { return std::min(chunk_, count_ - Begin(index)); }
+  Slice SliceOfMember(size_t index, int member) const {
+    return SliceOf(Length(index), steps_.count(), member, kCacheLine / width_);
   }
-  return Status();
-}
+
+  void Show(size_t index, const ArenaSteps::Round& round) const {
+    std::byte* slot = round.Slot(steps_.member());
+    const std::byte* source = source_ + Begin(index) * width_;
+    for (int member = 0; member < steps_.count(); ++member) {
+      if (member == steps_.member()) continue;
+      const Slice theirs = SliceOfMember(index, member);
+      const size_t offset = theirs.begin * width_;
+      CopyPrescaled(reduction_, slot + offset, source + offset, theirs.count);
+    }
+  }
+
+  // Block by block, so that what one kernel leaves the next finds in the first-level cache. The own
+  // contribution comes from where it is; the result is built where it is shown.
+  void CombineOwn(size_t index, const ArenaSteps::Round& round) const {
+    const Slice mine = SliceOfMember(index, steps_.member());
+    const size_t block = kBlockBytes / width_;
+    alignas(kCacheLine) std::array<std::byte, kBlockBytes> scaled;
+    for (size_t done = 0; done < mine.count; done += block) {
+      const size_t count = std::min(block, mine.count - done);
+      const size_t offset = (mine.begin + done) * width_;
+      const std::byte* own = source_ + Begin(index) * width_ + offset;
+      if (reduction_.prescale != 1.0) {
+        CopyPrescaled(reduction_, scaled.data(), own, count);
+        own = scaled.data();
+      }
+      const auto contribution = [&](int member) -> const std::byte* {
+        return member == steps_.member() ? own : round.Slot(member) + offset;
+      };
+      std::byte* result = round.Slot(steps_.member()) + offset;
+      // In member order, so that a sum doesn't depend on whose slice it is in.
+      Combine(reduction_.dtype, reduction_.op, result, contribution(0), contribution(1), count);
+      for (int member = 2; member < steps_.count(); ++member) {
+        Combine(reduction_.dtype, reduction_.op, result, result, contribution(member), count);
+      }
+      Finish(reduction_, steps_.count(), result, count);
+      std::memcpy(target_ + Begin(index) * width_ + offset, result, count * width_);
+    }
+  }
+
+  void Take(size_t index, const ArenaSteps::Round& round) const {
+    std::byte* target = target_ + Begin(index) * width_;
+    for (int distance = 1; distance < steps_.count(); ++distance) {
+      const int member = (steps_.member() + distance) % steps_.count();
+      const Slice theirs = SliceOfMember(index, member);
+      const size_t offset = theirs.begin * width_;
+      if (theirs.count == 0) continue;
+      std::memcpy(target + offset, round.Slot(member) + offset, theirs.count * width_);
+    }
+  }
+
+  ArenaSteps& steps_;
+  const Reduction& reduction_;
+  const size_t width_;
+  const std::byte* const source_;
+  std::byte* const target_;
+  const size_t count_;
+  const size_t chunk_;
+};
 
 }  // namespace
 
@@ -80,14 +157,7 @@ Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::by
   if (count * width <= SmallAllreduceBytes(steps)) {
     return AllreduceSmall(steps, reduction, source, target, count, deadline);
   }
-  const size_t chunk = std::min(steps.SlotBytes(), kChunkBytes) / width;
-  for (size_t done = 0; done < count; done += chunk) {
-    const size_t part = std::min(chunk, count - done);
-    SHVD_TRY(AllreduceChunk(steps, reduction, source + done * width, target + done * width, part,
-                            deadline)
-                 .Annotate("element " + std::to_string(done) + " of " + std::to_string(count)));
-  }
-  return Status();
+  return Pipeline(steps, reduction, source, target, count).Run(deadline);
 }
 
 }  // namespace sparkhvd

@@ -16,10 +16,11 @@ namespace sparkhvd {
 //
 // A region is used in `kSlots` slots. A collective works in rounds; a round starts after everybody
 // was awaited at the step that is then current, makes one or two steps, and uses the slot that
-// belongs to the step at which it starts. What it leaves in the slot may be read until the reader's
-// next step, that is at most three steps after the round's start. The slot comes up again at the
-// earliest four steps after, when everybody has been awaited at the fourth: nobody reads what is
-// overwritten, and no round has to wait for the readers of the one before.
+// belongs to the step at which it starts. The next round may start one step later already. What a
+// round leaves in the slot may be read until the reader arrives at the fourth step after the
+// round's start. The slot comes up again at the earliest four steps after, when everybody has been
+// awaited at the fourth: nobody reads what is overwritten, and no round has to wait for the readers
+// of the one before.
 class ArenaSteps {
  public:
   static constexpr uint64_t kSlots = 4;

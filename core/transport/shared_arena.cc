@@ -93,7 +93,7 @@ class SharedArena final : public Arena {
         ranks_(std::move(ranks)),
         region_bytes_(WholePages(region_bytes)),
         watches_(std::move(watches)),
-        spins_(ranks_.size() * 2 <= std::thread::hardware_concurrency()) {}
+        spins_(ranks_.size() <= std::thread::hardware_concurrency()) {}
 
   ~SharedArena() override {
     Slot(member_).departed.store(1, std::memory_order_release);

@@ -1,5 +1,5 @@
 // The kernels for x86-64 with AVX2 or AVX-512. The loops are the generic ones, compiled for the
-// wider registers; only float16 has instructions of its own.
+// wider registers; the 16-bit floats have loops of their own.
 #include <immintrin.h>
 
 #include "collectives/kernel_loops.h"
@@ -8,38 +8,84 @@
 namespace sparkhvd {
 namespace {
 
-using loops::Float16;
+// Sixteen numbers of 16 bits as float32, in whatever order suits loading and storing them.
+struct Widened {
+  __m256 first;
+  __m256 second;
+};
 
-template <typename Op>
-[[gnu::target("avx2,f16c")]] void CombineFloat16(std::byte* target, const std::byte* left,
-                                                 const std::byte* right, size_t count) {
-  constexpr size_t kLanes = 8;
+struct Float16Lanes {
+  using Scalar = loops::Float16;
+  [[gnu::target("avx2,f16c"), gnu::always_inline]] static inline Widened Load(
+      const std::byte* data) {
+    const auto* halves = reinterpret_cast<const __m128i*>(data);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+  }
+  [[gnu::target("avx2,f16c"), gnu::always_inline]] static inline void Store(std::byte* data,
+                                                                            Widened values) {
+    auto* halves = reinterpret_cast<__m128i*>(data);
+    _mm_storeu_si128(halves, _mm256_cvtps_ph(values.first, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(values.second, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+
+// A bfloat16 is the upper half of a float32. Interleaving with zeros makes float32s, and packing
+// undoes the order in which that leaves them.
+struct BFloat16Lanes {
+  using Scalar = loops::BFloat16;
+  [[gnu::target("avx2"), gnu::always_inline]] static inline Widened Load(const std::byte* data) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
+    const __m256i zero = _mm256_setzero_si256();
+    return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, halves)),
+            _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, halves))};
+  }
+  [[gnu::target("avx2"), gnu::always_inline]] static inline void Store(std::byte* data,
+                                                                       Widened values) {
+    const __m256i packed = _mm256_packus_epi32(Round(values.first), Round(values.second));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), packed);
+  }
+
+ private:
+  // To nearest even; a NaN stays one. As loops::NarrowToBFloat16.
+  [[gnu::target("avx2"), gnu::always_inline]] static inline __m256i Round(__m256 value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i upper = _mm256_srli_epi32(bits, 16);
+    const __m256i even = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i nan = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, nan, is_nan);
+  }
+};
+
+constexpr size_t kLanes = 16;
+
+template <typename Lanes, typename Op>
+[[gnu::target("avx2,f16c")]] void CombineHalves(std::byte* target, const std::byte* left,
+                                                const std::byte* right, size_t count) {
   size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const auto* a = reinterpret_cast<const __m128i*>(left + 2 * i);
-    const auto* b = reinterpret_cast<const __m128i*>(right + 2 * i);
-    const __m256 wide_a = _mm256_cvtph_ps(_mm_loadu_si128(a));
-    const __m256 wide_b = _mm256_cvtph_ps(_mm_loadu_si128(b));
-    const __m256 wide = Op::ApplyVector(wide_a, wide_b);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 2 * i),
-                     _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT));
+    const Widened a = Lanes::Load(left + 2 * i);
+    const Widened b = Lanes::Load(right + 2 * i);
+    Lanes::Store(target + 2 * i,
+                 {Op::ApplyVector(a.first, b.first), Op::ApplyVector(a.second, b.second)});
   }
-  loops::CombineAll<Float16, typename Op::Scalar>(target + 2 * i, left + 2 * i, right + 2 * i,
-                                                  count - i);
+  loops::CombineAll<typename Lanes::Scalar, typename Op::Scalar>(target + 2 * i, left + 2 * i,
+                                                                 right + 2 * i, count - i);
 }
 
-[[gnu::target("avx2,f16c")]] void ScaleFloat16(std::byte* target, const std::byte* source,
-                                               size_t count, double factor) {
-  constexpr size_t kLanes = 8;
+template <typename Lanes>
+[[gnu::target("avx2,f16c")]] void ScaleHalves(std::byte* target, const std::byte* source,
+                                              size_t count, double factor) {
   const __m256 factors = _mm256_set1_ps(static_cast<float>(factor));
   size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const auto* from = reinterpret_cast<const __m128i*>(source + 2 * i);
-    const __m256 wide = _mm256_mul_ps(_mm256_cvtph_ps(_mm_loadu_si128(from)), factors);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(target + 2 * i),
-                     _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT));
+    const Widened values = Lanes::Load(source + 2 * i);
+    Lanes::Store(target + 2 * i,
+                 {_mm256_mul_ps(values.first, factors), _mm256_mul_ps(values.second, factors)});
   }
-  loops::ScaleAll<Float16>(target + 2 * i, source + 2 * i, count - i, factor);
+  loops::ScaleAll<typename Lanes::Scalar>(target + 2 * i, source + 2 * i, count - i, factor);
 }
 
 struct VectorSum {
@@ -95,13 +141,14 @@ struct Avx512 {
   }
 };
 
-void UseFloat16Instructions(KernelTable& table) {
-  auto& row = table.combine[static_cast<size_t>(DType::kFloat16)];
-  row[loops::CombineIndex(ReduceOp::kSum)] = &CombineFloat16<VectorSum>;
-  row[loops::CombineIndex(ReduceOp::kMin)] = &CombineFloat16<VectorMin>;
-  row[loops::CombineIndex(ReduceOp::kMax)] = &CombineFloat16<VectorMax>;
-  row[loops::CombineIndex(ReduceOp::kProduct)] = &CombineFloat16<VectorProduct>;
-  table.scale[static_cast<size_t>(DType::kFloat16)] = &ScaleFloat16;
+template <typename Lanes>
+void UseLanes(KernelTable& table, DType dtype) {
+  auto& row = table.combine[static_cast<size_t>(dtype)];
+  row[loops::CombineIndex(ReduceOp::kSum)] = &CombineHalves<Lanes, VectorSum>;
+  row[loops::CombineIndex(ReduceOp::kMin)] = &CombineHalves<Lanes, VectorMin>;
+  row[loops::CombineIndex(ReduceOp::kMax)] = &CombineHalves<Lanes, VectorMax>;
+  row[loops::CombineIndex(ReduceOp::kProduct)] = &CombineHalves<Lanes, VectorProduct>;
+  table.scale[static_cast<size_t>(dtype)] = &ScaleHalves<Lanes>;
 }
 
 KernelTable ChooseKernels() {
@@ -110,7 +157,8 @@ KernelTable ChooseKernels() {
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   KernelTable table = wide ? loops::MakeTable<Avx512>("avx512") : loops::MakeTable<Avx2>("avx2");
-  UseFloat16Instructions(table);
+  UseLanes<Float16Lanes>(table, DType::kFloat16);
+  UseLanes<BFloat16Lanes>(table, DType::kBFloat16);
   return table;
 }
 
