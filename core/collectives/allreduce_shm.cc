@@ -66,7 +66,7 @@ class Pipeline {
       if (now >= 2) Take(now - 2, rounds[(now - 2) % 3]);
       if (now > chunks) continue;
       if (const Status status = steps_.AwaitAll(deadline); !status.ok()) {
-        return status.Annotate("element " + std::to_string(Begin(now)) + " of " +
+        return status.Annotate("element " + std::to_string(std::min(Begin(now), count_)) + " of " +
                                std::to_string(count_));
       }
     }
