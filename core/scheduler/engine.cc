@@ -38,6 +38,14 @@ std::optional<ArenaSteps> StepsOf(const Mesh& mesh) {
   return steps;
 }
 
+std::optional<DirectCalls> DirectCallsOf(const Mesh& mesh) {
+  std::optional<DirectCalls> calls;
+  if (mesh.direct_arena && mesh.direct_arena->count() == mesh.transport->size()) {
+    calls.emplace(*mesh.direct_arena);
+  }
+  return calls;
+}
+
 std::unique_ptr<Negotiation> MakeNegotiation(ArenaSteps* steps, Transport& transport,
                                              const EngineConfig& config) {
   return steps != nullptr
@@ -48,6 +56,7 @@ std::unique_ptr<Negotiation> MakeNegotiation(ArenaSteps* steps, Transport& trans
 
 void AbortMesh(const Mesh& mesh, const Status& why) {
   if (mesh.arena) mesh.arena->Abort(why);
+  if (mesh.direct_arena) mesh.direct_arena->Abort(why);
   mesh.transport->Abort(why);
 }
 
@@ -76,6 +85,7 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       steps_(StepsOf(mesh_)),
       negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
       execution_(*mesh_.transport, steps_ ? &*steps_ : nullptr, timeline_, counters_),
+      direct_calls_(DirectCallsOf(mesh_)),
       thread_([this] { Main(); }) {}
 
 Engine::~Engine() {
@@ -164,6 +174,26 @@ void Engine::StartNow() {
   wake_.notify_one();
 }
 
+Status Engine::AllreduceNow(const Reduction& reduction, const std::byte* source, std::byte* target,
+                            size_t count, const std::function<bool()>& interrupted) {
+  const std::lock_guard<std::mutex> turn(direct_mutex_);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (end_) return *end_;
+  }
+  const Status status =
+      direct_calls_->Allreduce(reduction, source, target, count,
+                               Deadline::AfterSeconds(config_.collective_timeout_s), interrupted);
+  if (status.ok()) {
+    CountOperation(OperationKind::kAllreduce, count * SizeOf(reduction.dtype));
+  } else if (status.code() != StatusCode::kMismatch) {
+    const Status why = FirstFailure(status.Annotate("direct allreduce"));
+    End(why);
+    return why;
+  }
+  return status;
+}
+
 void Engine::Abort(const std::string& why) {
   const std::lock_guard<std::mutex> leaving(leave_mutex_);
   const Status status(StatusCode::kAborted, why);
@@ -196,6 +226,15 @@ Status Engine::Shutdown(Deadline deadline) {
     }
   }
   thread_.join();
+  {
+    // Nobody begins a direct call any more; one that waits is told to stop.
+    std::unique_lock<std::mutex> turn(direct_mutex_, std::try_to_lock);
+    if (!turn.owns_lock()) {
+      mesh_.direct_arena->Abort(why);
+      turn.lock();
+    }
+  }
+  mesh_.direct_arena.reset();
   mesh_.arena.reset();  // peers that still need this rank notice now
   mesh_.transport.reset();
   return Status();
@@ -403,13 +442,7 @@ Engine::OperationPointer Engine::TakePending(const std::string& name) {
 }
 
 void Engine::Complete(const OperationPointer& operation, const Status& status) {
-  if (status.ok()) {
-    ++counters_.operations;
-    counters_.bytes += operation->bytes();
-    KindCounters& kind = counters_.OfKind(operation->request().kind);
-    ++kind.operations;
-    kind.bytes += operation->bytes();
-  }
+  if (status.ok()) CountOperation(operation->request().kind, operation->bytes());
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     in_flight_.erase(operation->request().name);
@@ -417,6 +450,14 @@ void Engine::Complete(const OperationPointer& operation, const Status& status) {
   }
   if (timeline_.on()) timeline_.End(operation->request().name, status.message());
   operation->Complete(config_.label.empty() ? status : status.Annotate(config_.label));
+}
+
+void Engine::CountOperation(OperationKind kind, size_t bytes) {
+  ++counters_.operations;
+  counters_.bytes += bytes;
+  KindCounters& of_kind = counters_.OfKind(kind);
+  ++of_kind.operations;
+  of_kind.bytes += bytes;
 }
 
 void Engine::EnterAll(const std::vector<OperationPointer>& operations, Phase phase) {

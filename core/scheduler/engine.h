@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -20,6 +21,7 @@
 #include "base/status.h"
 #include "rendezvous/key_value_store.h"
 #include "scheduler/counters.h"
+#include "scheduler/direct_calls.h"
 #include "scheduler/execution.h"
 #include "scheduler/negotiation.h"
 #include "scheduler/operation.h"
@@ -94,6 +96,16 @@ class Engine {
   // Lets what was submitted with kWithWaiter begin without one.
   void StartNow();
 
+  // Whether AllreduceNow works: all ranks of the job share memory.
+  bool has_direct_calls() const { return direct_calls_.has_value(); }
+
+  // An allreduce without a name and without negotiation, on the calling thread: every rank must
+  // make the same calls in the same order. It may run beside anything else that the engine does.
+  // `interrupted` is asked from time to time during a wait; a call that was interrupted ends the
+  // engine, as any failure but kMismatch and kInvalidArgument does.
+  Status AllreduceNow(const Reduction& reduction, const std::byte* source, std::byte* target,
+                      size_t count, const std::function<bool()>& interrupted);
+
   // Ends every pending and future operation here and on all peers with kAborted.
   void Abort(const std::string& why);
 
@@ -130,6 +142,7 @@ class Engine {
   Result<OperationPointer> Accept(const Agreement& agreement);
   OperationPointer TakePending(const std::string& name);
   void Complete(const OperationPointer& operation, const Status& status);
+  void CountOperation(OperationKind kind, size_t bytes);
   void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
   void End(const Status& why);
   void FailEverything();
@@ -166,7 +179,10 @@ class Engine {
   std::optional<Status> end_;  // why nothing can be submitted any more
   bool finished_ = false;
 
-  std::mutex leave_mutex_;  // one Shutdown or Abort at a time; taken before mutex_
+  std::mutex direct_mutex_;  // one direct call at a time; taken before mutex_
+  std::optional<DirectCalls> direct_calls_;
+
+  std::mutex leave_mutex_;  // one Shutdown or Abort at a time; taken before the others
   std::thread thread_;
 };
 

@@ -187,12 +187,14 @@ class InProcessTransport final : public Transport {
 
 // Gives the ranks of one host their arena; without memory for it they go on without one.
 void ShareArena(std::vector<Mesh>& meshes, const std::vector<int>& ranks, size_t region_bytes) {
-  auto mapping = SharedMapping::Anonymous(ArenaBytes(ranks.size(), region_bytes));
+  auto mapping = SharedMapping::Anonymous(ArenaPair::Bytes(ranks.size(), region_bytes));
   if (!mapping.ok()) return;
-  FormatArena(*mapping.value(), ranks.size(), region_bytes);
+  ArenaPair pair(mapping.value(), ranks.size(), region_bytes);
+  pair.Format();
   for (size_t m = 0; m < ranks.size(); ++m) {
-    meshes[static_cast<size_t>(ranks[m])].arena =
-        MakeSharedArena(mapping.value(), static_cast<int>(m), ranks, region_bytes, {});
+    Mesh& mesh = meshes[static_cast<size_t>(ranks[m])];
+    mesh.arena = pair.Join(static_cast<int>(m), ranks, nullptr);
+    mesh.direct_arena = pair.JoinDirect(static_cast<int>(m), ranks, nullptr);
   }
 }
 

@@ -115,9 +115,7 @@ class MeshBuilder {
     }
     Mesh mesh;
     mesh.host_ranks = HostRanks();
-    auto arena = ShareArena();
-    if (!arena.ok()) return arena.status();
-    mesh.arena = std::move(arena).value();
+    SHVD_TRY(ShareArena(&mesh));
     auto transport = MakeSocketTransport(options_.rank, std::move(links_));
     if (!transport.ok()) return transport.status();
     mesh.transport = std::move(transport).value();
@@ -300,9 +298,9 @@ class MeshBuilder {
     return ranks.size() > 1 ? ranks : std::vector<int>();
   }
 
-  Result<std::unique_ptr<Arena>> ShareArena() {
+  Status ShareArena(Mesh* mesh) {
     const std::vector<int> ranks = ArenaRanks();
-    if (ranks.empty()) return std::unique_ptr<Arena>();
+    if (ranks.empty()) return Status();
     auto mapping = ranks.front() == options_.rank ? CreateArena(ranks) : ReceiveArena(ranks);
     const std::string vote = mapping.ok() ? kYes : mapping.status().message();
     SHVD_TRY(rendezvous_.Set(Key("arena", options_.rank), vote, deadline_));
@@ -315,20 +313,26 @@ class MeshBuilder {
       }
       unanimous = unanimous && answer.value() == kYes;
     }
-    if (!unanimous) return std::unique_ptr<Arena>();
-    std::vector<MemberWatch> watches;
-    for (const int rank : ranks) watches.push_back(std::move(At(watches_, rank)));
-    const auto member = std::find(ranks.begin(), ranks.end(), options_.rank) - ranks.begin();
-    return MakeSharedArena(std::move(mapping).value(), static_cast<int>(member), ranks,
-                           options_.arena_region_bytes, std::move(watches));
+    if (!unanimous) return Status();
+    std::vector<MemberWatch> own;
+    for (const int rank : ranks) own.push_back(std::move(At(watches_, rank)));
+    const auto watches = std::make_shared<const MemberWatches>(std::move(own));
+    const auto found = std::find(ranks.begin(), ranks.end(), options_.rank);
+    const auto member = static_cast<int>(found - ranks.begin());
+    const ArenaPair pair(mapping.value(), ranks.size(), options_.arena_region_bytes);
+    mesh->arena = pair.Join(member, ranks, watches);
+    mesh->direct_arena = pair.JoinDirect(member, ranks, watches);
+    return Status();
   }
 
   Result<std::shared_ptr<SharedMapping>> CreateArena(const std::vector<int>& ranks) {
-    const size_t bytes = ArenaBytes(ranks.size(), options_.arena_region_bytes);
+    const size_t bytes = ArenaPair::Bytes(ranks.size(), options_.arena_region_bytes);
     auto file = CreateArenaFile(bytes);
     auto mapping = file.ok() ? SharedMapping::OfFile(file.value().get(), bytes)
                              : Result<std::shared_ptr<SharedMapping>>(file.status());
-    if (mapping.ok()) FormatArena(*mapping.value(), ranks.size(), options_.arena_region_bytes);
+    if (mapping.ok()) {
+      ArenaPair(mapping.value(), ranks.size(), options_.arena_region_bytes).Format();
+    }
     Status sent;
     for (const int rank : ranks) {
       if (rank == options_.rank) continue;
@@ -346,12 +350,12 @@ class MeshBuilder {
     for (const int rank : ranks) {
       if (rank != options_.rank && !At(watches_, rank).socket.valid()) return NoWatch(rank);
     }
-    const size_t bytes = ArenaBytes(ranks.size(), options_.arena_region_bytes);
+    const size_t bytes = ArenaPair::Bytes(ranks.size(), options_.arena_region_bytes);
     auto file = ReceiveArenaFile(At(watches_, ranks.front()).socket.get(), bytes, deadline_);
     if (!file.ok()) return file.status();
     auto mapping = SharedMapping::OfFile(file.value().get(), bytes);
     if (!mapping.ok()) return mapping;
-    SHVD_TRY(CheckArena(*mapping.value(), ranks.size(), options_.arena_region_bytes));
+    SHVD_TRY(ArenaPair(mapping.value(), ranks.size(), options_.arena_region_bytes).Check());
     return mapping;
   }
 

@@ -30,7 +30,9 @@ struct MeshOptions {
 struct Mesh {
   std::unique_ptr<Transport> transport;
   std::unique_ptr<Arena> arena;  // null where the rank shares memory with nobody
-  std::vector<int> host_ranks;   // those with this rank's host key, itself included, ascending
+  // Another one of the same ranks, for calls beside those that `arena` serves.
+  std::unique_ptr<Arena> direct_arena;
+  std::vector<int> host_ranks;  // those with this rank's host key, itself included, ascending
 };
 
 // Connects this rank with all the others through `rendezvous`; collective. Point-to-point bytes

@@ -23,6 +23,9 @@ namespace sparkhvd {
 namespace {
 
 constexpr size_t kPage = 4096;
+// Four slots of what a chunk of an allreduce takes.
+constexpr size_t kDirectRegionBytes = size_t{1} << 20;
+
 constexpr uint64_t kArenaMagic = 0x3130616e65726173;  // "sarena01"
 
 // A waiter looks at the processes of the missing members each time such a slice ends.
@@ -87,7 +90,7 @@ void Pause() {
 class SharedArena final : public Arena {
  public:
   SharedArena(std::shared_ptr<SharedMapping> mapping, int member, std::vector<int> ranks,
-              size_t region_bytes, std::vector<MemberWatch> watches)
+              size_t region_bytes, std::shared_ptr<const MemberWatches> watches)
       : mapping_(std::move(mapping)),
         member_(member),
         ranks_(std::move(ranks)),
@@ -98,10 +101,6 @@ class SharedArena final : public Arena {
   ~SharedArena() override {
     Slot(member_).departed.store(1, std::memory_order_release);
     Ring(Slot(member_));
-    // A forked child of ours may hold copies of these sockets: closing alone would not end them.
-    for (const MemberWatch& watch : watches_) {
-      if (watch.socket.valid()) ::shutdown(watch.socket.get(), SHUT_RDWR);
-    }
   }
 
   int member() const override { return member_; }
@@ -225,10 +224,10 @@ class SharedArena final : public Arena {
   }
 
   Status FindDead(int first, int last, uint64_t step) const {
-    if (watches_.empty()) return Status();
+    if (!watches_) return Status();
     for (int m = first; m < last; ++m) {
       if (m == member_ || Reached(m, step)) continue;
-      if (!watches_[static_cast<size_t>(m)].Ended()) continue;
+      if (!watches_->Ended(m)) continue;
       // A member that leaves marks that first and closes its sockets then; it has not died.
       SHVD_TRY(FindDeparted(m, m + 1, step));
       if (!Reached(m, step) && !Aborted()) {
@@ -254,7 +253,7 @@ class SharedArena final : public Arena {
   const int member_;
   const std::vector<int> ranks_;
   const size_t region_bytes_;
-  const std::vector<MemberWatch> watches_;
+  const std::shared_ptr<const MemberWatches> watches_;
   const bool spins_;
 };
 
@@ -263,7 +262,8 @@ class SharedArena final : public Arena {
 Result<std::shared_ptr<SharedMapping>> SharedMapping::Anonymous(size_t size) {
   void* data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return IoStatus("map " + std::to_string(size) + " bytes", errno);
-  return std::shared_ptr<SharedMapping>(new SharedMapping(static_cast<std::byte*>(data), size));
+  return std::shared_ptr<SharedMapping>(
+      new SharedMapping(static_cast<std::byte*>(data), size, nullptr));
 }
 
 Result<std::shared_ptr<SharedMapping>> SharedMapping::OfFile(int fd, size_t size) {
@@ -271,10 +271,26 @@ Result<std::shared_ptr<SharedMapping>> SharedMapping::OfFile(int fd, size_t size
   if (data == MAP_FAILED) {
     return IoStatus("map " + std::to_string(size) + " bytes of shared memory", errno);
   }
-  return std::shared_ptr<SharedMapping>(new SharedMapping(static_cast<std::byte*>(data), size));
+  return std::shared_ptr<SharedMapping>(
+      new SharedMapping(static_cast<std::byte*>(data), size, nullptr));
 }
 
-SharedMapping::~SharedMapping() { ::munmap(data_, size_); }
+std::shared_ptr<SharedMapping> SharedMapping::Part(std::shared_ptr<SharedMapping> whole,
+                                                   size_t offset, size_t size) {
+  std::byte* data = whole->data() + offset;
+  return std::shared_ptr<SharedMapping>(new SharedMapping(data, size, std::move(whole)));
+}
+
+SharedMapping::~SharedMapping() {
+  if (!whole_) ::munmap(data_, size_);
+}
+
+MemberWatches::~MemberWatches() {
+  // A forked child of ours may hold copies of these sockets: closing alone would not end them.
+  for (const MemberWatch& watch : watches_) {
+    if (watch.socket.valid()) ::shutdown(watch.socket.get(), SHUT_RDWR);
+  }
+}
 
 bool MemberWatch::Ended() const {
   // poll skips negative descriptors.
@@ -309,9 +325,42 @@ Status CheckArena(const SharedMapping& mapping, size_t count, size_t region_byte
 
 std::unique_ptr<Arena> MakeSharedArena(std::shared_ptr<SharedMapping> mapping, int member,
                                        std::vector<int> ranks, size_t region_bytes,
-                                       std::vector<MemberWatch> watches) {
+                                       std::shared_ptr<const MemberWatches> watches) {
   return std::make_unique<SharedArena>(std::move(mapping), member, std::move(ranks), region_bytes,
                                        std::move(watches));
+}
+
+size_t ArenaPair::Bytes(size_t count, size_t region_bytes) {
+  return ArenaBytes(count, region_bytes) + ArenaBytes(count, kDirectRegionBytes);
+}
+
+ArenaPair::ArenaPair(const std::shared_ptr<SharedMapping>& mapping, size_t count,
+                     size_t region_bytes)
+    : count_(count), region_bytes_(region_bytes) {
+  const size_t first = ArenaBytes(count, region_bytes);
+  arena_ = SharedMapping::Part(mapping, 0, first);
+  direct_ = SharedMapping::Part(mapping, first, mapping->size() - first);
+}
+
+void ArenaPair::Format() {
+  FormatArena(*arena_, count_, region_bytes_);
+  FormatArena(*direct_, count_, kDirectRegionBytes);
+}
+
+Status ArenaPair::Check() const {
+  SHVD_TRY(CheckArena(*arena_, count_, region_bytes_));
+  return CheckArena(*direct_, count_, kDirectRegionBytes);
+}
+
+std::unique_ptr<Arena> ArenaPair::Join(int member, const std::vector<int>& ranks,
+                                       const std::shared_ptr<const MemberWatches>& watches) const {
+  return MakeSharedArena(arena_, member, ranks, region_bytes_, watches);
+}
+
+std::unique_ptr<Arena> ArenaPair::JoinDirect(
+    int member, const std::vector<int>& ranks,
+    const std::shared_ptr<const MemberWatches>& watches) const {
+  return MakeSharedArena(direct_, member, ranks, kDirectRegionBytes, watches);
 }
 
 }  // namespace sparkhvd

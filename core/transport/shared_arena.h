@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/unique_fd.h"
@@ -18,6 +19,10 @@ class SharedMapping {
   // `fd` may be closed afterwards.
   static Result<std::shared_ptr<SharedMapping>> OfFile(int fd, size_t size);
 
+  // `size` bytes from `offset` on of a mapping that is kept for as long.
+  static std::shared_ptr<SharedMapping> Part(std::shared_ptr<SharedMapping> whole, size_t offset,
+                                             size_t size);
+
   SharedMapping(const SharedMapping&) = delete;
   SharedMapping& operator=(const SharedMapping&) = delete;
   ~SharedMapping();
@@ -26,9 +31,11 @@ class SharedMapping {
   size_t size() const { return size_; }
 
  private:
-  SharedMapping(std::byte* data, size_t size) : data_(data), size_(size) {}
+  SharedMapping(std::byte* data, size_t size, std::shared_ptr<SharedMapping> whole)
+      : data_(data), size_(size), whole_(std::move(whole)) {}
   std::byte* data_;
   size_t size_;
+  std::shared_ptr<SharedMapping> whole_;  // null where this is all of it
 };
 
 // How a member notices that another one has died without a word: a connected socket that ends with
@@ -42,6 +49,21 @@ struct MemberWatch {
   bool Ended() const;
 };
 
+// One per member; the own one stays empty. Arenas of the same members share them; the last arena
+// that goes ends the sockets, so that peers notice.
+class MemberWatches {
+ public:
+  explicit MemberWatches(std::vector<MemberWatch> watches) : watches_(std::move(watches)) {}
+  MemberWatches(const MemberWatches&) = delete;
+  MemberWatches& operator=(const MemberWatches&) = delete;
+  ~MemberWatches();
+
+  bool Ended(int member) const { return watches_[static_cast<size_t>(member)].Ended(); }
+
+ private:
+  const std::vector<MemberWatch> watches_;
+};
+
 // The bytes of an arena with `count` regions of `region_bytes` (rounded up to whole pages).
 size_t ArenaBytes(size_t count, size_t region_bytes);
 
@@ -52,10 +74,34 @@ void FormatArena(SharedMapping& mapping, size_t count, size_t region_bytes);
 // kInternal unless `mapping` holds an arena of this shape.
 Status CheckArena(const SharedMapping& mapping, size_t count, size_t region_bytes);
 
-// `ranks` is sorted and holds the rank of every member; `watches` has one entry per member (its own
-// stays empty), or none at all where the members are threads of one process.
+// `ranks` is sorted and holds the rank of every member; `watches` is null where the members are
+// threads of one process.
 std::unique_ptr<Arena> MakeSharedArena(std::shared_ptr<SharedMapping> mapping, int member,
                                        std::vector<int> ranks, size_t region_bytes,
-                                       std::vector<MemberWatch> watches);
+                                       std::shared_ptr<const MemberWatches> watches);
+
+// The memory of two arenas, one behind the other: the ranks' arena and the one for direct calls,
+// whose regions have a size of their own.
+class ArenaPair {
+ public:
+  // `mapping` has Bytes(count, region_bytes) bytes.
+  ArenaPair(const std::shared_ptr<SharedMapping>& mapping, size_t count, size_t region_bytes);
+
+  static size_t Bytes(size_t count, size_t region_bytes);
+
+  void Format();
+  Status Check() const;
+
+  std::unique_ptr<Arena> Join(int member, const std::vector<int>& ranks,
+                              const std::shared_ptr<const MemberWatches>& watches) const;
+  std::unique_ptr<Arena> JoinDirect(int member, const std::vector<int>& ranks,
+                                    const std::shared_ptr<const MemberWatches>& watches) const;
+
+ private:
+  size_t count_;
+  size_t region_bytes_;
+  std::shared_ptr<SharedMapping> arena_;
+  std::shared_ptr<SharedMapping> direct_;
+};
 
 }  // namespace sparkhvd
