@@ -7,6 +7,9 @@ All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are `
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 # One of a group: name, address of the source, of the target (unused by an allgather), shape, dtype, keep_alive.
 Tensor = tuple[str, int, int, Sequence[int], str, object]
 
@@ -169,6 +172,16 @@ class Engine:
     def barrier(self, name: str, with_waiter: bool = False) -> Operation: ...
     def join(self, with_waiter: bool = False) -> Operation:
         """Contribute nothing to what the others still do, until all ranks have joined."""
+
+    def has_direct_calls(self) -> bool:
+        """Whether ``allreduce_now`` works: all ranks share memory."""
+
+    def allreduce_now(self, source: NDArray[np.generic], target: NDArray[np.generic], op: str) -> None:
+        """Reduce on the calling thread without negotiation; every rank must make the same calls in the same order.
+
+        Contiguous arrays of a dtype that the buffer protocol knows. Fails with ``mismatch`` on all ranks when they
+        bring different things; any other failure, an interruption included, ends the engine.
+        """
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts by name.

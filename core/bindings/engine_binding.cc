@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/direct_binding.h"
 #include "bindings/errors.h"
 #include "bindings/py_engine.h"
 #include "bindings/rendezvous_binding.h"
@@ -132,6 +133,7 @@ void RegisterEngine(py::module_& module) {
   RegisterOperation(module);
   EngineClass engine(module, "Engine");
   RegisterSubmissions(engine);
+  RegisterDirectCalls(engine);
   engine
       .def(py::init(&MakeEngine), arg("rank"), arg("size"), py::kw_only(),
            arg("rendezvous") = py::none(), arg("token") = py::bytes(), arg("scope") = "",

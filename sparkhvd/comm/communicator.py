@@ -11,7 +11,7 @@ from typing import NoReturn, Self
 import numpy as np
 
 from sparkhvd import _core
-from sparkhvd.comm import arrays, raw
+from sparkhvd.comm import arrays, direct, raw
 from sparkhvd.comm.buffers import buffer_of
 from sparkhvd.comm.channel import Channel, connect_rendezvous, open_channel
 from sparkhvd.comm.doctor import HangDoctor
@@ -170,6 +170,8 @@ class Communicator:
     grouped_allgather = arrays.waited(arrays.grouped_allgather_async)
     alltoall = arrays.waited(arrays.alltoall_async)
     broadcast = arrays.waited(arrays.broadcast_async)
+
+    allreduce_now = direct.allreduce_now
 
     # Process sets.
 
