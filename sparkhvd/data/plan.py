@@ -1,24 +1,23 @@
 """Which rows a rank reads in which step: a pure function of integers that every rank computes for itself.
 
-One pass over ``R`` rows with ``N`` ranks and batch size ``B`` has ``ceil(R / (N * B))`` steps. Every step but the last
-has ``N * B`` rows, ``B`` for each rank; the last has what is left, split evenly (sizes differ by at most one, and ranks
-may have none). Every row comes exactly once.
+Every rank has a shard of the rows. Of rows that all ranks can read, rank ``r`` has the ``r``-th contiguous part of the
+blocks' sequence, cut by rows, so that the shards' sizes differ by at most one. With ``shuffle`` the sequence is another
+one in every epoch: the blocks are permuted, and where it begins is drawn. Without, it is the dataset's own order.
+Either way a rank decodes its own part only. Rows that were dealt out before (one partition per rank) stay where they are.
 
-Without shuffling, step ``g`` has the rows ``g * N * B`` and following in dataset order, and rank ``r`` takes the
-``r``-th contiguous part of them.
-
-With shuffling there are two ways. A split that fits into one window (the rows that a rank may hold in memory) is
-permuted as a whole, and step ``g`` is cut from the permuted rows as above; every rank then reads the whole split. A
-larger one is dealt out: its blocks come in a random order, rank ``r`` gets the ``r``-th contiguous shard of that order,
-cut by rows, and shuffles its shard window by window. A rank then reads its shard only, and each of its blocks once.
+In step ``s`` a rank has the rows ``s * B`` to ``(s + 1) * B`` of its shard, as far as there are any, so a pass has as
+many steps as the largest shard needs, on every rank. Every row comes exactly once. With ``shuffle`` the rows of a shard
+are permuted window by window: a window is what a rank holds in memory to mix it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, count, pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +27,7 @@ from sparkhvd.errors import ConfigError
 RowIds = npt.NDArray[np.int64]
 
 # What a random stream is for; part of its seed, so that two purposes never share numbers.
-_ROW_ORDER, _BLOCK_ORDER, _WINDOW_ORDER = range(3)
+_SEQUENCE, _WINDOW_ORDER, _SHARD_ORDER = range(3)
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,112 @@ class Window:
         """The same window, ending after ``steps`` steps."""
         return replace(self, rows=self.rows[:steps], global_rows=self.global_rows[:steps])
 
+    def after(self, steps: int) -> Window:
+        """The same window without its first ``steps`` steps."""
+        order = np.arange(sum(self.rows)) if self.order is None else self.order
+        return replace(
+            self, order=order[sum(self.rows[:steps]) :], rows=self.rows[steps:], global_rows=self.global_rows[steps:]
+        )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The random numbers of one pass over the rows: which seed, which epoch, which pass of it."""
+
+    seed: int
+    epoch: int
+    number: int
+
+    def random(self, purpose: int, rank: int = 0, window: int = 0) -> np.random.Generator:
+        """A generator of its own for every purpose."""
+        key = (purpose, self.epoch, self.number, rank, window)
+        return np.random.default_rng(np.random.SeedSequence(self.seed % 2**64, spawn_key=key))
+
+
+class Shards(Protocol):
+    """Who has which rows."""
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows of every rank."""
+
+    def pieces(self, rank: int, draw: Draw | None) -> tuple[Piece, ...]:
+        """A rank's rows, in the order of reading; without ``draw`` that is the order in which they lie."""
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """Blocks that every rank can read.
+
+    Attributes:
+        block_rows: rows of every block (row group), in row order.
+        size: number of ranks.
+        keep: whether a rank has the same rows in every epoch (they can be kept near it then); their order still changes.
+    """
+
+    block_rows: tuple[int, ...]
+    size: int
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(f"size is {self.size}; it must be at least 1.")
+        if min(self.block_rows, default=0) < 0:
+            raise ConfigError("A block with less than no rows cannot be planned for; prepare the dataset again.")
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        each, remainder = divmod(sum(self.block_rows), self.size)
+        return tuple(each + (rank < remainder) for rank in range(self.size))
+
+    def pieces(self, rank: int, draw: Draw | None) -> tuple[Piece, ...]:
+        blocks = np.arange(len(self.block_rows))
+        start = sum(self.rows[:rank])
+        if draw is None:
+            return self._sequence(blocks).between(start, start + self.rows[rank])
+        dealing = Draw(draw.seed, 0, 0) if self.keep else draw
+        random = dealing.random(_SEQUENCE)
+        sequence = self._sequence(random.permutation(blocks))
+        total = sum(self.block_rows)
+        # Only the border between the last rank and the first can lie where the sequence begins, so no shard is torn.
+        start += int(random.integers(total)) if self.size > 1 else 0
+        stop = start + self.rows[rank]
+        found = (
+            *sequence.between(min(start, total), min(stop, total)),
+            *sequence.between(max(start - total, 0), max(stop - total, 0)),
+        )
+        return _permuted(found, draw, rank) if self.keep else found
+
+    def _sequence(self, blocks: npt.NDArray[np.integer]) -> _Pieces:
+        return _Pieces([Piece(int(block), 0, self.block_rows[block]) for block in blocks])
+
+
+@dataclass(frozen=True)
+class OwnBlocks:
+    """Blocks that one rank was given; the others cannot read them.
+
+    Attributes:
+        block_rows: rows of this rank's blocks.
+        rows: the rows of every rank.
+    """
+
+    block_rows: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def pieces(self, rank: int, draw: Draw | None) -> tuple[Piece, ...]:
+        found = tuple(Piece(block, 0, rows) for block, rows in enumerate(self.block_rows) if rows)
+        return found if draw is None else _permuted(found, draw, rank)
+
 
 @dataclass(frozen=True)
 class Plan:
     """The division of a split's rows into steps and ranks; the module's text states the rules.
 
     Attributes:
-        block_rows: rows of every block (row group), in row order.
-        size: number of ranks.
+        shards: who has which rows.
         batch_size: rows of one rank in a full step.
         seed: decides the order where ``shuffle`` is set.
-        shuffle: whether every epoch has an order of its own; otherwise rows come in dataset order.
+        shuffle: whether every epoch has an order of its own; otherwise rows come as they lie.
         window_rows: rows that a rank may hold in memory to shuffle them.
         steps_per_epoch: None means one pass over the rows. Fewer steps leave out the pass's last rows (without
             shuffling the same ones in every epoch), more go on with further passes, each with an order of its own.
@@ -83,8 +177,7 @@ class Plan:
         ConfigError: there are no rows, or a number is too small.
     """
 
-    block_rows: tuple[int, ...]
-    size: int
+    shards: Shards
     batch_size: int
     seed: int
     shuffle: bool
@@ -92,44 +185,64 @@ class Plan:
     steps_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("size", "batch_size", "window_rows", "steps_per_epoch"):
+        for name in ("batch_size", "window_rows", "steps_per_epoch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1.")
-        if min(self.block_rows, default=0) < 0 or self.total_rows < 1:
+        if self.total_rows < 1:
             raise ConfigError("There are no rows to plan for; prepare a dataset with at least one row.")
 
     @cached_property
     def total_rows(self) -> int:
         """Rows of the split over all ranks."""
-        return sum(self.block_rows)
+        return sum(self.shards.rows)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.shards.rows)
 
     def steps(self) -> int:
         """Steps per epoch, the same on every rank and in every epoch."""
-        return self.steps_per_epoch or self._steps_per_pass()
+        return self.steps_per_epoch or self._steps_per_pass
 
-    def windows(self, rank: int, epoch: int) -> Iterator[Window]:
-        """What ``rank`` reads in ``epoch`` (from 0), piece by piece; together they have ``steps()`` steps."""
-        left = self.steps()
-        for number in count():
-            for window in self._windows_of_pass(rank, epoch, number):
-                yield window.first(left)
-                left -= len(window.rows)
-                if left <= 0:
-                    return
+    def pieces(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Piece]:
+        """What ``windows`` will read, in the same order; neighbours within a block may be joined."""
+        last: Piece | None = None
+        for window in self._windows(rank, epoch, first_step, ordered=False):
+            for piece in window.pieces:
+                if last is not None and (last.block, last.stop) == (piece.block, piece.start):
+                    last = replace(last, stop=piece.stop)
+                    continue
+                if last is not None:
+                    yield last
+                last = piece
+        if last is not None:
+            yield last
+
+    def windows(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Window]:
+        """What ``rank`` reads in ``epoch`` (from 0), window by window.
+
+        Args:
+            rank: whose rows.
+            epoch: from 0.
+            first_step: the steps before it are left out; the others are those of the whole epoch.
+        """
+        return self._windows(rank, epoch, first_step, ordered=True)
 
     def global_batches(self, epoch: int) -> Iterator[list[RowIds]]:
         """For every step of ``epoch``: the row ids of every rank, in the order that the rank delivers them.
 
-        Row ids count the rows of the split in dataset order, from 0. Their concatenation over the ranks is the global
-        batch in the order that equals single-process training.
+        Row ids count the rows of shared blocks in dataset order, from 0. Their concatenation over the ranks is the
+        global batch in the order that equals single-process training.
         """
         per_rank = [self._batches(rank, epoch) for rank in range(self.size)]
         for batches in zip(*per_rank, strict=True):
             yield list(batches)
 
     def _batches(self, rank: int, epoch: int) -> Iterator[RowIds]:
-        starts = [0, *accumulate(self.block_rows)]
+        blocks: Sequence[int] = self.shards.block_rows  # type: ignore[attr-defined]  # both kinds have them
+        starts = [0, *accumulate(blocks)]
         for window in self.windows(rank, epoch):
             read = [np.arange(starts[p.block] + p.start, starts[p.block] + p.stop) for p in window.pieces]
             ids = np.concatenate(read) if read else np.empty(0, np.int64)
@@ -137,73 +250,71 @@ class Plan:
             for start, stop in pairwise([0, *accumulate(window.rows)]):
                 yield ordered[start:stop]
 
+    @cached_property
     def _steps_per_pass(self) -> int:
-        return -(-self.total_rows // (self.size * self.batch_size))
+        return -(-max(self.shards.rows) // self.batch_size)
 
-    def _step(self, rank: int, step: int) -> tuple[int, int, int]:
-        """Where this rank's part of a step's global batch begins, its rows, and the rows of the global batch."""
-        full = self.size * self.batch_size
-        rows = min(full, self.total_rows - step * full)
-        each, remainder = divmod(rows, self.size)
-        return rank * each + min(rank, remainder), each + (rank < remainder), rows
+    @cached_property
+    def _sizes(self) -> Counter[int]:
+        return Counter(self.shards.rows)
 
-    def _windows_of_pass(self, rank: int, epoch: int, number: int) -> Iterator[Window]:
-        if not self.shuffle:
-            return self._in_order(rank)
-        if self.total_rows <= self.window_rows:
-            return self._permuted(rank, epoch, number)
-        return self._by_shard(rank, epoch, number)
+    def _rows(self, shard: int, step: int) -> int:
+        """The rows of one step that a shard of so many rows has."""
+        return min(max(shard - step * self.batch_size, 0), self.batch_size)
 
-    def _in_order(self, rank: int) -> Iterator[Window]:
-        sequence = _Sequence(self.block_rows, np.arange(len(self.block_rows)))
-        for step in range(self._steps_per_pass()):
-            offset, rows, global_rows = self._step(rank, step)
-            start = step * self.size * self.batch_size + offset
-            yield Window(sequence.pieces(start, start + rows), None, (rows,), (global_rows,))
+    def _global_rows(self, step: int) -> int:
+        return sum(ranks * self._rows(shard, step) for shard, ranks in self._sizes.items())
 
-    def _permuted(self, rank: int, epoch: int, number: int) -> Iterator[Window]:
-        order = self._random(_ROW_ORDER, epoch, number).permutation(self.total_rows)
-        steps = [self._step(rank, step) for step in range(self._steps_per_pass())]
-        starts = [step * self.size * self.batch_size + offset for step, (offset, _, _) in enumerate(steps)]
-        mine = [order[start : start + rows] for start, (_, rows, _) in zip(starts, steps, strict=True)]
-        pieces = tuple(Piece(block, 0, rows) for block, rows in enumerate(self.block_rows) if rows)
-        yield Window(pieces, np.concatenate(mine), tuple(s[1] for s in steps), tuple(s[2] for s in steps))
+    def _windows(self, rank: int, epoch: int, first_step: int, *, ordered: bool) -> Iterator[Window]:
+        left = self.steps() - first_step
+        first_pass, skipped = divmod(first_step, self._steps_per_pass)
+        for number in count(first_pass):
+            for window in self._windows_of_pass(rank, Draw(self.seed, epoch, number), skipped, ordered=ordered):
+                if left <= 0:
+                    return
+                yield window.first(left)
+                left -= len(window.rows)
+            skipped = 0
+            if left <= 0:
+                return
 
-    def _by_shard(self, rank: int, epoch: int, number: int) -> Iterator[Window]:
-        blocks = self._random(_BLOCK_ORDER, epoch, number).permutation(len(self.block_rows))
-        sequence = _Sequence(self.block_rows, blocks)
-        last = self._steps_per_pass() - 1
-        start = rank * last * self.batch_size + self._step(rank, last)[0]
+    def _windows_of_pass(self, rank: int, draw: Draw, skipped: int, *, ordered: bool) -> Iterator[Window]:
+        sequence = _Pieces(self.shards.pieces(rank, draw if self.shuffle else None))
+        shard = self.shards.rows[rank]
         # Windows end where steps end, so that no batch needs two of them.
-        stride = max(1, self.window_rows // self.batch_size)
-        for index, first in enumerate(range(0, last + 1, stride)):
-            steps = [self._step(rank, step) for step in range(first, min(first + stride, last + 1))]
-            rows = sum(step[1] for step in steps)
-            order = self._random(_WINDOW_ORDER, epoch, number, rank, index).permutation(rows)
-            pieces = sequence.pieces(start, start + rows)
-            yield Window(pieces, order, tuple(s[1] for s in steps), tuple(s[2] for s in steps))
-            start += rows
+        stride = max(1, self.window_rows // self.batch_size) if self.shuffle else 1
+        for index in range(skipped // stride, -(-self._steps_per_pass // stride)):
+            steps = range(index * stride, min((index + 1) * stride, self._steps_per_pass))
+            rows = tuple(self._rows(shard, step) for step in steps)
+            start = min(steps.start * self.batch_size, shard)
+            order = None
+            if self.shuffle and ordered:
+                order = draw.random(_WINDOW_ORDER, rank, index).permutation(sum(rows))
+            pieces = sequence.between(start, start + sum(rows))
+            window = Window(pieces, order, rows, tuple(self._global_rows(step) for step in steps))
+            yield window.after(skipped - steps.start) if skipped > steps.start else window
 
-    def _random(self, purpose: int, epoch: int, number: int, rank: int = 0, window: int = 0) -> np.random.Generator:
-        key = (purpose, epoch, number, rank, window)
-        return np.random.default_rng(np.random.SeedSequence(self.seed % 2**64, spawn_key=key))
+
+def _permuted(pieces: tuple[Piece, ...], draw: Draw, rank: int) -> tuple[Piece, ...]:
+    return tuple(pieces[place] for place in draw.random(_SHARD_ORDER, rank).permutation(len(pieces)))
 
 
-class _Sequence:
-    """All rows, with the blocks in some order."""
+class _Pieces:
+    """The rows of some pieces, one after the other."""
 
-    def __init__(self, block_rows: tuple[int, ...], blocks: npt.NDArray[np.integer]) -> None:
-        self._blocks = blocks
-        self._ends = np.cumsum(np.asarray(block_rows, np.int64)[blocks])
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        self._ends = np.cumsum([piece.rows for piece in pieces], dtype=np.int64)
 
-    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """The parts of blocks that make up the rows ``start`` to ``stop`` (exclusive) of the sequence."""
+    def between(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """The parts of pieces that make up the rows ``start`` to ``stop`` (exclusive)."""
         found = []
         place = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
-            begin = int(self._ends[place - 1]) if place else 0
-            end = min(int(self._ends[place]), stop)
+            piece = self._pieces[place]
+            begin = int(self._ends[place]) - piece.rows
+            end = min(begin + piece.rows, stop)
             if end > start:
-                found.append(Piece(int(self._blocks[place]), start - begin, end - begin))
+                found.append(Piece(piece.block, piece.start + start - begin, piece.start + end - begin))
             start, place = max(start, end), place + 1
         return tuple(found)

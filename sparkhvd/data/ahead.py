@@ -1,0 +1,162 @@
+"""Work that threads do ahead of its use: results come in order, and those that wait are bounded by bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from sparkhvd.deadline import Deadline
+
+T = TypeVar("T")
+
+# One job: a function that makes results one after the other, each with its size in bytes.
+Job = Callable[[], Iterator[tuple[T, int]]]
+
+_JOIN_TIMEOUT = 60.0
+# Jobs that are taken up before the first of them has been used: small ones would otherwise never fill the bytes.
+_LINES = 64
+
+
+class StoppedError(Exception):
+    """Nobody wants the results any more."""
+
+
+class Ahead(Generic[T]):
+    """The results of jobs, job after job, while threads work on the jobs that follow.
+
+    Args:
+        jobs: taken up in this order; the iterator is advanced by the threads, one at a time.
+        limit: bytes of results that may wait (the next one may, however large).
+        threads: how many jobs are worked on at once.
+        name: of the threads.
+        timeout: seconds to wait for one result.
+        waiting_for: what that wait is for, in an error.
+    """
+
+    def __init__(
+        self, jobs: Iterable[Job[T]], *, limit: int, threads: int, name: str, timeout: float, waiting_for: str
+    ) -> None:
+        self._changed = threading.Condition()  # guards everything below
+        self._jobs: Iterator[Job[T]] | None = iter(jobs)
+        self._lines: deque[_Line[T]] = deque()  # of the jobs in hand, in order
+        self._bytes = 0
+        self._stopped = False
+        self._limit = limit
+        self._timeout = timeout
+        self._waiting_for = waiting_for
+        self._threads = [threading.Thread(target=self._work, name=name) for _ in range(threads)]
+        self._running = threads
+        for thread in self._threads:
+            thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            found = self._take()
+            if found is None:
+                return
+            yield found[0]
+
+    def stop(self) -> None:
+        """Make the threads end soon, and whoever waits for a result at once."""
+        with self._changed:
+            self._stopped = True
+            self._lines.clear()
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait until the threads have ended; after ``stop``."""
+        for thread in self._threads:
+            thread.join(_JOIN_TIMEOUT)
+
+    def _take(self) -> tuple[T] | None:
+        deadline = Deadline.after(self._timeout)
+        with self._changed:
+            while True:
+                if self._stopped:
+                    raise StoppedError
+                if self._lines and self._lines[0].results:
+                    result, size = self._lines[0].results.popleft()
+                    self._bytes -= size
+                    self._changed.notify_all()
+                    return (result,)
+                if self._lines and self._lines[0].done:
+                    line = self._lines.popleft()
+                    if line.error is not None:
+                        raise line.error
+                    self._changed.notify_all()
+                elif not self._lines and not self._running:
+                    return None
+                else:
+                    deadline.check(self._waiting_for)
+                    self._changed.wait(deadline.remaining())
+
+    def _work(self) -> None:
+        try:
+            while (line := self._next_line()) is not None:
+                self._fill(line)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _next_line(self) -> _Line[T] | None:
+        with self._changed:
+            while self._lines and (self._bytes >= self._limit or len(self._lines) >= _LINES) and not self._ends():
+                # A slow user is no error, so this wait goes on; but it looks now and then whether there is one.
+                self._changed.wait(1.0)
+            if self._ends() or self._jobs is None:
+                return None
+            line = _Line[T]()
+            try:
+                job = next(self._jobs, None)
+            except Exception as error:  # noqa: BLE001  (the user of the results raises it)
+                line.done, line.error, job = True, error, None
+            else:
+                if job is None:
+                    self._jobs = None
+                    return None
+            line.job = job
+            self._lines.append(line)
+            self._changed.notify_all()
+            return line
+
+    def _fill(self, line: _Line[T]) -> None:
+        error: Exception | None = line.error
+        try:
+            for result, size in line.job() if line.job is not None else ():
+                self._put(line, result, size)
+        except StoppedError:
+            pass
+        except Exception as caught:  # noqa: BLE001  (the user of the results raises it)
+            error = caught
+        with self._changed:
+            line.done, line.error = True, error
+            self._changed.notify_all()
+
+    def _put(self, line: _Line[T], result: T, size: int) -> None:
+        with self._changed:
+            while not self._ends():
+                # The line that is used next always has room for one result; otherwise the others could block it.
+                if self._bytes + size <= self._limit or (line is self._lines[0] and not line.results):
+                    line.results.append((result, size))
+                    self._bytes += size
+                    self._changed.notify_all()
+                    return
+                self._changed.wait(1.0)
+        raise StoppedError
+
+    def _ends(self) -> bool:
+        """Whether nobody will take another result: stopped, or the interpreter is about to end without that."""
+        return self._stopped or not threading.main_thread().is_alive()
+
+
+class _Line(Generic[T]):
+    """The results of one job that nobody has taken yet."""
+
+    def __init__(self) -> None:
+        self.job: Job[T] | None = None
+        self.results: deque[tuple[T, int]] = deque()
+        self.done = False
+        self.error: Exception | None = None
