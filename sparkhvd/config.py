@@ -7,8 +7,10 @@ A test holds the documentation's page of settings against these declarations.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
@@ -322,3 +324,23 @@ OWN_DEVICES = "SPARKHVD_DEVICES"
 def own_devices() -> list[str]:
     """The GPUs of this rank, in Spark's order; empty where it has none."""
     return [name for name in os.environ.get(OWN_DEVICES, "").split(",") if name]
+
+
+def local_folders() -> tuple[str, ...]:
+    """Where this process may put what it needs for a while: Spark's local folders, then that of temporary files."""
+    given = tuple(folder for folder in os.environ.get("SPARK_LOCAL_DIRS", "").split(",") if folder)
+    return (*given, tempfile.gettempdir())
+
+
+_GIVEN_ROWS = "SPARKHVD_GIVEN_ROWS"
+
+
+def given_rows_variable(paths: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The variable that tells a rank where the rows lie that its task was given; none without rows."""
+    return ((_GIVEN_ROWS, json.dumps(dict(paths))),) if paths else ()
+
+
+def given_rows() -> dict[str, str]:
+    """The Arrow files with the rows that this rank's task was given, by split; empty where it was given none."""
+    found: dict[str, str] = json.loads(os.environ.get(_GIVEN_ROWS, "{}"))
+    return found

@@ -43,5 +43,5 @@ class BatchSource(Protocol):
     def rows(self) -> int:
         """Rows of the split over all ranks."""
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """The batches of epoch ``number`` (from 0). Closing the iterator ends the prefetching at once."""
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of epoch ``number`` (from 0), from a step on. Closing it ends the prefetching at once."""

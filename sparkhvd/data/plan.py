@@ -3,7 +3,7 @@
 Every rank has a shard of the rows. Of rows that all ranks can read, rank ``r`` has the ``r``-th contiguous part of the
 blocks' sequence, cut by rows, so that the shards' sizes differ by at most one. With ``shuffle`` the sequence is another
 one in every epoch: the blocks are permuted, and where it begins is drawn. Without, it is the dataset's own order.
-Either way a rank decodes its own part only. Rows that were dealt out before (one partition per rank) stay where they are.
+Either way a rank decodes its own part only. Rows that were dealt out before (one partition per rank) stay there.
 
 In step ``s`` a rank has the rows ``s * B`` to ``(s + 1) * B`` of its shard, as far as there are any, so a pass has as
 many steps as the largest shard needs, on every rank. Every row comes exactly once. With ``shuffle`` the rows of a shard
@@ -103,7 +103,7 @@ class SharedBlocks:
     Attributes:
         block_rows: rows of every block (row group), in row order.
         size: number of ranks.
-        keep: whether a rank has the same rows in every epoch (they can be kept near it then); their order still changes.
+        keep: whether a rank has the same rows in every epoch, to keep them near it; their order still changes.
     """
 
     block_rows: tuple[int, ...]
@@ -130,7 +130,7 @@ class SharedBlocks:
         random = dealing.random(_SEQUENCE)
         sequence = self._sequence(random.permutation(blocks))
         total = sum(self.block_rows)
-        # Only the border between the last rank and the first can lie where the sequence begins, so no shard is torn.
+        # The sequence ends and begins again where a block does, so no rank comes back to one, but to an only one.
         start += int(random.integers(total)) if self.size > 1 else 0
         stop = start + self.rows[rank]
         found = (
@@ -205,6 +205,10 @@ class Plan:
     def steps(self) -> int:
         """Steps per epoch, the same on every rank and in every epoch."""
         return self.steps_per_epoch or self._steps_per_pass
+
+    def shard(self, rank: int) -> tuple[Piece, ...]:
+        """All of a rank's rows, where it has the same ones in every epoch."""
+        return self.shards.pieces(rank, Draw(self.seed, 0, 0) if self.shuffle else None)
 
     def pieces(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Piece]:
         """What ``windows`` will read, in the same order; neighbours within a block may be joined."""

@@ -1,23 +1,30 @@
-"""Reading a prepared dataset: the batches of one rank, decoded ahead of their use."""
+"""Reading rows: the batches of one rank, decoded by threads ahead of their use.
+
+Threads decode the pieces of the plan; one more puts windows together, shuffles them and cuts them into batches. A batch
+is a part of its window's memory wherever that allows, so most rows are moved once or not at all.
+"""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.data import columns
+from sparkhvd.data import cache, columns
+from sparkhvd.data.ahead import Ahead
+from sparkhvd.data.ahead import Job as AheadJob
 from sparkhvd.data.batches import Batch
-from sparkhvd.data.manifest import DataFile, Manifest, SplitName
-from sparkhvd.data.plan import Piece, Plan, Window
+from sparkhvd.data.blocks import Blocks, ParquetBlocks
+from sparkhvd.data.manifest import Manifest, SplitName
+from sparkhvd.data.plan import Piece, Plan, SharedBlocks, Window
 from sparkhvd.data.schema import DataSchema
-from sparkhvd.deadline import Deadline
-from sparkhvd.errors import ConfigError, DataError, StoreError
+from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
 
@@ -25,16 +32,134 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Arrays = dict[str, npt.NDArray[np.generic]]
+Transformation = Callable[[Arrays], Arrays]
 
-WINDOW_BYTES = 128 * 1024 * 1024
-PREFETCH_BYTES = 64 * 1024 * 1024
+PREFETCH_BYTES = 256 * 1024 * 1024
 READ_TIMEOUT = 600.0  # seconds that a rank waits for one batch before it calls the Store stuck
-_CHUNK_BYTES = 4 * 1024 * 1024
-_JOIN_TIMEOUT = 60.0
+THREADS = 2
+_CHUNK_BYTES = 8 * 1024 * 1024
+# Batches are handed over in groups of so many bytes: every hand-over costs two threads some time.
+_GROUP_BYTES = 1024 * 1024
 
 
-class ParquetSource:
-    """The rows of one split of a prepared dataset, as one rank sees them (a ``BatchSource``).
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read, whatever they are read from.
+
+    Attributes:
+        prefetch_bytes: decoded bytes that a rank holds, including what the trainer works on; a quarter of it is the
+            window within which rows are shuffled, one waits, one is in the making and one in use.
+        window_bytes: the window's own size, where it is not a quarter of ``prefetch_bytes``; the same on every rank.
+        threads: how many threads decode.
+        timeout: seconds to wait for one batch.
+        transformation: makes the columns of a batch into other columns with as many rows; called by a reader thread.
+        cache: ``memory`` or ``disk`` keeps this rank's rows near it after they were read once; it then has the same
+            rows in every epoch.
+        cache_folder: where files of the cache go.
+    """
+
+    prefetch_bytes: int = PREFETCH_BYTES
+    window_bytes: int | None = None
+    threads: int = THREADS
+    timeout: float = READ_TIMEOUT
+    transformation: Transformation | None = None
+    cache: str | None = None
+    cache_folder: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_bytes", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.cache not in {None, "memory", "disk"}:
+            raise ConfigError(f"cache={self.cache!r} does not exist; there are 'memory', 'disk' and None.")
+
+    def window_rows(self, schema: DataSchema) -> int:
+        """The rows of a window."""
+        window = self.prefetch_bytes // 4 if self.window_bytes is None else self.window_bytes
+        return max(1, window // columns.row_bytes(schema))
+
+
+class RowSource:
+    """The rows of one split, as one rank sees them (a ``BatchSource``).
+
+    Args:
+        schema: the columns.
+        plan: which rows come when.
+        rank: whose rows.
+        blocks: opens what the rows are read from; called once per epoch.
+        reading: how to read.
+    """
+
+    def __init__(
+        self, schema: DataSchema, plan: Plan, rank: int, blocks: Callable[[], Blocks], reading: Reading
+    ) -> None:
+        self._schema = schema
+        self._plan = plan
+        self._rank = rank
+        self._open = blocks
+        self._reading = reading
+
+    @property
+    def schema(self) -> DataSchema:
+        """The columns as they are read; a transformation may make others of them."""
+        return self._schema
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the batches follow; ``plan.global_batches(epoch)`` tells the order of rows over all ranks."""
+        return self._plan
+
+    def steps(self) -> int:
+        """Steps per epoch, the same on every rank and in every epoch."""
+        return self._plan.steps()
+
+    def rows(self) -> int:
+        """Rows of the split over all ranks."""
+        return self._plan.total_rows
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of epoch ``number`` (from 0). Closing the iterator ends the prefetching at once.
+
+        Args:
+            number: the epoch.
+            first_step: where to begin; the batches are those that the whole epoch has from there on.
+
+        Raises:
+            DataError: the rows are not what was announced, or a transformation changed their number.
+            StoreError: a file cannot be read.
+            DeadlineExceededError: no batch came within the time for it.
+        """
+        if not 0 <= first_step <= self.steps():
+            raise ConfigError(f"first_step is {first_step}; an epoch has {self.steps()} steps, from 0.")
+        return self._epoch(number, first_step)
+
+    def _epoch(self, number: int, first_step: int) -> Iterator[Batch]:
+        blocks = self._open()
+        reading, name = self._reading, f"sparkhvd-read-{self._rank}"
+        decode = partial(_decoded, blocks, self._schema)
+        jobs: Iterator[AheadJob[Arrays]] = (
+            partial(decode, piece) for piece in self._plan.pieces(self._rank, number, first_step)
+        )
+        share = max(1, reading.prefetch_bytes // 4)
+        wait_for = f"the next rows of {blocks.where}"
+        chunks = Ahead(
+            jobs, limit=share, threads=reading.threads, name=name, timeout=reading.timeout, waiting_for=wait_for
+        )
+        windows = self._plan.windows(self._rank, number, first_step)
+        cut = partial(_groups, windows, chunks, self._schema, reading.transformation)
+        groups = Ahead([cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for)
+        try:
+            for group in groups:
+                yield from group
+        finally:
+            chunks.stop()
+            groups.stop()
+            groups.join()
+            chunks.join()
+
+
+class ParquetSource(RowSource):
+    """The rows of one split of a prepared dataset, as one rank sees them.
 
     Args:
         store: where the dataset lies.
@@ -43,12 +168,10 @@ class ParquetSource:
         world: this rank and the number of ranks.
         batch_size: rows of one rank in a full step.
         seed: of the shuffling.
-        shuffle: whether every epoch has an order of its own; otherwise the rows come in DataFrame order.
+        shuffle: whether every epoch has an order of its own; otherwise a rank's rows come in dataset order.
         steps_per_epoch: None means one pass over the rows. Fewer steps cut the pass short, more continue with
             further passes.
-        prefetch_bytes: decoded bytes that may wait for the trainer (one batch may, however large).
-        window_bytes: decoded bytes that may be held to shuffle them; the same on every rank.
-        read_timeout: seconds to wait for one batch.
+        reading: how to read.
 
     Raises:
         ConfigError: a number is below 1.
@@ -66,253 +189,154 @@ class ParquetSource:
         seed: int,
         shuffle: bool,
         steps_per_epoch: int | None = None,
-        prefetch_bytes: int = PREFETCH_BYTES,
-        window_bytes: int = WINDOW_BYTES,
-        read_timeout: float = READ_TIMEOUT,
+        reading: Reading | None = None,
     ) -> None:
-        if prefetch_bytes < 1:
-            raise ConfigError(f"prefetch_bytes is {prefetch_bytes}; it must be at least 1.")
-        self._store = store
-        self._manifest = manifest
-        self._split: SplitName = split
-        self._rank = world.rank
-        self._prefetch_bytes = prefetch_bytes
-        self._read_timeout = read_timeout
-        self._plan = Plan(
-            block_rows=manifest.split(split).block_rows(),
-            size=world.size,
-            batch_size=batch_size,
-            seed=seed,
-            shuffle=shuffle,
-            window_rows=max(1, window_bytes // columns.row_bytes(manifest.schema)),
-            steps_per_epoch=steps_per_epoch,
-        )
+        reading = Reading() if reading is None else reading
+        files, schema = manifest.split(split), manifest.schema
+        shards = SharedBlocks(files.block_rows(), world.size, keep=reading.cache is not None)
+        plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch)
+        kept: dict[Piece, Sequence[pa.RecordBatch]] = {}
 
-    @property
-    def schema(self) -> DataSchema:
-        """The columns of every batch."""
-        return self._manifest.schema
+        def blocks() -> Blocks:
+            found = ParquetBlocks(store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema))
+            if reading.cache is None:
+                return found
+            keep = cache.in_memory if reading.cache == "memory" else cache.on_disk(reading.cache_folder)
+            return cache.CachedBlocks(found, plan.shard(world.rank), keep, kept)
 
-    @property
-    def plan(self) -> Plan:
-        """The plan that the batches follow; ``plan.global_batches(epoch)`` tells the order of rows over all ranks."""
-        return self._plan
-
-    def steps(self) -> int:
-        """Steps per epoch, the same on every rank and in every epoch."""
-        return self._plan.steps()
-
-    def rows(self) -> int:
-        """Rows of the split over all ranks."""
-        return self._plan.total_rows
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        """The batches of epoch ``number`` (from 0). Closing the iterator ends the prefetching at once.
-
-        Raises:
-            DataError: a file does not hold what the manifest says.
-            StoreError: a file cannot be read.
-            DeadlineExceededError: no batch came within ``read_timeout``.
-        """
-        feed = _Feed(self._prefetch_bytes)
-        thread = threading.Thread(
-            target=_produce,
-            args=(feed, self._batches, number),
-            name=f"sparkhvd-read-{self._split}-{self._rank}",
-        )
-        thread.start()
-        waiting_for = f"the next batch of the {self._split} rows in {self._store.url}/{self._manifest.folder}"
-        try:
-            for _ in range(self.steps()):
-                yield feed.take(Deadline.after(self._read_timeout), waiting_for)
-        finally:
-            feed.close()
-            thread.join(_JOIN_TIMEOUT)
-
-    def _batches(self, number: int, stopped: Callable[[], bool]) -> Iterator[Batch]:
-        with _RowStream(self._store, self._manifest, self._split, stopped) as stream:
-            for window in self._plan.windows(self._rank, number):
-                yield from _cut(window, stream.read(window.pieces))
+        super().__init__(schema, plan, world.rank, blocks, reading)
 
 
 def head(store: Store, manifest: Manifest, rows: int) -> Arrays:
     """The first training rows (at most ``rows``) by column, for checks on the driver."""
-    pieces, left = [], rows
-    for block, available in enumerate(manifest.train.block_rows()):
-        if left > 0 and available:
-            pieces.append(Piece(block, 0, min(left, available)))
-            left -= available
-    with _RowStream(store, manifest, "train", stopped=lambda: False) as stream:
-        return stream.read(pieces)
+    schema, split = manifest.schema, manifest.train
+    blocks = ParquetBlocks(store, manifest.folder, split, columns.stored_names(schema), rows)
+    parts: list[Arrays] = []
+    for block, available in enumerate(split.block_rows()):
+        if rows > 0 and available:
+            piece = Piece(block, 0, min(rows, available))
+            parts += [chunk for chunk, _ in _decoded(blocks, schema, piece)]
+            rows -= piece.rows
+    return _joined(parts, schema)
 
 
-def _cut(window: Window, read: Arrays) -> Iterator[Batch]:
+def _chunk_rows(schema: DataSchema) -> int:
+    return min(1 << 20, max(16, _CHUNK_BYTES // columns.row_bytes(schema)))
+
+
+def _decoded(blocks: Blocks, schema: DataSchema, piece: Piece) -> Iterator[tuple[Arrays, int]]:
+    for batch in blocks.batches(piece):
+        arrays = {column.name: columns.decode(batch, column, blocks.where) for column in schema.columns}
+        if blocks.fresh:
+            arrays = {name: _owned(array) for name, array in arrays.items()}
+        yield arrays, sum(array.nbytes for array in arrays.values())
+
+
+class _Memory:
+    """Memory that an array lies in, for numpy to take as its own."""
+
+    def __init__(self, array: npt.NDArray[np.generic]) -> None:
+        self.owner = array
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _owned(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The same memory as a writable array: Arrow marks as read-only also what it has just made for us alone."""
+    if array.flags.writeable or not array.flags.c_contiguous or array.dtype.hasobject or array.dtype.kind in "Mm":
+        return array
+    return np.asarray(_Memory(array))
+
+
+def _groups(
+    windows: Iterator[Window], chunks: Ahead[Arrays], schema: DataSchema, transformation: Transformation | None
+) -> Iterator[tuple[list[Batch], int]]:
+    """The batches of all windows, in groups, with their bytes."""
+    rows = _Rows(iter(chunks))
+    group: list[Batch] = []
+    size = 0
+    for window in windows:
+        for batch in _cut(window, rows, schema):
+            done = batch if transformation is None else _transformed(batch, transformation)
+            group.append(done)
+            size += sum(array.nbytes for array in done.columns.values())
+        if size >= _GROUP_BYTES:
+            yield group, size
+            group, size = [], 0
+    if group:
+        yield group, size
+
+
+def _cut(window: Window, rows: _Rows, schema: DataSchema) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
-    start = 0
-    for rows, global_rows in zip(window.rows, window.global_rows, strict=True):
-        if window.order is None:  # such a window has one step
-            yield Batch(read, rows, global_rows)
-            continue
-        chosen = window.order[start : start + rows]
-        start += rows
-        yield Batch({name: np.take(array, chosen, axis=0) for name, array in read.items()}, rows, global_rows)
+    parts = rows.take(sum(piece.rows for piece in window.pieces))
+    if window.order is None:  # such a window has one step
+        yield Batch(_writable(parts, schema), window.rows[0], window.global_rows[0])
+        return
+    ends = np.cumsum([0, *window.rows]).tolist()
+    order = window.order[: ends[-1]]
+    shuffled = {
+        column.name: np.take(_together([part[column.name] for part in parts], column.name, schema), order, axis=0)
+        for column in schema.columns
+    }
+    for (start, stop), global_rows in zip(pairwise(ends), window.global_rows, strict=True):
+        yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
 
 
-class _StoppedError(Exception):
-    """Nobody wants the rows any more."""
+def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:
+    if len(parts) != 1:
+        return _joined(parts, schema)
+    return {name: array if array.flags.writeable else array.copy() for name, array in parts[0].items()}
 
 
-class _RowStream:
-    """Decodes pieces of row groups, one after the other; going forward in a row group never decodes a row twice."""
+def _joined(parts: list[Arrays], schema: DataSchema) -> Arrays:
+    """Parts one after the other, as arrays of their own."""
+    return {
+        column.name: np.array(
+            _together([part[column.name] for part in parts], column.name, schema), copy=len(parts) == 1
+        )
+        for column in schema.columns
+    }
 
-    def __init__(self, store: Store, manifest: Manifest, split: SplitName, stopped: Callable[[], bool]) -> None:
-        self._store = store
-        self._folder = manifest.folder
-        self._schema = manifest.schema
-        self._blocks = manifest.split(split).blocks()
-        self._stopped = stopped
-        self._chunk_rows = min(65536, max(16, _CHUNK_BYTES // columns.row_bytes(manifest.schema)))
-        self._opened = ExitStack()
-        self._block = -1
-        self._url = ""
-        self._batches: Iterator[pa.RecordBatch] = iter(())
+
+def _together(parts: list[npt.NDArray[np.generic]], name: str, schema: DataSchema) -> npt.NDArray[np.generic]:
+    if not parts:
+        return columns.empty(schema[name], 0)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _transformed(batch: Batch, transformation: Transformation) -> Batch:
+    found = transformation(batch.columns) if batch.rows else batch.columns
+    for name, array in found.items():
+        if len(array) != batch.rows:
+            raise DataError(
+                f"transformation_fn made {len(array)} rows of column {name!r} from a batch of {batch.rows}; it may "
+                "change columns but not the number of rows."
+            )
+    return Batch({name: np.ascontiguousarray(array) for name, array in found.items()}, batch.rows, batch.global_rows)
+
+
+class _Rows:
+    """Rows one after the other, from chunks of any size."""
+
+    def __init__(self, chunks: Iterator[Arrays]) -> None:
+        self._chunks = chunks
         self._chunk: Arrays = {}
-        self._first = self._end = 0  # the rows of the block that the chunk holds
+        self._at = self._end = 0  # what is left of the chunk
 
-    def __enter__(self) -> _RowStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def read(self, pieces: Sequence[Piece]) -> Arrays:
-        """The rows of these pieces, in their order, as arrays that the caller owns."""
-        total = sum(piece.rows for piece in pieces)
-        into: Arrays = {column.name: columns.empty(column, total) for column in self._schema.columns}
-        at = 0
-        for piece in pieces:
-            self._copy(piece, into, at)
-            at += piece.rows
-        return into
-
-    def _copy(self, piece: Piece, into: Arrays, at: int) -> None:
-        import pyarrow as pa  # noqa: PLC0415  (heavy)
-
-        start = piece.start
-        try:
-            if piece.block != self._block or start < self._first:
-                self._open(piece.block)
-            while start < piece.stop:
-                while start >= self._end:
-                    self._next_chunk()
-                stop = min(piece.stop, self._end)
-                for name, array in self._chunk.items():
-                    into[name][at : at + stop - start] = array[start - self._first : stop - self._first]
-                at += stop - start
-                start = stop
-        except (StoreError, DataError):
-            raise
-        except (OSError, pa.ArrowException) as error:
-            raise StoreError(f"Cannot read {self._url}: {error}.") from error
-
-    def _open(self, block: int) -> None:
-        file, index = self._blocks[block]
-        path = f"{self._folder}/{file.path}"
-        self._url = f"{self._store.url}/{path}"
-        self._opened.close()
-        filesystem, place = self._store.arrow(path)
-        opened = columns.open_parquet(self._opened.enter_context(filesystem.open_input_file(place)))
-        _check_row_groups(opened.metadata, file, self._url)
-        self._batches = opened.iter_batches(
-            self._chunk_rows, row_groups=[index], columns=columns.stored_names(self._schema), use_threads=False
-        )
-        self._block, self._chunk, self._first, self._end = block, {}, 0, 0
-
-    def _next_chunk(self) -> None:
-        if self._stopped():
-            raise _StoppedError
-        batch = next(self._batches, None)
-        if batch is None:
-            raise DataError(f"{self._url} ends after {self._end} rows of a row group that should have more.")
-        self._chunk = {column.name: columns.decode(batch, column, self._url) for column in self._schema.columns}
-        self._first, self._end = self._end, self._end + batch.num_rows
-
-
-def _check_row_groups(metadata: pa.FileMetaData, file: DataFile, url: str) -> None:
-    found = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-    if found != list(file.row_groups):
-        raise DataError(
-            f"{url} has row groups of {found} rows, the manifest says {list(file.row_groups)}; the dataset was changed "
-            "after it was prepared. Prepare it again."
-        )
-
-
-class _Feed:
-    """Batches on their way from the prefetch thread to the trainer, bounded by bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._changed = threading.Condition()  # guards everything below
-        self._batches: deque[tuple[Batch, int]] = deque()
-        self._bytes = 0
-        self._closed = False
-        self._ended = False
-        self._error: Exception | None = None
-
-    def put(self, batch: Batch) -> None:
-        """Wait for room and add a batch; raises ``_StoppedError`` once nobody will take it."""
-        size = sum(array.nbytes for array in batch.columns.values())
-        with self._changed:
-            while self._batches and self._bytes + size > self._limit and not self.stopped():
-                # A slow trainer is no error, so this wait goes on; but it looks now and then whether there is one.
-                self._changed.wait(1.0)
-            if self.stopped():
-                raise _StoppedError
-            self._batches.append((batch, size))
-            self._bytes += size
-            self._changed.notify_all()
-
-    def take(self, deadline: Deadline, waiting_for: str) -> Batch:
-        """The next batch, or the error that the prefetch thread ended with."""
-        with self._changed:
-            while not self._batches:
-                if self._error is not None:
-                    raise self._error
-                if self._ended:
-                    raise DataError(f"The reader ended before {waiting_for}.")
-                deadline.check(waiting_for)
-                self._changed.wait(deadline.remaining())
-            batch, size = self._batches.popleft()
-            self._bytes -= size
-            self._changed.notify_all()
-            return batch
-
-    def end(self, error: Exception | None) -> None:
-        """Nothing more will come."""
-        with self._changed:
-            self._ended, self._error = True, error
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Nothing more will be taken."""
-        with self._changed:
-            self._closed = True
-            self._batches.clear()
-            self._changed.notify_all()
-
-    def stopped(self) -> bool:
-        """Whether nobody will take another batch: closed, or the interpreter is about to end without closing."""
-        return self._closed or not threading.main_thread().is_alive()
-
-
-def _produce(feed: _Feed, batches: Callable[[int, Callable[[], bool]], Iterator[Batch]], epoch: int) -> None:
-    error: Exception | None = None
-    try:
-        for batch in batches(epoch, feed.stopped):
-            feed.put(batch)
-    except _StoppedError:
-        pass
-    except Exception as caught:  # noqa: BLE001  (the trainer's thread raises it)
-        error = caught
-    finally:
-        feed.end(error)
+    def take(self, rows: int) -> list[Arrays]:
+        """The next rows, in as many parts as they come in."""
+        parts = deque[Arrays]()
+        while rows > 0:
+            if self._at == self._end:
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    raise DataError(f"The reader ended {rows} rows before the end of the plan.")
+                self._chunk, self._at = chunk, 0
+                self._end = len(next(iter(chunk.values())))
+            stop = min(self._at + rows, self._end)
+            parts.append({name: array[self._at : stop] for name, array in self._chunk.items()})
+            rows -= stop - self._at
+            self._at = stop
+        return list(parts)

@@ -16,7 +16,7 @@ from sparkhvd.errors import ConfigError, LaunchError
 from sparkhvd.task.job import Job
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 # A launcher is one module, and one row here.
 _LAUNCHERS = {
@@ -40,6 +40,7 @@ class LaunchRequest:
         extra_mpi_args: more arguments of ``mpirun``.
         hosts: machines to use without Spark.
         ssh: how to reach them.
+        rows: has one partition per rank, which goes to it; None gives no rows.
     """
 
     num_proc: int | None
@@ -48,6 +49,7 @@ class LaunchRequest:
     extra_mpi_args: tuple[str, ...] = ()
     hosts: tuple[Host, ...] = ()
     ssh: SshOptions = field(default_factory=SshOptions)
+    rows: DataFrame | None = None
 
     def session(self) -> SparkSession:
         """The session to use.
@@ -122,6 +124,11 @@ def choose(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: 
         raise ConfigError(f"ssh_port and ssh_identity_file are for launcher='ssh', not {name!r}; give hosts, too.")
     if name not in _ON_SPARK and request.resources:
         raise ConfigError(f"gpus_per_task and cpus_per_task are for Spark tasks; launcher={name!r} starts none.")
+    if name != "barrier" and request.rows is not None:
+        raise ConfigError(
+            f"launcher={name!r} cannot give the rows of a DataFrame to the ranks; take launcher='barrier', or write "
+            "the rows to a Store first."
+        )
     return name
 
 

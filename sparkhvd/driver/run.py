@@ -24,7 +24,7 @@ from sparkhvd.errors import ConfigError
 from sparkhvd.task.job import Job
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 Result = TypeVar("Result")
 
@@ -55,6 +55,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     cpus_per_task: int | None = None,
     output_filename: str | None = None,
     preload: Sequence[str] = (),
+    rows: DataFrame | None = None,
 ) -> list[Result]:
     """Run ``fn`` in ``num_proc`` processes on the Spark cluster, connected through ``hvd.init()``.
 
@@ -100,6 +101,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         output_filename: a folder in which each rank's output is kept as well, in ``rank.<number>/stdout`` and
             ``stderr``.
         preload: modules that the processes import while they wait for each other.
+        rows: a DataFrame with ``num_proc`` partitions; each goes to one rank, which finds it with
+            ``sparkhvd.config.given_rows()`` as a local Arrow file.
 
     Returns:
         What ``fn`` returned on each rank, ordered by rank; 256 MB in all at most.
@@ -119,6 +122,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         extra_mpi_args=_words(extra_mpi_args),
         hosts=parse_hosts(hosts) if hosts is not None else (),
         ssh=SshOptions(ssh_port, ssh_identity_file),
+        rows=rows,
     )
     return run_with(
         request,
@@ -178,6 +182,7 @@ def run_with(
         log_level=_log_level(verbose) if config.log_level is None else config.log_level,
         executable=executable or "",
         nics=tuple(nics or ()),
+        gives_rows=request.rows is not None,
     )
     kept = Path(output_filename) if output_filename is not None else None
     stream = LogStream(stdout, stderr, prefix_output_with_timestamp, kept, job.num_proc)

@@ -15,8 +15,9 @@ from sparkhvd.task.job import RESULT_SCHEMA
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark import SparkStageInfo
     from pyspark.resource import ResourceProfile
-    from pyspark.sql import Row, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +35,17 @@ class BarrierStage:
         task: runs in each of them and yields rows of ``RESULT_SCHEMA``; a module-level function and its data.
         profile: the resources of a task; None leaves it to the session's settings.
         on_end: called when the job has ended, from its thread.
+        rows: what the tasks get, one partition each; None is nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         spark: SparkSession,
         num_tasks: int,
         task: TaskFunction,
         profile: ResourceProfile | None,
         on_end: Callable[[], None],
+        rows: DataFrame | None = None,
     ) -> None:
         from pyspark import InheritableThread  # noqa: PLC0415 - importing this module needs no Spark
 
@@ -51,6 +54,7 @@ class BarrierStage:
         self._task = task
         self._profile = profile
         self._on_end = on_end
+        self._given = rows
         self._tag = f"sparkhvd-{uuid.uuid4()}"
         self._finished = threading.Event()
         self._rows: Sequence[Row] = ()  # written before _finished is set
@@ -86,7 +90,13 @@ class BarrierStage:
         Raises:
             StartTimeoutError: they did not in time.
         """
-        if started.wait(deadline.remaining()) or self._tasks_run(seconds):
+        while not started.wait(deadline.remaining()):
+            if self._tasks_run(seconds):
+                return
+            if self._given is None or not self._evaluates():
+                break
+            deadline = Deadline.after(seconds)
+        else:
             return
         raise StartTimeoutError(
             f"Timed out waiting for Spark tasks to start. The cluster has slots for {self._num_tasks} ranks, but "
@@ -105,9 +115,10 @@ class BarrierStage:
     def _collect(self) -> None:
         try:
             self._add_tag()
-            tasks = self._spark.range(self._num_tasks, numPartitions=self._num_tasks).mapInArrow(
-                self._task, RESULT_SCHEMA, barrier=True, profile=self._profile
-            )
+            given = self._given
+            if given is None:
+                given = self._spark.range(self._num_tasks, numPartitions=self._num_tasks)
+            tasks = given.mapInArrow(self._task, RESULT_SCHEMA, barrier=True, profile=self._profile)
             # The exchange makes the barrier stage a map stage: Spark runs those again when it loses an executor.
             self._rows = tasks.repartition(1).collect()
         except Exception as error:  # noqa: BLE001 - whoever waits for the result raises it in the caller's thread
@@ -138,9 +149,16 @@ class BarrierStage:
             # A client cannot see the tasks; ending a job that runs would be worse than waiting for one that does not.
             logger.warning("No rank reported its start within %g s; still waiting.", seconds)
             return True
+        return any(stage.numTasks == self._num_tasks == stage.numActiveTasks for stage in self._stages())
+
+    def _evaluates(self) -> bool:
+        """Whether Spark is at work on the rows that the tasks will get."""
+        return any(stage.numActiveTasks for stage in self._stages())
+
+    def _stages(self) -> list[SparkStageInfo]:
         context = self._spark.sparkContext
         tracker = context.statusTracker()
         tagged = context._jsc.sc().statusTracker().getJobIdsForTag(self._tag)  # noqa: SLF001 - PySpark does not pass it on
         jobs = [job for number in tagged if (job := tracker.getJobInfo(number)) is not None]
         stages = [tracker.getStageInfo(number) for job in jobs for number in job.stageIds]
-        return any(stage is not None and stage.numTasks == self._num_tasks == stage.numActiveTasks for stage in stages)
+        return [stage for stage in stages if stage is not None]

@@ -7,6 +7,7 @@ import math
 import secrets
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,12 +16,13 @@ from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.config import from_environment
+from sparkhvd.data.direct import dealt
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.prepare import Writing
 from sparkhvd.data.prepared import acquire
 from sparkhvd.data.readers import head
 from sparkhvd.data.schema import ColumnSpec, DataSchema
-from sparkhvd.data.selection import select
+from sparkhvd.data.selection import Selection, select
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.run import run
 from sparkhvd.driver.slots import describe_cluster, reserve
@@ -31,7 +33,15 @@ from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.predict import OutputSpec
-from sparkhvd.estimators.worker import TrainJob, TrainResult, find_plugin, train_worker
+from sparkhvd.estimators.worker import (
+    SAMPLE_ROWS,
+    Refused,
+    StoredRows,
+    TrainJob,
+    TrainResult,
+    find_plugin,
+    train_worker,
+)
 from sparkhvd.store import Store, layout
 
 if TYPE_CHECKING:
@@ -39,9 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE_ROWS = 2
 _NEXT_STEP = {
-    "store": "make one with sparkhvd.Store.create('file:///a/folder/that/all/executors/share')",
     "feature_cols": "give the names of the columns that the model reads",
     "label_cols": "give the names of the columns that the model learns",
 }
@@ -53,7 +61,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     plugin: ClassVar[str]
     model_class: ClassVar[type[TrainedModel]]
     preload: ClassVar[tuple[str, ...]]  # what the ranks import while they wait for each other; first the framework
-    required: ClassVar[tuple[str, ...]] = ("store", "feature_cols", "label_cols")
+    required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
 
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         params = self._checked_values()
@@ -71,6 +79,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         # A split by a seed that nobody chose is another one every time.
         keeps = params["random_seed"] is not None or not isinstance(selection.validation, float)
         self._settle(spark, params)
+        if params["data"] == "direct":
+            return self._fit_direct(dataset, selection, params)
         writing = Writing(params["num_proc"], params["random_seed"], params["partitions_per_process"])
         keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
         with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
@@ -91,18 +101,28 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params["run_id"] = params["run_id"] or self._new_run_id()
         params["random_seed"] = _seed(params)
 
+    def _fit_direct(self, dataset: DataFrame, selection: Selection, params: Mapping[str, Any]) -> TrainedModel:
+        """Train on rows that go straight from Spark to the ranks."""
+        logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
+        rows = dealt(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
+        return self._model(params, self._train(dataset.sparkSession, params, selection.schema, selection, rows))
+
     def _fit_rows(
         self, spark: SparkSession, params: Mapping[str, Any], rows: Store, manifest: Manifest
     ) -> TrainedModel:
         """Train on rows that lie in a Store, which need not be the one of the run."""
         plugin = find_plugin(self.plugin)
-        shapes = plugin.check(params, manifest.schema, head(rows, manifest, _SAMPLE_ROWS))
+        shapes = plugin.check(params, manifest.schema, head(rows, manifest, SAMPLE_ROWS))
         logger.info("run %s: %s", params["run_id"], plugin.mapping(params, manifest.schema))
-        result = self._train(spark, params, rows, manifest)
-        return self._model(params, manifest, shapes, result)
+        result = self._train(spark, params, manifest.schema, StoredRows(rows, manifest))
+        return self._model(params, replace(result, shapes=shapes))
 
     def _checked_values(self) -> dict[str, Any]:
         params = self.values()
+        if params["data"] == "auto":
+            params["data"] = "direct" if params["store"] is None else "store"
+        if params["store"] is None:
+            _refuse_what_needs_a_store(params)
         for name in self.required:
             if params[name] is None or params[name] == ():
                 hint = f": {_NEXT_STEP[name]}" if name in _NEXT_STEP else ""
@@ -117,18 +137,24 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         framework = self.preload[0]
         return f"{framework}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
 
-    def _train(self, spark: SparkSession, params: Mapping[str, Any], rows: Store, manifest: Manifest) -> TrainResult:
+    def _train(
+        self,
+        spark: SparkSession,
+        params: Mapping[str, Any],
+        schema: DataSchema,
+        rows: StoredRows | Selection,
+        given: DataFrame | None = None,
+    ) -> TrainResult:
         plugin = find_plugin(self.plugin)
-        packed = plugin.pack({**params, "schema": manifest.schema})
+        packed = plugin.pack({**params, "schema": schema})
         path = f"{layout.run_folder(params['run_id'])}/payload-{uuid.uuid4().hex[:16]}"
         job = TrainJob(
             plugin=self.plugin,
             store=params["store"],
             rows=rows,
-            manifest=manifest,
             run_id=params["run_id"],
             payload=files.payload(params["store"], path, packed),
-            spec=_train_spec(params, manifest.schema),
+            spec=_train_spec(params, schema),
         )
         try:
             results = run(
@@ -139,18 +165,20 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 env=self._environment(),
                 preload=self.preload,
                 verbose=params["verbose"],
+                rows=given,
             )
         finally:
             if job.payload.file is not None:
                 params["store"].delete(path)
-        return next(result for result in results if result is not None)  # only rank 0 returns one
+        result = next(result for result in results if result is not None)  # only rank 0 returns one
+        if isinstance(result, Refused):
+            raise result.error
+        return result
 
-    def _model(
-        self, params: Mapping[str, Any], manifest: Manifest, shapes: list[tuple[int, ...]], result: TrainResult
-    ) -> TrainedModel:
-        labels = manifest.schema.of("label")
-        outputs = tuple(_output(shape, label) for shape, label in zip(shapes, labels, strict=True))
-        trained = Trained(params["store"], result.files, manifest.schema, outputs, result.history)
+    def _model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
+        labels = result.schema.of("label")
+        outputs = tuple(_output(shape, label) for shape, label in zip(result.shapes, labels, strict=True))
+        trained = Trained(result.kept or params["store"], result.files, result.schema, outputs, result.history)
         return self.model_class(
             trained,
             feature_columns=params["feature_cols"],
@@ -169,8 +197,20 @@ def _seed(params: Mapping[str, Any]) -> int:
     """The seed: the given one, that of the run to be continued, or a new one."""
     if params["random_seed"] is not None:
         return int(params["random_seed"])
-    path = checkpoint.latest(params["store"], params["run_id"])
-    return secrets.randbelow(2**31) if path is None else checkpoint.load(params["store"], path).seed
+    store = params["store"]
+    path = None if store is None else checkpoint.latest(store, params["run_id"])
+    return secrets.randbelow(2**31) if path is None else checkpoint.load(store, path).seed
+
+
+def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
+    how = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
+    if params["data"] == "store":
+        raise ParamError(f"data='store' sends the rows through a Store, but none is given. {how}, or data='auto'.")
+    if params["run_id"] is not None:
+        raise ParamError(
+            f"run_id={params['run_id']!r} names a run whose checkpoints a later fit continues from; without a Store "
+            f"nothing is kept but the trained model. {how}, or leave run_id out."
+        )
 
 
 def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:

@@ -8,16 +8,97 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
-from sparkhvd.errors import StoreError
+from sparkhvd.driver.slots import is_connect
+from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 # Below what a job itself may hold (100 MB), with room for the rest of it.
 INLINE_BYTES = 64 * 1024 * 1024
+
+
+class Source(Protocol):
+    """Where files can be read: a Store, or one of the two below."""
+
+    @property
+    def url(self) -> str: ...
+    def open(self, path: str, mode: Literal["rb"]) -> BinaryIO: ...
+
+
+@dataclass(frozen=True)
+class SessionFiles:
+    """Files that were sent to the executors with a Spark session."""
+
+    url: str = "files sent with the Spark session"
+
+    def open(self, path: str, mode: Literal["rb"]) -> BinaryIO:
+        from pyspark import SparkFiles  # noqa: PLC0415  (ranks read this module without Spark)
+
+        return Path(SparkFiles.get(_session_name(path))).open(mode)
+
+
+@dataclass(frozen=True)
+class KeptFiles:
+    """Files in the memory of this process: a model that was trained without a Store.
+
+    Attributes:
+        content: their content, by path.
+    """
+
+    content: tuple[tuple[str, bytes], ...] = field(repr=False)
+    url: str = "memory"
+
+    def open(self, path: str, mode: Literal["rb"]) -> BinaryIO:
+        if mode != "rb":
+            raise StoreError(f"{path} is kept in memory and is only read.")
+        return BytesIO(dict(self.content)[path])
+
+    def sent(self, spark: SparkSession) -> SessionFiles:
+        """The same files where the executors of a session can read them; the session keeps them until it ends."""
+        if is_connect(spark):
+            self._upload(spark)
+        else:
+            self._offer(spark)
+        return SessionFiles()
+
+    def _upload(self, spark: SparkSession) -> None:
+        with tempfile.TemporaryDirectory(prefix="sparkhvd-send-") as folder:
+            for path, content in self.content:
+                file = Path(folder) / _session_name(path)
+                file.write_bytes(content)
+                try:
+                    spark.addArtifacts(str(file), file=True)
+                except Exception as error:
+                    if "ALREADY_EXISTS" not in str(error):  # else it is the same: the name is made of the content
+                        raise
+
+    def _offer(self, spark: SparkSession) -> None:
+        from pyspark import SparkFiles  # noqa: PLC0415
+
+        # Executors fetch the files from here whenever they start; Spark removes the folder with the application.
+        folder = Path(SparkFiles.getRootDirectory()) / "sparkhvd-models"
+        folder.mkdir(exist_ok=True)
+        for path, content in self.content:
+            file = folder / _session_name(path)
+            if not file.exists():
+                unfinished = file.with_name(f".{uuid.uuid4().hex}")
+                unfinished.write_bytes(content)
+                unfinished.replace(file)
+                spark.sparkContext.addFile(str(file))
+
+
+def _session_name(path: str) -> str:
+    return path.replace("/", "-")
 
 
 @dataclass(frozen=True)
@@ -27,7 +108,7 @@ class StoredFile:
     path: str
     sha256: str
 
-    def read(self, store: Store) -> bytes:
+    def read(self, store: Source) -> bytes:
         """The content.
 
         Raises:
@@ -50,9 +131,9 @@ class Payload:
     content: bytes = b""
     file: StoredFile | None = None
 
-    def read(self, store: Store) -> bytes:
+    def read(self, store: Store | None) -> bytes:
         """The bytes."""
-        return self.content if self.file is None else self.file.read(store)
+        return self.content if self.file is None or store is None else self.file.read(store)
 
 
 def write(store: Store, path: str, content: bytes) -> StoredFile:
@@ -61,9 +142,29 @@ def write(store: Store, path: str, content: bytes) -> StoredFile:
     return StoredFile(path, hashlib.sha256(content).hexdigest())
 
 
-def payload(store: Store, path: str, content: bytes) -> Payload:
-    """Keep small content inline and write large content to ``path``."""
+def payload(store: Store | None, path: str, content: bytes) -> Payload:
+    """Keep small content inline and write large content to ``path``.
+
+    Raises:
+        ParamError: it is large, and there is no Store.
+    """
+    if store is None and len(content) > INLINE_BYTES:
+        raise ParamError(
+            f"The model with its optimizer and loss is {len(content):,} bytes; more than {INLINE_BYTES:,} need a Store "
+            "on their way to the ranks and back. Pass store=."
+        )
+    if store is None:
+        return Payload(content)
     return Payload(content) if len(content) <= INLINE_BYTES else Payload(file=write(store, path, content))
+
+
+def keep_folder(source: Path) -> tuple[tuple[StoredFile, ...], KeptFiles]:
+    """All files of a local folder, for a process without a Store; the same content has the same paths."""
+    contents = {file.name: file.read_bytes() for file in sorted(source.iterdir())}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    folder = f"sparkhvd-model-{hashlib.sha256(repr(digests).encode()).hexdigest()[:32]}"
+    found = tuple(StoredFile(f"{folder}/{name}", digest) for name, digest in digests.items())
+    return found, KeptFiles(tuple((f"{folder}/{name}", content) for name, content in contents.items()))
 
 
 def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, ...]:
@@ -72,11 +173,11 @@ def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, .
 
 
 @contextmanager
-def fetched(store: Store, files: tuple[StoredFile, ...], within: str | None = None) -> Iterator[Path]:
+def fetched(store: Source, files: tuple[StoredFile, ...], within: str | None = None) -> Iterator[Path]:
     """A local folder with copies of these files, which is removed at the end.
 
     Args:
-        store: where the files lie.
+        store: where they can be read.
         files: the files; their names in the folder are the last parts of their paths.
         within: the folder in which the new one is made; None is the system's for temporary files.
     """

@@ -13,12 +13,11 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import expressions, schema_of, source
 from sparkhvd.errors import ParamError, SchemaError
-from sparkhvd.estimators.files import StoredFile
+from sparkhvd.estimators.files import KeptFiles, Source, StoredFile
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.params import ModelParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_model, write_model
 from sparkhvd.estimators.predict import OutputSpec, PredictSpec, arrow_function, field_of
-from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -32,14 +31,14 @@ class Trained:
     """What a training run left.
 
     Attributes:
-        store: where the model lies.
+        store: where the model lies: a Store, or this process where it was trained without one.
         files: its files.
         schema: the columns that it was trained on.
         outputs: what it gives, one per label column.
         history: one record per epoch.
     """
 
-    store: Store
+    store: Source
     files: tuple[StoredFile, ...]
     schema: DataSchema
     outputs: tuple[OutputSpec, ...]
@@ -142,9 +141,10 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
                     f"{_article(known.kind)} ({known.name!r})."
                 )
             features.append(replace(column, shape=known.shape, fill=known.fill, sparse=known.sparse))
+        store = self._trained.store
         return PredictSpec(
             plugin=self.plugin,
-            store=self._trained.store,
+            store=store.sent(dataset.sparkSession) if isinstance(store, KeptFiles) else store,
             files=self._trained.files,
             features=tuple(features),
             names=tuple(column.name for column in trained),

@@ -10,6 +10,8 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.declare import Declarations, Declared, declared
 from sparkhvd.store import Store
 
+DATA_WAYS = ("auto", "direct", "store")
+
 
 def positive_integer(name: str, value: Any) -> int:
     """A whole number of at least 1."""
@@ -104,6 +106,13 @@ def a_store(name: str, value: Any) -> Store:
     return value
 
 
+def data_way(name: str, value: Any) -> str:
+    """A way of the rows."""
+    if value not in DATA_WAYS:
+        raise ParamError(f"{name}={value!r} does not exist; there are {', '.join(map(repr, DATA_WAYS))}.")
+    return str(value)
+
+
 class EstimatorParams(Declarations):
     """What every estimator can be told."""
 
@@ -111,7 +120,15 @@ class EstimatorParams(Declarations):
         "Number of ranks (training processes); None means all slots of the cluster.", positive_integer, default=None
     )
     store: Declared[Store | None] = declared(
-        "Where prepared data, checkpoints and the trained model are kept.", a_store, default=None
+        "Where prepared data, checkpoints and the trained model are kept; None trains without them.",
+        a_store,
+        default=None,
+    )
+    data: Declared[str] = declared(
+        "How rows reach the ranks: through the Store ('store'), straight from Spark ('direct'), or through the Store "
+        "where one is given ('auto').",
+        data_way,
+        default="auto",
     )
     feature_cols: Declared[Sequence[str] | None] = declared(
         "Columns that the model reads, in the order of its inputs.", names, default=None

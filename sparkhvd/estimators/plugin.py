@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.data.batches import BatchSource
+from sparkhvd.data.readers import Reading
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.world import World
 
@@ -31,6 +32,7 @@ class TrainSpec:
     shuffle: bool = True
     train_steps_per_epoch: int | None = None
     validation_steps_per_epoch: int | None = None
+    reading: Reading = field(default_factory=Reading)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,12 @@ class FrameworkPlugin(Protocol):
 
         Returns:
             The shape of one row of every output, empty while it cannot be known.
+        """
+
+    def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
+        """What ``check`` does with rows, from what ``pack`` gave: by a rank, where only ranks have the rows.
+
+        ``pack`` may not have known the shapes; ``schema`` has them all.
         """
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:

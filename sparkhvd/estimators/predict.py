@@ -12,10 +12,9 @@ import pyarrow as pa
 from sparkhvd.data import columns as columns_of
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import DataError, ModelOutputError
-from sparkhvd.estimators.files import StoredFile, fetched
+from sparkhvd.estimators.files import Source, StoredFile, fetched
 from sparkhvd.estimators.plugin import Predictor
 from sparkhvd.estimators.worker import find_plugin
-from sparkhvd.store.protocol import Store
 
 _LOADED_LIMIT = 4
 # The loaded models of this Python worker, by the digests of their files; Spark reuses the process for later tasks.
@@ -43,7 +42,7 @@ class PredictSpec:
 
     Attributes:
         plugin: ``module:name`` of the framework's plug-in.
-        store: where the model lies.
+        store: where the model can be read.
         files: its files.
         features: the columns as they come, in the order of the model's inputs, with the shapes of the training.
         names: the names that the model knows these columns by.
@@ -52,7 +51,7 @@ class PredictSpec:
     """
 
     plugin: str
-    store: Store
+    store: Source
     files: tuple[StoredFile, ...]
     features: tuple[ColumnSpec, ...]
     names: tuple[str, ...]

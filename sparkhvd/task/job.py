@@ -34,6 +34,7 @@ class Job:
         log_level: level of the ``sparkhvd`` logger in the workers.
         executable: the Python of the workers; empty is that of whoever starts them.
         nics: network interfaces to use; empty finds the right ones.
+        gives_rows: whether the rows of a task's partition go to its rank.
     """
 
     payload: bytes = field(repr=False)
@@ -48,6 +49,7 @@ class Job:
     log_level: int = logging.INFO
     executable: str = ""
     nics: tuple[str, ...] = ()
+    gives_rows: bool = False
 
     def with_log_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
         """The same job, with the place where the driver takes the output."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -13,7 +13,11 @@ from pyspark import BarrierTaskContext
 
 from sparkhvd.addresses import address_to_bind
 from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.config import given_rows_variable, local_folders
+from sparkhvd.data.facts import SPLIT
+from sparkhvd.data.spool import Spool
 from sparkhvd.deadline import Deadline
+from sparkhvd.errors import StoreError
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.task.assignment import TaskOffer, assign
 from sparkhvd.task.devices import write_device_map
@@ -25,6 +29,7 @@ from sparkhvd.task.process import WorkerProcess, spawn_worker
 from sparkhvd.task.rank import Plan, accompany, worker_spec
 from sparkhvd.task.rows import result_rows
 from sparkhvd.task.threads import thread_defaults
+from sparkhvd.task.worker_spec import Raised
 
 
 def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -32,9 +37,6 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
 
     A failing rank is a row. Only lost infrastructure raises: Spark then runs the whole stage again.
     """
-    for _ in batches:  # Spark wants its input read
-        continue
-    deadline = Deadline.after(job.start_timeout)
     context = BarrierTaskContext.get()
     with ExitStack() as stack:
         log = DriverLog(job)
@@ -43,6 +45,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         defaults = thread_defaults(place.cpus)
         worker = WorkerProcess(spawn_worker(dict(job.env), defaults, job.preload, job.executable), log)
         stack.callback(worker.close)
+        paths, problem = _received(job, batches, stack)
+        deadline = Deadline.after(job.start_timeout)  # the rows may have taken any time
         plan = _gather(context, place, job.nics, stack)
         slot = next(one for one in plan.slots if one.offer.task_index == place.index)
         log.rank = slot.world.rank
@@ -50,9 +54,30 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         if slot.world.rank == 0:
             log.started()
             write_device_map(plan.slots, log)
-        worker.send(worker_spec(job, plan, slot))
+        if problem is not None:
+            worker.events.put(Raised(str(problem), "", secondary=False))
+        worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
         content = accompany(plan, slot, worker, deadline)
     yield from result_rows(slot.world.rank, content)
+
+
+def _received(
+    job: Job, batches: Iterator[pa.RecordBatch], stack: ExitStack
+) -> tuple[Mapping[str, str], StoreError | None]:
+    """Where the rows of this task lie, for its rank; or what kept them from it."""
+    problem: StoreError | None = None
+    spool = Spool(local_folders(), by=SPLIT, otherwise="train")
+    stack.callback(spool.close)
+    for batch in batches:  # Spark wants its input read, whatever comes of it
+        if job.gives_rows and problem is None:
+            try:
+                spool.write(batch)
+            except StoreError as error:
+                problem = error
+    try:
+        return spool.finish(), problem
+    except StoreError as error:
+        return {}, problem or error
 
 
 def _gather(context: BarrierTaskContext, place: TaskPlace, nics: tuple[str, ...], stack: ExitStack) -> Plan:

@@ -42,8 +42,8 @@ class Plan:
     token: bytes = field(repr=False)
 
 
-def worker_spec(job: Job, plan: Plan, slot: Slot) -> WorkerSpec:
-    """What the worker of a slot is told."""
+def worker_spec(job: Job, plan: Plan, slot: Slot, given: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
+    """What the worker of a slot is told; ``given`` are variables that say what its task has for it."""
     context = LaunchContext(
         world=slot.world,
         rendezvous=plan.rendezvous if slot.world.size > 1 else (),
@@ -52,7 +52,7 @@ def worker_spec(job: Job, plan: Plan, slot: Slot) -> WorkerSpec:
         bind_host=slot.offer.bind_host,
         config=job.config,
     )
-    return WorkerSpec(context, job.payload, _variables(job, plan, slot))
+    return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *given))
 
 
 def accompany(

@@ -87,28 +87,26 @@ def plain(batches):
     return flat(model)
 
 
-def in_order(count, size, epochs):
-    x, y = rows(count)
-    return [(x[i : i + size], y[i : i + size]) for _ in range(epochs) for i in range(0, count, size)]
-
-
-def by_plan(spark, store, count, num_proc, epochs):
+def by_plan(spark, store, count, num_proc, epochs, *, shuffle):
     """The global batches of a fit in the order that its plan says, from rows read in dataset order."""
     assert store.list("datasets") == [], "rows that cannot be recognised stayed after the fit"
     with prepare_data(num_proc, store, frame(spark, count, 3), ["y"], ["x"]) as data:  # the same row groups again
-        return batches_of(store, data.manifest, num_proc, epochs)
+        return batches_of(store, data.manifest, num_proc, epochs, shuffle=shuffle)
 
 
-def batches_of(store, manifest, num_proc, epochs):
+def batches_of(store, manifest, num_proc, epochs, *, shuffle):
     all_rows = list(ParquetSource(store, manifest, "train", World(), 1000, seed=0, shuffle=False).epoch(0))
     x = np.concatenate([batch.columns["x"] for batch in all_rows])
     y = np.concatenate([batch.columns["y"] for batch in all_rows])
     world = World(size=num_proc)
-    plan = ParquetSource(store, manifest, "train", world, BATCH, seed=SEED, shuffle=True).plan
+    plan = ParquetSource(store, manifest, "train", world, BATCH, seed=SEED, shuffle=shuffle).plan
     ids = [[np.concatenate(step) for step in plan.global_batches(epoch)] for epoch in range(epochs)]
     for epoch in ids:
         assert sorted(np.concatenate(epoch)) == list(range(len(y)))
-    assert list(np.concatenate(ids[0])) != list(np.concatenate(ids[1]))
+    if shuffle:
+        assert list(np.concatenate(ids[0])) != list(np.concatenate(ids[1]))
+    else:
+        assert list(ids[0][0][:BATCH]) == list(range(BATCH))
     return [(x[step], y[step]) for epoch in ids for step in epoch]
 
 
@@ -125,14 +123,14 @@ def assert_equal(model, wanted):
         (3, 10 * 3 * BATCH + 2, 2),  # in the last step one rank has no row
     ],
 )
-def test_without_shuffling_the_order_is_that_of_the_dataframe(spark, store, num_proc, count, epochs):
+def test_without_shuffling_each_rank_has_its_part_of_the_dataframe_in_order(spark, store, num_proc, count, epochs):
     model = fit(spark, store, count, num_proc, epochs=epochs, shuffle=False)
-    assert_equal(model, plain(in_order(count, num_proc * BATCH, epochs)))
+    assert_equal(model, plain(by_plan(spark, store, count, num_proc, epochs, shuffle=False)))
 
 
 def test_with_shuffling_the_order_is_that_of_the_plan_and_the_same_seed_is_the_same_run(spark, store, tmp_path):
     count, epochs = 10 * 2 * BATCH + 1, 2  # in the last step one rank has no row
     model = fit(spark, store, count, 2, epochs=epochs, shuffle=True)
-    assert_equal(model, plain(by_plan(spark, store, count, 2, epochs)))
+    assert_equal(model, plain(by_plan(spark, store, count, 2, epochs, shuffle=True)))
     again = fit(spark, Store.create(str(tmp_path / "another store")), count, 2, epochs=epochs, shuffle=True)
     assert np.array_equal(flat(again.getModel()), flat(model.getModel()))

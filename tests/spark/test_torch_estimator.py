@@ -381,7 +381,16 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
             "Column 'text' has the type string, which cannot be a feature of a model",
         ),
         ({"validation": "holdout"}, SchemaError, r"There is no column 'holdout' \(asked for as validation\)"),
-        ({"store": None}, ParamError, r"TorchEstimator needs store: make one with sparkhvd\.Store\.create"),
+        (
+            {"store": None, "data": "store"},
+            ParamError,
+            r"data='store' sends the rows through a Store, but none is given",
+        ),
+        (
+            {"store": None, "run_id": "mine"},
+            ParamError,
+            r"run_id='mine' names a run .* without a Store nothing is kept",
+        ),
         ({"model": None}, ParamError, r"TorchEstimator needs model\."),
         ({"loss": None}, ParamError, r"TorchEstimator needs loss\."),
         ({"feature_cols": None}, ParamError, "TorchEstimator needs feature_cols: give the names"),

@@ -46,7 +46,7 @@ class BarrierHandle:
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
             task = functools.partial(run_task, job.with_log_addresses(addresses))
             profile = profile_of(spark, request.resources)
-            self._stage = BarrierStage(spark, job.num_proc, task, profile, stream.started.set)
+            self._stage = BarrierStage(spark, job.num_proc, task, profile, stream.started.set, request.rows)
             stack.callback(self._stage.close)
             self._stack = stack.pop_all()
 

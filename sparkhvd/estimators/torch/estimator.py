@@ -25,7 +25,7 @@ class TorchModel(TrainedModel):
     plugin: ClassVar[str] = _PLUGIN
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
-        """The trained module in evaluation mode, loaded from the Store; every call gives another copy."""
+        """The trained module in evaluation mode, every call gives another copy."""
         with fetched(self._trained.store, self._trained.files) as folder:
             return artifact.load_model(folder)
 
@@ -73,7 +73,7 @@ class TorchEstimator(DistributedEstimator):
         "sparkhvd.estimators.torch.plugin",
         "sparkhvd.estimators.worker",
     )
-    required: ClassVar[tuple[str, ...]] = ("store", "model", "optimizer", "loss", "feature_cols", "label_cols")
+    required: ClassVar[tuple[str, ...]] = ("model", "optimizer", "loss", "feature_cols", "label_cols")
 
     model: Declared[torch.nn.Module | None] = declared("The module to train; it is copied, not changed.", default=None)
     optimizer: Declared[torch.optim.Optimizer | None] = declared(

@@ -37,12 +37,19 @@ class TorchPlugin:
             ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
         """
         _check_kinds(params)
-        package = _unpack(self.pack({**params, "schema": schema}))
+        payload = self.pack({**params, "schema": schema})
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []
-        sample = _made_up(schema) if rows is None else _at_least_two(rows)
-        return _try_out(package, schema, sample)
+        return self.try_out(payload, schema, _made_up(schema) if rows is None else rows)
+
+    def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
+        """See ``FrameworkPlugin.try_out``.
+
+        Raises:
+            ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
+        """
+        return _try_out(_unpack(payload), schema, _at_least_two(rows))
 
     def pack(self, params: Mapping[str, object]) -> bytes:
         """The model, its optimizer, how columns become inputs, and the objective, in one pickle."""

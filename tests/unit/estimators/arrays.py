@@ -32,8 +32,8 @@ class ArraySource:
     def rows(self) -> int:
         return sum(self.everyones)
 
-    def epoch(self, number: int) -> Iterator[Batch]:
-        for rows, together in zip(self.mine, self.everyones, strict=True):
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        for rows, together in list(zip(self.mine, self.everyones, strict=True))[first_step:]:
             yield Batch({name: array[rows] for name, array in self.columns.items()}, len(rows), together)
 
 

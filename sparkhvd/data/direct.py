@@ -1,0 +1,161 @@
+"""Rows that go from a DataFrame to the ranks without a Store.
+
+The driver deals the rows out, one partition per rank. Each Spark task writes its partition to a local file
+(``sparkhvd.data.spool``), and its rank trains on that. A shuffle delivers rows in any order, so every partition is
+sorted by a seeded hash of its rows: the same rows, seed and number of ranks give the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+from sparkhvd.data import columns
+from sparkhvd.data.blocks import ArrowBlocks, Blocks
+from sparkhvd.data.facts import (
+    SIZE_PREFIX,
+    ColumnFacts,
+    FileFacts,
+    SplitValue,
+    check_rows,
+    checked_schema,
+    rows_of,
+)
+from sparkhvd.data.manifest import SplitName
+from sparkhvd.data.plan import OwnBlocks, Piece, Plan
+from sparkhvd.data.prepare import prepared
+from sparkhvd.data.readers import Arrays, Reading, RowSource
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.selection import Selection, source
+from sparkhvd.errors import DataError
+from sparkhvd.world import World
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+
+def dealt(df: DataFrame, selection: Selection, *, num_proc: int, seed: int) -> DataFrame:
+    """The selected columns of ``df`` in ``num_proc`` partitions of almost equal size, each in its seeded order."""
+    from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
+
+    if df.isStreaming:
+        raise DataError("A streaming DataFrame has no end and cannot be trained on; call this from foreachBatch.")
+    rows = prepared(df, selection, seed)
+    names = [source(column.name) for column in selection.schema.columns]
+    place = functions.xxhash64(functions.lit(seed % 2**63).cast("long"), functions.lit("order"), *names)
+    return rows.repartition(num_proc).sortWithinPartitions(place)
+
+
+class GivenRows:
+    """The rows that this rank's task was given.
+
+    Args:
+        paths: the Arrow files, by split.
+        selection: what was asked for.
+        rank: this rank.
+    """
+
+    def __init__(self, paths: Mapping[str, str], selection: Selection, rank: int) -> None:
+        self._selection = selection
+        self._rank = rank
+        self._blocks = {
+            split: ArrowBlocks(path, f"the {split} rows that rank {rank} was given") for split, path in paths.items()
+        }
+
+    def facts(self) -> tuple[FileFacts, ...]:
+        """What there is to know about them, for ``checked`` on all ranks."""
+        return tuple(self._facts(split, blocks) for split, blocks in self._blocks.items())
+
+    def head(self, schema: DataSchema, rows: int) -> Arrays:
+        """At most so many of the first training rows by column."""
+        blocks = self._blocks["train"]
+        batch = blocks.whole(0).slice(0, rows)
+        return {column.name: columns.decode(batch, column, blocks.where) for column in schema.columns}
+
+    def source(
+        self,
+        split: SplitName,
+        schema: DataSchema,
+        facts: Sequence[FileFacts],
+        world: World,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        steps_per_epoch: int | None,
+        reading: Reading,
+    ) -> RowSource:
+        """The rows of one split as this rank sees them.
+
+        Args:
+            split: which rows.
+            schema: from ``checked``.
+            facts: of all ranks.
+            world: this rank and the number of ranks.
+            batch_size: rows of one rank in a full step.
+            seed: of the shuffling.
+            shuffle: whether every epoch has an order of its own.
+            steps_per_epoch: None means one pass over the rows.
+            reading: how to read.
+        """
+        own = self._blocks.get(split)
+        counts = tuple(rows_of([one for one in facts if one.place[0] == rank], split) for rank in range(world.size))
+        shards = OwnBlocks(() if own is None else _rows(own), counts)
+        plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch)
+        blocks: Blocks = _Nothing() if own is None else own
+        return RowSource(schema, plan, world.rank, lambda: blocks, reading)
+
+    def _facts(self, split: str, blocks: ArrowBlocks) -> FileFacts:
+        batches = [blocks.whole(block) for block in range(blocks.count)]
+        schema = self._selection.schema
+        found = [ColumnFacts(sum(_nulls(columns.stored(batch, c)) for batch in batches)) for c in schema.columns]
+        measures = [name for name in batches[0].schema.names if name.startswith(SIZE_PREFIX)]
+        found += [_measured(batches, name) for name in measures]
+        path = f"rank {self._rank}"
+        return FileFacts(path, cast("SplitValue", split), (self._rank, 0), _rows(blocks), tuple(found))
+
+
+def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> DataSchema:
+    """The schema with all shapes, from the facts of all ranks.
+
+    Raises:
+        DataError: these rows cannot be trained on; raised on every rank alike.
+    """
+    check_rows(facts, selection, num_proc)
+    return checked_schema(selection.schema, facts)
+
+
+class _Nothing:
+    """The blocks of a rank that was given no rows of a split."""
+
+    where = "no rows"
+    fresh = False
+
+    def batches(self, piece: Piece) -> pa.RecordBatch:
+        raise DataError(f"There are no rows, but {piece.rows} were asked for.")
+
+
+def _rows(blocks: ArrowBlocks) -> tuple[int, ...]:
+    return tuple(blocks.whole(block).num_rows for block in range(blocks.count))
+
+
+def _nulls(array: pa.Array) -> int:
+    """The NULLs among the innermost elements."""
+    import pyarrow as pa  # noqa: PLC0415  (heavy)
+
+    while pa.types.is_list(array.type):
+        array = array.flatten()
+    return 0 if pa.types.is_struct(array.type) else int(array.null_count)
+
+
+def _measured(batches: Sequence[pa.RecordBatch], name: str) -> ColumnFacts:
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    nulls, values = 0, []
+    for batch in batches:
+        column = batch.column(name)
+        nulls += column.null_count
+        ends = pc.min_max(column).as_py()
+        values += [value for value in ends.values() if value is not None]
+    return ColumnFacts(nulls, min(values, default=None), max(values, default=None))

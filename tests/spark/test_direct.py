@@ -1,0 +1,191 @@
+"""Training without a Store: the rows go straight from Spark to the ranks, the model comes back with the result."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from pyspark.sql import functions
+from torch.nn import functional
+
+import sparkhvd
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.config import given_rows
+from sparkhvd.data.blocks import ArrowBlocks
+from sparkhvd.data.direct import dealt
+from sparkhvd.data.selection import select
+from sparkhvd.errors import DataError, ModelOutputError, ParamError, RankFailedError, SchemaError
+from sparkhvd.store import layout
+
+pytestmark = pytest.mark.spark
+
+ROWS = 203
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder_for_compiled_code(tmp_path_factory):
+    """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def df(spark):
+    """A plane with one array column; the same rows in the same order however often they are asked for."""
+    return spark.range(ROWS, numPartitions=3).selectExpr(
+        "array(id / 100.0D, id % 7 / 7.0D) AS x", "id / 50.0D - id % 7 / 7.0D AS y", "id % 10 = 0 AS held_out"
+    )
+
+
+def network(inputs=2):
+    torch.manual_seed(4)
+    return torch.nn.Linear(inputs, 1)
+
+
+def estimator(**more):
+    model = more.pop("model", None) or network()
+    given = {
+        "num_proc": 2,
+        "model": model,
+        "optimizer": torch.optim.Adam(model.parameters(), lr=0.05),
+        "loss": functional.mse_loss,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "epochs": 8,
+        "random_seed": 3,
+        "verbose": 0,
+    }
+    return TorchEstimator(**{**given, **more})
+
+
+def weights(trained):
+    return torch.cat([parameter.detach().flatten() for parameter in trained.getModel().parameters()])
+
+
+def in_partitions(rows, columns):
+    """What every partition holds, in its order."""
+    dealt_out = rows.select(functions.spark_partition_id().alias("part"), *columns).collect()
+    return {part: [tuple(row)[1:] for row in dealt_out if row.part == part] for part in {row.part for row in dealt_out}}
+
+
+@pytest.fixture(scope="module")
+def fitted(df):
+    return estimator(validation="held_out").fit(df)
+
+
+def test_a_fit_without_a_store_learns_and_counts_every_row(fitted):
+    history = fitted.getHistory()
+    assert [entry["epoch"] for entry in history] == list(range(8))
+    assert history[-1]["train"]["loss"] < history[0]["train"]["loss"] / 4
+    model, optimizer = fitted.getModelAndOptimizer()
+    assert int(optimizer.state[model.weight]["step"]) == 8 * 12  # 182 rows in steps of 2 x 8
+
+
+def test_the_validation_loss_is_that_of_the_held_out_rows(fitted, df):
+    held_out = df.where("held_out").toPandas()
+    with torch.no_grad():
+        output = fitted.getModel()(torch.tensor(np.stack(held_out["x"]), dtype=torch.float32))
+    wanted = functional.mse_loss(output[:, 0], torch.tensor(held_out["y"].to_numpy(), dtype=torch.float32)).item()
+    assert fitted.getHistory()[-1]["validation"]["loss"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_transform_sends_the_model_with_the_session_once(fitted, df):
+    predicted = [fitted.transform(df).select("x", "y__output").collect() for _ in range(2)]
+    with torch.no_grad():
+        wanted = fitted.getModel()(torch.tensor([row.x for row in predicted[0]])).numpy()[:, 0]
+    for rows in predicted:
+        np.testing.assert_allclose([row.y__output for row in rows], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_same_seed_is_the_same_run(fitted, df):
+    again = estimator(validation="held_out").fit(df)
+    assert torch.equal(weights(again), weights(fitted))
+
+
+def test_the_partitions_are_even_complete_and_in_the_order_of_the_seed(df):
+    selection = select(df.schema, feature_cols=["x"], label_cols=["y"], validation=0.2)
+    first, again, other = (in_partitions(dealt(df, selection, num_proc=3, seed=s), ["x", "y"]) for s in (5, 5, 6))
+    assert sorted(row for rows in first.values() for row in rows) == sorted(map(tuple, df.select("x", "y").collect()))
+    assert max(map(len, first.values())) - min(map(len, first.values())) <= 3
+    assert first == again
+    assert first[0] != other[0]
+    assert sorted(first[0]) == sorted(other[0])
+    assert first[0] != sorted(first[0])
+
+
+def test_the_fraction_holds_out_the_rows_that_the_way_through_a_store_does(df, spark):
+    selection = select(df.schema, feature_cols=["x"], label_cols=["y"], validation=0.2)
+    parts = [dealt(frame, selection, num_proc=2, seed=5) for frame in (df, df.repartition(4))]
+    held_out = [
+        sorted(map(tuple, rows.where("sparkhvd_split = 'validation'").select("x", "y").collect())) for rows in parts
+    ]
+    assert held_out[0] == held_out[1]
+    assert 20 < len(held_out[0]) < 65
+
+
+def test_rows_go_direct_but_run_and_model_are_kept_where_there_is_a_store(df, tmp_path):
+    store = Store.create(str(tmp_path / "store"))
+    estimator(store=store, data="direct", run_id="kept", epochs=1).fit(df)
+    assert store.list("datasets") == []
+    assert store.list(layout.checkpoints_folder("kept")) == [layout.checkpoint_path("kept", 0)]
+    assert store.list(layout.model_folder("kept")) != []
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "error", "message"),
+    [
+        ([([1.0, 2.0], 0.0), (None, 1.0)] * 4, {}, DataError, r"Column 'x' \(feature\) has 4 NULL values"),
+        ([([1.0], 0.0), ([1.0, 2.0], 1.0)] * 4, {}, SchemaError, r"Column 'x' \(feature\) has rows of length 1 and 2"),
+        ([([1.0, 2.0, 3.0], 0.0)] * 4, {}, ModelOutputError, "It was called with input 0 of shape"),
+    ],
+    ids=["null", "ragged", "another length than the model takes"],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_as_on_the_way_through_a_store(spark, rows, more, error, message):
+    with pytest.raises(error, match=message):
+        estimator(**more).fit(spark.createDataFrame(rows, "x array<double>, y double"))
+
+
+def test_a_model_that_is_too_large_to_travel_with_the_job_is_refused_before_it(df, monkeypatch):
+    monkeypatch.setattr("sparkhvd.estimators.files.INLINE_BYTES", 100)
+    with pytest.raises(
+        ParamError, match=r"The model with its optimizer and loss is [\d,]+ bytes; more than 100 need a Store"
+    ):
+        estimator().fit(df)
+
+
+def kill_self_or_tell(folder):
+    """Rank 1 is killed; rank 0 says where the rows of both lie."""
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    session.init()
+    rank = session.current().world.rank
+    rows = sum(ArrowBlocks(path, "here").whole(0).num_rows for path in given_rows().values())
+    Path(folder, str(rank)).write_text(f"{rows} {psutil.Process().ppid()}")
+    session.current().barrier(name="written")
+    if rank == 1:
+        os.kill(os.getpid(), 9)
+    session.current().barrier(name="never")
+
+
+def test_nothing_is_left_of_the_rows_when_a_rank_is_killed(spark, tmp_path):
+    with pytest.raises(RankFailedError, match=r"Rank 1 .* SIGKILL"):
+        sparkhvd.run(kill_self_or_tell, (str(tmp_path),), num_proc=2, spark=spark, rows=spark.range(50).repartition(2))
+    told = [path.read_text().split() for path in tmp_path.iterdir()]
+    assert sum(int(rows) for rows, _ in told) == 50
+    for _, task in told:
+        assert open_unnamed_files(int(task)) == []
+
+
+def open_unnamed_files(pid):
+    """Files without a name that a process holds open; a task that has ended may have gone."""
+    try:
+        targets = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    except FileNotFoundError:
+        return []
+    return [target for target in targets if target.endswith("(deleted)") and "/blockmgr-" in target]
