@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sparkhvd.data.batches import Batch as Batch
     from sparkhvd.data.batches import BatchSource as BatchSource
+    from sparkhvd.data.loaders import tf_dataset as tf_dataset
+    from sparkhvd.data.loaders import torch_loader as torch_loader
     from sparkhvd.data.manifest import Manifest as Manifest
     from sparkhvd.data.manifest import load as load
     from sparkhvd.data.plan import Plan as Plan
@@ -37,6 +39,8 @@ _HOME_OF = {
     "load": "sparkhvd.data.manifest",
     "schema_of": "sparkhvd.data.selection",
     "select": "sparkhvd.data.selection",
+    "tf_dataset": "sparkhvd.data.loaders",
+    "torch_loader": "sparkhvd.data.loaders",
 }
 
 __all__ = [
@@ -53,6 +57,8 @@ __all__ = [
     "load",
     "schema_of",
     "select",
+    "tf_dataset",
+    "torch_loader",
 ]
 
 

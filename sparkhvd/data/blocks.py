@@ -63,7 +63,7 @@ class ParquetBlocks:
         import pyarrow as pa  # noqa: PLC0415  (heavy)
 
         file, index = self._blocks[piece.block]
-        path = f"{self._folder}/{file.path}"
+        path = f"{self._folder}/{file.path}".lstrip("/")
         url = f"{self._store.url}/{path}"
         end = 0
         try:
@@ -89,7 +89,7 @@ class ParquetBlocks:
 
         with self._lock:
             footer = self._footers.get(url)
-        opened = parquet.ParquetFile(content, metadata=footer, pre_buffer=True)
+        opened = parquet.ParquetFile(content, metadata=footer, pre_buffer=True, coerce_int96_timestamp_unit="us")
         if footer is None:
             _check_row_groups(opened.metadata, file, url)
             with self._lock:

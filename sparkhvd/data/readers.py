@@ -109,6 +109,11 @@ class RowSource:
         """The plan that the batches follow; ``plan.global_batches(epoch)`` tells the order of rows over all ranks."""
         return self._plan
 
+    @property
+    def transformation(self) -> Transformation | None:
+        """What makes other columns of them."""
+        return self._reading.transformation
+
     def steps(self) -> int:
         """Steps per epoch, the same on every rank and in every epoch."""
         return self._plan.steps()

@@ -174,7 +174,7 @@ def kill_self_or_tell(folder):
 
 
 def test_nothing_is_left_of_the_rows_when_a_rank_is_killed(spark, tmp_path):
-    with pytest.raises(RankFailedError, match=r"Rank 1 .* SIGKILL"):
+    with pytest.raises(RankFailedError, match=r"Rank 1 .*SIGKILL"):
         sparkhvd.run(kill_self_or_tell, (str(tmp_path),), num_proc=2, spark=spark, rows=spark.range(50).repartition(2))
     told = [path.read_text().split() for path in tmp_path.iterdir()]
     assert sum(int(rows) for rows, _ in told) == 50

@@ -1,0 +1,54 @@
+"""Batches as a ``tf.data.Dataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from sparkhvd.data import columns
+from sparkhvd.errors import SchemaError
+
+if TYPE_CHECKING:
+    from sparkhvd.data.readers import Arrays, RowSource
+
+
+def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
+    """All batches of some epochs of a source."""
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for epoch in range(epochs):
+            for batch in source.epoch(epoch):
+                yield {name: _plain(array) for name, array in batch.columns.items()}
+
+    signature = {name: _spec(name, array) for name, array in _sample(source).items()}
+    found = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return found.apply(tf.data.experimental.assert_cardinality(source.steps() * epochs)).with_options(options)
+
+
+def _sample(source: RowSource) -> Arrays:
+    """One row, as it will come."""
+    rows = {column.name: columns.blank(column, 1) for column in source.schema.columns}
+    transformation = source.transformation
+    return rows if transformation is None else transformation(rows)
+
+
+def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array.astype("S") if array.dtype == object and not len(array) else array
+
+
+def _spec(name: str, array: np.ndarray[Any, Any]) -> tf.TensorSpec:
+    if array.dtype == object and isinstance(array.flat[0], str | bytes):
+        return tf.TensorSpec((None, *array.shape[1:]), tf.string)
+    try:
+        kind = tf.as_dtype(array.dtype)
+    except TypeError as error:
+        raise SchemaError(
+            f"Column {name!r} ({array.dtype}) does not fit into a tensor; leave it out (columns=) or make a number of "
+            "it (transformation_fn=)."
+        ) from error
+    return tf.TensorSpec((None, *array.shape[1:]), kind)

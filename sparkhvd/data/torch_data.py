@@ -1,0 +1,67 @@
+"""Batches as torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from sparkhvd.data.batches import Batch
+from sparkhvd.data.readers import RowSource
+from sparkhvd.errors import ConfigError, SchemaError
+
+Tensors = dict[str, torch.Tensor]
+
+
+class TorchBatches(IterableDataset[Tensors]):
+    """The batches of one rank; see ``sparkhvd.data.torch_loader``.
+
+    Columns that no tensor can hold (strings, binary, dates, exact decimals) need a transformation or to be left out.
+    """
+
+    def __init__(self, source: RowSource) -> None:
+        super().__init__()
+        self._source = source
+        self._epoch = 0
+        self._first_step = 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, the same on every rank."""
+        return self._source.steps()
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """Say which epoch comes next, and with which of its batches it begins (to go on where a run stopped).
+
+        Args:
+            epoch: from 0; every epoch has an order of its own with ``shuffle``.
+            first_step: batches to leave out; the others are the same as in the whole epoch. Holds for one iteration.
+        """
+        self._epoch, self._first_step = epoch, first_step
+
+    def __iter__(self) -> Iterator[Tensors]:
+        if get_worker_info() is not None:
+            raise ConfigError(
+                "torch_loader decodes in threads of its own and is already divided among the ranks; use it with "
+                "DataLoader(..., num_workers=0), or without a DataLoader."
+            )
+        first, self._first_step = self._first_step, 0
+        return self._batches(first)
+
+    def _batches(self, first_step: int) -> Iterator[Tensors]:
+        with closing(self._source.epoch(self._epoch, first_step)) as batches:  # type: ignore[type-var]  # a generator
+            for batch in batches:
+                yield _tensors(batch)
+
+
+def _tensors(batch: Batch) -> Tensors:
+    try:
+        return {name: torch.from_numpy(array) for name, array in batch.columns.items()}
+    except TypeError as error:
+        held = {name: array.dtype for name, array in batch.columns.items() if array.dtype.kind not in "biuf"}
+        name, kind = next(iter(held.items()))
+        raise SchemaError(
+            f"Column {name!r} ({kind}) does not fit into a tensor; leave it out (columns=) or make a number of it "
+            "(transformation_fn=)."
+        ) from error

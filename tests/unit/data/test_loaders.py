@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import datetime
+from decimal import Decimal
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+from torch.utils.data import DataLoader
+
+from sparkhvd.comm import session
+from sparkhvd.data import tf_dataset, torch_loader
+from sparkhvd.errors import ConfigError, DataError, SchemaError, StoreError
+
+from .conftest import SCHEMA, expected, table_of
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files as pandas or Spark would leave them: 300 rows in three files, one of them in a folder, and a marker."""
+    made = tmp_path / "numbers"
+    (made / "more").mkdir(parents=True)
+    (made / "_SUCCESS").touch()
+    for name, start in (("a.parquet", 0), ("b.parquet", 100), ("more/c.parquet", 200)):
+        parquet.write_table(table_of(range(start, start + 100)), made / name, row_group_size=30)
+    return made
+
+
+def ids_of(batches):
+    return [batch["id"].tolist() for batch in batches]
+
+
+def test_a_loader_gives_tensors_by_column_of_a_folder_of_files(folder):
+    batches = list(torch_loader(str(folder), 64, columns=["a.b", "id", "flags"], shuffle=False))
+    assert [list(batch) for batch in batches] == [["a.b", "id", "flags"]] * 5
+    ids = torch.cat([batch["id"] for batch in batches])
+    assert ids.tolist() == list(range(300))
+    assert torch.equal(torch.cat([b["a.b"] for b in batches]), torch.from_numpy(expected(ids)["a.b"]))
+    assert all(tensor.is_contiguous() for batch in batches for tensor in batch.values())
+    assert batches[0]["flags"].dtype is torch.bool
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_the_ranks_share_the_rows_and_have_as_many_batches(folder, shuffle):
+    options = {"shuffle": shuffle, "columns": ["id"], "seed": 2}
+    ranks = [torch_loader(f"file://{folder}", 7, rank=rank, size=3, **options) for rank in range(3)]
+    assert {len(loader) for loader in ranks} == {15}
+    found = [ids_of(loader) for loader in ranks]
+    assert [len(batches) for batches in found] == [15] * 3
+    assert sorted(i for batches in found for batch in batches for i in batch) == list(range(300))
+
+
+def test_the_rank_of_hvd_init_is_used(folder):
+    session.init()
+    try:
+        assert len(torch_loader(str(folder), 300, columns=["id"])) == 1
+    finally:
+        session.shutdown()
+
+
+def test_set_epoch_gives_another_order_and_goes_on_at_a_step(folder):
+    loader = torch_loader(str(folder), 32, columns=["id"], seed=1)
+    first = ids_of(loader)
+    assert ids_of(loader) == first
+    loader.set_epoch(0, first_step=4)
+    assert ids_of(loader) == first[4:]
+    assert ids_of(loader) == first
+    loader.set_epoch(1)
+    assert ids_of(loader) != first
+
+
+def test_a_dataloader_takes_it_without_workers_and_is_refused_with_them(folder):
+    loader = torch_loader(str(folder), 100, columns=["id"], shuffle=False)
+    assert ids_of(DataLoader(loader, batch_size=None)) == ids_of(loader)
+    with pytest.raises(Exception, match="num_workers=0"):
+        list(DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork"))
+
+
+def test_a_transformation_gets_every_batch_as_arrays(folder):
+    def halves(columns):
+        return {"half": columns["id"] / 2, "length": np.array([len(text) for text in columns["a"]])}
+
+    batches = list(torch_loader(str(folder), 50, columns=["id", "a"], shuffle=False, transformation_fn=halves))
+    assert [list(batch) for batch in batches] == [["half", "length"]] * 6
+    assert torch.cat([batch["half"] for batch in batches]).tolist() == [n / 2 for n in range(300)]
+    assert set(torch.cat([batch["length"] for batch in batches]).tolist()) == {len("not selected")}
+    with pytest.raises(DataError, match="transformation_fn made 1 rows of column 'id' from a batch of 50"):
+        list(torch_loader(str(folder), 50, transformation_fn=lambda columns: {"id": columns["id"][:1]}))
+
+
+def test_a_prepared_dataset_is_found_by_its_folder_and_by_its_manifest(store, make_dataset):
+    manifest = make_dataset(((10,), (20,)), validation=((5,),))
+    for data, more in (
+        (f"{store.root}/{manifest.folder}", {}),
+        (manifest.path, {"store": store}),
+        (manifest, {"store": store}),
+    ):
+        assert sum(map(len, ids_of(torch_loader(data, 8, **more)))) == 30
+    assert ids_of(torch_loader(manifest, 8, store=store, split="validation", shuffle=False)) == [[0, 1, 2, 3, 4]]
+    with pytest.raises(StoreError, match="pass store="):
+        torch_loader(manifest, 8)
+
+
+def test_one_file_with_every_type_that_can_be_read(tmp_path):
+    table = pa.table(
+        {
+            "text": ["a", "b"],
+            "raw": [b"x", b"y"],
+            "price": pa.array([Decimal("1.25"), Decimal("2.50")], pa.decimal128(6, 2)),
+            "count": pa.array([Decimal(7), Decimal(8)], pa.decimal128(6, 0)),
+            "day": [datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)],
+            "time": pa.array([1, 2], pa.timestamp("us", "UTC")),
+            "small": pa.array([1, 2], pa.int8()),
+            "nested": pa.array([[[1.0, 2.0]], [[3.0, 4.0]]], pa.list_(pa.list_(pa.float32()))),
+            "place": pa.array([{"x": 1.0, "name": "p"}, {"x": 2.0, "name": "q"}]),
+            "gaps": pa.array([1, None], pa.int32()),
+        }
+    )
+    parquet.write_table(table, tmp_path / "types.parquet")
+    seen = {}
+
+    def numbers(columns):
+        seen.update(columns)
+        return {name: array for name, array in columns.items() if array.dtype.kind in "biuf"}
+
+    url = str(tmp_path / "types.parquet")
+    (batch,) = torch_loader(url, 2, shuffle=False, fill={"gaps": -1}, transformation_fn=numbers)
+    assert seen["text"].tolist() == ["a", "b"]
+    assert seen["raw"].tolist() == [b"x", b"y"]
+    assert seen["day"].dtype == np.dtype("datetime64[D]")
+    assert seen["time"].dtype == np.dtype("datetime64[us]")
+    assert seen["place.name"].tolist() == ["p", "q"]
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "price": [1.25, 2.5],
+        "count": [7, 8],
+        "small": [1, 2],
+        "nested": [[[1.0, 2.0]], [[3.0, 4.0]]],
+        "place.x": [1.0, 2.0],
+        "gaps": [1, -1],
+    }
+    with pytest.raises(SchemaError, match=r"Column 'text' \(object\) does not fit into a tensor; leave it out"):
+        list(torch_loader(url, 2, columns=["small", "text"]))
+    with pytest.raises(DataError, match=r"Column 'gaps' in .* holds NULL"):
+        list(torch_loader(url, 2, columns=["gaps"]))
+
+
+def test_what_cannot_be_opened_is_said(folder, tmp_path):
+    with pytest.raises(StoreError, match=r"There is nothing at .*/nowhere"):
+        torch_loader(str(tmp_path / "nowhere"), 8)
+    (tmp_path / "text").write_text("not Parquet")
+    with pytest.raises(DataError, match="/text cannot be read as Parquet"):
+        torch_loader(str(tmp_path / "text"), 8)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.csv").write_text("1")
+    with pytest.raises(DataError, match=r"There is no .parquet file in .*/empty; the first file there is empty/a.csv"):
+        torch_loader(str(tmp_path / "empty"), 8)
+    with pytest.raises(SchemaError, match="There is no column 'nothing'; there are 'id', "):
+        torch_loader(str(folder), 8, columns=["nothing"])
+    with pytest.raises(ConfigError, match="rank=1 and size=None go together"):
+        torch_loader(str(folder), 8, rank=1)
+    parquet.write_table(pa.table({"id": [1.5]}), folder / "z.parquet")
+    with pytest.raises(SchemaError, match=r"numbers/z.parquet has other columns than a.parquet: .*Read one kind"):
+        torch_loader(str(folder), 8)
+
+
+def test_tensorflow_gets_the_same_batches_epoch_by_epoch(folder):
+    options = {"columns": ["id", "a.b", "a"], "seed": 4}
+    data = tf_dataset(str(folder), 64, epochs=2, **options)
+    assert data.cardinality().numpy() == 10
+    found = [batch["id"].numpy().tolist() for batch in data]
+    loader = torch_loader(str(folder), 64, columns=["id"], seed=4)
+    wanted = ids_of(loader)
+    loader.set_epoch(1)
+    assert found == wanted + ids_of(loader)
+    assert next(iter(data))["a"].numpy()[0] == b"not selected"
+    assert data.element_spec["a.b"].shape.as_list() == [None, 3]
+
+
+def test_tensorflow_gets_an_empty_batch_on_a_rank_without_rows(tmp_path):
+    parquet.write_table(table_of(range(9)), tmp_path / "nine.parquet")
+    data = tf_dataset(str(tmp_path / "nine.parquet"), 4, rank=1, size=2, columns=["id", "a"], shuffle=False)
+    assert [len(batch["id"]) for batch in data] == [4, 0]
+
+
+def test_the_schema_of_these_tests_has_all_columns(folder):
+    (batch,) = torch_loader(str(folder), 300, columns=SCHEMA.names())
+    assert list(batch) == SCHEMA.names()
