@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.comm import session
-from sparkhvd.config import local_folders
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.parquet_data import open_data
 from sparkhvd.data.readers import ParquetSource, Reading, Transformation
@@ -56,7 +55,6 @@ class Loading:
             threads=self.threads,
             transformation=self.transformation_fn,
             cache=self.cache,
-            cache_folder=local_folders()[0],
         )
         return ParquetSource(
             store,

@@ -286,7 +286,7 @@ class Plan:
         sequence = _Pieces(self.shards.pieces(rank, draw if self.shuffle else None))
         shard = self.shards.rows[rank]
         # Windows end where steps end, so that no batch needs two of them.
-        stride = max(1, self.window_rows // self.batch_size) if self.shuffle else 1
+        stride = max(1, self.window_rows // self.batch_size)
         for index in range(skipped // stride, -(-self._steps_per_pass // stride)):
             steps = range(index * stride, min((index + 1) * stride, self._steps_per_pass))
             rows = tuple(self._rows(shard, step) for step in steps)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.config import local_folders
 from sparkhvd.data import cache, columns
 from sparkhvd.data.ahead import Ahead
 from sparkhvd.data.ahead import Job as AheadJob
@@ -38,6 +39,8 @@ PREFETCH_BYTES = 256 * 1024 * 1024
 READ_TIMEOUT = 600.0  # seconds that a rank waits for one batch before it calls the Store stuck
 THREADS = 2
 _CHUNK_BYTES = 8 * 1024 * 1024
+# More rows mix no better, and what a processor has in its cache is shuffled several times as fast.
+_WINDOW_ROWS = 128 * 1024
 # Batches are handed over in groups of so many bytes: every hand-over costs two threads some time.
 _GROUP_BYTES = 1024 * 1024
 
@@ -49,13 +52,14 @@ class Reading:
     Attributes:
         prefetch_bytes: decoded bytes that a rank holds, including what the trainer works on; a quarter of it is the
             window within which rows are shuffled, one waits, one is in the making and one in use.
-        window_bytes: the window's own size, where it is not a quarter of ``prefetch_bytes``; the same on every rank.
+        window_bytes: the window's own size, where it is not the less of a quarter of ``prefetch_bytes`` and 131,072
+            rows; the same on every rank.
         threads: how many threads decode.
         timeout: seconds to wait for one batch.
         transformation: makes the columns of a batch into other columns with as many rows; called by a reader thread.
         cache: ``memory`` or ``disk`` keeps this rank's rows near it after they were read once; it then has the same
             rows in every epoch.
-        cache_folder: where files of the cache go.
+        cache_folder: where files of the cache go; empty takes Spark's local folder.
     """
 
     prefetch_bytes: int = PREFETCH_BYTES
@@ -75,8 +79,10 @@ class Reading:
 
     def window_rows(self, schema: DataSchema) -> int:
         """The rows of a window."""
-        window = self.prefetch_bytes // 4 if self.window_bytes is None else self.window_bytes
-        return max(1, window // columns.row_bytes(schema))
+        row = columns.row_bytes(schema)
+        if self.window_bytes is not None:
+            return max(1, self.window_bytes // row)
+        return max(1, min(self.prefetch_bytes // 4 // row, _WINDOW_ROWS))
 
 
 class RowSource:
@@ -206,7 +212,8 @@ class ParquetSource(RowSource):
             found = ParquetBlocks(store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema))
             if reading.cache is None:
                 return found
-            keep = cache.in_memory if reading.cache == "memory" else cache.on_disk(reading.cache_folder)
+            folder = reading.cache_folder or local_folders()[0]
+            keep = cache.in_memory if reading.cache == "memory" else cache.on_disk(folder)
             return cache.CachedBlocks(found, plan.shard(world.rank), keep, kept)
 
         super().__init__(schema, plan, world.rank, blocks, reading)
@@ -259,26 +266,31 @@ def _groups(
 ) -> Iterator[tuple[list[Batch], int]]:
     """The batches of all windows, in groups, with their bytes."""
     rows = _Rows(iter(chunks))
+    row_bytes = columns.row_bytes(schema)
     group: list[Batch] = []
     size = 0
     for window in windows:
         for batch in _cut(window, rows, schema):
-            done = batch if transformation is None else _transformed(batch, transformation)
-            group.append(done)
-            size += sum(array.nbytes for array in done.columns.values())
-        if size >= _GROUP_BYTES:
-            yield group, size
-            group, size = [], 0
+            if transformation is None:
+                group.append(batch)
+                size += batch.rows * row_bytes
+            else:
+                group.append(_transformed(batch, transformation))
+                size += sum(array.nbytes for array in group[-1].columns.values())
+            if size >= _GROUP_BYTES:
+                yield group, size
+                group, size = [], 0
     if group:
         yield group, size
 
 
 def _cut(window: Window, rows: _Rows, schema: DataSchema) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
-    parts = rows.take(sum(piece.rows for piece in window.pieces))
-    if window.order is None:  # such a window has one step
-        yield Batch(_writable(parts, schema), window.rows[0], window.global_rows[0])
+    if window.order is None:
+        for count, global_rows in zip(window.rows, window.global_rows, strict=True):
+            yield Batch(_writable(rows.take(count), schema), count, global_rows)
         return
+    parts = rows.take(sum(piece.rows for piece in window.pieces))
     ends = np.cumsum([0, *window.rows]).tolist()
     order = window.order[: ends[-1]]
     shuffled = {

@@ -20,7 +20,7 @@ from sparkhvd.data.direct import dealt
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.prepare import Writing
 from sparkhvd.data.prepared import acquire
-from sparkhvd.data.readers import head
+from sparkhvd.data.readers import Reading, head
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import Selection, select
 from sparkhvd.deadline import Deadline
@@ -121,6 +121,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params = self.values()
         if params["data"] == "auto":
             params["data"] = "direct" if params["store"] is None else "store"
+        _cache(params)
         if params["store"] is None:
             _refuse_what_needs_a_store(params)
         for name in self.required:
@@ -225,7 +226,25 @@ def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
         shuffle=params["shuffle"],
         train_steps_per_epoch=params["train_steps_per_epoch"],
         validation_steps_per_epoch=params["validation_steps_per_epoch"],
+        reading=Reading(cache=_cache(params)),
     )
+
+
+def _cache(params: Mapping[str, Any]) -> str | None:
+    """Where ranks keep their rows after the first epoch.
+
+    Raises:
+        ParamError: two places were asked for, or there is nothing to keep.
+    """
+    asked = [name for name in ("inmemory_cache_all", "local_cache") if params[name]]
+    if len(asked) > 1:
+        raise ParamError("inmemory_cache_all and local_cache keep the same rows in two places; take one of them.")
+    if asked and params["data"] == "direct":
+        raise ParamError(
+            f"{asked[0]}=True keeps rows that are read from a Store; on the direct path they lie on the executors' "
+            "disks from the start. Leave it out, or pass data='store' with a Store."
+        )
+    return {"inmemory_cache_all": "memory", "local_cache": "disk"}[asked[0]] if asked else None
 
 
 def _output(shape: tuple[int, ...], label: ColumnSpec) -> OutputSpec:

@@ -180,6 +180,16 @@ class EstimatorParams(Declarations):
     shuffle: Declared[bool] = declared(
         "Whether each epoch goes over the training rows in another order; False keeps theirs.", flag, default=True
     )
+    inmemory_cache_all: Declared[bool] = declared(
+        "Whether a rank keeps its part of the prepared rows in memory after the first epoch, and reads them there.",
+        flag,
+        default=False,
+    )
+    local_cache: Declared[bool] = declared(
+        "The same on the executors' local disk, in memory-mapped files: for a Store that is slow to read.",
+        flag,
+        default=False,
+    )
     random_seed: Declared[int | None] = declared(
         "Seed of the shuffling, of the validation split and of the framework; None draws one.", integer, default=None
     )

@@ -68,7 +68,7 @@ class KerasEstimator(DistributedEstimator):
         "sparkhvd.estimators.keras.plugin",
         "sparkhvd.estimators.worker",
     )
-    required: ClassVar[tuple[str, ...]] = ("store", "model", "loss", "feature_cols", "label_cols")
+    required: ClassVar[tuple[str, ...]] = ("model", "loss", "feature_cols", "label_cols")
 
     model: Declared[keras.Model | None] = declared("The model to train; it is copied, not changed.", default=None)
     optimizer: Declared[keras.optimizers.Optimizer | str | None] = declared(

@@ -45,6 +45,14 @@ class KerasPlugin:
             return []
         return _try_out(package, _made_up(schema) if rows is None else rows)
 
+    def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:  # noqa: ARG002
+        """See ``FrameworkPlugin.try_out``.
+
+        Raises:
+            ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
+        """
+        return _try_out(_unpack(payload), rows)
+
     def pack(self, params: Mapping[str, object]) -> bytes:
         """Everything that the ranks need, as bytes."""
         return _package(params).dumps()

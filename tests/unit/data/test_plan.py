@@ -189,7 +189,7 @@ def test_the_last_global_batch_is_split_evenly_and_ranks_may_have_nothing():
 def test_a_long_epoch_is_planned_lazily():
     plan = Plan(SharedBlocks((2**40,) * 4, 2), 32, seed=0, shuffle=False, window_rows=1024)
     window = next(plan.windows(1, 0))
-    assert (window.pieces[0].block, window.pieces[0].start, window.pieces[0].stop) == (2, 0, 32)
+    assert (window.pieces[0].block, window.pieces[0].start, window.pieces[0].stop) == (2, 0, 1024)
 
 
 @pytest.mark.parametrize("name", ["batch_size", "window_rows", "steps_per_epoch"])

@@ -1,0 +1,302 @@
+"""Rows on their way to the ranks, beside what others need for the same files.
+
+Readers give torch batches of 1,024 rows; the bare scan gives large ones and nothing else. All ways take turns on the
+same files; a row is the median of the turns. Every turn counts its rows.
+
+    python -m bench.data [--turns 5] [--scale 1.0] [--petastorm /path/to/its/python] [--parts readers memory spark]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+
+from sparkhvd import Store
+from sparkhvd.config import given_rows
+from sparkhvd.data import torch_loader
+from sparkhvd.data.direct import GivenRows, checked, dealt
+from sparkhvd.data.prepare import Writing, prepare
+from sparkhvd.data.readers import PREFETCH_BYTES, Reading
+from sparkhvd.data.selection import select
+from sparkhvd.driver.run import run
+from sparkhvd.world import World
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BATCH = 1024
+FILES = 8
+EPOCHS = 20
+_PETASTORM = """
+import sys, time, torch
+from petastorm import make_batch_reader
+from petastorm.pytorch import BatchedDataLoader
+url, batch, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+# An endless reader and counted steps: with one epoch its thread pool can lose all rows.
+with make_batch_reader(url, num_epochs=None, shuffle_row_groups=False, reader_pool_type="thread") as reader:
+    batches = iter(BatchedDataLoader(reader, batch_size=batch))
+    next(batches)
+    started = time.perf_counter()
+    rows = sum(len(next(iter(next(batches).values()))) for _ in range(steps))
+    print(rows / (time.perf_counter() - started))
+"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Files to read.
+
+    Attributes:
+        name: what is in them.
+        folder: where they are.
+        rows: how many.
+    """
+
+    name: str
+    folder: Path
+    rows: int
+
+
+def main() -> None:
+    options = _options()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}")
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-bench-") as folder:
+        tables = [
+            _columns(Path(folder) / "columns", int(500_000 * options.scale)),
+            _arrays(Path(folder) / "arrays", int(100_000 * options.scale)),
+        ]
+        if "readers" in options.parts:
+            for table in tables:
+                measure_readers(table, options)
+        if "memory" in options.parts:
+            measure_memory(tables[0])
+        if "spark" in options.parts:
+            measure_spark(Path(folder), int(1_000_000 * options.scale), options.turns)
+
+
+def measure_readers(table: Table, options: argparse.Namespace) -> None:
+    """Rows per second of every way to read a table."""
+    ways: dict[str, Callable[[], float]] = {
+        "bare scan": lambda: _timed(table, _bare_scan),
+        "ours": lambda: _timed(table, lambda table: _ours(table, shuffle=False)),
+        "ours, shuffled": lambda: _timed(table, lambda table: _ours(table, shuffle=True)),
+    }
+    if options.petastorm is not None:
+        ways["petastorm"] = lambda: _petastorm(table, options.petastorm)
+    medians = _in_turns(ways, options.turns)
+    print(f"\n{table.name}, {table.rows:,} rows: rows per second")
+    for way, speed in medians.items():
+        print(f"  {way:<16}{speed:>14,.0f}")
+    print(f"  ours : bare scan          {medians['ours'] / medians['bare scan']:.2f}   (wanted: at least 0.8)")
+    print(f"  shuffled : unshuffled     {medians['ours, shuffled'] / medians['ours']:.2f}   (wanted: at least 0.7)")
+    if "petastorm" in medians:
+        wanted = 1.2 if "columns" in table.name else 1.5
+        print(f"  ours : petastorm          {medians['ours'] / medians['petastorm']:.2f}   (wanted: at least {wanted})")
+    else:
+        print("  ours : petastorm          skipped: --petastorm names no Python that has it")
+
+
+def measure_memory(table: Table) -> None:
+    """What a rank holds over many epochs: anonymous memory, since the files' own pages belong to the kernel."""
+    loader = torch_loader(str(table.folder), BATCH, seed=1)
+    before, held = _held(), []
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        peak = 0
+        for step, _ in enumerate(loader):
+            if step % 50 == 0:
+                peak = max(peak, _held())
+        held.append(peak - before)
+    growth = max(held[2:]) / max(held[1], 1) - 1
+    print(f"\nmemory over {EPOCHS} epochs of {table.name}, shuffled")
+    print(f"  peak of each epoch, MiB   {' '.join(f'{peak / 2**20:.0f}' for peak in held)}")
+    print(f"  stated prefetch, MiB      {PREFETCH_BYTES / 2**20:.0f}")
+    print(f"  growth after the second   {growth:.1%}   (wanted: at most 5 %)")
+
+
+def measure_spark(folder: Path, rows: int, turns: int) -> None:
+    """``prepare`` and the direct path, beside Spark's own write of the same DataFrame."""
+    from pyspark.sql import SparkSession  # noqa: PLC0415
+
+    os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    builder = builder.config("spark.driver.memory", "2g").config("spark.local.dir", str(folder / "spark"))
+    spark = builder.config("spark.ui.showConsoleProgress", "false").config("spark.log.level", "ERROR").getOrCreate()
+    try:
+        df = _rows_for_spark(spark, folder, rows)
+        medians = _in_turns(
+            {
+                "df.write.parquet": lambda: _write(df, folder / "written"),
+                "prepare": lambda: _prepare(df, folder / "store"),
+                "direct path": lambda: _direct(spark, df),
+            },
+            turns,
+        )
+    finally:
+        spark.stop()
+    print(f"\n{rows:,} rows x 30 columns through Spark: seconds")
+    for way, seconds in medians.items():
+        print(f"  {way:<20}{seconds:>8.2f}")
+    written = medians["df.write.parquet"]
+    print(f"  prepare : write           {medians['prepare'] / written:.2f}   (wanted: at most 1.15)")
+    print(f"  direct : write            {medians['direct path'] / written:.2f}   (wanted: at most 2)")
+
+
+def _in_turns(ways: dict[str, Callable[[], float]], turns: int) -> dict[str, float]:
+    """The median of every way; the first turn warms up."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(turns + 1):
+        for name, way in ways.items():
+            value = way()
+            if turn:
+                found[name].append(value)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _timed(table: Table, read: Callable[[Table], int]) -> float:
+    started = time.perf_counter()
+    rows = read(table)
+    seconds = time.perf_counter() - started
+    if rows != table.rows:
+        raise RuntimeError(f"{rows} rows came instead of {table.rows}.")
+    return rows / seconds
+
+
+def _bare_scan(table: Table) -> int:
+    """Every column of large batches as one contiguous tensor; Arrow's own threads."""
+    rows = 0
+    for path in sorted(table.folder.glob("*.parquet")):
+        for batch in parquet.ParquetFile(path, memory_map=True).iter_batches(65536):
+            tensors = [_tensor(column) for column in batch.columns]
+            rows += len(tensors[0])
+    return rows
+
+
+def _tensor(column: pa.Array) -> torch.Tensor:
+    if pa.types.is_list(column.type):
+        return torch.from_numpy(np.array(column.flatten()).reshape(len(column), -1))
+    return torch.from_numpy(np.array(column))
+
+
+def _ours(table: Table, *, shuffle: bool) -> int:
+    rows = 0
+    for batch in torch_loader(str(table.folder), BATCH, shuffle=shuffle):
+        rows += len(next(iter(batch.values())))
+    return rows
+
+
+def _petastorm(table: Table, python: str) -> float:
+    command = [python, "-c", _PETASTORM, f"file://{table.folder}", str(BATCH), str(table.rows // BATCH - 1)]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def _held() -> int:
+    status = Path(f"/proc/{psutil.Process().pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
+
+
+def _columns(folder: Path, rows: int) -> Table:
+    random = np.random.default_rng(1)
+
+    def content(count: int) -> pa.Table:
+        return pa.table({f"c{index}": random.random(count, np.float32) for index in range(30)})
+
+    return _written("30 float columns", folder, rows, content)
+
+
+def _arrays(folder: Path, rows: int) -> Table:
+    random = np.random.default_rng(2)
+
+    def content(count: int) -> pa.Table:
+        values = pa.array(random.random(count * 784, np.float32))
+        offsets = pa.array(np.arange(count + 1, dtype=np.int32) * np.int32(784))
+        return pa.table({"pixels": pa.ListArray.from_arrays(offsets, values)})
+
+    return _written("array<float>[784]", folder, rows, content)
+
+
+def _written(name: str, folder: Path, rows: int, content: Callable[[int], pa.Table]) -> Table:
+    """Files as ``prepare`` lets Spark write them: row groups of about 16 MB, snappy, no dictionaries."""
+    folder.mkdir()
+    for number in range(FILES):
+        table = content(rows // FILES)
+        group = max(1, int(16e6 * table.num_rows / table.nbytes))
+        parquet.write_table(table, folder / f"{number}.parquet", row_group_size=group, use_dictionary=False)
+    return Table(name, folder, rows // FILES * FILES)
+
+
+def _rows_for_spark(spark: SparkSession, folder: Path, rows: int) -> DataFrame:
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    columns = [functions.rand(index).cast("float").alias(f"c{index}") for index in range(30)]
+    spark.range(rows, numPartitions=4).select(*columns).write.parquet(str(folder / "source"))
+    return spark.read.parquet(str(folder / "source"))
+
+
+def _write(df: DataFrame, folder: Path) -> float:
+    shutil.rmtree(folder, ignore_errors=True)
+    started = time.perf_counter()
+    df.write.parquet(str(folder))
+    return time.perf_counter() - started
+
+
+def _prepare(df: DataFrame, folder: Path) -> float:
+    shutil.rmtree(folder, ignore_errors=True)
+    store = Store.create(str(folder))
+    selection = select(df.schema, feature_cols=df.columns[1:], label_cols=df.columns[:1])
+    started = time.perf_counter()
+    prepare(df, selection, store, writing=Writing(num_proc=2, seed=1))
+    return time.perf_counter() - started
+
+
+def _direct(spark: SparkSession, df: DataFrame) -> float:
+    """From the DataFrame to the first batch on every rank; without what a job costs that has no rows."""
+    selection = select(df.schema, feature_cols=df.columns[1:], label_cols=df.columns[:1])
+    started = time.time()
+    rows = dealt(df, selection, num_proc=2, seed=1)
+    arrived = run(_first_batch, (selection,), num_proc=2, spark=spark, rows=rows, preload=["sparkhvd.data.direct"])
+    return max(arrived) - started
+
+
+def _first_batch(selection: object) -> float:
+    """When this rank has its first batch."""
+    given = GivenRows(given_rows(), selection, 0)  # type: ignore[arg-type]
+    facts = given.facts()
+    schema = checked(facts, selection, 1)  # type: ignore[arg-type]
+    source = given.source(
+        "train", schema, facts, World(), BATCH, seed=1, shuffle=True, steps_per_epoch=None, reading=Reading()
+    )
+    with closing(source.epoch(0)) as batches:  # type: ignore[type-var]
+        next(batches)
+    return time.time()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of rows")
+    parser.add_argument("--petastorm", help="a Python that has petastorm and torch")
+    parser.add_argument("--parts", nargs="+", default=["readers", "memory", "spark"])
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
