@@ -169,8 +169,7 @@ def test_what_cannot_be_opened_is_said(folder, tmp_path):
 
 TENSORFLOW = """
 import sys
-import numpy as np
-from sparkhvd.data import torch_loader
+from sparkhvd.data import tf_dataset, torch_loader
 
 folder, nine = sys.argv[1:]
 data = tf_dataset(folder, 64, epochs=2, columns=["id", "a.b", "a"], seed=4)
