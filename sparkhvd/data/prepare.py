@@ -230,7 +230,7 @@ def _write(df: DataFrame, selection: Selection, url: str, writing: Writing) -> N
     if selection.validation is not None:
         numbered = rows.withColumn(_ROW, functions.monotonically_increasing_id())
         rows = numbered.sortWithinPartitions(SPLIT, _ROW).drop(_ROW)
-    writer = rows.write.mode("errorifexists").options(**options)
+    writer = rows.write.mode("error").options(**options)
     if selection.validation is not None:
         writer = writer.partitionBy(SPLIT)
     run_job(df.sparkSession, lambda: writer.parquet(url))

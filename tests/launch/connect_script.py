@@ -1,0 +1,73 @@
+"""Run by test_connect.py in a process of its own: a process is a client of Spark Connect or has a SparkContext."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+
+import torch
+from pyspark.sql import SparkSession
+
+import sparkhvd
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.errors import ConfigError, RankFailedError, SlotsError
+
+
+def place() -> list[int]:
+    print("hello")
+    return [int(os.environ[f"SPARKHVD_{name}"]) for name in ("RANK", "SIZE")]
+
+
+def fail() -> None:
+    raise ValueError("no luck")
+
+
+def trained(spark: SparkSession, folder: str) -> list[float]:
+    df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
+    torch.manual_seed(1)
+    model = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=Store.create(folder),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=8,
+        epochs=10,
+        random_seed=1,
+        verbose=0,
+    )
+    rows = estimator.fit(df).transform(df).select("y", "y__output").collect()
+    return [abs(row.y - row.y__output) for row in rows]
+
+
+def main() -> None:
+    spark = SparkSession.builder.remote("local[2]").config("spark.log.level", "ERROR").getOrCreate()
+    found: dict[str, object] = {"module": type(spark).__module__}
+    try:
+        found["places"] = sparkhvd.run(place, num_proc=2)
+        try:
+            sparkhvd.run(fail, num_proc=2)
+        except RankFailedError as error:
+            found["failure"] = str(error)
+        try:
+            sparkhvd.run(place, num_proc=3, start_timeout=3)
+        except SlotsError as error:
+            found["slots"] = str(error)
+        try:
+            sparkhvd.run(place, num_proc=1, use_mpi=True)
+        except ConfigError as error:
+            found["mpi"] = str(error)
+        with tempfile.TemporaryDirectory() as folder:
+            found["errors"] = trained(spark, folder)
+    finally:
+        spark.stop()
+    print("FOUND " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

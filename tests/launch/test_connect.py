@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("connect_script.py")
+
+
+@pytest.mark.spark
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_run_fit_and_transform_work_through_a_spark_connect_server(tmp_path):
+    done = subprocess.run(
+        [sys.executable, SCRIPT],
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "SPARK_LOCAL_DIRS": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    found = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+    assert found, done.stdout + done.stderr
+    found = json.loads(found[1])
+    assert found["module"] == "pyspark.sql.connect.session"
+    assert found["places"] == [[0, 2], [1, 2]]
+    assert {"[0]<stdout>:hello", "[1]<stdout>:hello"} <= set(done.stdout.splitlines())
+    assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", found["failure"])
+    assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
+    assert "a Spark Connect client is none. Use launcher='barrier'" in found["mpi"]
+    assert len(found["errors"]) == 64
+    assert max(found["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
