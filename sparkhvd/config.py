@@ -7,6 +7,7 @@ A test holds the documentation's page of settings against these declarations.
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import os
@@ -344,3 +345,13 @@ def given_rows() -> dict[str, str]:
     """The Arrow files with the rows that this rank's task was given, by split; empty where it was given none."""
     found: dict[str, str] = json.loads(os.environ.get(_GIVEN_ROWS, "{}"))
     return found
+
+
+def runs_on_databricks() -> bool:
+    """Whether this process belongs to a Databricks cluster."""
+    return bool(os.environ.get("DATABRICKS_RUNTIME_VERSION"))
+
+
+def hadoop_user_name() -> str:
+    """The user that Hadoop's clients without Kerberos are."""
+    return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()

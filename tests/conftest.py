@@ -24,6 +24,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.hdfs_server import Hdfs, running_hdfs
+from tests.s3_server import S3, running_s3
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -36,9 +39,12 @@ _GRACE_SECONDS = float(os.environ.get("SPARKHVD_TEST_LEAK_GRACE", "10"))
 # Spark's JVM and its pool of Python workers serve later tests; multiprocessing's tracker lives as long as we do.
 _LASTING_PROCESS = re.compile(r"SparkSubmit.*pyspark-shell|pyspark[./]daemon|multiprocessing\.resource_tracker")
 _LASTING_THREAD_MODULES = ("py4j", "pyspark")
-_LASTING_THREAD_NAMES = ("fsspecIO",)  # fsspec's event loop: one for the life of the process
+# fsspec's event loop and its pool: one for the life of the process.
+_LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")
 _OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # threads of the compiled core are known by their name to the kernel
 _PYTEST_AND_SPARK_VARIABLES = ("PYTEST_", "SPARK_AUTH_SOCKET_TIMEOUT", "SPARK_BUFFER_SIZE", "SPARK_ENV_LOADED")
+# The client of HDFS keeps connections with data nodes for reuse, as long as the process lives.
+_ports_of_data_nodes: set[int] = set()
 _TEMPORARY_FOLDER = pytest.StashKey[Path]()
 
 
@@ -85,6 +91,24 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     session.sparkContext.setLogLevel("ERROR")
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="session")
+def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
+    """A real HDFS with one data node."""
+    with running_hdfs(tmp_path_factory.mktemp("hdfs")) as running:
+        _ports_of_data_nodes.update(running.data_ports)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3]:
+    """An S3 server with the bucket ``sparkhvd-tests``."""
+    import fsspec.asyn  # noqa: PLC0415
+
+    fsspec.asyn.get_loop()  # the first use starts it, for the life of the process
+    with running_s3() as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +185,7 @@ def _lasts(thread: threading.Thread) -> bool:
     target = getattr(thread, "_target", None)
     owner = getattr(target, "__self__", None)
     modules = (type(thread).__module__, getattr(target, "__module__", None) or "", type(owner).__module__)
-    return thread.name in _LASTING_THREAD_NAMES or any(m.startswith(_LASTING_THREAD_MODULES) for m in modules)
+    return thread.name.startswith(_LASTING_THREAD_NAMES) or any(m.startswith(_LASTING_THREAD_MODULES) for m in modules)
 
 
 def _native_threads() -> dict[int, str]:
@@ -195,15 +219,15 @@ def _descriptors() -> Counter[str]:
             target = str(entry.readlink())
         except FileNotFoundError:  # the one that lists the folder
             continue
-        if target != "/dev/urandom" and not _leads_to_spark(target):
+        if target != "/dev/urandom" and not _is_kept_for_reuse(target):
             targets[target] += 1
     return targets
 
 
-def _leads_to_spark(target: str) -> bool:
-    """Whether a descriptor is a connection with Spark's JVM: py4j opens them on demand and keeps them for reuse."""
+def _is_kept_for_reuse(target: str) -> bool:
+    """Whether a descriptor is a connection with Spark's JVM or a data node: their clients keep them for reuse."""
     inode = re.fullmatch(r"socket:\[(\d+)\]", target)
-    ports = _spark_ports()
+    ports = _spark_ports() | _ports_of_data_nodes
     if not inode or not ports:
         return False
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):

@@ -36,6 +36,7 @@ from sparkhvd.data.manifest import DataFile, Manifest, Split
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, source
 from sparkhvd.data.spark_job import is_connect, run_job
+from sparkhvd.data.spark_settings import spark_can_write
 from sparkhvd.errors import ConfigError, DataError, SparkHvdError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -130,7 +131,7 @@ def prepare(
     refuse_streaming(df)
     dataset_id = dataset_id or new_dataset_id()
     try:
-        _write(df, selection, store.spark_url(layout.dataset_rows_folder(dataset_id)), writing)
+        _write(df, selection, store, layout.dataset_rows_folder(dataset_id), writing)
         files = _read_facts(store, dataset_id, selection.schema)
         check_rows(
             files,
@@ -216,24 +217,37 @@ def _estimated_bytes(rows: DataFrame) -> int:
     return int(str(plan.stats().sizeInBytes()))
 
 
-def _write(df: DataFrame, selection: Selection, url: str, writing: Writing) -> None:
+def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: Writing) -> None:
+    rows = prepared(df, selection, writing.seed, compress=writing.compress)
+    group_bytes = row_group_bytes(rows, writing)
+    url = store.spark_url(folder)
+    if url is not None and spark_can_write(df.sparkSession, url):
+        options = {"parquet.block.size": str(group_bytes), **store.spark_options()}
+        _write_by_spark(rows, url, options, divided=selection.validation is not None)
+        return
+    from sparkhvd.data import arrow_writer  # noqa: PLC0415  (heavy)
+
+    split = None if selection.validation is None else SPLIT
+    run_job(df.sparkSession, lambda: arrow_writer.write(rows, store, folder, row_group_bytes=group_bytes, split=split))
+
+
+def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, divided: bool) -> None:
     from pyspark.sql import functions  # noqa: PLC0415
 
-    rows = prepared(df, selection, writing.seed, compress=writing.compress)
     options = {
         "compression": "snappy",
-        "parquet.block.size": str(row_group_bytes(rows, writing)),
         # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
         "parquet.enable.dictionary": "false",
         "parquet.column.statistics.enabled": "true",
+        **more_options,
     }
-    if selection.validation is not None:
+    if divided:
         numbered = rows.withColumn(_ROW, functions.monotonically_increasing_id())
         rows = numbered.sortWithinPartitions(SPLIT, _ROW).drop(_ROW)
     writer = rows.write.mode("error").options(**options)
-    if selection.validation is not None:
+    if divided:
         writer = writer.partitionBy(SPLIT)
-    run_job(df.sparkSession, lambda: writer.parquet(url))
+    run_job(rows.sparkSession, lambda: writer.parquet(url))
 
 
 def _split_by_fraction(columns: Sequence[ColumnSpec], fraction: float, seed: int) -> Column:

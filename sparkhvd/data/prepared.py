@@ -21,6 +21,7 @@ from sparkhvd.data.manifest import Manifest, load
 from sparkhvd.data.prepare import Writing, new_dataset_id, prepare, refuse_streaming
 from sparkhvd.data.schema import DataSchema, Fill
 from sparkhvd.data.selection import Selection, select
+from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -173,6 +174,7 @@ def acquire(
     if keep_seconds < 0:
         raise ConfigError(f"keep_seconds is {keep_seconds}; it must be at least 0.")
     refuse_streaming(df)
+    store = told_by_spark(store, df.sparkSession)
     _remove_expired(store)
     identify = partial(_identity, df, selection, writing)
     known = identify() if keep_seconds > 0 else None

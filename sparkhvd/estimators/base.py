@@ -23,7 +23,9 @@ from sparkhvd.data.prepared import acquire
 from sparkhvd.data.readers import Reading, head
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import Selection, select
+from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.preflight import check_store
 from sparkhvd.driver.run import run
 from sparkhvd.driver.slots import describe_cluster, reserve
 from sparkhvd.errors import ParamError
@@ -98,6 +100,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _settle(self, spark: SparkSession, params: dict[str, Any]) -> None:
         """Decide what was left open: ranks, run and seed."""
         params["num_proc"] = _ranks(spark, params["num_proc"])
+        if params["store"] is not None:
+            params["store"] = told_by_spark(params["store"], spark)
+            check_store(spark, params["store"], params["num_proc"])
         params["run_id"] = params["run_id"] or self._new_run_id()
         params["random_seed"] = _seed(params)
 

@@ -172,7 +172,7 @@ class EpochHooks:
         self.history.append(record)
         if self._communicator.world.rank == 0:
             logger.info("%s", record.line(self._job.spec.epochs))
-            if self._job.store is not None:
+            if self._job.store is not None and self._job.store.save_runs:
                 content = checkpoint.Checkpoint(record.epoch, self._job.spec.seed, tuple(self.history), trainer.state())
                 checkpoint.save(self._job.store, self._job.run_id, content)
         return True

@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
+    from sparkhvd.store.dbfs import DBFSLocalStore as DBFSLocalStore
+    from sparkhvd.store.dbfs import DBFSStore as DBFSStore
+    from sparkhvd.store.filesystem import FilesystemStore as FilesystemStore
+    from sparkhvd.store.hdfs import HDFSStore as HDFSStore
     from sparkhvd.store.local import LocalStore as LocalStore
+    from sparkhvd.store.s3 import S3Store as S3Store
 
-_HOME_OF = {"LocalStore": "sparkhvd.store.local"}
+_HOME_OF = {
+    "DBFSLocalStore": "sparkhvd.store.dbfs",
+    "DBFSStore": "sparkhvd.store.dbfs",
+    "FilesystemStore": "sparkhvd.store.filesystem",
+    "HDFSStore": "sparkhvd.store.hdfs",
+    "LocalStore": "sparkhvd.store.local",
+    "S3Store": "sparkhvd.store.s3",
+}
 
-__all__ = ["LocalStore", "Store"]
+__all__ = ["DBFSLocalStore", "DBFSStore", "FilesystemStore", "HDFSStore", "LocalStore", "S3Store", "Store"]
 
 
 def __getattr__(name: str) -> object:

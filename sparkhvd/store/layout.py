@@ -8,6 +8,7 @@
     fingerprints/<fingerprint>/<dataset id>     which dataset was prepared from which data
     runs/<run id>/checkpoints/epoch-00003       the trainer's state after epoch 3 (epochs count from 0)
     runs/<run id>/model/...                     the trained model's files
+    probes/<probe id>/...                       a check that all machines reach the Store; removed after it
 
 A name keeps its meaning for good: what has to mean something else gets another name. Formats that can change carry
 their version inside (``format_version`` of the manifest).
@@ -93,6 +94,11 @@ def checkpoint_epoch(path: str) -> int | None:
 def model_folder(run_id: str) -> str:
     """The folder that a run's trained model is exported to."""
     return f"{run_folder(run_id)}/model"
+
+
+def probe_folder(probe_id: str) -> str:
+    """The folder of one check that a Store is shared; it is removed after the check."""
+    return f"probes/{_component('probe id', probe_id)}"
 
 
 def _component(what: str, name: str) -> str:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from sparkhvd.errors import StoreError
+from sparkhvd.store.places import LEFTOVER_SECONDS, UNFINISHED, Places, root_of
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
     from pyarrow import fs
-
-_UNFINISHED = ".unfinished"
 
 
 @dataclass(frozen=True)
@@ -30,55 +30,79 @@ class LocalStore(Store):
     (``open``) or linked (``publish``, which therefore refuses to overwrite also in a race).
 
     Attributes:
-        root: the absolute path; given as a path (relative ones are resolved now, on the driver) or a ``file://`` URL,
-            which is taken literally, without percent-decoding, as Spark does. The folder is made if it is missing.
+        prefix_path: the folder, as a path (relative ones are resolved now, on the driver) or a ``file://`` URL, which
+            is taken literally, without percent-decoding, as Spark does. It is made if it is missing. None where the
+            paths below say enough: the Store then lies in the deepest folder that holds them all.
+        train_path: existing Parquet files to train on, for ``fit_on_parquet``.
+        val_path: existing Parquet files to validate on.
+        test_path: existing Parquet files to test on.
+        runs_path: the folder of the runs, where it is not ``runs`` below the Store's.
+        save_runs: whether checkpoints are kept.
 
     Raises:
         StoreError: the path is a file, or the folder can neither be used nor made.
     """
 
-    root: str
+    prefix_path: str | None = None
+    train_path: str | None = None
+    val_path: str | None = None
+    test_path: str | None = None
+    runs_path: str | None = None
+    save_runs: bool = True
+    _places: Places = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        root = _absolute(self.root)
-        object.__setattr__(self, "root", root)
-        with _reporting("use the folder", self.url):
-            Path(root).mkdir(parents=True, exist_ok=True)
-        if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-            raise StoreError(f"The Store {self.url} is not readable and writable for this user; choose another folder.")
+        names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
+        paths = [None if (given := getattr(self, name)) is None else self._absolute(given) for name in names]
+        for name, path in zip(names, paths, strict=True):
+            object.__setattr__(self, name, path)
+        root = root_of(paths[0], paths[1:])
+        object.__setattr__(self, "_places", Places(root, self.runs_path))
+        for folder in {root, self.runs_path or root}:
+            with _reporting("use the folder", f"file://{folder}"):
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                raise StoreError(
+                    f"The Store file://{folder} is not readable and writable for this user; choose another folder."
+                )
+
+    @property
+    def root(self) -> str:
+        """The absolute path of the folder."""
+        return self._places.root
 
     @property
     def url(self) -> str:
         return f"file://{self.root}"
 
     def exists(self, path: str) -> bool:
-        with _reporting("look up", self.spark_url(path)):
+        with _reporting("look up", self._shown(path)):
             return os.path.lexists(self._file(path))
 
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
         """A file for reading, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
         target = self._file(path)
-        with _reporting("open", self.spark_url(path)):
+        with _reporting("open", self._shown(path)):
             if mode == "rb":
                 return target.open("rb")
             if mode == "wb":
                 target.parent.mkdir(parents=True, exist_ok=True)
-                return _UnfinishedFile(target, self.spark_url(path))
-        raise StoreError(f"Cannot open {self.spark_url(path)} with mode {mode!r}; a Store knows 'rb' and 'wb'.")
+                return _UnfinishedFile(target, self._shown(path))
+        raise StoreError(f"Cannot open {self._shown(path)} with mode {mode!r}; a Store knows 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
         """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
-        top = self._file(path) if path else Path(self.root)
-        with _reporting("list", f"{self.url}/{path}"):
-            found = []
-            for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
-                inside = Path(folder).relative_to(self.root)
-                found += [(inside / name).as_posix() for name in names if not name.endswith(_UNFINISHED)]
-            return sorted(found)
+        found = set()
+        for top, stands_for in self._places.tops(path, self.url):
+            with _reporting("list", f"file://{top}"):
+                for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
+                    inside = Path(stands_for, Path(folder).relative_to(top))
+                    found |= {(inside / name).as_posix() for name in names if not name.endswith(UNFINISHED)}
+        return sorted(found)
 
     def publish(self, path: str, content: bytes) -> None:
         target = self._file(path)
-        with _reporting("publish", self.spark_url(path)):
+        with _reporting("publish", self._shown(path)):
             target.parent.mkdir(parents=True, exist_ok=True)
             temporary = _unfinished_name(target)
             try:
@@ -86,39 +110,54 @@ class LocalStore(Store):
                     file.write(content)
                     file.flush()
                     os.fsync(file.fileno())
-                os.link(temporary, target)  # unlike rename, fails when the name is taken
+                self._give_name(temporary, target)
             except FileExistsError as error:
                 raise StoreError(
-                    f"Cannot publish {self.spark_url(path)}: it exists already, and published files are never changed. "
+                    f"Cannot publish {self._shown(path)}: it exists already, and published files are never changed. "
                     "Use another id, or delete it first."
                 ) from error
             finally:
                 temporary.unlink(missing_ok=True)
             _sync_folder(target.parent)
+            _remove_leftovers(target.parent)
 
     def delete(self, path: str) -> None:
         target = self._file(path)
-        with _reporting("delete", self.spark_url(path)), suppress(FileNotFoundError):
+        with _reporting("delete", self._shown(path)), suppress(FileNotFoundError):
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
             else:
                 target.unlink()
 
     def spark_url(self, path: str) -> str:
-        return f"file://{self._file(path)}"
+        return self._shown(path)
+
+    def spark_options(self) -> dict[str, str]:
+        return {}
+
+    def with_spark_settings(self, settings: Mapping[str, str]) -> LocalStore:  # noqa: ARG002  (no access to grant)
+        return self
+
+    def at(self, url: str) -> LocalStore:
+        return type(self)(url)
 
     def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
         from pyarrow import fs  # noqa: PLC0415  (a Store is cheap to import)
 
         return fs.LocalFileSystem(use_mmap=True), str(self._file(path))
 
+    def _absolute(self, path_or_url: str) -> str:
+        return absolute_path(path_or_url)
+
     def _file(self, path: str) -> Path:
-        if not path or "\0" in path or any(part in {"", ".", ".."} for part in path.split("/")):
-            raise StoreError(
-                f"{path!r} is not a path inside the Store {self.url}; use names separated by single '/', "
-                "without a leading '/', '.' or '..'."
-            )
-        return Path(self.root, path)
+        return Path(self._places.of(path, self.url))
+
+    def _shown(self, path: str) -> str:
+        return f"file://{self._file(path)}"
+
+    def _give_name(self, temporary: Path, target: Path) -> None:
+        """Name a file, or ``FileExistsError`` when another has that name: a link does that, unlike a rename."""
+        os.link(temporary, target)
 
 
 class _UnfinishedFile(io.BufferedWriter):
@@ -129,6 +168,12 @@ class _UnfinishedFile(io.BufferedWriter):
         self._url = url
         self._temporary = _unfinished_name(target)
         super().__init__(io.FileIO(self._temporary, "xb"))
+
+    def write(self, content: Any) -> int:  # whatever has a buffer
+        try:
+            return super().write(content)
+        except OSError as error:
+            raise _error("write", self._url, error) from error
 
     def close(self) -> None:
         if self.closed:
@@ -164,7 +209,8 @@ class _UnfinishedFile(io.BufferedWriter):
             self._discard()
 
 
-def _absolute(path_or_url: str) -> str:
+def absolute_path(path_or_url: str) -> str:
+    """The absolute path that a path or a ``file:`` URL means."""
     path = path_or_url
     if path.lower().startswith("file:"):
         path = path[len("file:") :]
@@ -182,7 +228,16 @@ def _absolute(path_or_url: str) -> str:
 
 
 def _unfinished_name(target: Path) -> Path:
-    return target.with_name(f".{uuid.uuid4().hex}{_UNFINISHED}")
+    return target.with_name(f".{uuid.uuid4().hex}{UNFINISHED}")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove hidden files that a writer which was killed left long ago."""
+    before = time.time() - LEFTOVER_SECONDS
+    with suppress(OSError):  # others may do the same at the same time
+        for entry in os.scandir(folder):
+            if entry.name.endswith(UNFINISHED) and entry.stat(follow_symlinks=False).st_mtime < before:
+                Path(entry.path).unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -206,4 +261,8 @@ def _reporting(action: str, url: str) -> Iterator[None]:
     except StoreError:
         raise
     except OSError as error:
-        raise StoreError(f"Cannot {action} {url}: {error.strerror or error}.") from error
+        raise _error(action, url, error) from error
+
+
+def _error(action: str, url: str, error: OSError) -> StoreError:
+    return StoreError(f"Cannot {action} {url}: {error.strerror or error}.")

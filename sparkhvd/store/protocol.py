@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -39,6 +40,22 @@ class Store(Protocol):
     def url(self) -> str:
         """Where the Store lies, such as ``file:///data/store``."""
 
+    @property
+    def train_path(self) -> str | None:
+        """Where existing rows to train on lie, as a URL for ``at``; None unless it was given."""
+
+    @property
+    def val_path(self) -> str | None:
+        """The same for rows to validate on."""
+
+    @property
+    def test_path(self) -> str | None:
+        """The same for rows to test on."""
+
+    @property
+    def save_runs(self) -> bool:
+        """Whether checkpoints of runs are kept here."""
+
     def exists(self, path: str) -> bool: ...
     def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
         """A file for reading, or a new file whose content appears all at once on ``close`` (never when it fails)."""
@@ -52,8 +69,17 @@ class Store(Protocol):
     def delete(self, path: str) -> None:
         """Remove a file or a folder with everything in it; nothing happens where nothing is."""
 
-    def spark_url(self, path: str) -> str:
-        """The URL by which Spark's own readers and writers reach ``path``."""
+    def spark_url(self, path: str) -> str | None:
+        """The URL by which Spark's own readers and writers reach ``path``; None where Hadoop has no such scheme."""
+
+    def spark_options(self) -> dict[str, str]:
+        """Options for Spark's readers and writers that say what this Store was told about access."""
+
+    def with_spark_settings(self, settings: Mapping[str, str]) -> Store:
+        """This Store, told what Hadoop's settings (``fs.s3a.access.key``...) say and its own options do not."""
 
     def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
         """An Arrow file system and the path in it: the fast way to read (memory-mapped for local files)."""
+
+    def at(self, url: str) -> Store:
+        """The Store at another URL of the same file system, reached in the same way."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 
+from sparkhvd.config import runs_on_databricks
 from sparkhvd.errors import StoreError
 from sparkhvd.store.protocol import Store
 
@@ -25,28 +26,41 @@ class StoreEntry:
     missing: str
 
 
+_S3 = StoreEntry("sparkhvd.store.s3:S3Store", "Install s3fs: pip install 'sparkhvd[s3]'.")
+_HDFS = StoreEntry("sparkhvd.store.hdfs:HDFSStore", "Install hdfs-native: pip install 'sparkhvd[hdfs]'.")
+
 STORES: Mapping[str, StoreEntry] = MappingProxyType(
-    {"file": StoreEntry("sparkhvd.store.local:LocalStore", "Install pyarrow: pip install 'pyarrow>=18'.")}
+    {
+        "file": StoreEntry("sparkhvd.store.local:LocalStore", "Install pyarrow: pip install 'pyarrow>=18'."),
+        "dbfs": StoreEntry("sparkhvd.store.dbfs:DBFSStore", "Install pyarrow: pip install 'pyarrow>=18'."),
+        "hdfs": _HDFS,
+        "viewfs": _HDFS,
+        "s3": _S3,
+        "s3a": _S3,
+        "s3n": _S3,
+    }
 )
+# Serves every other scheme that fsspec knows.
+ANY_OTHER = StoreEntry("sparkhvd.store.filesystem:FilesystemStore", "Install fsspec: pip install 'fsspec'.")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
 
 
 def scheme_of(url: str) -> str:
-    """The lower-case scheme of a URL; ``file`` for a plain path."""
+    """The lower-case scheme of a URL; ``file`` for a plain path, on Databricks ``dbfs`` for what is mounted there."""
     match = _SCHEME.match(url)
-    return match[1].lower() if match else "file"
+    scheme = match[1].lower() if match else "file"
+    if scheme == "file" and runs_on_databricks():
+        from sparkhvd.store.dbfs import mounted_path  # noqa: PLC0415  (only Databricks needs it)
+
+        return "dbfs" if mounted_path(url) is not None else scheme
+    return scheme
 
 
 def create(url: str, **options: object) -> Store:
     """The Store at ``url``; see ``Store.create``."""
     scheme = scheme_of(url)
-    entry = STORES.get(scheme)
-    if entry is None:
-        raise StoreError(
-            f"No Store serves {url!r}: its scheme {scheme!r} is not among {', '.join(sorted(STORES))}. "
-            "Use a plain path or a file:// URL on a file system that the driver and all executors share."
-        )
+    entry = STORES.get(scheme, ANY_OTHER)
     module, _, name = entry.target.partition(":")
     try:
         backend = getattr(import_module(module), name)

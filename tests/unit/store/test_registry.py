@@ -25,9 +25,14 @@ def test_the_scheme_of_a_url(url, scheme):
     assert scheme_of(url) == scheme
 
 
-def test_a_scheme_that_nothing_serves_is_refused_with_those_that_are():
-    with pytest.raises(StoreError, match=r"No Store serves 'ftp://x/y': its scheme 'ftp' is not among file"):
-        Store.create("ftp://x/y")
+def test_a_scheme_that_nothing_serves_is_refused():
+    with pytest.raises(StoreError, match=r"Nothing serves nosuch:// here: Protocol not known: nosuch"):
+        Store.create("nosuch://x/y")
+
+
+def test_a_file_system_whose_package_is_missing_says_what_to_install():
+    with pytest.raises(StoreError, match=r"Nothing serves gs:// here: Please install gcsfs"):
+        Store.create("gs://bucket/x")
 
 
 def test_an_option_that_a_store_does_not_take_is_refused(tmp_path):

@@ -118,6 +118,19 @@ def test_a_worker_runs_fn_in_the_environment_of_its_rank(worker, monkeypatch):
     assert event(worker) == Exited(0)
 
 
+def test_a_worker_finds_the_tokens_that_yarn_gave_the_container_of_its_task(monkeypatch):
+    monkeypatch.setenv("HADOOP_TOKEN_FILE_LOCATION", "/container/container_tokens")
+    process = WorkerProcess(spawn_worker({}, {}, ()), DriverLog(Job(b"", 1)))
+    try:
+        process.output.start()
+        process.send(spec(environment))
+        assert event(process) == Ready()
+        result = cloudpickle.loads(event(process).content)
+    finally:
+        process.close()
+    assert result["HADOOP_TOKEN_FILE_LOCATION"] == "/container/container_tokens"
+
+
 def fork_and_stay(path):
     import subprocess  # noqa: PLC0415
 

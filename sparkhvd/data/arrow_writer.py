@@ -1,0 +1,127 @@
+"""Writing a DataFrame's rows as Parquet through a Store, for file systems that Spark has no connector for.
+
+Every task writes the rows of its partition, in their order, to one file per split. Files of attempts that failed or
+came second are removed in the end: the files that count are those that the successful attempts name.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyarrow import compute, parquet
+
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+@dataclass(frozen=True)
+class ArrowWrite:
+    """What a task needs to write its rows.
+
+    Attributes:
+        store: where the files go.
+        folder: the folder in it.
+        write_id: no other write has it.
+        row_group_bytes: bytes of a row group in memory.
+        split: the column whose values decide on a folder ``<column>=<value>``; it is not written. None is one folder.
+    """
+
+    store: Store
+    folder: str
+    write_id: str
+    row_group_bytes: int
+    split: str | None = None
+
+
+def write(rows: DataFrame, store: Store, folder: str, *, row_group_bytes: int, split: str | None = None) -> list[str]:
+    """Write ``rows`` as Parquet files below ``folder``, named and placed as Spark does.
+
+    Args:
+        rows: evaluated once; the order within partitions is kept.
+        store: where the files go.
+        folder: a folder of the Store that nobody else writes to.
+        row_group_bytes: bytes of a row group in memory.
+        split: a text column; rows go to the folder ``<split>=<value>``, without that column. None is one folder.
+
+    Returns:
+        The paths of the files.
+
+    Raises:
+        StoreError: from a task that could not write, as the Spark error's cause.
+    """
+    job = ArrowWrite(store, folder, uuid.uuid4().hex, row_group_bytes, split)
+    written = rows.mapInArrow(partial(write_partition, job), "path string").collect()
+    paths = sorted(row["path"] for row in written)
+    for other in set(store.list(folder)) - set(paths):
+        store.delete(other)
+    return paths
+
+
+def write_partition(job: ArrowWrite, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Write the batches of one partition; yields the paths of its files."""
+    from pyspark import TaskContext  # noqa: PLC0415  (this runs in Spark's tasks)
+
+    context = TaskContext.get()
+    if context is None:
+        raise RuntimeError("write_partition runs inside a Spark task.")
+    name = f"part-{context.partitionId():05d}-{job.write_id}-{context.taskAttemptId()}-c000.snappy.parquet"
+    files: dict[str, _File] = {}
+    with ExitStack() as opened:
+        for batch in batches:
+            for value, part in _by_split(batch, job.split):
+                if value not in files:
+                    inside = f"{job.split}={value}/{name}" if job.split else name
+                    files[value] = _File(job, f"{job.folder}/{inside}", part.schema, opened)
+                files[value].add(part)
+        for file in files.values():
+            file.flush()
+    yield pa.RecordBatch.from_pydict({"path": pa.array([file.path for file in files.values()], pa.string())})
+
+
+def _by_split(batch: pa.RecordBatch, split: str | None) -> Iterator[tuple[str, pa.RecordBatch]]:
+    if split is None:
+        if batch.num_rows:
+            yield "", batch
+        return
+    column = batch.schema.get_field_index(split)
+    rows = batch.remove_column(column)
+    for value in compute.unique(batch.column(column)).to_pylist():
+        yield value, rows.filter(compute.equal(batch.column(column), value))
+
+
+class _File:
+    """One Parquet file; rows wait until they fill a row group."""
+
+    def __init__(self, job: ArrowWrite, path: str, schema: pa.Schema, opened: ExitStack) -> None:
+        self.path = path
+        self._row_group_bytes = job.row_group_bytes
+        file = opened.enter_context(job.store.open(path, "wb"))
+        # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
+        self._writer = opened.enter_context(
+            parquet.ParquetWriter(file, schema, compression="snappy", use_dictionary=False, write_statistics=True)
+        )
+        self._waiting: list[pa.RecordBatch] = []
+        self._bytes = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        self._waiting.append(batch)
+        self._bytes += batch.nbytes
+        if self._bytes >= self._row_group_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, in row groups of equal size."""
+        if self._waiting:
+            table = pa.Table.from_batches(self._waiting)
+            groups = max(1, round(self._bytes / self._row_group_bytes))
+            self._writer.write_table(table, row_group_size=math.ceil(table.num_rows / groups))
+            self._waiting, self._bytes = [], 0

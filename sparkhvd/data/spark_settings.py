@@ -1,0 +1,69 @@
+"""What a Spark session knows about file systems: how to reach them, and which it can write to."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from sparkhvd.data.spark_job import is_connect
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# Schemes whose Stores can be told something by Hadoop's settings.
+_TOLD = frozenset({"s3", "hdfs", "viewfs"})
+_OF_STORES = (
+    r"^(fs\.s3a\.(.+\.)?(access\.key|secret\.key|session\.token|endpoint|endpoint\.region|path\.style\.access|"
+    r"connection\.ssl\.enabled|aws\.credentials\.provider)|fs\.defaultFS|fs\.viewfs\.mounttable\..+|"
+    r"dfs\.(ha\.namenodes|namenode\.rpc-address|client\.failover\.proxy\.provider)\..+|"
+    r"dfs\.data\.transfer\.protection|dfs\.client\.use\.datanode\.hostname|hadoop\.security\.authentication)$"
+)
+_HADOOP = "spark.hadoop."
+# What every Spark can write to. Connect does not tell what more its server has.
+_ALWAYS = frozenset({"file", "hdfs", "viewfs", "dbfs"})
+
+
+def told_by_spark(store: Store, spark: SparkSession) -> Store:
+    """The Store with the credentials and addresses that Spark's own connectors use, where it was given none.
+
+    These are the settings ``fs.s3a.*``, ``fs.defaultFS`` and those of HDFS name services, from the session's
+    ``spark.hadoop.*`` and Hadoop's configuration files.
+    """
+    if _scheme_of(store.url) not in _TOLD:
+        return store
+    return store.with_spark_settings(_hadoop_settings(spark))
+
+
+def spark_can_write(spark: SparkSession, url: str | None) -> bool:
+    """Whether Spark has a connector for a URL of ``Store.spark_url``."""
+    if url is None:
+        return False
+    scheme = _scheme_of(url)
+    if scheme in _ALWAYS or is_connect(spark):
+        return scheme in _ALWAYS
+    # Ranks read this package without Spark.
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    context = spark.sparkContext
+    jvm = context._jvm  # noqa: SLF001  (nothing public tells which connectors there are)
+    if jvm is None:
+        return False
+    try:
+        jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, context._jsc.hadoopConfiguration())  # noqa: SLF001
+    except Py4JError:
+        return False
+    return True
+
+
+def _hadoop_settings(spark: SparkSession) -> dict[str, str]:
+    if is_connect(spark):
+        wanted = re.compile(_OF_STORES)
+        found = {name.removeprefix(_HADOOP): value for name, value in spark.conf.getAll.items()}
+        return {name: value for name, value in found.items() if wanted.match(name)}
+    conf = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001  (it also holds what Hadoop's files say)
+    return {str(name): str(value) for name, value in dict(conf.getValByRegex(_OF_STORES)).items()}
+
+
+def _scheme_of(url: str) -> str:
+    return url.partition(":")[0]

@@ -1,0 +1,65 @@
+"""A Store on Databricks: DBFS and Unity Catalog volumes, which every machine of a cluster mounts."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store.local import LocalStore, absolute_path
+
+_WAYS_TO_SAY_IT = re.compile(
+    r"(?:file:(?://)?)?(?P<mounted>/dbfs(?:/.*)?|/Volumes/.+)|dbfs:(?P<folder>/(?!/).*)", re.DOTALL
+)
+
+
+def mounted_path(url: str) -> str | None:
+    """The path at which the machines of a cluster see ``url``; None where it is no folder on DBFS or of a volume.
+
+    Example:
+        >>> mounted_path("dbfs:/a"), mounted_path("file:/dbfs/a"), mounted_path("dbfs:/Volumes/c/s/v/a")
+        ('/dbfs/a', '/dbfs/a', '/Volumes/c/s/v/a')
+    """
+    found = _WAYS_TO_SAY_IT.fullmatch(url)
+    if found is None:
+        return None
+    folder = found["folder"]
+    if folder is None:
+        return found["mounted"]
+    return folder if folder.startswith("/Volumes/") else f"/dbfs{folder}"
+
+
+@dataclass(frozen=True)
+class DBFSStore(LocalStore):
+    """A Store at ``dbfs:/folder``, ``/dbfs/folder``, ``file:/dbfs/folder`` or ``/Volumes/catalog/schema/volume``.
+
+    Python reads and writes through the mounted folder, Spark through ``dbfs:``. These mounts know no links, so
+    ``publish`` looks and then renames: of writers on several machines at the same instant the last one may win.
+
+    Attributes:
+        prefix_path: the folder; see ``LocalStore`` for the others.
+    """
+
+    def spark_url(self, path: str) -> str:
+        place = str(self._file(path))
+        return f"dbfs:{place.removeprefix('/dbfs')}"
+
+    def _absolute(self, path_or_url: str) -> str:
+        mounted = mounted_path(path_or_url)
+        if mounted is None:
+            raise StoreError(
+                f"{path_or_url!r} is no folder of Databricks; give dbfs:/folder, /dbfs/folder, file:/dbfs/folder or "
+                "/Volumes/catalog/schema/volume/folder."
+            )
+        return absolute_path(mounted)
+
+    def _give_name(self, temporary: Path, target: Path) -> None:
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "File exists", str(target))
+        temporary.rename(target)
+
+
+DBFSLocalStore = DBFSStore
+"""Horovod's name."""

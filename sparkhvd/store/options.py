@@ -1,0 +1,54 @@
+"""Options of a file system, which may hold secrets: they travel with the Store and are never shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+_SECRET_NAME = re.compile(r"key|secret|token|password|passwd|credential|connection_string|sas|auth", re.IGNORECASE)
+_SHORTEST_SECRET = 4  # replacing shorter texts would only garble messages
+
+
+class StorageOptions(Mapping[str, object]):
+    """What a file system is opened with, such as ``{"key": ..., "secret": ..., "endpoint_url": ...}``.
+
+    A mapping whose values are never shown: ``repr`` gives the names alone, and ``scrubbed`` takes secrets out of texts
+    that come from elsewhere.
+    """
+
+    def __init__(self, values: Mapping[str, object] | None = None) -> None:
+        self._values = dict(values or {})
+
+    def __getitem__(self, name: str) -> object:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorageOptions) and self._values == other._values
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._values))
+
+    def __repr__(self) -> str:
+        return f"StorageOptions({', '.join(sorted(self._values))}; values not shown)"
+
+    def scrubbed(self, text: str) -> str:
+        """``text`` without the values of options whose names sound secret."""
+        for secret in sorted(_secrets(self._values, named_secret=False), key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return text
+
+
+def _secrets(value: object, *, named_secret: bool) -> set[str]:
+    if isinstance(value, Mapping):
+        return {
+            secret
+            for name, inner in value.items()
+            for secret in _secrets(inner, named_secret=named_secret or bool(_SECRET_NAME.search(str(name))))
+        }
+    return {value} if named_secret and isinstance(value, str) and len(value) >= _SHORTEST_SECRET else set()

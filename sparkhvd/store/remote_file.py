@@ -1,0 +1,127 @@
+"""Files of a Store that is reached over a network: read by ranges, written as a whole."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import IO, Any, Protocol
+
+from sparkhvd.errors import StoreError
+
+# Content up to this size waits in memory until it is sent, larger content in a nameless temporary file.
+SPOOL_BYTES = 32 * 1024 * 1024
+# What a reader without a buffer of its own asks for at once.
+READ_AHEAD_BYTES = 1024 * 1024
+
+
+class Ranges(Protocol):
+    """An opened file of a file system."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Exactly the bytes from ``start`` to ``stop``, which lie inside the file."""
+
+
+class RangeReader(io.RawIOBase):
+    """A seekable file for reading over ``Ranges``, whose reads are whole or raise."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self._ranges = ranges
+        self._position = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._ranges.size
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._ranges.size}[whence]
+        if start + offset < 0:
+            raise ValueError(f"The position {start + offset} lies before the start of the file.")
+        self._position = start + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        stop = self._ranges.size if size is None or size < 0 else min(self._ranges.size, self._position + size)
+        if stop <= self._position:
+            return b""
+        content = self._ranges.read(self._position, stop)
+        self._position = stop
+        return content
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # io's own type is not public
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+
+class SpooledFile(io.RawIOBase):
+    """A new file: its content waits locally and is handed to ``commit`` on ``close``, or dropped after an error.
+
+    Waiting makes it possible to send the content again when the connection is cut, and means that nothing of a writer
+    that is killed is ever seen.
+    """
+
+    def __init__(self, url: str, commit: Callable[[IO[bytes], int], None]) -> None:
+        self._url = url
+        self._commit = commit
+        # The descriptor is the only way to it: the system removes it with the process, however that ends.
+        self._spool = tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES)  # noqa: SIM115
+        self._dropped = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:  # whatever has a buffer
+        try:
+            return self._spool.write(content)
+        except OSError as error:
+            raise StoreError(
+                f"Cannot keep what is to be written to {self._url} in {tempfile.gettempdir()}: "
+                f"{error.strerror or error}. Make room there, or set TMPDIR to another folder."
+            ) from error
+
+    def tell(self) -> int:
+        return self._spool.tell()
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            if not self._dropped:
+                size = self._spool.tell()
+                self._spool.seek(0)
+                self._commit(self._spool, size)
+        finally:
+            self._spool.close()
+            super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._dropped = kind is not None
+        self.close()
+
+    def __del__(self) -> None:
+        # io's own finalizer would call close(), which makes half-written content of an abandoned file visible.
+        self._dropped = True
+        with suppress(AttributeError, OSError):
+            self._spool.close()

@@ -1,0 +1,191 @@
+"""Spark on real HDFS and S3: preparation by Spark's own writer and by ours, training, the check of a Store."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+import torch
+from pyarrow import parquet
+
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.data import arrow_writer
+from sparkhvd.data.spark_settings import spark_can_write, told_by_spark
+from sparkhvd.driver.preflight import check_store
+from sparkhvd.errors import StoreError
+from sparkhvd.store import layout
+from tests.s3_server import BUCKET, SECRET
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def hdfs_store(hdfs):
+    made = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}/a store")
+    yield made
+    made._connection.close()
+
+
+@pytest.fixture
+def s3_store(s3):
+    made = Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}/a store", storage_options=s3.options)
+    yield made
+    made._connection.close()
+
+
+@pytest.fixture(params=["hdfs", "s3"])
+def store(request):
+    return request.getfixturevalue(f"{request.param}_store")
+
+
+def line(spark):
+    return spark.range(64).selectExpr("id / 64.0D AS x", "array(id / 64.0D, 1.0D) AS pair", "3 * id / 64.0D + 1 AS y")
+
+
+@pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
+def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark, hdfs, s3, store):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=store,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        validation=0.25,
+        batch_size=4,
+        epochs=3,
+        random_seed=1,
+        run_id="the run",
+        verbose=0,
+    )
+    trained = estimator.fit(line(spark))
+    losses = [record.train["loss"] for record in trained.trained.history]
+    assert losses[-1] < losses[0]
+    predicted = trained.transform(line(spark)).select("y", "y__output").collect()
+    assert len(predicted) == 64
+    assert all(abs(row["y"] - row["y__output"]) < 2 for row in predicted)
+    assert store.list(layout.checkpoints_folder("the run")) == [layout.checkpoint_path("the run", 2)]
+    assert store.list(layout.model_folder("the run"))
+    assert [path for path in store.list("") if path.startswith("probes/")] == []
+
+
+def test_spark_writes_where_it_has_a_connector_and_nowhere_else(spark, hdfs_store, s3_store, tmp_path):
+    assert spark_can_write(spark, Store.create(str(tmp_path)).spark_url("x"))
+    assert spark_can_write(spark, hdfs_store.spark_url("x"))
+    assert not spark_can_write(spark, s3_store.spark_url("x")), "the jars of hadoop-aws are not part of pyspark"
+    assert not spark_can_write(spark, Store.create("memory://x").spark_url("x"))
+
+
+def test_our_writer_keeps_all_rows_in_order_and_by_split(spark, hdfs, s3, store):
+    rows = spark.range(1000, numPartitions=3).selectExpr(
+        "id", "array(id, id + 1) AS pair", "IF(id % 5 = 0, 'validation', 'train') AS part"
+    )
+    paths = arrow_writer.write(rows, store, "out", row_group_bytes=2000, split="part")
+    assert paths == store.list("out")
+    assert {path.split("/")[1] for path in paths} == {"part=train", "part=validation"}
+    read = {"train": [], "validation": []}
+    for path in sorted(paths, key=lambda path: path.rpartition("/")[2]):
+        filesystem, place = store.arrow(path)
+        table = parquet.read_table(place, filesystem=filesystem, partitioning=None)
+        assert table.column_names == ["id", "pair"]
+        metadata = parquet.read_metadata(place, filesystem=filesystem)
+        assert metadata.num_row_groups > 1 or metadata.num_rows < 100
+        assert metadata.row_group(0).column(0).statistics.has_min_max
+        read[path.split("/")[1].partition("=")[2]] += table.column("id").to_pylist()
+    assert read["validation"] == list(range(0, 1000, 5))
+    assert read["train"] == [number for number in range(1000) if number % 5]
+
+
+def test_our_writer_keeps_every_type_as_spark_writes_it(spark, hdfs_store, tmp_path):
+    rows = spark.sql(
+        "SELECT true AS b, 1Y AS i8, 2S AS i16, 3 AS i32, 4L AS i64, 1.5F AS f32, 2.5D AS f64, 'text' AS s, "
+        "X'0102' AS raw, DATE'2020-01-02' AS d, TIMESTAMP'2020-01-02 03:04:05.123456' AS t, 12.34BD AS dec, "
+        "array(array(1, 2), array(3, 4)) AS nested, named_struct('a', 1, 'b', 'x') AS st, CAST(NULL AS int) AS n"
+    )
+    (path,) = arrow_writer.write(rows, hdfs_store, "out", row_group_bytes=1_000_000)
+    assert spark.read.parquet(hdfs_store.spark_url(path)).collect() == rows.collect()
+    assert spark.read.parquet(hdfs_store.spark_url("out")).schema.simpleString() == rows.schema.simpleString()
+
+
+def test_our_writer_removes_what_others_left_in_its_folder(spark, hdfs_store):
+    hdfs_store.publish("out/part-00000-of-an-attempt-that-failed.parquet", b"half")
+    paths = arrow_writer.write(spark.range(10), hdfs_store, "out", row_group_bytes=1000)
+    assert hdfs_store.list("out") == paths
+
+
+def test_the_writers_error_names_the_store(spark, hdfs, monkeypatch):
+    nowhere = Store.create(
+        f"s3://{BUCKET}/x", storage_options={"anon": True, "endpoint_url": "http://127.0.0.1:1"}, retry_seconds=0.2
+    )
+    with pytest.raises(Exception, match=r"StoreError: Cannot write s3://.*127\.0\.0\.1:1"):
+        arrow_writer.write(spark.range(10), nowhere, "out", row_group_bytes=1000)
+
+
+def test_a_store_takes_sparks_credentials_where_it_was_given_none(spark, s3):
+    settings = {
+        "fs.s3a.access.key": s3.options["key"],
+        "fs.s3a.secret.key": "that of another bucket",
+        f"fs.s3a.bucket.{BUCKET}.secret.key": SECRET,
+        "fs.s3a.endpoint": s3.endpoint,
+        "fs.s3a.endpoint.region": "us-east-1",
+        "fs.s3a.path.style.access": "true",
+    }
+    conf = spark.sparkContext._jsc.hadoopConfiguration()
+    before = {name: conf.get(name) for name in settings}
+    for name, value in settings.items():
+        conf.set(name, value)
+    try:
+        told = told_by_spark(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
+        own = told_by_spark(Store.create(f"s3a://{BUCKET}/x", storage_options={"anon": True}), spark)
+    finally:
+        for name, value in before.items():
+            conf.unset(name) if value is None else conf.set(name, value)
+    assert told.storage_options["secret"] == SECRET
+    assert SECRET not in repr(told)
+    told.publish("x", b"1")
+    assert told.list("") == ["x"]
+    assert dict(own.storage_options) == {"anon": True}
+    told._connection.close()
+
+
+def test_what_a_store_was_told_reaches_sparks_writer_and_is_not_shown(spark, s3_store):
+    options = s3_store.spark_options()
+    assert options[f"fs.s3a.bucket.{BUCKET}.secret.key"] == SECRET
+    rows = spark.range(1).write.options(**options)
+    state = rows._jwrite.toString()
+    assert SECRET not in state
+    jvm = spark.sparkContext._jvm
+    shown = (
+        jvm.org.apache.spark.sql.internal.SQLConf.get()
+        .redactOptions(jvm.org.apache.spark.api.python.PythonUtils.toScalaMap(options))
+        .toString()
+    )
+    assert SECRET not in shown
+    assert s3_store.storage_options["key"] not in shown
+
+
+def test_a_store_that_all_reach_passes_the_check_and_keeps_nothing_of_it(spark, hdfs, s3, store):
+    check_store(spark, store, tasks=4)
+    assert store.list("") == []
+
+
+def test_a_store_that_the_executors_do_not_share_is_said_in_one_sentence(spark):
+    # Every process has a memory of its own, as every machine has a disk of its own.
+    store = Store.create(f"memory://{uuid.uuid4().hex}")
+    message = (
+        r"^The Store memory:///\w+ is not shared: the executor on host \S+ does not see a file that the driver has "
+        r"just written\. Use a folder that all machines mount"
+    )
+    with pytest.raises(StoreError, match=message):
+        check_store(spark, store, tasks=2)
+    assert store.list("") == []
+
+
+def test_a_folder_on_a_local_master_is_not_checked(spark, tmp_path):
+    store = Store.create(str(tmp_path))
+    jobs = spark.sparkContext.statusTracker().getJobIdsForGroup(None)
+    check_store(spark, store, tasks=2)
+    assert spark.sparkContext.statusTracker().getJobIdsForGroup(None) == jobs

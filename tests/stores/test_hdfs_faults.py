@@ -1,0 +1,128 @@
+"""HDFS that loses data nodes or its name node, or refuses: a success or a clear error, never wrong data or a hang."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store import HDFSStore, Store
+from tests.hdfs_server import running_hdfs
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory):
+    """An HDFS of its own, whose nodes the tests stop and kill one after the other."""
+    with running_hdfs(tmp_path_factory.mktemp("hdfs"), data_nodes=2) as running:
+        yield running
+
+
+def test_reading_goes_on_when_data_nodes_fail_and_ends_with_an_error_when_none_is_left(two_nodes):
+    table = pa.table({"x": pa.array(range(1_000_000), pa.int64())})
+    settings = {"dfs.client.socket-timeout": "2000"}
+    store = Store.create(f"{two_nodes.url}/data", storage_options=settings, retry_seconds=20)
+    with store.open("x.parquet", "wb") as file:
+        parquet.write_table(table, file, row_group_size=100_000, use_dictionary=False, compression="none")
+    first, second = two_nodes.data_nodes
+    filesystem, path = store.arrow("x.parquet")
+    with filesystem.open_input_file(path) as file:
+        opened = parquet.ParquetFile(file)
+        assert opened.read_row_group(0).equals(table.slice(0, 100_000))
+
+        first.send_signal(signal.SIGSTOP)  # it accepts connections and never answers
+        assert opened.read_row_groups([1, 2]).equals(table.slice(100_000, 200_000))
+        first.send_signal(signal.SIGCONT)
+
+        first.kill()
+        assert opened.read_row_groups([3, 4]).equals(table.slice(300_000, 200_000))
+        assert parquet.read_table(path, filesystem=filesystem).equals(table)
+
+        second.kill()
+        impatient = Store.create(store.url, storage_options=settings, retry_seconds=1)
+        with pytest.raises(StoreError, match=r"Cannot read hdfs://.*/x\.parquet: .*DataNodes failed"):
+            impatient.open("x.parquet", "rb").read()
+        impatient._connection.close()
+    store._connection.close()
+
+
+def test_writing_without_a_data_node_ends_with_an_error_and_leaves_nothing(two_nodes):
+    for node in two_nodes.data_nodes:
+        node.kill()
+    store = Store.create(f"{two_nodes.url}/write", retry_seconds=1)
+    with pytest.raises(StoreError, match=r"Cannot publish hdfs://.*/write/m: .* \(given up after \d+ attempts\)"):
+        store.publish("m", b"content")
+    assert store.list("") == []
+    store._connection.close()
+
+
+def test_a_name_node_that_is_gone_is_named():
+    store = Store.create("hdfs://127.0.0.1:1/x", retry_seconds=0.5)
+    with pytest.raises(StoreError, match=r"Cannot list hdfs://127\.0\.0\.1:1/x: Connection refused.*\(given up after"):
+        store.list("")
+    store._connection.close()
+
+
+def test_without_a_configuration_the_default_file_system_is_missed(monkeypatch):
+    for name in ("HADOOP_CONF_DIR", "HADOOP_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(StoreError, match=r"Cannot list hdfs:///user/x: .*No fs.defaultFS"):
+        HDFSStore("/user/x").list("")
+
+
+def test_a_path_without_a_scheme_lies_on_the_default_file_system(hdfs, monkeypatch):
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(hdfs.conf))
+    folder = f"/user/{uuid.uuid4().hex}"
+    store = HDFSStore(folder)
+    store.publish("x", b"1")
+    other = Store.create(f"{hdfs.url}{folder}")
+    assert store.url == f"hdfs://{folder}"
+    assert other.list("") == ["x"]
+    paths = HDFSStore(train_path=f"{folder}/train", val_path=f"{folder}/validation")
+    assert paths.list("") == ["x"]
+    for one in (store, other, paths):
+        one._connection.close()
+
+
+def test_a_file_that_may_not_be_written_is_refused_at_once_with_the_reason(hdfs, monkeypatch):
+    theirs = Store.create(f"{hdfs.url}/theirs")
+    theirs.publish("x", b"1")
+    monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
+    mine = Store.create(theirs.url)
+    message = r"Cannot publish hdfs://.*/theirs/m: Permission denied: user=somebody, access=WRITE, inode="
+    with pytest.raises(StoreError, match=message) as caught:
+        mine.publish("m", b"1")
+    assert "attempts" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    with mine.open("x", "rb") as file:
+        assert file.read() == b"1"
+    for one in (theirs, mine):
+        one._connection.close()
+
+
+def test_another_user_than_hadoops_is_refused_with_the_variable_to_set(hdfs, monkeypatch):
+    monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
+    with pytest.raises(StoreError, match=r"HADOOP_USER_NAME is 'somebody'.*spark\.executorEnv\.HADOOP_USER_NAME"):
+        HDFSStore(f"{hdfs.url}/x", user="me").list("")
+    store = HDFSStore(f"{hdfs.url}/x", user="somebody")
+    assert store.list("") == []
+    store._connection.close()
+
+
+def test_what_a_killed_writer_left_long_ago_is_removed_by_a_later_one(hdfs):
+    store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
+    client = store._filesystem().client
+    folder = store._places.root
+    for name, age in (("old", 25 * 3600), ("new", 3600)):
+        with client.create(f"{folder}/.{name}.unfinished") as file:
+            file.write(b"half")
+        written = client.get_file_info(f"{folder}/.{name}.unfinished").modification_time - age * 1000
+        client.set_times(f"{folder}/.{name}.unfinished", written, written)
+    store.publish("x", b"1")
+    left = [found.path.rpartition("/")[2] for found in client.list_status(folder)]
+    assert left == [".new.unfinished", "x"]
+    assert store.list("") == ["x"]
+    store._connection.close()

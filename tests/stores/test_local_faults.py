@@ -1,0 +1,147 @@
+"""A folder that fills up, disappears, refuses or has been left by a killed writer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store import LocalStore, Store
+from sparkhvd.store.dbfs import mounted_path
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting a small disk needs root and the right to mount: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_an_error_and_leaves_neither_a_file_nor_half_of_one(small_disk):
+    store = LocalStore(str(small_disk / "store"))
+    store.publish("before", b"1")
+    with pytest.raises(StoreError, match=r"Cannot publish file://.*/a: No space left on device"):
+        store.publish("a", bytes(2_000_000))
+
+    def write_too_much():
+        with store.open("b", "wb") as file:
+            file.write(bytes(4000))
+            file.write(bytes(2_000_000))
+
+    with pytest.raises(StoreError, match=r"Cannot write file://.*/b: No space left on device"):
+        write_too_much()
+    assert store.list("") == ["before"]
+    assert [path.name for path in small_disk.rglob("*") if path.is_file()] == ["before"]
+    store.publish("after", b"2")
+
+
+def test_a_full_disk_for_what_waits_to_be_sent_is_named(small_disk, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    store = Store.create("memory://full-disk")
+    message = rf"Cannot keep what is to be written to memory://.*full-disk/x in {small_disk}: No space left on device"
+
+    def write_too_much():
+        with store.open("x", "wb") as file:
+            for _ in range(40):
+                file.write(bytes(1024 * 1024))
+
+    with pytest.raises(StoreError, match=message):
+        write_too_much()
+    assert store.list("") == []
+
+
+def test_a_folder_that_disappears_is_named_and_a_later_write_makes_it_again(tmp_path):
+    store = LocalStore(str(tmp_path / "store"))
+    with store.open("x.parquet", "wb") as file:
+        parquet.write_table(pa.table({"x": range(100_000)}), file, row_group_size=1000)
+    filesystem, path = store.arrow("x.parquet")
+    with filesystem.open_input_file(path) as file:
+        opened = parquet.ParquetFile(file)
+        shutil.rmtree(store.root)
+        assert opened.read().num_rows == 100_000, "what is open stays readable"
+    with pytest.raises(StoreError, match=rf"Cannot open file://{store.root}/x\.parquet: No such file"):
+        store.open("x.parquet", "rb")
+    assert store.list("") == []
+    assert not store.exists("x.parquet")
+    store.publish("y", b"1")
+    assert store.list("") == ["y"]
+
+
+def test_what_a_killed_writer_left_long_ago_is_removed_by_a_later_one(tmp_path):
+    store = LocalStore(str(tmp_path))
+    for name, age in (("old", 25 * 3600), ("new", 3600)):
+        left = tmp_path / f".{name}.unfinished"
+        left.write_bytes(b"half")
+        os.utime(left, (time.time() - age,) * 2)
+    store.publish("x", b"1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.unfinished", "x"]
+    assert store.list("") == ["x"]
+
+
+def test_a_folder_that_may_not_be_written_is_refused_when_the_store_is_made():
+    if os.getuid() != 0:
+        pytest.skip("becoming another user needs root")
+    # pytest's own folders are closed to others; and root may write everywhere, so somebody else has to try.
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        code = f"import os; from sparkhvd.store.local import LocalStore; os.setuid(65534); LocalStore({folder!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"The Store file://{folder} is not readable and writable for this user" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("url", "mounted"),
+    [
+        ("dbfs:/a/b", "/dbfs/a/b"),
+        ("/dbfs/a/b", "/dbfs/a/b"),
+        ("file:/dbfs/a/b", "/dbfs/a/b"),
+        ("file:///dbfs/a/b", "/dbfs/a/b"),
+        ("/Volumes/c/s/v/a", "/Volumes/c/s/v/a"),
+        ("dbfs:/Volumes/c/s/v/a", "/Volumes/c/s/v/a"),
+        ("file:/Volumes/c/s/v/a", "/Volumes/c/s/v/a"),
+        ("dbfs://a/b", None),
+        ("/dbfsx/a", None),
+        ("/tmp/a", None),
+        ("s3://dbfs/a", None),
+    ],
+)
+def test_what_databricks_calls_a_folder_is_found_where_it_is_mounted(url, mounted):
+    assert mounted_path(url) == mounted
+
+
+@pytest.mark.parametrize("form", ["dbfs:/{}", "/dbfs/{}", "file:/dbfs/{}", "file:///dbfs/{}"])
+def test_on_databricks_every_name_of_a_folder_gives_the_same_store(form, tmp_path, monkeypatch):
+    name = tmp_path.name
+    made = Path("/dbfs").exists()
+    try:
+        Path("/dbfs", name).mkdir(parents=True)
+    except PermissionError:
+        pytest.skip("making /dbfs, where Databricks mounts its files, needs root")
+    try:
+        elsewhere = Store.create(f"/dbfs/{name}")
+        assert type(elsewhere) is LocalStore
+        monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "16.4")
+        store = Store.create(form.format(name))
+        assert type(store).__name__ == "DBFSStore"
+        assert store.root == f"/dbfs/{name}"
+        assert store.spark_url("a/b") == f"dbfs:/{name}/a/b"
+    finally:
+        shutil.rmtree(Path("/dbfs", name))
+        if not made:
+            Path("/dbfs").rmdir()

@@ -1,0 +1,124 @@
+"""S3 that is busy, refuses, or cuts connections: a success in the end or a clear error, never wrong data or a hang."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store import Store, filesystem
+from tests.s3_server import BUCKET, SECRET, options_for
+from tests.stores.faulty_s3 import faulty_s3
+
+
+@pytest.fixture
+def relay(s3):
+    with faulty_s3(s3.endpoint) as running:
+        yield running
+
+
+@pytest.fixture
+def store(relay):
+    made = Store.create(
+        f"s3://{BUCKET}/{uuid.uuid4().hex}", storage_options=options_for(relay.endpoint), retry_seconds=30
+    )
+    yield made
+    made._connection.close()
+
+
+@pytest.mark.parametrize("fault", ["busy", "refuse", "lose"])
+def test_what_fails_a_few_times_succeeds(store, relay, fault):
+    relay.first(3, fault, "PUT")
+    store.publish("m", b"manifest")
+    with store.open("x", "wb") as file:
+        file.write(b"content")
+    relay.first(3, fault, "GET", "HEAD")
+    assert store.list("") == ["m", "x"]
+    relay.first(3, fault, "GET", "HEAD")
+    assert store.exists("x")
+    assert not store.exists("y")
+    relay.first(3, fault, "GET", "HEAD")
+    with store.open("x", "rb") as file:
+        assert file.read() == b"content"
+    assert len([seen for seen in relay.seen if fault in seen]) == 3
+    relay.first(3, fault, "POST", "DELETE")
+    store.delete("x")
+    assert store.list("") == ["m"]
+
+
+def test_a_published_file_whose_answer_is_lost_is_not_taken_for_that_of_another(store, relay):
+    relay.first(1, "lose", "PUT")
+    store.publish("m", b"mine")
+    assert relay.seen[0] == "PUT lose"
+    assert len([seen for seen in relay.seen if seen.startswith("PUT")]) > 1
+    with pytest.raises(StoreError, match="exists already"):
+        store.publish("m", b"mine")
+
+
+@pytest.mark.parametrize("fault", ["cut", "busy", "refuse"])
+def test_parquet_that_is_read_over_a_bad_connection_is_right(store, relay, fault):
+    table = pa.table({"x": pa.array(range(200_000), pa.int64())})
+    with store.open("x.parquet", "wb") as file:
+        parquet.write_table(table, file, row_group_size=20_000, use_dictionary=False)
+    filesystem, path = store.arrow("x.parquet")
+    every_third = iter(range(10**9))
+    relay.choose = lambda method, _: fault if method == "GET" and next(every_third) % 3 == 0 else None
+    with filesystem.open_input_file(path) as file:
+        assert parquet.ParquetFile(file).read().equals(table)
+    assert f"GET {fault}" in relay.seen
+
+
+def test_a_server_that_stays_busy_is_given_up_with_a_clear_error(store, relay):
+    impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
+    relay.always("busy")
+    message = r"Cannot open s3://.*/x: Service Unavailable \(given up after \d+ attempts\)\.$"
+    with pytest.raises(StoreError, match=message):
+        impatient.open("x", "rb")
+    relay.always("refuse")
+    with pytest.raises(StoreError, match=r"Cannot publish s3://.*/x: .* \(given up after \d+ attempts\)\.$"):
+        impatient.publish("x", b"")
+    impatient._connection.close()
+
+
+def test_a_server_that_refuses_is_asked_once_and_its_answer_told_without_secrets(store, relay, caplog):
+    caplog.set_level(logging.DEBUG, "sparkhvd")
+    relay.always("forbidden")
+    with pytest.raises(StoreError, match=r"Cannot publish s3://.*/m: No\.$") as caught:
+        store.publish("m", b"1")
+    assert relay.seen == ["PUT forbidden"]
+    for action in (lambda: store.open("m", "rb"), lambda: store.list(""), lambda: store.delete("m")):
+        with pytest.raises(StoreError, match=r"Cannot .* s3://.*(Forbidden|No)\.$"):
+            action()
+    assert SECRET not in str(caught.value) + caplog.text
+    assert SECRET not in repr(caught.value.__cause__)
+
+
+def test_a_server_that_says_nothing_is_given_up(s3, monkeypatch):
+    monkeypatch.setattr(filesystem, "SILENCE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = options_for(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        store = Store.create(f"s3://{BUCKET}/x", storage_options=options, retry_seconds=0.1)
+        for action in (lambda: store.publish("m", b"1"), lambda: store.list(""), lambda: store.open("m", "rb")):
+            with pytest.raises(StoreError, match=r"Cannot .* s3://.*the server did not answer"):
+                action()
+        store._connection.close()
+
+
+def test_a_server_that_is_not_there_is_named(s3):
+    options = options_for("http://127.0.0.1:1")
+    nowhere = Store.create(f"s3://{BUCKET}/x", storage_options=options, retry_seconds=0.5)
+    with pytest.raises(StoreError, match=r"Cannot list s3://.*127\.0\.0\.1:1"):
+        nowhere.list("")
+    nowhere._connection.close()
+
+
+def test_a_bucket_that_does_not_exist_is_named(s3):
+    store = Store.create("s3://no-such-bucket/x", storage_options=s3.options)
+    with pytest.raises(StoreError, match=r"Cannot publish s3://no-such-bucket/x/m: .*there is no such bucket"):
+        store.publish("m", b"1")
+    store._connection.close()

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store import FilesystemStore, HDFSStore, S3Store, Store
+from sparkhvd.store.options import StorageOptions
+from sparkhvd.store.s3 import storage_options_from
+
+SECRETS = {"secret": "hunter22", "client_kwargs": {"aws_session_token": "a-long-token"}, "endpoint_url": "http://x:1"}
+
+
+def test_values_are_not_shown_and_travel_all_the_same():
+    options = StorageOptions(SECRETS)
+    assert repr(options) == "StorageOptions(client_kwargs, endpoint_url, secret; values not shown)"
+    assert f"{options}" == repr(options)
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert dict(options) == SECRETS
+
+
+def test_secrets_are_taken_out_of_texts():
+    options = StorageOptions(SECRETS)
+    assert options.scrubbed("hunter22 a-long-token http://x:1") == "*** *** http://x:1"
+
+
+def test_a_url_with_credentials_in_it_is_refused_without_showing_them():
+    with pytest.raises(StoreError, match=r"s3://\*\*\*@bucket/x has credentials in it") as caught:
+        Store.create("s3://key:hunter22@bucket/x")
+    assert "hunter22" not in str(caught.value)
+
+
+def test_a_chain_of_file_systems_is_refused():
+    with pytest.raises(StoreError, match="chains file systems"):
+        FilesystemStore("simplecache::memory://x")
+
+
+@pytest.mark.parametrize("path", ["", "user/x", "s3://bucket/x", "file:///x", "/"])
+def test_what_is_no_folder_on_hdfs_is_refused_or_the_root(path):
+    if path == "/":
+        assert HDFSStore(path).url == "hdfs://"
+        return
+    with pytest.raises(StoreError, match="is no folder on HDFS"):
+        HDFSStore(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        (("/user/x",), "hdfs:///user/x"),
+        (("hdfs:///user/x/",), "hdfs:///user/x"),
+        (("hdfs:/user/x",), "hdfs:///user/x"),
+        (("HDFS://nn:8020/user/x",), "hdfs://nn:8020/user/x"),
+        (("hdfs://service/user/x",), "hdfs://service/user/x"),
+        (("/user/x", "nn", 8020), "hdfs://nn:8020/user/x"),
+        (("/user/x", "default", 0), "hdfs:///user/x"),
+        (("hdfs://nn:1/user/x", "other", 2), "hdfs://other:2/user/x"),
+    ],
+)
+def test_hdfs_understands_horovods_arguments(arguments, url):
+    store = HDFSStore(*arguments)
+    assert store.url == url
+    assert store.spark_url("a") == f"{url}/a"
+
+
+def test_settings_of_hadoop_are_kept_for_the_client_and_for_spark():
+    store = HDFSStore("/x", kerb_ticket="/tmp/ticket", extra_conf={"dfs.ha.namenodes.a": "b"})
+    assert store.spark_options() == {"dfs.ha.namenodes.a": "b"}
+    told = store.with_spark_settings({"dfs.ha.namenodes.a": "c", "fs.defaultFS": "hdfs://a", "dfs.replication": "2"})
+    assert told.spark_options() == {"dfs.ha.namenodes.a": "b", "fs.defaultFS": "hdfs://a"}
+    assert told.url == store.url
+
+
+def test_paths_on_two_file_systems_are_refused():
+    with pytest.raises(StoreError, match=r"lie on one file system; these are on hdfs://a:1 and hdfs://b:1"):
+        HDFSStore(train_path="hdfs://a:1/x", val_path="hdfs://b:1/x")
+
+
+def test_paths_without_a_common_folder_need_a_prefix():
+    with pytest.raises(StoreError, match="have no folder in common"):
+        S3Store(train_path="s3://a/x", val_path="s3://b/x")
+    with pytest.raises(StoreError, match="needs prefix_path"):
+        S3Store()
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "gs://bucket/x", "bucket/x"])
+def test_what_is_no_folder_on_s3_is_refused(url):
+    with pytest.raises(StoreError, match="is no folder on S3"):
+        S3Store(url)
+
+
+def test_all_names_of_s3_mean_the_same():
+    assert S3Store("s3a://b/x") == S3Store("s3n://b/x/") == S3Store("s3://b/x")
+    assert S3Store("s3://b/x").spark_url("y") == "s3a://b/x/y"
+
+
+def test_what_s3fs_is_told_and_what_hadoop_is_told_say_the_same():
+    options = {
+        "key": "k",
+        "secret": "s",
+        "token": "t",
+        "endpoint_url": "http://host:1",
+        "client_kwargs": {"region_name": "eu-west-1"},
+        "config_kwargs": {"s3": {"addressing_style": "path"}},
+    }
+    settings = S3Store("s3://b.c/x", storage_options=options).spark_options()
+    assert settings["fs.s3a.bucket.b.c.session.token"] == "t"
+    assert storage_options_from(settings, "b.c") == options
+    assert storage_options_from(settings, "b") == {}
+    anonymous = S3Store("s3://b/x", storage_options={"anon": True}).spark_options()
+    assert storage_options_from(anonymous, "b") == {"anon": True}
+
+
+def test_an_endpoint_without_a_scheme_gets_that_of_sparks_setting():
+    settings = {"fs.s3a.endpoint": "host:1", "fs.s3a.connection.ssl.enabled": "false"}
+    assert storage_options_from(settings, "b") == {"endpoint_url": "http://host:1"}
+    assert storage_options_from({"fs.s3a.endpoint": "host"}, "b") == {"endpoint_url": "https://host"}
