@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import sparkhvd
+from sparkhvd.driver.launcher import LaunchRequest
+from sparkhvd.driver.launchers.local import LocalLauncher
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.payload import pickle_call
+from sparkhvd.errors import RankFailedError, StartTimeoutError
+from sparkhvd.task.job import Job
+
+
+def sum_of_ranks(offset: int) -> tuple[int, float, str | None]:
+    import numpy as np  # noqa: PLC0415
+
+    from sparkhvd.comm import session  # noqa: PLC0415
+    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+
+    session.init()
+    rank = session.current().world.rank
+    print("said by", rank)
+    total = session.current().allreduce(np.array([rank + 1.0]), ReduceOp.SUM, name="sum")[0]
+    return rank, float(total) + offset, os.environ.get("MINE")
+
+
+def test_ranks_run_beside_this_process_and_their_output_is_kept_where_asked(tmp_path):
+    stdout = io.StringIO()
+    results = sparkhvd.run(
+        sum_of_ranks,
+        (10,),
+        num_proc=3,
+        launcher="local",
+        env={"MINE": "yes"},
+        stdout=stdout,
+        output_filename=str(tmp_path),
+    )
+    assert results == [(rank, 16.0, "yes") for rank in range(3)]
+    assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(3)]
+    assert (tmp_path / "rank.2" / "stdout").read_text() == "said by 2\n"
+
+
+def fail_on_rank_1(folder: str) -> None:
+    Path(folder, os.environ["SPARKHVD_RANK"]).write_text(str(os.getpid()))
+    while len(list(Path(folder).iterdir())) < 2:
+        time.sleep(0.01)
+    if os.environ["SPARKHVD_RANK"] == "1":
+        raise ValueError("no luck")
+    time.sleep(600)
+
+
+def test_a_failing_rank_ends_the_others(tmp_path):
+    with pytest.raises(RankFailedError, match=r"Rank 1 on host \S+ raised ValueError: no luck") as caught:
+        sparkhvd.run(fail_on_rank_1, (str(tmp_path),), num_proc=2, launcher="local")
+    assert "in fail_on_rank_1" in caught.value.remote_traceback
+    assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def stay(folder: str) -> None:
+    Path(folder, os.environ["SPARKHVD_RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_closing_a_job_ends_its_ranks(tmp_path):
+    job = Job(payload=pickle_call(stay, (str(tmp_path),), {}), num_proc=2, start_timeout=60.0)
+    stream = LogStream(io.StringIO(), io.StringIO(), timestamps=False)
+    handle = LocalLauncher(LaunchRequest(num_proc=2)).launch(job, stream)
+    deadline, pause = time.monotonic() + 60, threading.Event()
+    while not [path for path in tmp_path.iterdir() if path.read_text()][1:]:
+        assert time.monotonic() < deadline
+        pause.wait(0.05)
+    handle.close()
+    assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.iterdir())
+
+
+def test_ranks_that_do_not_get_ready_end_in_a_start_timeout():
+    with pytest.raises(StartTimeoutError, match=r"Rank \d on host \S+ was not ready for fn in time"):
+        sparkhvd.run(stay, ("",), num_proc=1, launcher="local", start_timeout=0.01)
+
+
+def test_nothing_of_spark_is_loaded():
+    code = (
+        "import sys, sparkhvd\n"
+        "def fn(): return 7\n"
+        "print(sparkhvd.run(fn, num_proc=1, launcher='local'), 'pyspark' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[7] False\n"

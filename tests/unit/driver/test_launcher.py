@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparkhvd.driver.hosts import Host
+from sparkhvd.driver.launcher import LaunchRequest, choose
+from sparkhvd.driver.remote import SshOptions
+from sparkhvd.driver.resources import TaskResources
+from sparkhvd.errors import ConfigError
+
+HOSTS = (Host("node1", 2),)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "use_mpi", "use_gloo", "request_fields", "chosen"),
+    [
+        ("auto", None, None, {}, "barrier"),
+        ("auto", False, False, {}, "barrier"),
+        ("auto", None, True, {}, "barrier"),
+        ("auto", True, None, {}, "mpi"),
+        ("auto", None, None, {"extra_mpi_args": ("-x", "A")}, "mpi"),
+        ("auto", None, None, {"hosts": HOSTS}, "ssh"),
+        ("mpi", True, None, {"extra_mpi_args": ("-x", "A")}, "mpi"),
+        ("local", None, None, {}, "local"),
+        ("ssh", None, None, {"hosts": HOSTS, "ssh": SshOptions(port=2222)}, "ssh"),
+        ("barrier", None, None, {"resources": TaskResources(cpus=2)}, "barrier"),
+    ],
+)
+def test_the_launcher_is_the_one_asked_for(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], chosen):
+    assert choose(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields)) == chosen
+
+
+@pytest.mark.parametrize(
+    ("launcher", "use_mpi", "use_gloo", "request_fields", "words"),
+    [
+        ("auto", True, True, {}, r"use_mpi=True \(mpi\) and use_gloo=True \(barrier\) contradict"),
+        ("barrier", True, None, {}, r"launcher \(barrier\) and use_mpi=True \(mpi\) contradict"),
+        ("local", None, None, {"hosts": HOSTS}, r"launcher \(local\) and hosts \(ssh\) contradict"),
+        ("barrier", None, None, {"extra_mpi_args": ("-x",)}, r"extra_mpi_args \(mpi\) contradict"),
+        ("auto", None, None, {"ssh": SshOptions(port=22)}, "are for launcher='ssh', not 'barrier'"),
+        ("ssh", None, None, {"hosts": HOSTS, "resources": TaskResources(gpus=1)}, "launcher='ssh' starts none"),
+        ("horovod", None, None, {}, "launcher='horovod' does not exist; there are 'auto' and"),
+    ],
+)
+def test_contradictions_are_refused(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], words):
+    with pytest.raises(ConfigError, match=words):
+        choose(launcher, use_mpi, use_gloo, LaunchRequest(2, **request_fields))
