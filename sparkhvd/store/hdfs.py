@@ -92,6 +92,8 @@ class HDFSStore(FilesystemStore):
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> HDFSStore:
         found = {name: value for name, value in settings.items() if _OF_CLIENT.match(name)}
+        if not found.get("fs.defaultFS", "").startswith(("hdfs:", "viewfs:")):
+            found.pop("fs.defaultFS", None)  # Hadoop's own default, which must not hide what its files say elsewhere
         return replace(self, storage_options={**found, **(self.storage_options or {})})
 
     def _normalized(self, url: str) -> str:

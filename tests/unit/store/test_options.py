@@ -70,6 +70,7 @@ def test_settings_of_hadoop_are_kept_for_the_client_and_for_spark():
     told = store.with_spark_settings({"dfs.ha.namenodes.a": "c", "fs.defaultFS": "hdfs://a", "dfs.replication": "2"})
     assert told.spark_options() == {"dfs.ha.namenodes.a": "b", "fs.defaultFS": "hdfs://a"}
     assert told.url == store.url
+    assert store.with_spark_settings({"fs.defaultFS": "file:///"}) == store
 
 
 def test_paths_on_two_file_systems_are_refused():
