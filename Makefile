@@ -1,6 +1,6 @@
 # Nothing to install before the first target but Python 3.11 to 3.13 and a C++ compiler; `make` fetches the rest into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-core test-python lint lint-python lint-types lint-imports lint-cpp bench docs clean
+.PHONY: help quickstart test test-core test-python test-petastorm lint lint-python lint-types lint-imports lint-cpp bench docs clean
 .DELETE_ON_ERROR:
 
 RUN := tools/in-environment
@@ -22,6 +22,10 @@ test-core: .venv/.core-built ## C++ tests: optimised, under AddressSanitizer, un
 
 test-python: .venv/.core-built ## Python tests
 	@$(RUN) python -m pytest --durations=15
+
+test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment of its own (build/petastorm)
+	@tools/petastorm-venv build/petastorm
+	@PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
 
 lint: lint-python lint-types lint-imports lint-cpp ## Formatting, lint, types and layers
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sparkhvd.data.prepared import prepare_data as prepare_data
     from sparkhvd.driver.run import run as run
     from sparkhvd.estimators.keras import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras import KerasModel as KerasModel
@@ -21,13 +22,23 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "KerasEstimator": "sparkhvd.estimators.keras",
     "KerasModel": "sparkhvd.estimators.keras",
+    "prepare_data": "sparkhvd.data.prepared",
     "run": "sparkhvd.driver.run",
     "Store": "sparkhvd.store",
     "TorchEstimator": "sparkhvd.estimators.torch",
     "TorchModel": "sparkhvd.estimators.torch",
 }
 
-__all__ = ["KerasEstimator", "KerasModel", "Store", "TorchEstimator", "TorchModel", "__version__", "run"]
+__all__ = [
+    "KerasEstimator",
+    "KerasModel",
+    "Store",
+    "TorchEstimator",
+    "TorchModel",
+    "__version__",
+    "prepare_data",
+    "run",
+]
 
 
 def __getattr__(name: str) -> object:

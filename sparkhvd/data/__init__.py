@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sparkhvd.data.manifest import Manifest as Manifest
     from sparkhvd.data.manifest import load as load
     from sparkhvd.data.plan import Plan as Plan
+    from sparkhvd.data.prepared import PreparedData as PreparedData
+    from sparkhvd.data.prepared import clean as clean
+    from sparkhvd.data.prepared import prepare_data as prepare_data
     from sparkhvd.data.readers import ParquetSource as ParquetSource
     from sparkhvd.data.readers import head as head
     from sparkhvd.data.schema import ColumnSpec as ColumnSpec
@@ -32,6 +35,9 @@ _HOME_OF = {
     "DataSchema": "sparkhvd.data.schema",
     "Manifest": "sparkhvd.data.manifest",
     "ParquetSource": "sparkhvd.data.readers",
+    "PreparedData": "sparkhvd.data.prepared",
+    "clean": "sparkhvd.data.prepared",
+    "prepare_data": "sparkhvd.data.prepared",
     "Plan": "sparkhvd.data.plan",
     "Selection": "sparkhvd.data.selection",
     "expressions": "sparkhvd.data.selection",
@@ -51,10 +57,13 @@ __all__ = [
     "Manifest",
     "ParquetSource",
     "Plan",
+    "PreparedData",
     "Selection",
+    "clean",
     "expressions",
     "head",
     "load",
+    "prepare_data",
     "schema_of",
     "select",
     "tf_dataset",

@@ -9,7 +9,7 @@ preparation removes what has been kept for long enough.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,8 +19,8 @@ from sparkhvd.data.facts import too_few_rows
 from sparkhvd.data.fingerprint import fingerprint
 from sparkhvd.data.manifest import Manifest, load
 from sparkhvd.data.prepare import Writing, new_dataset_id, prepare, refuse_streaming
-from sparkhvd.data.schema import DataSchema, Fill
-from sparkhvd.data.selection import Selection, select
+from sparkhvd.data.schema import DataSchema, Fill, Role
+from sparkhvd.data.selection import Selection, no_such_column, select
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError, StoreError
 from sparkhvd.store import layout
@@ -200,14 +200,41 @@ def acquire(
     return PreparedData(store, manifest, lease, reused=False)
 
 
-def open_here(store: Store) -> list[Manifest]:
-    """The datasets of a Store that this process holds, the one opened last first."""
-    manifests = []
+def open_here(store: Store, columns: Collection[str]) -> Manifest | None:
+    """The dataset of a Store that this process opened last, among those it holds that have all of these columns."""
     for dataset_id in leases.held_here(store):
         path = layout.manifest_path(dataset_id)
-        if store.exists(path):  # else it is being prepared
-            manifests.append(load(store, path))
-    return manifests
+        if not store.exists(path):  # it is being prepared
+            continue
+        manifest = load(store, path)
+        if all(fields_of(manifest.schema, name) for name in columns):
+            return manifest
+    return None
+
+
+def fields_of(schema: DataSchema, name: str) -> list[str]:
+    """The columns of a dataset that a column of the DataFrame became: itself, or one per field of a struct."""
+    return [other for other in schema.names() if other == name or other.startswith(f"{name}.")]
+
+
+def chosen(
+    manifest: Manifest, feature_cols: Sequence[str], label_cols: Sequence[str], weight_col: str | None = None
+) -> Manifest:
+    """The dataset with these columns alone, each for the use that it is given here.
+
+    Raises:
+        SchemaError: it has no such column.
+    """
+    wanted: list[tuple[str, Role]] = [(name, "feature") for name in feature_cols]
+    wanted += [(name, "label") for name in label_cols]
+    wanted += [] if weight_col is None else [(weight_col, "weight")]
+    columns = []
+    for name, role in wanted:
+        fields = fields_of(manifest.schema, name)
+        if not fields:
+            raise no_such_column(name, role, manifest.schema.names(), f"The dataset {manifest.dataset_id} has")
+        columns += [replace(manifest.schema[field], role=role) for field in fields]
+    return replace(manifest, schema=DataSchema(tuple(columns)))
 
 
 def clean(store: Store) -> list[str]:

@@ -78,11 +78,35 @@ def select(
         *(column for name in labels for column in _columns(spark_schema, name, "label")),
         *(column for name in others[len(labels) :] for column in _columns(spark_schema, name, "weight")),
     ]
-    _refuse_duplicates([column.name for column in columns])
-    if not transformed:
-        for column in columns:
+    schema = completed(DataSchema(tuple(columns)), sparse_cols, fill or {}, transformed=transformed)
+    return Selection(schema, held_out)
+
+
+def completed(
+    schema: DataSchema, sparse_cols: Sequence[str], fill: Mapping[str, Fill], *, transformed: bool
+) -> DataSchema:
+    """The columns with what the user asked for each of them.
+
+    Raises:
+        SchemaError: a column comes twice, cannot be used, or cannot be sparse or filled as asked.
+    """
+    _refuse_duplicates(schema.names())
+    for column in schema.columns:
+        if column.role == "weight" and (column.kind != "scalar" or not column.is_number or column.dtype == "bool"):
+            raise SchemaError(f"Column {column.name!r} is no number; a weight is one number per row.")
+        if not transformed:
             numbers_only(column)
-    return Selection(DataSchema(tuple(_filled(_with_sparse(columns, sparse_cols), fill or {}))), held_out)
+    return DataSchema(tuple(_filled(_with_sparse(list(schema.columns), sparse_cols), fill)))
+
+
+def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) -> SchemaError:
+    """The error for a column that is not there, with those that are."""
+    close = [other for other in names if other.lower() == name.lower()]
+    close = close or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    hint = f" Did you mean {' or '.join(repr(other) for other in close)}?" if close else ""
+    shown = ", ".join(repr(other) for other in names[:30])
+    more = f" and {len(names) - 30} more" if len(names) > 30 else ""
+    return SchemaError(f"There is no column {name!r} (asked for as {use}).{hint} {there_are} {shown}{more}.")
 
 
 def schema_of(
@@ -179,9 +203,7 @@ def _type_of(spark_schema: StructType, name: str, use: str) -> DataType:
         raise SchemaError(f"The {use} column {name!r} is not a string; columns are given by their names.")
     same = [other for other in spark_schema.names if other.lower() == name.lower()]
     if name not in same:
-        close = same or difflib.get_close_matches(name, spark_schema.names, n=3, cutoff=0.6)
-        hint = f" Did you mean {' or '.join(repr(other) for other in close)}?" if close else ""
-        raise SchemaError(f"There is no column {name!r} (asked for as {use}).{hint} {_there_are(spark_schema)}")
+        raise no_such_column(name, use, spark_schema.names, "The DataFrame has")
     if len(same) > 1:
         raise SchemaError(
             f"Column {name!r} (asked for as {use}) is ambiguous: the DataFrame has {', '.join(map(repr, same))}, and "

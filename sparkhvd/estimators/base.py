@@ -19,7 +19,7 @@ from sparkhvd.config import from_environment
 from sparkhvd.data.direct import dealt
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.prepare import Writing
-from sparkhvd.data.prepared import acquire
+from sparkhvd.data.prepared import PreparedData, acquire
 from sparkhvd.data.readers import Reading, head
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import Selection, select
@@ -30,6 +30,7 @@ from sparkhvd.driver.run import run
 from sparkhvd.driver.slots import describe_cluster, reserve
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
+from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.model import Trained, TrainedModel
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
@@ -37,6 +38,7 @@ from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.predict import OutputSpec
 from sparkhvd.estimators.worker import (
     SAMPLE_ROWS,
+    ReaderName,
     Refused,
     StoredRows,
     TrainJob,
@@ -97,6 +99,45 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """A reader of what ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_estimator, cls))
 
+    def fit_on_parquet(  # the first two as Horovod has them
+        self,
+        params: dict[Any, Any] | None = None,
+        dataset_idx: PreparedData | str | None = None,
+        *,
+        path: str | None = None,
+        validation_path: str | None = None,
+        reader: ReaderName = "native",
+    ) -> TrainedModel:
+        """Train on rows that are Parquet files already.
+
+        They are, in this order: those of ``dataset_idx``; the files at ``path``; the dataset that this process holds in
+        the Store (inside ``with prepare_data(...)``), the one opened last that has the columns; the files at the
+        Store's ``train_path`` and ``val_path``.
+
+        Args:
+            params: parameters for this fit alone, as in ``fit``.
+            dataset_idx: what ``prepare_data`` returned, or its ``dataset_id``.
+            path: a folder of Parquet files, or one file; written by Spark, pandas, pyarrow or petastorm.
+            validation_path: the same, of the rows to validate on.
+            reader: ``"petastorm"`` reads files with petastorm's own reader, where that is installed on the executors.
+
+        Raises:
+            DataError: there is no such dataset or file, or its rows cannot be trained on.
+            SchemaError: a column is missing or cannot be used.
+        """
+        if params:
+            return self.copy(params).fit_on_parquet(
+                None, dataset_idx, path=path, validation_path=validation_path, reader=reader
+            )
+        from pyspark.sql import SparkSession  # noqa: PLC0415
+
+        values = self._checked_values()
+        spark = SparkSession.active()
+        self._settle(spark, values)
+        files = existing_rows(values, dataset_idx, path, validation_path, reader)
+        find_plugin(self.plugin).check(values, files.manifest.schema, None)
+        return self._fit_rows(spark, values, files.store, files.manifest, reader)
+
     def _settle(self, spark: SparkSession, params: dict[str, Any]) -> None:
         """Decide what was left open: ranks, run and seed."""
         params["num_proc"] = _ranks(spark, params["num_proc"])
@@ -113,13 +154,18 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return self._model(params, self._train(dataset.sparkSession, params, selection.schema, selection, rows))
 
     def _fit_rows(
-        self, spark: SparkSession, params: Mapping[str, Any], rows: Store, manifest: Manifest
+        self,
+        spark: SparkSession,
+        params: Mapping[str, Any],
+        rows: Store,
+        manifest: Manifest,
+        reader: ReaderName = "native",
     ) -> TrainedModel:
         """Train on rows that lie in a Store, which need not be the one of the run."""
         plugin = find_plugin(self.plugin)
         shapes = plugin.check(params, manifest.schema, head(rows, manifest, SAMPLE_ROWS))
         logger.info("run %s: %s", params["run_id"], plugin.mapping(params, manifest.schema))
-        result = self._train(spark, params, manifest.schema, StoredRows(rows, manifest))
+        result = self._train(spark, params, manifest.schema, StoredRows(rows, manifest, reader))
         return self._model(params, replace(result, shapes=shapes))
 
     def _checked_values(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.communicator import Communicator
@@ -16,6 +16,7 @@ from sparkhvd.config import given_rows
 from sparkhvd.data.batches import BatchSource
 from sparkhvd.data.direct import GivenRows, checked
 from sparkhvd.data.manifest import Manifest, SplitName
+from sparkhvd.data.petastorm_reader import PetastormSource
 from sparkhvd.data.readers import ParquetSource
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection
@@ -34,12 +35,16 @@ logger = logging.getLogger(__name__)
 SAMPLE_ROWS = 2
 
 
+ReaderName = Literal["native", "petastorm"]
+
+
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows in a Store, which need not be the one of the run."""
+    """Rows in a Store, which need not be the one of the run, and what reads them."""
 
     store: Store
     manifest: Manifest
+    reader: ReaderName = "native"
 
 
 @dataclass(frozen=True)
@@ -224,6 +229,10 @@ def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> Rows:
     manifest = stored.manifest
 
     def source(part: _Part) -> BatchSource:
+        if stored.reader == "petastorm":
+            return PetastormSource(
+                stored.store, manifest, part.split, world, part.batch_size, seed=spec.seed, shuffle=part.shuffle
+            )
         return ParquetSource(
             stored.store,
             manifest,

@@ -1,0 +1,78 @@
+"""Which rows ``fit_on_parquet`` trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparkhvd.data.existing import ExistingFiles, open_existing
+from sparkhvd.data.facts import too_few_rows
+from sparkhvd.data.manifest import load
+from sparkhvd.data.prepared import PreparedData, chosen, open_here
+from sparkhvd.data.spark_types import numbers_only
+from sparkhvd.errors import DataError, ParamError
+from sparkhvd.store import layout
+
+
+def existing_rows(
+    params: Mapping[str, Any],
+    dataset: PreparedData | str | None,
+    path: str | None,
+    validation_path: str | None,
+    reader: str,
+) -> ExistingFiles:
+    """The rows that ``fit_on_parquet`` was asked for, with the columns of the estimator's parameters.
+
+    Raises:
+        DataError: there is no such dataset, or it has too few rows.
+        SchemaError: a column is missing or cannot be used.
+        ParamError: the reader is not known, or cannot do what was asked for.
+    """
+    _check_reader(reader, params)
+    store, features, labels = params["store"], params["feature_cols"], params["label_cols"]
+    if store is None and path is None and not isinstance(dataset, PreparedData):
+        raise ParamError("fit_on_parquet needs the store of the prepared rows (store=), or path=.")
+    manifest = None
+    if dataset is None and path is None:
+        weights = [] if params["sample_weight_col"] is None else [params["sample_weight_col"]]
+        manifest = open_here(store, [*features, *labels, *weights])
+        path, validation_path = store.train_path, store.val_path
+    elif isinstance(dataset, PreparedData):
+        store, manifest = dataset.store, dataset.manifest
+    elif dataset is not None:
+        manifest = load(store, layout.manifest_path(dataset))
+    if manifest is not None:
+        manifest = chosen(manifest, features, labels, params["sample_weight_col"])
+        for column in manifest.schema.columns:
+            numbers_only(column)
+        if manifest.train.rows < params["num_proc"]:
+            raise DataError(too_few_rows(manifest.train.rows, params["num_proc"]))
+        return ExistingFiles(store, manifest)
+    if path is None:
+        raise DataError(
+            f"No dataset with the columns {[*features, *labels]} is open in {store.url}. Call fit_on_parquet inside "
+            "'with prepare_data(...)' with the same store, or give it path=, or a Store with train_path."
+        )
+    if params["validation"] is not None and validation_path is None:
+        raise DataError(
+            f"validation={params['validation']!r} cannot split files that are there already; give validation_path (or "
+            "the Store's val_path), or prepare the data with prepare_data(validation=...)."
+        )
+    return open_existing(
+        path,
+        validation_path,
+        feature_cols=features,
+        label_cols=labels,
+        weight_col=params["sample_weight_col"],
+        fill=params["fill"],
+        num_proc=params["num_proc"],
+        near=params["store"],
+    )
+
+
+def _check_reader(reader: str, params: Mapping[str, Any]) -> None:
+    if reader not in {"native", "petastorm"}:
+        raise ParamError(f"reader={reader!r} is not known; it is 'native' or 'petastorm'.")
+    steps = [name for name in ("train_steps_per_epoch", "validation_steps_per_epoch") if params[name] is not None]
+    if reader == "petastorm" and steps:
+        raise ParamError(f"{steps[0]} needs reader='native'; petastorm's reader goes over all rows in every epoch.")

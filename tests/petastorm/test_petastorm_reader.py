@@ -1,0 +1,95 @@
+"""petastorm's own reader behind our batches; run in petastorm's environment by ``make test-petastorm``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+petastorm = pytest.importorskip("petastorm", reason="needs petastorm's own environment: make test-petastorm")
+
+from sparkhvd.data import ParquetSource  # noqa: E402
+from sparkhvd.data.existing import open_existing  # noqa: E402
+from sparkhvd.data.petastorm_reader import PetastormSource  # noqa: E402
+from sparkhvd.errors import DataError  # noqa: E402
+from sparkhvd.world import World  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # petastorm uses much that is deprecated
+
+DATASET = Path(__file__).parent / "dataset"
+NUMBERS = ["id", "matrix", "packed", "image", "depth"]
+
+
+def world_of(rank, size):
+    return World(rank=rank, size=size, local_rank=rank, local_size=size)
+
+
+def source_of(files, rank=0, size=1, batch=3, **options):
+    options = {"seed": 1, "shuffle": False, **options}
+    return PetastormSource(files.store, files.manifest, "train", world_of(rank, size), batch, **options)
+
+
+@pytest.fixture(scope="module")
+def packed():
+    return open_existing(str(DATASET), feature_cols=NUMBERS, label_cols=["y"])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    for number, rows in enumerate([5, 7, 4]):
+        ids = np.arange(number * 10, number * 10 + rows)
+        table = pa.table({"x": ids.astype("float32"), "a": list(np.stack([ids, -ids], 1)), "y": ids % 2 == 0})
+        parquet.write_table(table, folder / f"part-{number}.parquet", row_group_size=3)
+    return open_existing(str(folder), feature_cols=["x", "a"], label_cols=["y"])
+
+
+def test_petastorm_and_the_native_reader_give_the_same_rows(packed):
+    native = list(ParquetSource(packed.store, packed.manifest, "train", World(), 3, seed=0, shuffle=False).epoch(0))
+    theirs = list(source_of(packed).epoch(0))
+    assert len(theirs) == len(native) == source_of(packed).steps()
+    for one, other in zip(theirs, native, strict=True):
+        assert list(one.columns) == list(other.columns)
+        assert (one.rows, one.global_rows) == (other.rows, other.global_rows)
+        for name, array in one.columns.items():
+            np.testing.assert_array_equal(array, other.columns[name])
+            assert array.dtype == other.columns[name].dtype
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_all_ranks_make_the_same_steps_and_every_row_comes_once(plain, size, shuffle):
+    ranks = [list(source_of(plain, rank, size, 2, shuffle=shuffle).epoch(1)) for rank in range(size)]
+    assert {len(batches) for batches in ranks} == {source_of(plain, 0, size, 2).steps()}
+    found = np.concatenate([batch.columns["x"] for batches in ranks for batch in batches])
+    assert sorted(found.tolist()) == [*range(5), *range(10, 17), *range(20, 24)]
+    for step in zip(*ranks, strict=True):
+        assert {batch.global_rows for batch in step} == {sum(batch.rows for batch in step)}
+    for batches in ranks:
+        for batch in batches:
+            np.testing.assert_array_equal(batch.columns["a"], np.stack([batch.columns["x"], -batch.columns["x"]], 1))
+
+
+def test_the_same_seed_is_the_same_order_and_every_epoch_has_its_own(plain):
+    def order(epoch, **options):
+        return [batch.columns["x"].tolist() for batch in source_of(plain, shuffle=True, **options).epoch(epoch)]
+
+    assert order(0) == order(0) != order(1)
+    assert order(0) != order(0, seed=2)
+    whole = order(0)
+    resumed = [batch.columns["x"].tolist() for batch in source_of(plain, shuffle=True).epoch(0, first_step=2)]
+    assert resumed == whole[2:]
+
+
+def test_rows_that_petastorm_loses_are_noticed(plain, monkeypatch):
+    source = source_of(plain)
+    original = source._read
+    monkeypatch.setattr(source, "_read", lambda: iter(list(original())[:-1]))
+    with pytest.raises(DataError, match=r"petastorm read 15 rows of .* for rank 0, where the Parquet footers have 16"):
+        list(source.epoch(0))
+    monkeypatch.setattr(source, "_read", lambda: iter([*original(), *original()]))
+    with pytest.raises(DataError, match="petastorm read 17 rows"):
+        list(source.epoch(0))

@@ -1,0 +1,424 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import functions
+
+from sparkhvd import TorchEstimator, prepare_data
+from sparkhvd.data import ParquetSource, clean, load
+from sparkhvd.data.fingerprint import fingerprint
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import ConfigError, DataError, SchemaError
+from sparkhvd.store import LocalStore, layout
+from sparkhvd.world import World
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder_for_compiled_code(tmp_path_factory):
+    """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
+        yield
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def source(spark, tmp_path):
+    """A folder of Parquet files, and a function that opens it as a new DataFrame."""
+    folder = tmp_path / "source"
+    spark.range(0, 40, 1, 2).selectExpr("id AS x", "cast(id % 3 AS double) AS y").write.parquet(str(folder))
+
+    def read():
+        return spark.read.parquet(str(folder)).where("x >= 0").withColumn("z", functions.col("x") * 2.5)
+
+    return folder, read
+
+
+def rows_of(data, split="train"):
+    batches = list(ParquetSource(data.store, data.manifest, split, World(), 64, seed=0, shuffle=False).epoch(0))
+    return {name: np.concatenate([batch.columns[name] for batch in batches]) for name in data.schema.names()}
+
+
+def datasets_in(store):
+    return sorted({path.split("/")[1] for path in store.list("datasets")})
+
+
+def prepared_anew(df, store, **more):
+    with prepare_data(1, store, df, ["y"], **more) as data:
+        return not data.reused
+
+
+# Horovod's interface.
+
+
+def test_the_arguments_are_horovods_in_horovods_order(spark, store):
+    df = spark.range(30).selectExpr("id AS x", "id * 2 AS y", "id * 1.0D AS w", "id % 3 = 0 AS v", "id AS unused")
+    with prepare_data(2, store, df, ["y"], ["x"], "v", "w", False, 3, 1) as data:
+        assert [(column.name, column.role) for column in data.schema.columns] == [
+            ("x", "feature"),
+            ("y", "label"),
+            ("w", "weight"),
+        ]
+        assert (data.train_rows, data.validation_rows) == (20, 10)
+        assert load(store, data.manifest.path) == data.manifest
+        assert repr(data) == f"<PreparedData {data.dataset_id}: 20 rows to train on, 10 held out>"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_processes": 0}, ConfigError, "num_proc is 0; it must be at least 1"),
+        ({"partitions_per_process": 0}, ConfigError, "partitions_per_process is 0"),
+        ({"row_group_bytes": 0}, ConfigError, "row_group_bytes is 0"),
+        ({"keep_seconds": -1}, ConfigError, "keep_seconds is -1"),
+        ({"label_columns": []}, SchemaError, "No label column is selected; label_columns is empty"),
+        ({"label_columns": ["why"]}, SchemaError, r"There is no column 'why' \(asked for as label\)"),
+        ({"fill": {"q": 1}}, SchemaError, "fill names 'q'"),
+        ({"validation": 1.5}, SchemaError, "The validation fraction 1.5 is not in"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_happens(spark, store, arguments, error, message):
+    df = spark.range(3).selectExpr("id AS x", "id AS y")
+    with pytest.raises(error, match=message):
+        prepare_data(**{"num_processes": 1, "store": store, "df": df, "label_columns": ["y"], **arguments})
+    assert store.list("") == []
+
+
+def estimator(store, **more):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(2, 1)
+    given = {
+        "num_proc": 2,
+        "store": store,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4),
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["x", "z"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "random_seed": 3,
+        "verbose": 0,
+    }
+    return TorchEstimator(**{**given, **more})
+
+
+def parameters(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.getModel().parameters()]).tolist()
+
+
+def test_the_documented_flow_trains_like_fit_and_keeps_to_its_rows(store, source, tmp_path):
+    _, read = source
+    wanted = estimator(LocalStore(str(tmp_path / "other")), validation=0.25).fit(read())
+    with prepare_data(2, store, read(), ["y"], ["x", "z"], validation=0.25, seed=3, keep_seconds=0) as data:
+        with prepare_data(2, store, read().where("x > 20"), ["y"], ["x"], keep_seconds=0):  # has no column z
+            inside = estimator(store).fit_on_parquet()
+        by_object = estimator(store).fit_on_parquet(dataset_idx=data)
+        assert datasets_in(store) == [data.dataset_id]
+    assert parameters(inside) == parameters(by_object) == parameters(wanted)
+    assert inside.getHistory()[0]["validation"]["loss"] == wanted.getHistory()[0]["validation"]["loss"]
+    assert datasets_in(store) == []
+    with pytest.raises(DataError, match=r"No dataset with the columns \['x', 'z', 'y'\] is open in file://"):
+        estimator(store).fit_on_parquet()
+
+
+def test_fit_on_parquet_reads_what_spark_and_pandas_wrote(spark, store, source, tmp_path):
+    folder, read = source
+    read().coalesce(1).write.parquet(str(tmp_path / "by spark"))
+    read().toPandas().to_parquet(tmp_path / "by pandas.parquet")
+    whole = estimator(store).fit_on_parquet(path=str(tmp_path / "by spark"))
+    assert parameters(whole) == parameters(estimator(store).fit_on_parquet(path=str(tmp_path / "by pandas.parquet")))
+    both = estimator(store).fit_on_parquet(
+        path=str(tmp_path / "by spark"), validation_path=str(tmp_path / "by pandas.parquet")
+    )
+    assert both.getHistory()[0]["validation"]["loss"] > 0
+    with pytest.raises(SchemaError, match="There is no column 'z'"):
+        estimator(store).fit_on_parquet(path=str(folder))
+    with pytest.raises(DataError, match=r"validation=0.1 cannot split files that are there already"):
+        estimator(store, validation=0.1).fit_on_parquet(path=str(folder))
+
+
+def test_vectors_reach_the_model_dense_or_sparse(spark, store):
+    rows = [
+        (Vectors.sparse(5, {i % 5: 1.0 + i}) if i % 2 else Vectors.dense([0, i, 0, 0, 1]), float(i)) for i in range(24)
+    ]
+    df = spark.createDataFrame(rows, ["v", "y"])
+    torch.manual_seed(2)
+    weights = torch.nn.Parameter(torch.randn(5, 1))
+
+    class Sparse(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = torch.nn.Parameter(weights.detach().clone())
+
+        def forward(self, v):
+            if v.is_sparse is not self.wanted:
+                raise ValueError(f"is_sparse is {v.is_sparse}")
+            return torch.sparse.mm(v, self.weights) if v.is_sparse else v @ self.weights
+
+    fitted = []
+    for sparse in (True, False):
+        model = Sparse()
+        model.wanted = sparse
+        options = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-4), "feature_cols": ["v"]}
+        trained = estimator(store, **options, sparse_cols=["v"] if sparse else None, num_proc=1).fit(df)
+        fitted.append(trained)
+        assert len(trained.transform(df).collect()) == 24
+    assert parameters(fitted[0]) == pytest.approx(parameters(fitted[1]))
+
+
+def test_null_is_filled_in_training_and_in_transform(spark, store):
+    df = spark.range(20).selectExpr("IF(id % 4 = 0, NULL, id * 1.0D) AS x", "id * 1.0D AS z", "id * 1.0D AS y")
+    trained = estimator(store, fill={"x": -1.0}, num_proc=1).fit(df)
+    filled = estimator(store, num_proc=1).fit(df.fillna({"x": -1.0}))
+    assert parameters(trained) == parameters(filled)
+    rows = trained.transform(df).orderBy("y").collect()
+    wanted = filled.transform(df.fillna({"x": -1.0})).orderBy("y").collect()
+    assert [row.y__output for row in rows] == [row.y__output for row in wanted]
+
+
+# Reuse.
+
+
+def test_the_same_rows_are_prepared_once_also_by_another_dataframe_and_estimator(store, source):
+    _, read = source
+    with prepare_data(1, store, read(), ["y"]) as first:
+        assert not first.reused
+    with prepare_data(2, store, read(), ["y"]) as second:
+        assert second.reused
+        assert second.manifest == first.manifest
+    assert datasets_in(store) == [first.dataset_id]
+    fitted = estimator(store, feature_cols=["x", "z"])
+    fitted.fit(read())
+    assert datasets_in(store) == [first.dataset_id]
+    with pytest.raises(DataError, match="There are 40 rows to train on but num_proc is 41"):
+        prepare_data(41, store, read(), ["y"])
+    assert clean(store) == [first.dataset_id]
+    assert [path for path in store.list("") if not path.startswith("runs/")] == []
+
+
+def test_a_change_of_anything_that_decides_the_rows_prepares_anew(spark, store, source):
+    _, read = source
+    assert prepared_anew(read(), store)
+    assert not prepared_anew(read(), store)
+    assert prepared_anew(read().where("x > 1"), store)
+    assert prepared_anew(read().withColumn("z", functions.col("x") * 2.25), store)
+    assert prepared_anew(read(), store, feature_columns=["x"])
+    assert prepared_anew(read(), store, fill={"x": 0})
+    assert prepared_anew(read(), store, validation=0.5)
+    assert not prepared_anew(read(), store, validation=0.5)
+    assert prepared_anew(read(), store, validation=0.5, seed=1)
+    assert not prepared_anew(read(), store, seed=1)  # nothing is split
+    spark.conf.set("spark.sql.ansi.enabled", "false")
+    try:
+        assert prepared_anew(read(), store)
+    finally:
+        spark.conf.unset("spark.sql.ansi.enabled")
+    assert not prepared_anew(read(), store)
+
+
+@pytest.mark.parametrize("change", ["append", "rewrite", "touch", "remove"])
+def test_changed_files_are_prepared_anew(spark, store, source, change):
+    folder, read = source
+    before = read()
+    assert prepared_anew(before, store)
+    assert not prepared_anew(before, store)
+    first = sorted(folder.glob("part-*.parquet"))[0]
+    if change == "append":
+        spark.range(100, 101).selectExpr("id AS x", "0.5D AS y").write.mode("append").parquet(str(folder))
+    elif change == "rewrite":
+        read().withColumn("x", functions.col("x") + 1).limit(7).toPandas().drop(columns="z").to_parquet(first)
+    elif change == "touch":
+        status = first.stat()
+        os.utime(first, ns=(status.st_atime_ns, status.st_mtime_ns + 5_000_000))
+    else:
+        first.unlink()
+    assert fingerprint(before) is None, "the DataFrame was made from other files"
+    with prepare_data(1, store, read(), ["y"]) as data:
+        assert not data.reused
+        assert sorted(rows_of(data)["x"]) == sorted(row.x for row in read().select("x").collect())
+
+
+def test_rows_that_may_be_others_next_time_are_never_recognised(spark, source):
+    _, read = source
+    df = read()
+    assert fingerprint(df) == fingerprint(read())
+    assert fingerprint(spark.range(5)) == fingerprint(spark.range(5)) != fingerprint(spark.range(6))
+    values = "SELECT * FROM VALUES (1, 'a,b'), (2, 'c') AS t(x, s)"
+    others = "SELECT * FROM VALUES (1, 'a'), (2, 'b,c') AS t(x, s)"
+    assert fingerprint(spark.sql(values)) == fingerprint(spark.sql(values)) != fingerprint(spark.sql(others))
+    same = functions.udf(lambda x: x, "long")
+    cached = read().cache()
+    unknown = {
+        "random": df.withColumn("r", functions.rand(1)),
+        "shuffled": df.orderBy(functions.rand()),
+        "a Python function": df.withColumn("x", same("x")),
+        "the time": df.withColumn("t", functions.current_timestamp()),
+        "the day": df.where(functions.current_date() > "2020-01-01"),
+        "the file": df.withColumn("f", functions.input_file_name()),
+        "a number": df.withColumn("n", functions.monotonically_increasing_id()),
+        "pandas": df.mapInPandas(lambda frames: frames, df.schema),
+        "rows of Python": spark.createDataFrame([(1, 2)], ["x", "y"]),
+        "an RDD": df.rdd.toDF(),
+        "a checkpoint": df.localCheckpoint(),
+        "a cache": cached,
+        "on a cache": cached.where("x > 3"),
+        "a sub-query": df.where("x IN (SELECT id FROM range(3))"),
+        "an array": df.withColumn("a", functions.lit(np.array([1.0, 2.0]))),
+    }
+    assert {name: fingerprint(one) for name, one in unknown.items() if fingerprint(one) is not None} == {}
+    cached.unpersist()
+    assert fingerprint(cached) == fingerprint(df)
+
+
+def test_rows_of_pandas_are_recognised_by_their_content(spark):
+    spark.conf.set("spark.sql.execution.arrow.pyspark.enabled", "true")
+    try:
+        frames = [spark.createDataFrame(pd.DataFrame({"x": [1, 2, last]})) for last in (3, 3, 4)]
+        first, same, other = (fingerprint(frame) for frame in frames)
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.pyspark.enabled")
+    assert first == same or first is None
+    assert other is None or other != first
+
+
+def test_files_that_change_while_they_are_written_are_not_recognised_later(store, source):
+    folder, read = source
+    df = read()
+
+    class Meddling(LocalStore):
+        def list(self, path):
+            if path.startswith("datasets/"):  # after the write
+                (folder / "part-9.parquet").write_bytes(next(folder.glob("part-*.parquet")).read_bytes())
+            return super().list(path)
+
+    with prepare_data(1, Meddling(store.root), df, ["y"]) as data:
+        assert data.manifest.fingerprint is None
+    assert datasets_in(store) == []
+
+
+def test_damaged_prepared_rows_are_prepared_anew(store, source):
+    _, read = source
+    with prepare_data(1, store, read(), ["y"]) as first:
+        pass
+    store.delete(f"{first.manifest.folder}/{first.manifest.train.files[0].path}")
+    with prepare_data(1, store, read(), ["y"]) as second:
+        assert not second.reused
+        assert len(rows_of(second)["x"]) == 40
+    assert datasets_in(store) == [second.dataset_id]
+
+
+def test_concurrent_drivers_prepare_and_reuse_without_harm(store, source):
+    _, read = source
+    found, failed = [], []
+
+    def one():
+        try:
+            for _ in range(2):
+                with prepare_data(1, store, read(), ["y"]) as data:
+                    found.append(rows_of(data)["x"].sum())
+                clean(store)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert failed == []
+    assert found == [sum(range(40))] * 6
+
+
+# Endings.
+
+
+def test_a_failure_and_an_unidentified_dataset_leave_nothing(spark, store):
+    df = spark.range(10).selectExpr("id AS x", "IF(id < 9, id, raise_error('row 9 is bad')) AS y")
+    with pytest.raises(Exception, match="row 9 is bad"):
+        prepare_data(1, store, df, ["y"])
+    assert store.list("") == []
+    rows = spark.createDataFrame([(1, 2)], ["x", "y"])
+    data = prepare_data(1, store, rows, ["y"])
+    assert datasets_in(store) == [data.dataset_id]
+    data.close()
+    data.close()
+    assert store.list("") == []
+
+
+def test_prepared_rows_expire_after_their_last_use(store, source):
+    _, read = source
+    with prepare_data(1, store, read(), ["y"], keep_seconds=1000) as data:
+        pass
+    lease = layout.lease_path(data.dataset_id, "released")
+    with store.open(lease, "wb") as file:
+        file.write(b'{"time": 0, "keep_seconds": 1000}')
+    with prepare_data(1, store, read().where("x > 1"), ["y"], keep_seconds=0):
+        assert data.dataset_id not in datasets_in(store)
+    assert store.list("") == []
+
+
+def test_verbose_tells_in_the_log(store, source, caplog):
+    _, read = source
+    for verbose, lines in [(0, 0), (1, 1)]:
+        with (
+            caplog.at_level(logging.INFO, "sparkhvd.data.prepared"),
+            prepare_data(1, store, read(), ["y"], verbose=verbose),
+        ):
+            assert len([r for r in caplog.records if "40 rows to train on in file://" in r.getMessage()]) == lines
+
+
+SCRIPT = """
+    import sys
+    from pyspark.sql import SparkSession, functions
+    from sparkhvd import prepare_data
+    from sparkhvd.store import LocalStore
+
+    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+    slow = spark.range(0, 10**11, 1, 1).select("id", (functions.rand(1) + functions.col("id")).alias("y"))
+    print("ready", flush=True)
+    try:
+        prepare_data(1, LocalStore(sys.argv[1]), slow, ["y"])
+    except KeyboardInterrupt:
+        active = spark.sparkContext.statusTracker().getActiveJobsIds()
+        print("interrupted", list(active), flush=True)
+"""
+
+
+def test_an_interrupt_cancels_the_spark_job_and_leaves_nothing(store):
+    script = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), store.root],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with script:
+        try:
+            assert script.stdout.readline() == "ready\n"
+            deadline = Deadline.after(90)
+            while not any(path.endswith(".parquet") for path in store.list("")):
+                deadline.check("the first bytes of the write")
+                time.sleep(0.05)
+            script.send_signal(signal.SIGINT)
+            assert script.stdout.readline() == "interrupted []\n"
+            assert script.wait(60) == 0
+        finally:
+            script.kill()
+    assert store.list("") == []

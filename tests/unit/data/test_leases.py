@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from sparkhvd.data import leases
+from sparkhvd.store import layout
+
+
+def ids_of(store):
+    return sorted({path.split("/")[1] for path in store.list("datasets")})
+
+
+def write_lease(store, dataset_id, **changes):
+    """A lease as another process would have left it."""
+    record = {"machine": "elsewhere", "pid": 1, "started": "1", "taken": time.time(), "keep_seconds": 60.0, **changes}
+    store.publish(layout.lease_path(dataset_id, f"{record['taken']:017.6f}-other"), json.dumps(record).encode())
+
+
+def release_long_ago(store, dataset_id, keep_seconds):
+    content = {"time": time.time() - 1000, "keep_seconds": keep_seconds}
+    with store.open(layout.lease_path(dataset_id, "released"), "wb") as file:
+        file.write(json.dumps(content).encode())
+
+
+def test_what_nobody_keeps_goes_with_its_last_lease(store, make_dataset):
+    make_dataset(dataset_id="d")
+    first, second = leases.take(store, "d", 0.0), leases.take(store, "d", 0.0)
+    first.release()
+    assert ids_of(store) == ["d"]
+    second.release()
+    assert store.list("") == []
+
+
+def test_what_is_kept_stays_until_it_expires(store, make_dataset):
+    make_dataset(dataset_id="d")
+    leases.take(store, "d", 100.0).release()
+    assert leases.remove_expired(store) == []
+    release_long_ago(store, "d", 999.0)
+    assert leases.remove_expired(store) == ["d"]
+    assert store.list("") == []
+
+
+def test_a_new_use_starts_the_time_again(store, make_dataset):
+    make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 10.0)
+    leases.take(store, "d", 100.0).release()
+    assert leases.remove_expired(store) == []
+
+
+def test_what_is_held_is_not_removed_however_old(store, make_dataset):
+    make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 0.0)
+    lease = leases.take(store, "d", 0.0)
+    assert leases.remove_expired(store) == leases.remove_all_unused(store) == []
+    assert ids_of(store) == ["d"]
+    lease.release()
+
+
+def test_a_lease_of_this_machine_ends_with_its_process(store, make_dataset):
+    make_dataset(dataset_id="d")
+    code = (
+        "import sys; from sparkhvd.store import LocalStore; from sparkhvd.data import leases\n"
+        "leases.take(LocalStore(sys.argv[1]), 'd', 0.0); print('taken', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, store.root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout.readline() == "taken\n"
+        assert leases.remove_all_unused(store) == []
+        holder.kill()
+    assert leases.remove_all_unused(store) == ["d"]
+
+
+def test_a_lease_of_another_machine_is_believed_for_a_week(store, make_dataset):
+    make_dataset(dataset_id="d")
+    write_lease(store, "d", taken=time.time() - leases.BELIEVED_SECONDS + 60)
+    assert leases.remove_all_unused(store) == []
+    make_dataset(dataset_id="e")
+    write_lease(store, "e", taken=time.time() - leases.BELIEVED_SECONDS - 60)
+    assert leases.remove_all_unused(store) == ["e"]
+
+
+def test_the_remains_of_a_killed_preparation_are_removed_at_once(store):
+    with store.open(f"{layout.dataset_rows_folder('d')}/part-0", "wb") as file:
+        file.write(b"half")
+    write_lease(store, "d", machine=leases._machine(), pid=2**22 + 1, keep_seconds=1e9)
+    assert leases.remove_expired(store) == ["d"]
+    assert store.list("") == []
+
+
+def test_a_damaged_lease_holds_nothing(store, make_dataset):
+    make_dataset(dataset_id="d")
+    store.publish(layout.lease_path("d", "damaged"), b'{"machine": 1')
+    assert leases.remove_expired(store) == ["d"]
+
+
+def test_removing_takes_the_manifest_back_when_somebody_comes_in_between(store, make_dataset, monkeypatch):
+    manifest = make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 0.0)
+    original, taken = type(store).delete, []
+
+    def delete(self, path):
+        original(self, path)
+        if path == manifest.path and not taken:
+            taken.append(leases.take(store, "d", 0.0))  # another driver, in the worst moment
+
+    monkeypatch.setattr(type(store), "delete", delete)
+    assert leases.remove_all_unused(store) == []
+    assert store.exists(manifest.path)
+    assert ids_of(store) == ["d"]
+    taken[0].release()
+    assert store.list("") == []
+
+
+def test_the_datasets_held_here_come_latest_first(store, make_dataset):
+    make_dataset(dataset_id="d")
+    make_dataset(dataset_id="e")
+    held = [leases.take(store, name, 10.0) for name in ("d", "e", "d")]
+    write_lease(store, "f")
+    assert leases.held_here(store) == ["d", "e"]
+    held[2].release()
+    assert leases.held_here(store) == ["e", "d"]
+
+
+def test_removing_a_dataset_forgets_its_fingerprint(store, make_dataset, edit_manifest):
+    manifest = make_dataset(dataset_id="d")
+    edit_manifest(manifest, lambda content: content.update(fingerprint="abc"))
+    store.publish(layout.fingerprint_path("abc", "d"), b"")
+    leases.take(store, "d", 0.0).release()
+    assert store.list("") == []
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff"])
+def test_a_lease_that_is_no_record_is_ignored(store, content):
+    store.publish(layout.lease_path("d", "x"), content)
+    assert leases.held_here(store) == []

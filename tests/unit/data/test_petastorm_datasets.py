@@ -1,0 +1,166 @@
+"""Datasets that petastorm wrote, read without it; ``tests/petastorm/write_datasets.py`` made the one that is read."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pickle
+import pickletools
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sparkhvd.data import ParquetSource, unischema
+from sparkhvd.data.existing import open_existing
+from sparkhvd.data.petastorm_reader import PetastormSource
+from sparkhvd.errors import DataError, SchemaError
+from sparkhvd.world import World
+
+DATASET = Path(__file__).parents[2] / "petastorm" / "dataset"
+
+
+def opened(features, **options):
+    return open_existing(str(DATASET), feature_cols=features, label_cols=["y"], **options)
+
+
+def rows_of(files):
+    source = ParquetSource(files.store, files.manifest, "train", World(), 4, seed=0, shuffle=False)
+    batches = list(source.epoch(0))
+    return {name: np.concatenate([batch.columns[name] for batch in batches]) for name in files.manifest.schema.names()}
+
+
+@pytest.mark.parametrize("decoder", ["PIL", "cv2"])
+def test_every_codec_gives_what_was_written(decoder, monkeypatch):
+    pytest.importorskip(decoder)
+    if decoder == "cv2":
+        monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    files = opened(["id", "name", "matrix", "packed", "open", "image", "depth"], transformed=True)
+    assert {column.name: (column.dtype, column.shape) for column in files.manifest.schema.columns} == {
+        "id": ("int32", ()),
+        "name": ("str", ()),
+        "matrix": ("float32", (2, 3)),
+        "packed": ("int16", (4,)),
+        "open": ("uint8", (3, 2)),
+        "image": ("uint8", (5, 4, 3)),
+        "depth": ("uint16", (3, 2)),
+        "y": ("float64", ()),
+    }
+    found = rows_of(files)
+    assert found["id"].tolist() == list(range(10))
+    for i in range(10):
+        assert found["y"][i] == i / 2
+        assert found["name"][i] == f"row {i}"
+        np.testing.assert_array_equal(found["matrix"][i], np.arange(6).reshape(2, 3) + i)
+        np.testing.assert_array_equal(found["packed"][i], [-i] * 4)
+        np.testing.assert_array_equal(found["open"][i], np.full((3, 2), i))
+        np.testing.assert_array_equal(found["image"][i], (np.arange(60).reshape(5, 4, 3) * 4 + i) % 256)
+        np.testing.assert_array_equal(found["depth"][i], np.arange(6).reshape(3, 2) * 10_000 + i)
+
+
+def test_images_without_a_decoder_say_what_to_install(monkeypatch):
+    modules = sys.modules
+    monkeypatch.setitem(modules, "PIL.Image", None)
+    monkeypatch.setitem(modules, "cv2", None)
+    with pytest.raises(DataError, match=r"need Pillow or OpenCV, and neither is installed\. Install one of them: pip"):
+        rows_of(opened(["image"]))
+
+
+def metadata():
+    return dict(parquet.read_metadata(DATASET / "_common_metadata").metadata)[unischema.KEY]
+
+
+def test_the_schema_of_the_dataset_uses_only_names_that_are_allowed():
+    assert sorted(unischema.parse(metadata(), "here")) == sorted(
+        ["depth", "id", "image", "matrix", "name", "open", "packed", "y"]
+    )
+
+
+class Evil:
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        (Evil(os.system, "touch /tmp/sparkhvd-was-here"), r"(posix|os)\.system"),
+        (Evil(eval, "1"), r"(__builtin__|builtins)\.eval"),
+        (Evil(getattr, "a", "upper"), r"(__builtin__|builtins)\.getattr"),
+        (collections.Counter("a"), r"collections\.Counter"),
+        (np.zeros(2), r"numpy\..*_reconstruct|numpy\..*_frombuffer|_codecs\.encode"),
+    ],
+)
+def test_a_pickle_with_anything_else_in_it_is_not_opened(protocol, content, name):
+    with pytest.raises(DataError, match=f"refers to {name}, which is not part of one. It was not opened"):
+        unischema.parse(pickle.dumps(content, protocol), "here")
+
+
+def test_every_global_of_a_malicious_schema_is_refused_wherever_it_stands():
+    names = {
+        (module, name)
+        for module, name in [
+            ("os", "system"),
+            ("petastorm.codecs", "os"),
+            ("pyspark.sql.types", "a.b"),
+            ("numpy", "load"),
+        ]
+    }
+    for module, name in names:
+        with pytest.raises(DataError, match=r"refers to "):
+            unischema.parse(
+                b"\x80\x04\x8c"
+                + bytes([len(module)])
+                + module.encode()
+                + b"\x8c"
+                + bytes([len(name)])
+                + name.encode()
+                + b"\x93.",
+                "here",
+            )
+
+
+@pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps(1), pickle.dumps({"_fields": 1})])
+def test_a_damaged_schema_is_said(content):
+    with pytest.raises(DataError, match="The petastorm schema in here cannot be read"):
+        unischema.parse(content, "here")
+
+
+def test_every_truncation_of_a_schema_is_said():
+    content = metadata()
+    assert any(opcode.name == "REDUCE" for opcode, _, _ in pickletools.genops(content))
+    for length in range(0, len(content), 7):
+        with pytest.raises(DataError):
+            unischema.parse(content[:length], "here")
+
+
+def test_a_packed_value_of_another_shape_is_named(tmp_path):
+    folder = tmp_path / "dataset"
+    shutil.copytree(DATASET, folder)
+    first, *_ = sorted(folder.glob("part-*"))
+    rows = parquet.read_table(first).to_pylist()
+    rows[1]["open"] = rows[1]["matrix"]
+    parquet.write_table(pa.Table.from_pylist(rows, parquet.read_schema(first)), first)
+    files = open_existing(str(folder), feature_cols=["open"], label_cols=["y"])
+    with pytest.raises(DataError, match=r"'open' in .*: row 1 holds float32 of shape \[2, 3\], expected uint8"):
+        rows_of(files)
+
+
+def test_texts_need_a_transformation_function():
+    with pytest.raises(SchemaError, match="Column 'name' has the type string"):
+        opened(["name"])
+
+
+def test_petastorms_reader_names_the_versions_that_work_where_it_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "petastorm", None)
+    files = opened(["id"])
+    with pytest.raises(DataError, match=r"petastorm==0\.13\.1 pyarrow==14\.0\.2 .*reader='native' reads the same"):
+        PetastormSource(files.store, files.manifest, "train", World(), 4, seed=0, shuffle=False)
