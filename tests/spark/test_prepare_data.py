@@ -244,6 +244,7 @@ def test_changed_files_are_prepared_anew(spark, store, source, change):
     if change == "append":
         spark.range(100, 101).selectExpr("id AS x", "0.5D AS y").write.mode("append").parquet(str(folder))
     elif change == "rewrite":
+        (folder / f".{first.name}.crc").unlink()
         read().withColumn("x", functions.col("x") + 1).limit(7).toPandas().drop(columns="z").to_parquet(first)
     elif change == "touch":
         status = first.stat()
@@ -382,7 +383,7 @@ def test_verbose_tells_in_the_log(store, source, caplog):
             caplog.at_level(logging.INFO, "sparkhvd.data.prepared"),
             prepare_data(1, store, read(), ["y"], verbose=verbose),
         ):
-            assert len([r for r in caplog.records if "40 rows to train on in file://" in r.getMessage()]) == lines
+            assert len([r for r in caplog.records if "40 rows to train on> in file://" in r.getMessage()]) == lines
 
 
 SCRIPT = """
