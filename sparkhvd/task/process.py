@@ -25,9 +25,15 @@ OUTPUT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Exited:
-    """The worker process ended; negative numbers are signals, as in ``subprocess``."""
+    """The worker process ended.
+
+    Attributes:
+        returncode: negative numbers are signals, as in ``subprocess``.
+        by_launcher: whether the program that started the ranks ended it, because something else had failed.
+    """
 
     returncode: int
+    by_launcher: bool = False
 
 
 class ProcessEnd(Protocol):
@@ -35,8 +41,8 @@ class ProcessEnd(Protocol):
 
     pid: int
 
-    def wait(self) -> int:
-        """Block until the process has ended, and keep its number from being used again; signals are negative."""
+    def wait(self) -> Exited:
+        """Block until the process has ended, and keep its number from being used again."""
 
     def release(self) -> None:
         """Let go of the number of the ended process."""
@@ -66,12 +72,12 @@ class ChildProcess:
         self._process = process
         self.pid = process.pid
 
-    def wait(self) -> int:
+    def wait(self) -> Exited:
         # WNOWAIT leaves a zombie behind that keeps the number of the process group ours until release().
         status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         killed = status is not None and status.si_code != os.CLD_EXITED
         code = 0 if status is None else status.si_status
-        return -code if killed else code
+        return Exited(-code if killed else code)
 
     def release(self) -> None:
         self._process.wait()
@@ -173,12 +179,12 @@ class WorkerProcess:
                 return
 
     def _wait(self) -> None:
-        code = self._process.wait()
+        exited = self._process.wait()
         # A report that was sent just before the exit comes first.
         self._signal(signal.SIGKILL)
         self._reader.join(1.0)
         self._exited.set()
-        self.events.put(Exited(code))
+        self.events.put(exited)
 
     def _signal(self, number: signal.Signals) -> None:
         try:

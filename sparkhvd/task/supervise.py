@@ -139,7 +139,7 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
         if isinstance(event, Raised):
             return FailureReport(job.rank, job.host, event.cause, traceback=event.traceback, secondary=event.secondary)
         if isinstance(event, Exited):
-            return FailureReport(job.rank, job.host, describe_exit(event.returncode))
+            return FailureReport(job.rank, job.host, describe_exit(event.returncode), secondary=event.by_launcher)
 
 
 def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureReport) -> Outcome:

@@ -201,6 +201,33 @@ def test_a_lost_task_is_one_error_and_nothing_is_left(phase, tmp_path):
         assert not any(psutil.pid_exists(int(path.read_text())) for path in pids)
 
 
+def process_below(pid: int, words: str) -> psutil.Process:
+    below = psutil.Process(pid).children(recursive=True)
+    return next(one for one in below if one.name() == words or words in one.cmdline())
+
+
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        ("mpirun", r"mpirun was killed by signal 9 \(SIGKILL\)"),
+        ("sparkhvd.driver.rsh", r"mpirun ended with exit code \d+\. It says:[\s\S]*start one or more daemons"),
+    ],
+)
+def test_a_killed_mpirun_or_agent_is_the_cause_and_nothing_is_left(victim, words, tmp_path):
+    launched = Launched(note_and_stay, str(tmp_path))
+    pids = [tmp_path / "0", tmp_path / "1"]
+    try:
+        wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
+        began = time.monotonic()
+        process_below(os.getpid(), victim).kill()
+        with pytest.raises(LaunchError, match=words):
+            launched.handle.results()
+    finally:
+        launched.handle.close()
+    wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
+    assert time.monotonic() - began < ENDS_WITHIN
+
+
 def test_a_cancelled_job_leaves_nothing(tmp_path):
     launched = Launched(note_and_stay, str(tmp_path))
     pids = [tmp_path / "0", tmp_path / "1"]

@@ -35,7 +35,7 @@ from sparkhvd.task.devices import device_map
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob, Registration, plan_to_json, servers_to_json
 from sparkhvd.task.mpi.task import run_mpi_task
-from sparkhvd.task.report import LAUNCH, FailureReport
+from sparkhvd.task.report import LAUNCH, FailureReport, describe_exit
 from sparkhvd.task.supervise import OUTCOME
 
 if TYPE_CHECKING:
@@ -285,7 +285,8 @@ class MpiHandle:
 
     def _mpirun_ended(self, code: int, output: str) -> None:
         if code != 0:
-            self._fail(f"mpirun ended with exit code {code}. It says:\n{output or 'nothing'}")
+            how = describe_exit(code).replace(" before fn returned", "")
+            self._fail(f"mpirun {how}. It says:\n{output or 'nothing'}")
 
 
 def _names(answer: Message) -> list[str]:

@@ -6,8 +6,10 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from sparkhvd.task.process import import_path
 logger = logging.getLogger(__name__)
 
 _TERM_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 0.5
 _TAIL_LINES = 60
 
 
@@ -52,7 +55,9 @@ class Mpirun:
         service: ServiceAddress,
         on_end: Callable[[int, str], None],
     ) -> None:
+        self._folder = tempfile.mkdtemp(prefix="sparkhvd-")  # a killed mpirun does not remove its files
         own = {
+            "TMPDIR": self._folder,
             DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
             DRIVER_SECRET: service.secret.hex(),
             "PYTHONPATH": import_path(),
@@ -69,7 +74,9 @@ class Mpirun:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
+        self._reader = threading.Thread(target=self._read, name="sparkhvd-mpirun-output", daemon=True)
         self._thread = threading.Thread(target=self._watch, name="sparkhvd-mpirun", daemon=True)
+        self._reader.start()
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
@@ -83,8 +90,15 @@ class Mpirun:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._thread.join()
+        self._reader.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
+        code = self._process.wait()
+        self._reader.join(_LAST_WORDS_SECONDS)  # agents that live on hold its output open
+        self._on_end(code, "".join(list(self._tail)).strip())
+
+    def _read(self) -> None:
         stream = self._process.stdout
         if stream is not None:
             with stream:
@@ -92,7 +106,6 @@ class Mpirun:
                     line = raw.decode("utf-8", "replace")
                     self._tail.append(line)
                     logger.info("mpirun: %s", line.rstrip())
-        self._on_end(self._process.wait(), "".join(self._tail).strip())
 
     def _kill(self, number: signal.Signals) -> None:
         try:

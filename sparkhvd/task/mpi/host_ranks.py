@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.frames import FrameSocket, accept_handshake
-from sparkhvd.task.process import Spawned
+from sparkhvd.task.process import Exited, Spawned
 from sparkhvd.task.report import describe_exit
 
 _HELLO_SECONDS = 30.0
@@ -25,13 +25,15 @@ class RankEnd:
         self.pid = pid
         self._link = link
 
-    def wait(self) -> int:
+    def wait(self) -> Exited:
         try:
             content = self._link.receive(idle=Deadline.after(400 * 86400.0))
         except (OSError, SparkHvdError):
             content = None
-        # Without a word its parent was killed; whoever did that meant the rank.
-        return -9 if content is None else int(json.loads(content)["returncode"])
+        if content is None:  # its parent was killed, as orted does where SIGTERM is not enough
+            return Exited(-9, by_launcher=True)
+        told = json.loads(content)
+        return Exited(int(told["returncode"]), by_launcher=bool(told["by_launcher"]))
 
     def release(self) -> None:
         self._link.wake()

@@ -59,8 +59,11 @@ def _become_worker(connection: socket.socket, control: int, stdout: int, stderr:
 
 def _stay(link: FrameSocket, pid: int) -> int:
     """Report the worker's end, and end when the task has noted it or is gone."""
+    ended_by_orted = False
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal ended_by_orted
+        ended_by_orted = True
         os.killpg(pid, number)
 
     signal.signal(signal.SIGTERM, pass_on)
@@ -69,7 +72,8 @@ def _stay(link: FrameSocket, pid: int) -> int:
     killed = status is not None and status.si_code != os.CLD_EXITED
     code = 0 if status is None else status.si_status
     with contextlib.suppress(OSError):  # the task is gone
-        link.send(json.dumps({"returncode": -code if killed else code}).encode(), Deadline.after(_NOTE_SECONDS))
+        told = {"returncode": -code if killed else code, "by_launcher": ended_by_orted}
+        link.send(json.dumps(told).encode(), Deadline.after(_NOTE_SECONDS))
         link.receive(idle=Deadline.after(_NOTE_SECONDS))  # ends with the link
     os.waitpid(pid, 0)
     return 128 + code if killed else code
