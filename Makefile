@@ -42,8 +42,9 @@ lint-imports: .venv/.installed
 lint-cpp: .venv/.installed
 	@$(RUN) clang-format --dry-run -Werror $(CPP)
 
-bench: .venv/.core-built ## Measure allreduce against torch.distributed's Gloo
+bench: .venv/.core-built ## Measure allreduce against Gloo, and the way of the data against a bare scan and Spark's write
 	@$(RUN) python bench/collectives.py
+	@$(RUN) python -m bench.data
 
 docs: .venv/.installed ## Build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet

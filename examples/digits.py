@@ -30,7 +30,7 @@ from pyspark.sql import DataFrame, SparkSession
 from sklearn.datasets import load_digits
 from torch import nn
 
-from sparkhvd import Store, TorchEstimator, TorchModel
+from sparkhvd import TorchEstimator, TorchModel
 
 FULL_SIZE = 1797
 ACCURACY_BAR = 0.97
@@ -163,7 +163,6 @@ def fit(train: DataFrame, options: argparse.Namespace) -> TorchModel:
     model = network()
     estimator = TorchEstimator(
         num_proc=options.num_proc,
-        store=Store.create(str(options.folder / "store")),
         model=model,
         optimizer=torch.optim.Adam(model.parameters(), lr=LEARNING_RATE),
         loss=loss(),

@@ -23,7 +23,7 @@ from sparkhvd.data.facts import (
 )
 from sparkhvd.data.manifest import SplitName
 from sparkhvd.data.plan import OwnBlocks, Piece, Plan
-from sparkhvd.data.prepare import prepared
+from sparkhvd.data.prepare import as_written, prepared
 from sparkhvd.data.readers import Arrays, Reading, RowSource
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection, source
@@ -57,7 +57,7 @@ class GivenRows:
     """
 
     def __init__(self, paths: Mapping[str, str], selection: Selection, rank: int) -> None:
-        self._selection = selection
+        self._schema = as_written(selection.schema)
         self._rank = rank
         self._blocks = {
             split: ArrowBlocks(path, f"the {split} rows that rank {rank} was given") for split, path in paths.items()
@@ -108,8 +108,7 @@ class GivenRows:
 
     def _facts(self, split: str, blocks: ArrowBlocks) -> FileFacts:
         batches = [blocks.whole(block) for block in range(blocks.count)]
-        schema = self._selection.schema
-        found = [ColumnFacts(sum(_nulls(columns.stored(batch, c)) for batch in batches)) for c in schema.columns]
+        found = [ColumnFacts(sum(_nulls(columns.stored(batch, c)) for batch in batches)) for c in self._schema.columns]
         measures = [name for name in batches[0].schema.names if name.startswith(SIZE_PREFIX)]
         found += [_measured(batches, name) for name in measures]
         path = f"rank {self._rank}"
@@ -123,7 +122,7 @@ def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> 
         DataError: these rows cannot be trained on; raised on every rank alike.
     """
     check_rows(facts, selection, num_proc)
-    return checked_schema(selection.schema, facts)
+    return as_written(checked_schema(selection.schema, facts))
 
 
 class _Nothing:

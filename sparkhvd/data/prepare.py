@@ -143,7 +143,7 @@ def prepare(
         manifest = Manifest(
             dataset_id=dataset_id,
             folder=layout.dataset_folder(dataset_id),
-            schema=_as_written(checked_schema(selection.schema, files)),
+            schema=as_written(checked_schema(selection.schema, files)),
             train=_split(files, "train"),
             validation=None if selection.validation is None else _split(files, "validation"),
             seed=writing.seed,
@@ -269,7 +269,7 @@ def _split_by_column(df: DataFrame, name: str) -> Column:
     return unknown.when(value == 1, "validation").when(value == 0, "train").otherwise("other")
 
 
-def _as_written(schema: DataSchema) -> DataSchema:
+def as_written(schema: DataSchema) -> DataSchema:
     """The schema of the files, in which fields of structs are columns."""
     return schema.replaced([replace(column, source=()) for column in schema.columns])
 

@@ -6,7 +6,6 @@ is a part of its window's memory wherever that allows, so most rows are moved on
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from sparkhvd.data.ahead import Job as AheadJob
 from sparkhvd.data.batches import Batch
 from sparkhvd.data.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.manifest import Manifest, SplitName
-from sparkhvd.data.plan import Piece, Plan, SharedBlocks, Window
+from sparkhvd.data.plan import Piece, Plan, RowIds, SharedBlocks, Window
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.store.protocol import Store
@@ -288,17 +287,29 @@ def _cut(window: Window, rows: _Rows, schema: DataSchema) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
-            yield Batch(_writable(rows.take(count), schema), count, global_rows)
+            yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
         return
-    parts = rows.take(sum(piece.rows for piece in window.pieces))
+    shuffled = _shuffled(window, window.order, rows, schema)
     ends = np.cumsum([0, *window.rows]).tolist()
-    order = window.order[: ends[-1]]
-    shuffled = {
-        column.name: np.take(_together([part[column.name] for part in parts], column.name, schema), order, axis=0)
-        for column in schema.columns
-    }
     for (start, stop), global_rows in zip(pairwise(ends), window.global_rows, strict=True):
         yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
+
+
+def _shuffled(window: Window, order: RowIds, rows: _Rows, schema: DataSchema) -> Arrays:
+    """The rows of a window in its order: each goes to its place as it comes."""
+    total = sum(piece.rows for piece in window.pieces)
+    places = np.full(total, -1)
+    places[order] = np.arange(len(order))
+    into: Arrays = {column.name: columns.empty(column, len(order)) for column in schema.columns}
+    at = 0
+    for part in rows.parts(total):
+        count = len(next(iter(part.values())))
+        place = places[at : at + count]
+        wanted = slice(None) if len(order) == total else place >= 0
+        for name, array in into.items():
+            array[place[wanted]] = part[name][wanted]
+        at += count
+    return into
 
 
 def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:
@@ -342,9 +353,8 @@ class _Rows:
         self._chunk: Arrays = {}
         self._at = self._end = 0  # what is left of the chunk
 
-    def take(self, rows: int) -> list[Arrays]:
+    def parts(self, rows: int) -> Iterator[Arrays]:
         """The next rows, in as many parts as they come in."""
-        parts = deque[Arrays]()
         while rows > 0:
             if self._at == self._end:
                 chunk = next(self._chunks, None)
@@ -353,7 +363,7 @@ class _Rows:
                 self._chunk, self._at = chunk, 0
                 self._end = len(next(iter(chunk.values())))
             stop = min(self._at + rows, self._end)
-            parts.append({name: array[self._at : stop] for name, array in self._chunk.items()})
+            part = {name: array[self._at : stop] for name, array in self._chunk.items()}
             rows -= stop - self._at
             self._at = stop
-        return list(parts)
+            yield part

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import resource
+import signal
 import threading
 from pathlib import Path
 
@@ -175,6 +177,51 @@ def test_a_missing_file_is_named_in_the_trainer(store, make_dataset):
     with pytest.raises(StoreError, match=r"Cannot read file://.*/rows/train-1.parquet: .*No such file"):
         list(source_of(store, manifest).epoch(0))
     assert reader_threads() == []
+
+
+def test_a_folder_that_disappears_in_mid_epoch_is_an_error_that_names_a_file(store, make_dataset):
+    manifest = make_dataset(((10_000,),) * 8)
+    batches = source_of(store, manifest, batch=10, threads=1, prefetch_bytes=1).epoch(0)
+    next(batches)
+    store.delete(manifest.folder)
+    with pytest.raises(StoreError, match=r"Cannot read file://.*/rows/train-\d.parquet: .*No such file"):
+        list(batches)
+    assert reader_threads() == []
+
+
+def test_a_full_disk_for_the_cache_is_an_error_that_says_so(store, make_dataset, tmp_path):
+    """A limit of the file size is what a test can have of it: the kernel refuses to write in the same place."""
+    manifest = make_dataset(((20_000,),))
+    source = source_of(store, manifest, cache="disk", cache_folder=str(tmp_path))
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1][1]))
+    try:
+        with pytest.raises(StoreError, match=r"Cannot keep rows on the local disk in .*: File too large"):
+            list(source.epoch(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
+        signal.signal(signal.SIGXFSZ, before[0])
+    assert [path.name for path in tmp_path.iterdir() if path.name != "store"] == []
+
+
+def test_a_cached_epoch_needs_no_store(store, make_dataset, tmp_path):
+    for kind in ("memory", "disk"):
+        manifest = make_dataset(((50, 50), (60,)), dataset_id=kind)
+        source = source_of(store, manifest, rank=1, size=2, shuffle=True, cache=kind, cache_folder=str(tmp_path))
+        first = sorted(i for batch in source.epoch(0) for i in batch.columns["id"].tolist())
+        store.delete(manifest.folder)
+        again = [i for batch in source.epoch(1) for i in batch.columns["id"].tolist()]
+        assert sorted(again) == first != again
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": True, "window_bytes": 700}, {"shuffle": True, "cache": "memory"}])
+def test_a_rank_goes_on_at_a_step_with_the_batches_that_were_left(store, make_dataset, options):
+    source = source_of(store, make_dataset(FILES), rank=1, size=2, batch=7, **options)
+    whole = [batch.columns["id"].tolist() for batch in source.epoch(1)]
+    for step in (0, 1, 10, len(whole)):
+        assert [batch.columns["id"].tolist() for batch in source.epoch(1, step)] == whole[step:]
+    with pytest.raises(ConfigError, match="first_step is 99; an epoch has 22 steps"):
+        source.epoch(1, 99)
 
 
 def test_a_truncated_file_is_named(store, make_dataset):
