@@ -24,6 +24,14 @@ Request Allgather(const std::string& name, int64_t rows) {
   return request;
 }
 
+Request Alltoall(std::vector<int64_t> splits) {
+  Request request = Allgather("exchange", 0);
+  request.kind = OperationKind::kAlltoall;
+  for (const int64_t rows : splits) request.shape[0] += rows;
+  request.splits = std::move(splits);
+  return request;
+}
+
 Readiness::Time At(int seconds) { return Readiness::Time{} + std::chrono::seconds(seconds); }
 
 RequestMessage Full(std::vector<Request> requests) {
@@ -60,6 +68,21 @@ TEST(Request, DisagreementNamesWhatDiffersBothRanksAndBothValues) {
       MismatchOf(base, other),
       "ranks disagree about the operation: rank 0 submitted allreduce, rank 3 submitted broadcast");
   EXPECT_EQ(MismatchOf(Allgather("g", 1), Allgather("g", 7)), "agreed");
+  EXPECT_EQ(MismatchOf(Alltoall({1, 2}), Alltoall({0, 9})), "agreed");
+  EXPECT_NE(MismatchOf(Alltoall({1, 2}), Allgather("exchange", 3)), "agreed");
+}
+
+TEST(Request, ProblemRefusesSplitsThatDoNotFit) {
+  EXPECT_EQ(Problem(Alltoall({1, 2}), 2), std::nullopt);
+  EXPECT_NE(Problem(Alltoall({1, 2}), 3)->find("2 entries for 3 ranks"), std::string::npos);
+  Request request = Alltoall({1, 2});
+  for (const std::vector<int64_t>& splits :
+       {std::vector<int64_t>{1, 1}, {4, -1}, {std::numeric_limits<int64_t>::max(), 4}}) {
+    request.splits = splits;
+    EXPECT_NE(Problem(request, 2)->find("does not add up to the 3 rows"), std::string::npos);
+  }
+  request.shape = {};
+  EXPECT_NE(Problem(request, 2)->find("no first dimension to divide"), std::string::npos);
 }
 
 TEST(Request, ProblemRefusesWhatCannotWork) {
@@ -95,6 +118,14 @@ TEST(ResponseCache, GivesEqualRanksEqualIdsAndEvictsTheLeastRecentlyUsed) {
   ResponseCache none(0);
   none.Insert(Allreduce("a"), {});
   EXPECT_EQ(none.Find(Allreduce("a")), std::nullopt);
+}
+
+TEST(ResponseCache, RemembersTheRowsThatEveryRankSent) {
+  ResponseCache cache(2);
+  cache.Insert(Alltoall({1, 2}), {1, 2, 5, 6});
+  EXPECT_TRUE(cache.OfRank(0, 0) == Alltoall({1, 2}));
+  EXPECT_TRUE(cache.OfRank(0, 1) == Alltoall({5, 6}));
+  EXPECT_EQ(cache.Find(Alltoall({2, 1})), std::nullopt);
 }
 
 TEST(Readiness, IsCompleteWhenEveryRankHasAskedInTheOrderOfCompletion) {
@@ -221,10 +252,15 @@ TEST(Messages, EveryTruncationIsRefused) {
 
 TEST(Messages, AnyBytesAreReadOrRefusedWithoutHarm) {
   std::mt19937 random(7);
-  const std::vector<std::byte> good =
-      Encode(RequestMessage{{1, 700}, {Allgather("abc", 5), Allreduce("defg", {1, 2, 3})}});
+  Request grouped = Alltoall({4, 5});
+  grouped.group = "some";
+  grouped.group_size = 2;
+  const std::vector<std::byte> requests =
+      Encode(RequestMessage{{1, 700}, {Allgather("abc", 5), Allreduce("defg", {1, 2}), grouped}});
+  const std::vector<std::byte> agreements =
+      Encode(ResponseMessage{{1, 700}, {{"abc", {}, "", {4, 5}, grouped}, {"d", {}, "w", {}, {}}}});
   for (int round = 0; round < 20000; ++round) {
-    std::vector<std::byte> bytes = good;
+    std::vector<std::byte> bytes = round % 4 < 2 ? requests : agreements;
     if (round % 2 == 0) bytes.resize(random() % 80);
     const size_t changes = 1 + random() % 6;
     for (size_t i = 0; i < changes && !bytes.empty(); ++i) {
