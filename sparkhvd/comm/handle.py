@@ -38,10 +38,16 @@ class PendingGroup:
         return all(operation.done() for operation in self.operations)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for all; raises what the first one that failed says."""
+        """Wait for all, also when one fails; raises what the first one that failed says."""
         deadline = Deadline.after(timeout_s)
+        failure: CoreError | None = None
         for operation in self.operations:
-            operation.wait(deadline.remaining())
+            try:
+                operation.wait(deadline.remaining())
+            except CoreError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 @dataclass(frozen=True, slots=True)
