@@ -30,12 +30,13 @@ struct ReduceOpRow {
   const char* name;
 };
 
-constexpr std::array<ReduceOpRow, 5> kReduceOps = {{
+constexpr std::array<ReduceOpRow, 6> kReduceOps = {{
     {ReduceOp::kSum, "sum"},
     {ReduceOp::kAverage, "average"},
     {ReduceOp::kMin, "min"},
     {ReduceOp::kMax, "max"},
     {ReduceOp::kProduct, "product"},
+    {ReduceOp::kAdasum, "adasum"},
 }};
 
 }  // namespace

@@ -21,7 +21,8 @@ enum class DType : uint8_t {
   kFloat64,
 };
 
-enum class ReduceOp : uint8_t { kSum, kAverage, kMin, kMax, kProduct };
+enum class ReduceOp : uint8_t { kSum, kAverage, kMin, kMax, kProduct, kAdasum };
+constexpr ReduceOp kLastReduceOp = ReduceOp::kAdasum;
 
 size_t SizeOf(DType dtype);
 const char* Name(DType dtype);

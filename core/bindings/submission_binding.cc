@@ -32,8 +32,9 @@ DType ToDType(const std::string& name) {
 
 ReduceOp ToReduceOp(const std::string& name) {
   if (const std::optional<ReduceOp> op = ParseReduceOp(name)) return *op;
-  throw CoreFailure(Status(StatusCode::kInvalidArgument,
-                           "op '" + name + "' is not one of sum, average, min, max, product"));
+  throw CoreFailure(
+      Status(StatusCode::kInvalidArgument,
+             "op '" + name + "' is not one of sum, average, min, max, product, adasum"));
 }
 
 // Addresses are what Python has: tensor.data_ptr(), array.ctypes.data.

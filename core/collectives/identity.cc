@@ -25,6 +25,7 @@ void Fill(ReduceOp op, std::byte* data, size_t count, const Identities<T>& ident
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kAverage:
+    case ReduceOp::kAdasum:
       return FillAll(data, count, T{});
     case ReduceOp::kMin:
       return FillAll(data, count, identities.highest);

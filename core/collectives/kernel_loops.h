@@ -217,6 +217,8 @@ constexpr size_t CombineIndex(ReduceOp op) {
       return 2;
     case ReduceOp::kProduct:
       return 3;
+    case ReduceOp::kAdasum:  // has no kernel
+      break;
   }
   return 0;
 }

@@ -68,6 +68,30 @@ void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
   row[loops::CombineIndex(op)](target, left, right, count);
 }
 
+void ToFloats(DType dtype, const std::byte* source, float* target, size_t count) {
+  if (dtype == DType::kFloat32) {
+    if (count > 0) std::memcpy(target, source, count * sizeof(float));
+  } else if (dtype == DType::kFloat16) {
+    for (size_t i = 0; i < count; ++i) target[i] = Widen(loops::Load<loops::Float16>(source, i));
+  } else {
+    for (size_t i = 0; i < count; ++i) target[i] = Widen(loops::Load<loops::BFloat16>(source, i));
+  }
+}
+
+void FromFloats(DType dtype, const float* source, std::byte* target, size_t count) {
+  if (dtype == DType::kFloat32) {
+    if (count > 0) std::memcpy(target, source, count * sizeof(float));
+  } else if (dtype == DType::kFloat16) {
+    for (size_t i = 0; i < count; ++i) {
+      loops::Store(target, i, loops::NarrowToFloat16(source[i]));
+    }
+  } else {
+    for (size_t i = 0; i < count; ++i) {
+      loops::Store(target, i, loops::NarrowToBFloat16(source[i]));
+    }
+  }
+}
+
 void CopyPrescaled(const Reduction& reduction, std::byte* target, const std::byte* source,
                    size_t count) {
   if (reduction.prescale != 1.0) {

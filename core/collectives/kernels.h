@@ -35,7 +35,8 @@ const KernelTable& GenericKernels();
 // The best for this processor, found out once.
 const KernelTable& FastestKernels();
 
-// target = left op right, with an average treated as the sum that it starts from.
+// target = left op right, with an average treated as the sum that it starts from. Not for Adasum,
+// which does not go element by element.
 void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
              const std::byte* right, size_t count);
 
@@ -43,6 +44,10 @@ void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
 // nothing to do.
 void CopyPrescaled(const Reduction& reduction, std::byte* target, const std::byte* source,
                    size_t count);
+
+// Between a floating type of up to 32 bits and float32.
+void ToFloats(DType dtype, const std::byte* source, float* target, size_t count);
+void FromFloats(DType dtype, const float* source, std::byte* target, size_t count);
 
 // Turns combined contributions of `ranks` ranks into the result, in place: average and postscale.
 void Finish(const Reduction& reduction, int ranks, std::byte* data, size_t count);

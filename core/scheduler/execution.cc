@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "collectives/adasum.h"
 #include "collectives/allgather.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/allreduce_shm.h"
@@ -89,7 +90,8 @@ bool Execution::Deposit(const std::vector<std::shared_ptr<Operation>>& group, By
   const size_t limit = std::min(room.size(), SmallAllreduceBytes(*steps_));
   size_t total = 0;
   for (const auto& operation : group) {
-    if (operation->request().kind != OperationKind::kAllreduce) return false;
+    const Request& request = operation->request();
+    if (request.kind != OperationKind::kAllreduce || request.op == ReduceOp::kAdasum) return false;
     total += operation->bytes();
     if (total > limit) return false;
   }
@@ -113,19 +115,27 @@ void Execution::CombineDeposits(const std::vector<std::shared_ptr<Operation>>& g
   }
 }
 
+// Tensors of `lengths` elements one after the other.
 Status Execution::Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
-                         size_t count, Deadline deadline) {
-  switch (algorithm_) {
-    case Algorithm::kLocal:
-      CopyPrescaled(reduction, target, source, count);
-      Finish(reduction, 1, target, count);
-      return Status();
-    case Algorithm::kArena:
-      return AllreduceShm(*steps_, reduction, source, target, count, deadline);
-    case Algorithm::kTransport:
-      return AllreduceRing(transport_, reduction, source, target, count, scratch_, deadline);
+                         Span<const size_t> lengths, Deadline deadline) {
+  const size_t count = std::accumulate(lengths.begin(), lengths.end(), size_t{0});
+  if (algorithm_ != Algorithm::kLocal && reduction.op != ReduceOp::kAdasum) {
+    return algorithm_ == Algorithm::kArena
+               ? AllreduceShm(*steps_, reduction, source, target, count, deadline)
+               : AllreduceRing(transport_, reduction, source, target, count, scratch_, deadline);
   }
-  return Status(StatusCode::kInternal, "no algorithm");
+  CopyPrescaled(reduction, target, source, count);
+  if (reduction.op == ReduceOp::kAdasum) {
+    SHVD_TRY(AdasumTree(transport_, reduction.dtype, lengths, target, deadline));
+  }
+  Finish(reduction, 1, target, count);
+  return Status();
+}
+
+Status Execution::ReduceAlone(const Operation& operation, Deadline deadline) {
+  const size_t count = operation.count();
+  return Reduce(ReductionOf(operation.request()), operation.source(), operation.target(),
+                Span<const size_t>(&count, 1), deadline);
 }
 
 Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group,
@@ -133,8 +143,7 @@ Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group
   if (group.size() == 1) {
     const Operation& only = *group.front();
     Enter(only, Phase::kCollective);
-    return Reduce(ReductionOf(only.request()), only.source(), only.target(), only.count(),
-                  deadline);
+    return ReduceAlone(only, deadline);
   }
   size_t total = 0;
   for (const auto& operation : group) total += operation->bytes();
@@ -151,8 +160,10 @@ Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group
   for (const auto& operation : group) Enter(*operation, Phase::kCollective);
   Reduction reduction = ReductionOf(group.front()->request());
   reduction.prescale = 1.0;  // done while the buffer was filled
-  SHVD_TRY(
-      Reduce(reduction, fused_.data(), fused_.data(), total / SizeOf(reduction.dtype), deadline));
+  std::vector<size_t> lengths;
+  for (const auto& operation : group) lengths.push_back(operation->count());
+  SHVD_TRY(Reduce(reduction, fused_.data(), fused_.data(),
+                  Span<const size_t>(lengths.data(), lengths.size()), deadline));
   const auto reduced = Deadline::Clock::now();
   offset = 0;
   for (const auto& operation : group) {
@@ -170,8 +181,7 @@ Status Execution::Run(Operation& operation, const std::vector<int64_t>& rows, De
   Enter(operation, Phase::kCollective);
   switch (operation.request().kind) {
     case OperationKind::kAllreduce:
-      return Reduce(ReductionOf(operation.request()), operation.source(), operation.target(),
-                    operation.count(), deadline);
+      return ReduceAlone(operation, deadline);
     case OperationKind::kAllgather:
       return Gather(operation, rows, deadline);
     case OperationKind::kBroadcast:

@@ -39,7 +39,8 @@ class Execution {
 
  private:
   Status Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
-                size_t count, Deadline deadline);
+                Span<const size_t> lengths, Deadline deadline);
+  Status ReduceAlone(const Operation& operation, Deadline deadline);
   Status Gather(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
   Status Exchange(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
   Status ReduceScatter(const Operation& operation, Deadline deadline);

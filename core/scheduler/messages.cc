@@ -119,7 +119,7 @@ Request GetRequest(Reader& reader) {
   request.name = reader.GetText();
   request.kind = reader.GetEnum(kLastOperationKind);
   request.dtype = reader.GetEnum(DType::kFloat64);
-  request.op = reader.GetEnum(ReduceOp::kProduct);
+  request.op = reader.GetEnum(kLastReduceOp);
   request.root = reader.Get<int32_t>();
   request.postscale = reader.Get<double>();
   request.shape = reader.GetList();

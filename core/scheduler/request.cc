@@ -4,6 +4,8 @@
 #include <limits>
 #include <sstream>
 
+#include "collectives/adasum.h"
+
 namespace sparkhvd {
 namespace {
 
@@ -128,6 +130,15 @@ std::optional<std::string> Problem(const Request& request, int size) {
   }
   if (!std::isfinite(request.prescale) || !std::isfinite(request.postscale)) {
     return std::string("prescale and postscale must be finite numbers");
+  }
+  if (Reduces(request.kind) && request.op == ReduceOp::kAdasum) {
+    if (request.kind != OperationKind::kAllreduce) {
+      return std::string("adasum works on whole tensors: use it with allreduce");
+    }
+    if (!HasAdasum(request.dtype)) {
+      return std::string("adasum is for float16, bfloat16, float32 and float64, not for ") +
+             Name(request.dtype);
+    }
   }
   if (Reduces(request.kind) && request.dtype == DType::kBool) {
     if (request.op == ReduceOp::kAverage) {

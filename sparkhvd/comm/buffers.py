@@ -25,6 +25,7 @@ class ReduceOp(StrEnum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    ADASUM = "adasum"
 
 
 @dataclass(frozen=True, slots=True)

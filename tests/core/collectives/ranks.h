@@ -94,6 +94,8 @@ inline double Expected(DType dtype, ReduceOp op, int size, size_t index) {
       case ReduceOp::kProduct:
         result *= value;
         break;
+      case ReduceOp::kAdasum:  // not element by element
+        break;
     }
   }
   return result;

@@ -128,6 +128,18 @@ def train_unequally():
     return seen, last, me.allreduce(np.ones(1), ReduceOp.SUM).tolist()
 
 
+def sum_adaptively():
+    """Two tensors that may travel together: equal on all ranks, and orthogonal."""
+    me = session.current()
+    equal, orthogonal = np.full(4, 2.0, np.float16), np.eye(3, dtype=np.float32)[me.world.rank]
+    results = me.grouped_allreduce([equal, orthogonal, orthogonal], ReduceOp.ADASUM, prescale=2.0, postscale=3.0)
+    with pytest.raises(ConfigError, match="adasum is for float16"):
+        me.allreduce(np.ones(2, np.int32), ReduceOp.ADASUM)
+    with pytest.raises(ConfigError, match="use it with allreduce"):
+        me.reducescatter(np.ones(3), ReduceOp.ADASUM)
+    return [result.tolist() for result in results]
+
+
 # What they must come to.
 
 
@@ -180,6 +192,12 @@ def test_ranks_with_fewer_steps_join_and_the_last_one_is_named(group):
         assert last == 2
         assert after == [3.0]
         assert seen == [([3.0 - step] * 2, [step], list(range(step, 3))) for step in range(rank + 1)]
+
+
+def test_adasum_is_the_mean_of_equal_tensors_and_the_sum_of_orthogonal_ones(group):
+    for equal, *orthogonal in group.run(sum_adaptively):
+        assert equal == [12.0] * 4
+        assert orthogonal == [[6.0] * 3] * 2
 
 
 @given(total=st.integers(0, 10_000), size=st.integers(1, 64))

@@ -15,6 +15,7 @@ from tests.ranks import RankGroup
 
 FLOATS = ("float16", "float32", "float64")
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+LINEAR = tuple(op for op in ReduceOp if op is not ReduceOp.ADASUM)
 SHAPES = ((), (1,), (0,), (7,), (3, 0, 2), (5, 3), (1000,), (64, 129))
 
 
@@ -169,7 +170,7 @@ def wait_too_short():
 def test_an_allreduce_equals_numpy_for_every_shape_and_operation(group, dtype):
     cases = [
         (f"{dtype}.{op}.{shape}", op, inputs(dtype, shape, group.size, seed))
-        for seed, (op, shape) in enumerate((op, shape) for op in ReduceOp for shape in SHAPES)
+        for seed, (op, shape) in enumerate((op, shape) for op in LINEAR for shape in SHAPES)
     ]
     tolerance = {"float16": 4e-3, "float32": 1e-6, "float64": 1e-14}.get(dtype, 0)
     for results in group.run(reduce_everything, cases):
