@@ -58,6 +58,9 @@ void AllreduceNow(PyEngine& self, py::handle source, py::handle target, const st
     Check(
         Status(StatusCode::kInvalidArgument, "bool has no average; use sum (or) or product (and)"));
   }
+  if (reduction.op == ReduceOp::kAdasum) {
+    Check(Status(StatusCode::kInvalidArgument, "there is no direct adasum; use allreduce"));
+  }
   const auto interrupted = [] {
     const py::gil_scoped_acquire acquire;
     return PyErr_CheckSignals() != 0;

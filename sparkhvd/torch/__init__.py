@@ -78,8 +78,10 @@ Sum = ReduceOp.SUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+Adasum = ReduceOp.ADASUM
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "Compressor",
