@@ -20,7 +20,7 @@ from sparkhvd.estimators.plugin import EpochReport, StepTimes, TrainHooks, Train
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.objective import Objective
-from sparkhvd.torch.optimizer import ExchangingOptimizer
+from sparkhvd.torch.exchanging import ExchangingOptimizer
 from sparkhvd.world import World
 
 T = TypeVar("T")
