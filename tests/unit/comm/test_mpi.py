@@ -98,6 +98,20 @@ def test_parts_of_mpis_world_become_jobs_of_their_own(tmp_path):
 
 
 @needs_mpirun
+def test_process_sets_are_made_from_communicators_of_mpi(tmp_path):
+    script = """
+        from sparkhvd.comm.process_sets import ProcessSet
+        halves = ProcessSet(world.Split(world.rank % 2))
+        session.init(process_sets=[halves])
+        own = session.current().allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, process_set=halves).item()
+        report([halves.ranks, halves.rank(), own, total(world.rank)])
+        session.shutdown()
+    """
+    found = run_by_mpi(tmp_path, 3, script)
+    assert found == [[[0, 2], 0, 4.0, 3.0], [[1], 0, 2.0, 3.0], [[0, 2], 1, 4.0, 3.0]]
+
+
+@needs_mpirun
 def test_what_a_launcher_says_counts_more_than_mpi(tmp_path):
     script = """
         from sparkhvd.comm.launch_context import LaunchContext
