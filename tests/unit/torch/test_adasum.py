@@ -98,7 +98,7 @@ def train_with_closure_and_schedule():
 
     def closure():
         optimizer.zero_grad()
-        value = weight[hvd.rank()]
+        value = weight[hvd.rank()] * 1.0
         value.backward()
         return value
 
