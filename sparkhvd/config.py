@@ -207,6 +207,16 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_ENABLE_XLA_OPS": "there are no XLA operations",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets can always be added and removed",
     "HOROVOD_DISABLE_GROUP_FUSION": "a group runs as a whole in any case",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "the algorithm follows from where the ranks are",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "the algorithm follows from where the ranks are",
+    "HOROVOD_AUTOTUNE": "there is no autotuning",
+    "HOROVOD_AUTOTUNE_LOG": "there is no autotuning",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "there is no autotuning",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "there is no autotuning",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "there is no autotuning",
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "there is no autotuning",
+    "HOROVOD_THREAD_AFFINITY": "threads are not pinned",
+    "HOROVOD_ELASTIC": "there is no elastic training",
     "HOROVOD_LOG_HIDE_TIME": "the format of log lines is that of Python's logging",
 }
 

@@ -95,6 +95,20 @@ def test_no_name_is_declared_twice() -> None:
     assert len(declared) == len(set(declared))
 
 
+def test_every_name_that_users_of_horovod_set_on_ranks_is_known() -> None:
+    names = """
+        FUSION_THRESHOLD CYCLE_TIME CACHE_CAPACITY HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE
+        AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE AUTOTUNE_BAYES_OPT_MAX_SAMPLES
+        AUTOTUNE_GAUSSIAN_PROCESS_NOISE TIMELINE TIMELINE_MARK_CYCLES STALL_CHECK_DISABLE STALL_CHECK_TIME_SECONDS
+        STALL_SHUTDOWN_TIME_SECONDS MPI_THREADS_DISABLE NUM_NCCL_STREAMS BATCH_D2D_MEMCOPIES DISABLE_GROUP_FUSION
+        DISABLE_NVTX_RANGES ENABLE_ASYNC_COMPLETION ENABLE_XLA_OPS DYNAMIC_PROCESS_SETS ADASUM_MPI_CHUNK_SIZE
+        THREAD_AFFINITY CONTROLLER CPU_OPERATIONS GLOO_TIMEOUT_SECONDS LOG_LEVEL LOG_HIDE_TIME CCL_CACHE START_TIMEOUT
+        SPARK_START_TIMEOUT ELASTIC
+    """
+    known = {name for each in declarations().values() for name in each.readers} | set(WITHOUT_EFFECT)
+    assert {f"HOROVOD_{name}" for name in names.split()} - known == set()
+
+
 def test_names_without_effect_are_accepted_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     environment = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": ""}
     assert from_environment(environment) == Config()
