@@ -38,10 +38,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--write", type=Path, help="where the table (.txt) and the picture (.png) go")
     arguments = parser.parse_args()
-    problem = Problem(rate=0.02, momentum=0.9, rows=16, steps=arguments.steps)
+    problem = Problem(rate=0.05, momentum=0.9, rows=16, steps=arguments.steps)
     curves: dict[str, list[list[float]]] = {}
     for ranks in (1, arguments.ranks):
         found = sparkhvd.run(accuracies, args=(problem, arguments.seeds), num_proc=ranks, launcher="local", verbose=0)[
