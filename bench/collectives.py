@@ -1,135 +1,191 @@
-"""float32 allreduce between processes of this machine: our engine beside torch.distributed's Gloo.
+"""Allreduce between processes of this machine: every peer in one run, in turns, on the same memory.
 
-Both libraries run in the same processes, in turns, on the same memory; a row is the median of the repetitions, of the
-slowest rank. Results are checked before anything is timed.
+Ours through the engine (named, negotiated, asynchronous) and by direct calls, torch.distributed's Gloo, Open MPI
+through mpi4py (shared-memory transport), and physical_limit.c. The ranks are started by mpirun and measure all peers in
+the same processes; a figure is the median of interleaved repetitions, each the time of the slowest rank. Results are
+checked before anything is timed.
 
-    python -m bench.collectives [--ranks 2 4] [--seconds 2.0]
+    python -m bench.collectives [--ranks 2 4] [--seconds 3] [--largest MIB]
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import ctypes
+import json
 import os
-import platform
-import secrets
-import socket
+import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import sparkhvd.torch as hvd
+from bench import machine
 from sparkhvd.comm import session
-from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.comm.rendezvous import RendezvousServer
-from sparkhvd.config import Config
-from sparkhvd.world import layout
+from sparkhvd.comm.buffers import ReduceOp
 
-SIZES = tuple(4096 * 4**step for step in range(8))  # 4 KiB to 64 MiB
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+HALF_SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
+LIMIT_CHUNKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
 MANY = 1000
+ROOT = Path(__file__).parents[1]
+
+Operation = Callable[[], object]
+Medians = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Row:
-    """The medians of one line of the table, in seconds."""
+class Peers:
+    """What this rank measures with; mpi and limit are absent where they are not installed."""
 
-    what: str
-    size: int
-    ours: float
-    gloo: float
-    repetitions: int
+    mpi: object
+    limit: ctypes.CDLL
 
 
 def main() -> None:
     arguments = _arguments()
-    print(_machine())
+    if arguments.folder:
+        _rank(Path(arguments.folder), arguments.seconds, arguments.largest * MIB)
+        return
+    print(f"{machine.describe()}; torch {torch.__version__}")
     for ranks in arguments.ranks:
-        _print_table(ranks, _run(ranks, arguments.seconds))
+        _print_tables(ranks, _launch(ranks, arguments.seconds, arguments.largest))
+    print(f"\nafterwards: {machine.load()}")
 
 
-def _run(ranks: int, seconds: float) -> list[Row]:
-    """Start the ranks as processes and take the rows from rank 0."""
-    token = secrets.token_bytes(16)
-    context = multiprocessing.get_context("spawn")
-    with RendezvousServer(token) as server:
-        receiver, sender = context.Pipe(duplex=False)
-        gloo_port = _free_port()
-        processes = [
-            context.Process(
-                target=_rank,
-                args=(
-                    LaunchContext(world, (("127.0.0.1", server.port),), token, "here", config=Config()),
-                    gloo_port,
-                    seconds,
-                    sender,
-                ),
-            )
-            for world in layout(["here"] * ranks)
+def _launch(ranks: int, seconds: float, largest: int) -> dict[str, Medians]:
+    """Run the ranks under mpirun and read what rank 0 has measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        _build_limit(Path(folder))
+        command = [
+            *(_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", str(ranks)),
+            *("--mca", "btl", "self,vader", "--mca", "pml", "ob1"),
+            *(sys.executable, "-m", "bench.collectives", "--folder", folder),
+            *("--seconds", str(seconds), "--largest", str(largest if ranks == 2 else min(largest, 64))),
         ]
-        for process in processes:
-            process.start()
-        sender.close()
-        rows = receiver.recv()
-        for process in processes:
-            process.join(60)
-    return rows
+        subprocess.run(command, check=True, cwd=ROOT)
+        return json.loads((Path(folder) / "rows").read_text(encoding="utf-8"))
 
 
-def _rank(context: LaunchContext, gloo_port: int, seconds: float, sender) -> None:
+def _mpirun() -> str:
+    found = shutil.which("mpirun")
+    if found is None:
+        raise SystemExit("mpirun is not installed (Debian: openmpi-bin); it starts the ranks and is one of the peers.")
+    return found
+
+
+def _build_limit(folder: Path) -> None:
+    source = Path(__file__).with_name("physical_limit.c")
+    flags = ["-O3", "-march=native", "-shared", "-fPIC"]
+    subprocess.run(["cc", *flags, "-o", str(folder / "limit.so"), str(source)], check=True)
+    (folder / "memory").touch()
+
+
+# One rank.
+
+
+def _rank(folder: Path, seconds: float, largest: int) -> None:
+    from mpi4py import MPI  # noqa: PLC0415  only the ranks are under mpirun
+
     torch.set_num_threads(1)
-    session.offer(context)
     hvd.init()
-    dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{gloo_port}", rank=context.world.rank, world_size=context.world.size
-    )
-    rows = [_one_tensor(size, seconds) for size in SIZES]
-    rows.append(_many_tensors(seconds))
-    if context.world.rank == 0:
-        sender.send(rows)
+    dist.init_process_group("gloo", f"file://{folder}/gloo", rank=hvd.rank(), world_size=hvd.size())
+    peers = Peers(MPI, _open_limit(folder))
+    rows: dict[str, Medians] = {}
+    for size in SIZES:
+        if size <= largest:
+            rows[f"float32 {size}"] = _one_array(peers, size, seconds)
+    rows["many"] = _many(seconds)
+    for size in HALF_SIZES:
+        if size <= largest:
+            rows[f"half {size}"] = _half_types(size, seconds)
+    if hvd.rank() == 0:
+        (folder / "rows").write_text(json.dumps(rows), encoding="utf-8")
     hvd.barrier()
     dist.destroy_process_group()
     hvd.shutdown()
 
 
-def _one_tensor(size: int, seconds: float) -> Row:
-    tensor = torch.zeros(size // 4)
+def _open_limit(folder: Path) -> ctypes.CDLL:
+    limit = ctypes.CDLL(str(folder / "limit.so"))
+    limit.limit_bytes.restype = ctypes.c_size_t
+    limit.limit_allreduce.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    limit.limit_allreduce.restype = None
+    with (folder / "memory").open("r+b") as file:
+        os.ftruncate(file.fileno(), limit.limit_bytes(hvd.size()))
+        hvd.barrier()
+        if limit.limit_open(file.fileno(), hvd.rank(), hvd.size()) != 0:
+            raise SystemExit("physical_limit.c could not map its memory")
+    return limit
 
-    def ours() -> None:
-        hvd.allreduce_(tensor, name=f"bench.{size}", op=hvd.Sum)
 
-    def gloo() -> None:
-        dist.all_reduce(tensor)
+def _one_array(peers: Peers, size: int, seconds: float) -> Medians:
+    array = np.zeros(size // 4, np.float32)
+    tensor = torch.from_numpy(array)
+    me = session.current()
 
-    for operation in (ours, gloo):
-        _check(operation, [tensor])
-    return Row("one tensor", size, *_medians(ours, gloo, seconds, [tensor]))
+    def limit(chunk: int) -> Operation:
+        return lambda: peers.limit.limit_allreduce(array.ctypes.data, len(array), chunk)
+
+    operations: dict[str, Operation] = {
+        "engine": lambda: hvd.allreduce_(tensor, name=f"bench.{size}", op=hvd.Sum),
+        "direct": lambda: me.allreduce_now(array, ReduceOp.SUM, out=array),
+        "gloo": lambda: dist.all_reduce(tensor),
+        "mpi": lambda: peers.mpi.COMM_WORLD.Allreduce(peers.mpi.IN_PLACE, array),
+    }
+    for chunk in LIMIT_CHUNKS if size > 64 * KIB else LIMIT_CHUNKS[:1]:
+        operations[f"limit {chunk}"] = limit(chunk)
+    for name, operation in operations.items():
+        _check(name, operation, [tensor])
+    medians = _medians(operations, seconds, [tensor])
+    limits = {name: median for name, median in medians.items() if name.startswith("limit")}
+    best = min(limits, key=lambda name: limits[name])
+    return {name: median for name, median in medians.items() if name not in limits} | {"limit": limits[best]}
 
 
-def _many_tensors(seconds: float) -> Row:
+def _many(seconds: float) -> Medians:
     tensors = [torch.zeros(1024) for _ in range(MANY)]
     names = [f"bench.many.{index}" for index in range(MANY)]
 
-    def ours() -> None:
+    def engine() -> None:
         handles = [hvd.allreduce_async_(t, name=n, op=hvd.Sum) for t, n in zip(tensors, names, strict=True)]
         for handle in handles:
             handle.wait()
 
-    def gloo() -> None:
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for work in works:
-            work.wait()
+    def coalesced() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # there is nothing else for it on Gloo yet
+            dist.all_reduce_coalesced(tensors)
 
-    for operation in (ours, gloo):
-        _check(operation, tensors)
-    return Row(f"{MANY} tensors, async", 4096, *_medians(ours, gloo, seconds, tensors))
+    operations = {"engine": engine, "gloo": coalesced}
+    for name, operation in operations.items():
+        _check(name, operation, tensors)
+    return _medians(operations, seconds, tensors)
 
 
-def _check(operation: Callable[[], None], tensors: list[torch.Tensor]) -> None:
+def _half_types(size: int, seconds: float) -> Medians:
+    """The same number of elements in three types; ``size`` is that of float32."""
+    types = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    tensors = {name: torch.zeros(size // 4, dtype=dtype) for name, dtype in types.items()}
+
+    def reduce(name: str) -> Operation:
+        return lambda: hvd.allreduce_(tensors[name], name=f"bench.{name}.{size}", op=hvd.Sum)
+
+    return _medians({name: reduce(name) for name in types}, seconds, list(tensors.values()))
+
+
+def _check(name: str, operation: Operation, tensors: list[torch.Tensor]) -> None:
     """Whole numbers, whose sum is exact, different in every element."""
     ranks = hvd.size()
     for number, tensor in enumerate(tensors):
@@ -138,66 +194,71 @@ def _check(operation: Callable[[], None], tensors: list[torch.Tensor]) -> None:
     for number, tensor in enumerate(tensors):
         want = ((torch.arange(len(tensor)) + number) % 1009 * (ranks * (ranks + 1) // 2)).float()
         if not torch.equal(tensor, want):
-            raise SystemExit(f"wrong result of {operation.__qualname__} on rank {hvd.rank()}")
+            raise SystemExit(f"wrong result of {name} on rank {hvd.rank()}")
 
 
-def _medians(
-    ours: Callable[[], None], gloo: Callable[[], None], seconds: float, tensors: list[torch.Tensor]
-) -> tuple[float, float, int]:
-    """Medians over interleaved repetitions of the time of the slowest rank, and how many repetitions there were."""
+def _medians(operations: dict[str, Operation], seconds: float, tensors: list[torch.Tensor]) -> Medians:
+    """Medians over interleaved repetitions of the time of the slowest rank."""
     for tensor in tensors:
         tensor.zero_()  # sums of zeros stay finite
-    for _ in range(3):
-        ours()
-        gloo()
-    once = _timed(ours) + _timed(gloo)
-    repetitions = int(hvd.broadcast(torch.tensor(int(min(1000, max(11, seconds / once)))), 0).item())
-    times = np.array([(_timed(ours), _timed(gloo)) for _ in range(repetitions)])
-    slowest = session.current().allreduce(times, hvd.Max)
-    return statistics.median(slowest[:, 0]), statistics.median(slowest[:, 1]), repetitions
+    once = sum(_timed(operation) for _ in range(3) for operation in operations.values()) / 3
+    repetitions = int(hvd.broadcast(torch.tensor(int(min(1000, max(7, seconds / once)))), 0).item())
+    times = np.array([[_timed(operation) for operation in operations.values()] for _ in range(repetitions)])
+    slowest = session.current().allreduce(times, ReduceOp.MAX)
+    return {name: statistics.median(slowest[:, column]) for column, name in enumerate(operations)}
 
 
-def _timed(operation: Callable[[], None]) -> float:
-    hvd.barrier()
+def _timed(operation: Operation) -> float:
+    """Seconds of a call that all ranks enter at about the same time."""
+    session.current().allreduce_now(_NOTHING, ReduceOp.SUM, out=_NOTHING)
     start = time.perf_counter()
     operation()
     return time.perf_counter() - start
 
 
-def _print_table(ranks: int, rows: list[Row]) -> None:
-    print(f"\nfloat32 allreduce, sum, in place, {ranks} processes\n")
-    print(
-        f"{'what':22} {'bytes each':>10} {'sparkhvd us':>12} {'Gloo us':>12} {'Gloo/ours':>9} {'ours GB/s':>9} {'n':>5}"
-    )
-    for row in rows:
-        rate = row.size * (MANY if row.what.startswith(str(MANY)) else 1) / row.ours / 1e9
+_NOTHING = np.zeros(1, np.float32)
+
+
+# The tables.
+
+
+def _print_tables(ranks: int, rows: dict[str, Medians]) -> None:
+    peers = ("engine", "direct", "gloo", "mpi", "limit")
+    print(f"\nfloat32 allreduce, sum, in place, {ranks} processes: us up to 64 KiB, GB/s above\n")
+    ratios = "engine/limit  engine/MPI engine/Gloo  direct/MPI"
+    print(f"{'bytes each':>12}" + "".join(f"{peer:>9}" for peer in peers) + f"   {ratios}   (speed)")
+    for name, row in rows.items():
+        if not name.startswith("float32"):
+            continue
+        size = int(name.split()[1])
+        shown = [row[peer] * 1e6 if size <= 64 * KIB else size / row[peer] / 1e9 for peer in peers]
+        ratio = [
+            row[b] / row[a] for a, b in (("engine", "limit"), ("engine", "mpi"), ("engine", "gloo"), ("direct", "mpi"))
+        ]
         print(
-            f"{row.what:22} {row.size:>10} {row.ours * 1e6:>12.1f} {row.gloo * 1e6:>12.1f} "
-            f"{row.gloo / row.ours:>9.2f} {rate:>9.2f} {row.repetitions:>5}"
+            f"{size:>12}"
+            + "".join(f"{value:>9.{1 if size <= 64 * KIB else 2}f}" for value in shown)
+            + "   "
+            + "".join(f"{value:>12.2f}" for value in ratio)
         )
-
-
-def _machine() -> str:
-    model = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),  # noqa: PTH123, SIM115
-        platform.machine(),
+    many = rows["many"]
+    print(
+        f"\n{MANY} float32 tensors of 4 KiB: engine, async and waited for, {many['engine'] * 1e3:.1f} ms; "
+        f"Gloo coalesced {many['gloo'] * 1e3:.1f} ms: {many['gloo'] / many['engine']:.2f}x"
     )
-    return (
-        f"{model}, {os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}"
-    )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    print("\nengine, the same number of elements by type, us (speed beside float32)\n")
+    for name, row in rows.items():
+        if name.startswith("half"):
+            cells = "".join(f"{kind:>10} {row[kind] * 1e6:>9.1f} ({row['float32'] / row[kind]:.2f})" for kind in row)
+            print(f"{int(name.split()[1]) // 4:>10}{cells}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="how many processes; one table for each")
-    parser.add_argument("--seconds", type=float, default=2.0, help="about how long to measure for a row")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="how many processes; tables for each")
+    parser.add_argument("--seconds", type=float, default=3.0, help="about how long to measure for a row")
+    parser.add_argument("--largest", type=int, default=256, help="MiB of the largest array")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a rank
     return parser.parse_args()
 
 

@@ -16,7 +16,7 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.calls import Call, Outcome, Rows, Tensors, of_gradient
 from sparkhvd.torch.compression import Compressor, NoneCompressor
-from sparkhvd.torch.tensors import buffer_of, called, require_contiguous, stage
+from sparkhvd.torch.tensors import buffer_of, called, is_plain, require_contiguous, stage
 
 _LINEAR = frozenset({ReduceOp.AVERAGE, ReduceOp.SUM})
 
@@ -95,6 +95,11 @@ class Allreduce:
         what, compression = called("Tensor", self.name), self.reduction.compression
         if in_place:
             require_contiguous(tensor, what)
+            if compression is NoneCompressor and is_plain(tensor):
+                own = buffer_of(
+                    tensor, what
+                )  # the short way of most tensors: nothing to convert, nothing to bring back
+                return Part(own, own, lambda: tensor)
         compressed, context = compression.compress(tensor.detach())
         memory = stage(compressed, what).memory
         source = buffer_of(memory, what)

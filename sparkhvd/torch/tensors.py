@@ -72,6 +72,11 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return memory
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a contiguous tensor's own memory is what the core reads and writes."""
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+
+
 def require_contiguous(tensor: torch.Tensor, what: str) -> None:
     """Raise ``ConfigError`` when an in-place collective could not write into the tensor's memory."""
     if not tensor.is_contiguous():
