@@ -16,7 +16,7 @@ namespace {
 using Clock = Deadline::Clock;
 
 constexpr std::chrono::microseconds kShortestPause{50};
-constexpr std::chrono::microseconds kLongestPause{2000};
+constexpr std::chrono::microseconds kLongestPause{5000};
 
 // Long enough for a server on another host, short enough not to hold up the failure of an
 // operation.
