@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).with_name("gpu_script.py")
 
 @pytest.mark.spark
 @pytest.mark.cluster
+@pytest.mark.timeout(300)
 def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
     discovery = tmp_path / "discover.sh"
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2", "3"]}\'\n')
@@ -29,7 +30,7 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=280,
         check=False,
     )
     found = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
