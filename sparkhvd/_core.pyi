@@ -55,9 +55,9 @@ class Engine:
     """One rank of a job: owns the links to its peers and one thread that negotiates and runs collectives.
 
     ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
-    do is decided by trying. ``bind_host`` is the local address that this rank's sockets bind and advertise.
-    ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
-    stands in front of what is said about failed operations.
+    do is decided by trying. ``bind_hosts`` are the local addresses that this rank's sockets bind and offer, the
+    preferred one first. ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than
+    once; ``label`` stands in front of what is said about failed operations.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -71,7 +71,7 @@ class Engine:
         scope: str = "",
         label: str = "",
         host_key: str = "",
-        bind_host: str = "127.0.0.1",
+        bind_hosts: Sequence[str] = ...,
         shared_memory: bool = True,
         fusion_threshold: int = 64 * 1024 * 1024,
         cache_capacity: int = 1024,

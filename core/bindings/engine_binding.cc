@@ -35,7 +35,7 @@ Result<Mesh> Connect(const ConnectArguments& arguments) {
 std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient* rendezvous,
                                      const std::string& token, const std::string& scope,
                                      const std::string& label, const std::string& host_key,
-                                     const std::string& bind_host, bool shared_memory,
+                                     std::vector<std::string> bind_hosts, bool shared_memory,
                                      size_t fusion_threshold, size_t cache_capacity,
                                      double collective_timeout_s, double timeout_s) {
   if (size < 1 || rank < 0 || rank >= size) {
@@ -52,7 +52,8 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.mesh.token = token;
   arguments.mesh.scope = scope;
   arguments.mesh.host_key = host_key;
-  arguments.mesh.bind_host = bind_host;
+  arguments.mesh.bind_hosts = std::move(bind_hosts);
+  arguments.mesh.interrupted = CheckSignals;
   arguments.mesh.shared_memory = shared_memory;
   arguments.engine.label = label;
   arguments.engine.fusion_threshold = fusion_threshold;
@@ -60,8 +61,13 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.engine.collective_timeout_s = collective_timeout_s;
   arguments.timeout_s = timeout_s;
   if (rendezvous != nullptr) arguments.rendezvous = rendezvous->client;
+  Result<Mesh> connected = [&arguments] {
+    const py::gil_scoped_release release;
+    return Connect(arguments);
+  }();
+  ThrowIfInterrupted();
+  Mesh mesh = Take(std::move(connected));
   const py::gil_scoped_release release;
-  Mesh mesh = Take(Connect(arguments));
   return std::make_shared<PyEngine>(std::make_unique<Engine>(
       arguments.engine, std::move(mesh), FailureBoard{arguments.rendezvous, scope}));
 }
@@ -137,7 +143,8 @@ void RegisterEngine(py::module_& module) {
   engine
       .def(py::init(&MakeEngine), arg("rank"), arg("size"), py::kw_only(),
            arg("rendezvous") = py::none(), arg("token") = py::bytes(), arg("scope") = "",
-           arg("label") = "", arg("host_key") = "", arg("bind_host") = "127.0.0.1",
+           arg("label") = "", arg("host_key") = "",
+           arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"},
            arg("shared_memory") = true, arg("fusion_threshold") = size_t{64} << 20,
            arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
            arg("timeout_s") = 60.0)

@@ -8,6 +8,19 @@
 
 namespace sparkhvd::bindings {
 
+// For waits that ask now and then whether to go on, without the GIL: kAborted when a signal handler
+// raised; Interrupted() then throws what it raised.
+inline Status CheckSignals() {
+  const pybind11::gil_scoped_acquire acquire;
+  if (PyErr_Occurred() == nullptr && PyErr_CheckSignals() == 0) return Status();
+  return Status(StatusCode::kAborted, "interrupted");
+}
+
+// With the GIL, once such a wait has ended.
+inline void ThrowIfInterrupted() {
+  if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+}
+
 // Calls `wait(deadline)`, which answers kTimeout at its deadline, in short slices without the GIL,
 // until it answers something else, `settled()` (a kTimeout is the outcome itself) or `timeout_s`
 // has passed; between the slices Python's signal handlers run. They run in the main thread alone,

@@ -58,9 +58,12 @@ RendezvousClient Connect(const std::vector<Address>& addresses, const std::strin
                          double timeout_s) {
   std::vector<HostPort> targets;
   for (const Address& address : addresses) targets.push_back(ToHostPort(address));
-  const py::gil_scoped_release release;
-  return RendezvousClient{std::shared_ptr<TcpStoreClient>(
-      Take(TcpStoreClient::Connect(targets, token, Deadline::AfterSeconds(timeout_s))))};
+  auto client = [&] {
+    const py::gil_scoped_release release;
+    return TcpStoreClient::Connect(targets, token, Deadline::AfterSeconds(timeout_s), CheckSignals);
+  }();
+  ThrowIfInterrupted();
+  return RendezvousClient{std::shared_ptr<TcpStoreClient>(Take(std::move(client)))};
 }
 
 }  // namespace

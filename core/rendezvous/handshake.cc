@@ -63,35 +63,52 @@ uint64_t AcceptorHandshake::claim() const {
   return LoadLittleEndian<uint64_t>(hello_.data() + kClaimOffset);
 }
 
+Result<std::array<std::byte, kHelloBytes>> DialerHandshake::Start() {
+  SHVD_TRY(CheckToken(token_));
+  StoreLittleEndian(kMagic, hello_.data());
+  SHVD_TRY(FillRandom(Bytes(hello_.data() + sizeof(kMagic), kNonceBytes)));
+  StoreLittleEndian(claim_, hello_.data() + kClaimOffset);
+  return hello_;
+}
+
+Digest DialerHandshake::Prove(const Digest& nonce) {
+  nonce_ = nonce;
+  return Proof(token_, "dial", ConstBytes(hello_.data(), hello_.size()), nonce_, purpose_);
+}
+
+Status DialerHandshake::Check(const Digest& answer) const {
+  const Digest expected =
+      Proof(token_, "acpt", ConstBytes(hello_.data(), hello_.size()), nonce_, purpose_);
+  if (EqualInConstantTime(ConstBytes(answer.data(), answer.size()),
+                          ConstBytes(expected.data(), expected.size()))) {
+    return Status();
+  }
+  return Status(StatusCode::kAuthentication, "the other side does not know the job's token");
+}
+
+Status HandshakeRefused() {
+  return Status(
+      StatusCode::kAuthentication,
+      "the other side closed the connection instead of proving that it knows the job's token; "
+      "both sides need the same token");
+}
+
 Status DialHandshake(int fd, const std::string& token, const std::string& purpose, uint64_t claim,
                      Deadline deadline) {
-  SHVD_TRY(CheckToken(token));
-  std::array<std::byte, kHelloBytes> hello{};
-  StoreLittleEndian(kMagic, hello.data());
-  SHVD_TRY(FillRandom(Bytes(hello.data() + sizeof(kMagic), kNonceBytes)));
-  StoreLittleEndian(claim, hello.data() + kClaimOffset);
-  const ConstBytes sent(hello.data(), hello.size());
+  DialerHandshake handshake(token, purpose, claim);
+  const auto hello = handshake.Start();
+  SHVD_TRY(hello.status());
+  SHVD_TRY(WriteExactly(fd, ConstBytes(hello.value().data(), hello.value().size()), deadline)
+               .Annotate("handshake"));
   Digest nonce{};
-  SHVD_TRY(WriteExactly(fd, sent, deadline).Annotate("handshake"));
   SHVD_TRY(ReadExactly(fd, Bytes(nonce.data(), nonce.size()), deadline).Annotate("handshake"));
-
-  const Digest ours = Proof(token, "dial", sent, nonce, purpose);
+  const Digest proof = handshake.Prove(nonce);
   Digest answer{};
-  Status status = WriteExactly(fd, ConstBytes(ours.data(), ours.size()), deadline);
+  Status status = WriteExactly(fd, ConstBytes(proof.data(), proof.size()), deadline);
   if (status.ok()) status = ReadExactly(fd, Bytes(answer.data(), answer.size()), deadline);
-  if (status.code() == StatusCode::kPeerLost) {
-    return Status(
-        StatusCode::kAuthentication,
-        "the other side closed the connection instead of proving that it knows the job's token; "
-        "both sides need the same token");
-  }
+  if (status.code() == StatusCode::kPeerLost) return HandshakeRefused();
   SHVD_TRY(status.Annotate("handshake"));
-  const Digest expected = Proof(token, "acpt", sent, nonce, purpose);
-  if (!EqualInConstantTime(ConstBytes(answer.data(), answer.size()),
-                           ConstBytes(expected.data(), expected.size()))) {
-    return Status(StatusCode::kAuthentication, "the other side does not know the job's token");
-  }
-  return Status();
+  return handshake.Check(answer);
 }
 
 }  // namespace sparkhvd

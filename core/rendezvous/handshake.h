@@ -49,7 +49,31 @@ class AcceptorHandshake {
   bool done_ = false;
 };
 
-// The dialer's half. kAuthentication when the other side does not know the token (or refuses ours).
+// The dialer's half: send what Start gives, then what Prove makes of the acceptor's nonce, then
+// hand the acceptor's proof to Check.
+class DialerHandshake {
+ public:
+  DialerHandshake(const std::string& token, const std::string& purpose, uint64_t claim)
+      : token_(token), purpose_(purpose), claim_(claim) {}
+
+  Result<std::array<std::byte, kHelloBytes>> Start();
+  Digest Prove(const Digest& nonce);
+  // kAuthentication when the other side does not know the token.
+  Status Check(const Digest& answer) const;
+
+ private:
+  std::string token_;
+  std::string purpose_;
+  uint64_t claim_;
+  std::array<std::byte, kHelloBytes> hello_{};
+  Digest nonce_{};
+};
+
+// kAuthentication: the other side closed the connection during the handshake.
+Status HandshakeRefused();
+
+// All of it over a connected socket. kAuthentication when the other side does not know the token
+// (or refuses ours).
 Status DialHandshake(int fd, const std::string& token, const std::string& purpose, uint64_t claim,
                      Deadline deadline);
 

@@ -1,12 +1,22 @@
 // Where the ranks of a job leave each other notes: addresses, agreements, failures.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "base/deadline.h"
 #include "base/status.h"
 
 namespace sparkhvd {
+
+// What a process leaves with the store in case that it ends without a word.
+class Will {
+ public:
+  virtual ~Will() = default;  // as if the process had ended
+
+  // The process has left in good order, or nobody depends on it any more.
+  virtual void Withdraw() = 0;
+};
 
 // Keys are set once and stay; setting a key again keeps the first value (so that "first failure" is
 // well defined). Implementations: in-process (tests and size 1), TCP client, and the server's own
@@ -20,6 +30,14 @@ class KeyValueStore {
   // The value of `key`, waiting until somebody sets it; kTimeout names the key, kPeerLost says that
   // the server is gone.
   virtual Result<std::string> Get(const std::string& key, Deadline deadline) = 0;
+
+  // Sets `key` to `value` once this process has ended or cannot reach the store any more. Null
+  // where the store ends with the process.
+  virtual Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
+                                                  Deadline deadline) {
+    (void)key, (void)value, (void)deadline;
+    return std::unique_ptr<Will>();
+  }
 };
 
 }  // namespace sparkhvd

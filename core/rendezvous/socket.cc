@@ -10,7 +10,11 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <future>
 #include <memory>
+#include <optional>
+#include <thread>
+#include <utility>
 
 #include "base/io_status.h"
 
@@ -18,6 +22,7 @@ namespace sparkhvd {
 namespace {
 
 constexpr int kBacklog = 512;
+constexpr double kOwnNameSeconds = 20.0;
 constexpr int kSocketType = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
 
 struct FreeAddresses {
@@ -25,18 +30,58 @@ struct FreeAddresses {
 };
 using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
 
-Result<Addresses> Resolve(const HostPort& address, int flags) {
+struct Resolution {
+  int error = 0;
+  Addresses list;
+};
+
+Resolution LookUp(const HostPort& address, int flags) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = flags | AI_NUMERICSERV;
   addrinfo* list = nullptr;
   const int error =
       ::getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &list);
-  if (error != 0) {
-    return Status(StatusCode::kIo,
-                  "host '" + address.host + "' has no address: " + ::gai_strerror(error));
+  return {error, Addresses(list)};
+}
+
+// A name server that does not answer holds getaddrinfo up for as long as it likes, and nothing can
+// end it. So it has a thread that owns all it uses, and that is left alone when the time is up: the
+// one thread of ours that nobody joins.
+std::optional<Resolution> LookUpName(const HostPort& address, int flags, Deadline deadline) {
+  auto promise = std::make_shared<std::promise<Resolution>>();
+  std::future<Resolution> answer = promise->get_future();
+  std::thread([promise, address, flags] { promise->set_value(LookUp(address, flags)); }).detach();
+  if (answer.wait_until(deadline.at()) != std::future_status::ready) return std::nullopt;
+  return answer.get();
+}
+
+Result<Addresses> Resolve(const HostPort& address, int flags, Deadline deadline) {
+  Resolution found = LookUp(address, flags | AI_NUMERICHOST);
+  if (found.error == EAI_NONAME) {
+    auto named = LookUpName(address, flags, deadline);
+    if (!named) {
+      return Status(StatusCode::kTimeout,
+                    "the name service did not say what host '" + address.host + "' is in time");
+    }
+    found = std::move(*named);
   }
-  return Addresses(list);
+  if (found.error != 0) {
+    return Status(StatusCode::kIo,
+                  "host '" + address.host + "' has no address: " + ::gai_strerror(found.error));
+  }
+  return std::move(found.list);
+}
+
+Result<HostPort> Numeric(const sockaddr* address, socklen_t length) {
+  std::array<char, NI_MAXHOST> host{};
+  std::array<char, NI_MAXSERV> port{};
+  const int error = ::getnameinfo(address, length, host.data(), host.size(), port.data(),
+                                  port.size(), NI_NUMERICHOST | NI_NUMERICSERV);
+  if (error != 0) {
+    return Status(StatusCode::kIo, std::string("getnameinfo: ") + ::gai_strerror(error));
+  }
+  return HostPort{host.data(), static_cast<uint16_t>(std::stoul(port.data()))};
 }
 
 void SetOption(int fd, int level, int name, int value) {
@@ -103,7 +148,7 @@ std::string ToText(const HostPort& address) {
 
 Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes) {
   const std::string what = "listen on " + ToText(address);
-  auto found = Resolve(address, AI_PASSIVE);
+  auto found = Resolve(address, AI_PASSIVE, Deadline::AfterSeconds(kOwnNameSeconds));
   if (!found.ok()) return found.status().Annotate(what);
   const addrinfo& first = *found.value();
   UniqueFd fd(::socket(first.ai_family, kSocketType, 0));
@@ -131,8 +176,34 @@ Result<UniqueFd> ListenUnix(const std::string& name, int buffer_bytes) {
   return fd;
 }
 
+Result<std::vector<HostPort>> ResolveAll(const HostPort& address, Deadline deadline) {
+  auto found = Resolve(address, 0, deadline);
+  if (!found.ok()) return found.status();
+  std::vector<HostPort> all;
+  for (const addrinfo* entry = found.value().get(); entry != nullptr; entry = entry->ai_next) {
+    auto numeric = Numeric(entry->ai_addr, entry->ai_addrlen);
+    if (numeric.ok()) all.push_back(std::move(numeric).value());
+  }
+  return all;
+}
+
+Result<UniqueFd> BeginConnectTcp(const HostPort& address, int buffer_bytes) {
+  const Resolution found = LookUp(address, AI_NUMERICHOST);
+  if (found.error != 0) {
+    return Status(StatusCode::kInvalidArgument, "'" + address.host + "' is no numeric address");
+  }
+  UniqueFd fd(::socket(found.list->ai_family, kSocketType, 0));
+  if (!fd.valid()) return IoStatus("open a socket", errno);
+  SetBuffers(fd.get(), buffer_bytes);
+  if (::connect(fd.get(), found.list->ai_addr, found.list->ai_addrlen) != 0 &&
+      errno != EINPROGRESS && errno != EINTR) {
+    return IoStatus("connect", errno);
+  }
+  return fd;
+}
+
 Result<UniqueFd> ConnectTcp(const HostPort& address, Deadline deadline, int buffer_bytes) {
-  auto found = Resolve(address, 0);
+  auto found = Resolve(address, 0, deadline);
   if (!found.ok()) return found.status();
   Status failure(StatusCode::kIo, "connect: no address");
   for (const addrinfo* entry = found.value().get(); entry != nullptr; entry = entry->ai_next) {
@@ -166,14 +237,16 @@ Result<HostPort> LocalAddress(int fd) {
   if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
     return IoStatus("getsockname", errno);
   }
-  std::array<char, NI_MAXHOST> host{};
-  std::array<char, NI_MAXSERV> port{};
-  const int error =
-      ::getnameinfo(reinterpret_cast<sockaddr*>(&address), length, host.data(), host.size(),
-                    port.data(), port.size(), NI_NUMERICHOST | NI_NUMERICSERV);
-  if (error != 0)
-    return Status(StatusCode::kIo, std::string("getnameinfo: ") + gai_strerror(error));
-  return HostPort{host.data(), static_cast<uint16_t>(std::stoul(port.data()))};
+  return Numeric(reinterpret_cast<const sockaddr*>(&address), length);
+}
+
+Result<HostPort> PeerAddress(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+    return IoStatus("getpeername", errno);
+  }
+  return Numeric(reinterpret_cast<const sockaddr*>(&address), length);
 }
 
 void TuneStream(int fd) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/span.h"
@@ -26,11 +27,19 @@ Result<UniqueFd> ListenTcp(const HostPort& address, int buffer_bytes = 0);
 // Listens on a name in the abstract namespace: no file, nothing left when the process ends.
 Result<UniqueFd> ListenUnix(const std::string& name, int buffer_bytes = 0);
 
+// The numeric addresses that a name stands for, itself where it is one. kTimeout when the name
+// service is late.
+Result<std::vector<HostPort>> ResolveAll(const HostPort& address, Deadline deadline);
+
+// A socket on its way to a numeric address: writable, or failed, once that is decided.
+Result<UniqueFd> BeginConnectTcp(const HostPort& address, int buffer_bytes = 0);
 Result<UniqueFd> ConnectTcp(const HostPort& address, Deadline deadline, int buffer_bytes = 0);
 Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buffer_bytes = 0);
 
 // The numeric address to which a TCP socket is bound.
 Result<HostPort> LocalAddress(int fd);
+// That of its other end.
+Result<HostPort> PeerAddress(int fd);
 
 // No delay for small segments, and an end to links whose other host has vanished. Nothing on Unix
 // sockets.

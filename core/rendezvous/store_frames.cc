@@ -21,6 +21,7 @@ Result<StoreRequestHeader> DecodeStoreRequest(ConstBytes bytes) {
   header.key_bytes = LoadLittleEndian<uint32_t>(bytes.data() + 4);
   header.value_bytes = LoadLittleEndian<uint32_t>(bytes.data() + 8);
   const bool known = header.request == StoreRequest::kSet ||
+                     header.request == StoreRequest::kWill ||
                      (header.request == StoreRequest::kGet && header.value_bytes == 0);
   if (!known || header.key_bytes > kMaxKeyBytes || header.value_bytes > kMaxValueBytes) {
     return Status(StatusCode::kInvalidArgument, "malformed rendezvous request");

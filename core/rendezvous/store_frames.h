@@ -17,9 +17,10 @@ constexpr size_t kMaxValueBytes = size_t{16} << 20;
 // The purpose of the handshake on a rendezvous connection.
 inline constexpr char kStorePurpose[] = "rendezvous";
 
-enum class StoreRequest : uint32_t { kSet = 1, kGet = 2 };
+// A will is a Set that the server carries out when the connection ends; an empty one withdraws it.
+enum class StoreRequest : uint32_t { kSet = 1, kGet = 2, kWill = 3 };
 
-// A request is this header, the key, and the value (Set only).
+// A request is this header, the key, and the value (not of a Get).
 struct StoreRequestHeader {
   StoreRequest request = StoreRequest::kGet;
   uint32_t key_bytes = 0;
@@ -27,7 +28,7 @@ struct StoreRequestHeader {
 };
 
 constexpr size_t kStoreRequestBytes = 12;
-// An answer is the length of the value (0 after a Set) and the value.
+// An answer is the length of the value (0 but for a Get) and the value.
 constexpr size_t kStoreAnswerBytes = 4;
 
 std::array<std::byte, kStoreRequestBytes> EncodeStoreRequest(const StoreRequestHeader& header);

@@ -9,7 +9,7 @@
 
 #include "base/sha256.h"
 #include "base/wire.h"
-#include "rendezvous/handshake.h"
+#include "rendezvous/dial.h"
 #include "rendezvous/in_process_store.h"
 #include "rendezvous/store_frames.h"
 
@@ -22,17 +22,20 @@ constexpr size_t kAskedConnections = 8;
 // An answer that has begun to come is there in a moment.
 constexpr double kAnswerSeconds = 10.0;
 
-Result<UniqueFd> Dial(const HostPort& server, const std::string& token, Deadline deadline) {
-  auto fd = ConnectTcp(server, deadline);
-  if (!fd.ok()) return fd.status();
-  SHVD_TRY(DialHandshake(fd.value().get(), token, kStorePurpose, 0, deadline));
-  return fd;
+Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::string& token,
+                            Deadline deadline, const std::function<Status()>& check = {}) {
+  DialOptions options;
+  options.addresses = addresses;
+  options.token = token;
+  options.purpose = kStorePurpose;
+  options.check = check;
+  return Dial(options, deadline);
 }
 
-Status SendRequest(int fd, bool set, const std::string& key, const std::string& value,
+Status SendRequest(int fd, StoreRequest request, const std::string& key, const std::string& value,
                    Deadline deadline) {
   StoreRequestHeader header;
-  header.request = set ? StoreRequest::kSet : StoreRequest::kGet;
+  header.request = request;
   header.key_bytes = static_cast<uint32_t>(key.size());
   header.value_bytes = static_cast<uint32_t>(value.size());
   const auto encoded = EncodeStoreRequest(header);
@@ -53,28 +56,38 @@ Result<std::string> ReadAnswer(int fd, Deadline deadline) {
   return value;
 }
 
+class ConnectedWill final : public Will {
+ public:
+  explicit ConnectedWill(UniqueFd fd) : fd_(std::move(fd)) {}
+
+  void Withdraw() override {
+    if (!fd_.valid()) return;
+    const Deadline deadline = Deadline::AfterSeconds(kAnswerSeconds);
+    const Status sent = SendRequest(fd_.get(), StoreRequest::kWill, "", "", deadline);
+    if (sent.ok()) (void)ReadAnswer(fd_.get(), deadline);
+    fd_.Reset();
+  }
+
+ private:
+  UniqueFd fd_;
+};
+
 }  // namespace
 
 Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
-    const std::vector<HostPort>& addresses, const std::string& token, Deadline deadline) {
+    const std::vector<HostPort>& addresses, const std::string& token, Deadline deadline,
+    const std::function<Status()>& check) {
   if (addresses.empty()) {
     return Status(StatusCode::kInvalidArgument, "a rendezvous client needs an address to dial");
   }
-  Status failure;
-  std::string tried;
-  for (size_t i = 0; i < addresses.size(); ++i) {
-    // An address that swallows packets must leave time for those after it.
-    const auto share = deadline.Remaining() / static_cast<int64_t>(addresses.size() - i);
-    auto fd = Dial(addresses[i], token, Deadline::After(share));
-    if (fd.ok()) {
-      return std::unique_ptr<TcpStoreClient>(
-          new TcpStoreClient(addresses[i], token, std::move(fd).value()));
-    }
-    tried += (i == 0 ? "" : "; ") + ToText(addresses[i]) + ": " + fd.status().message();
-    // Of several failures the refused token is the one to act on.
-    if (failure.code() != StatusCode::kAuthentication) failure = fd.status();
+  auto fd = DialServer(addresses, token, deadline, check);
+  if (!fd.ok()) {
+    return Status(fd.status().code(), "no rendezvous server answered at " + fd.status().message());
   }
-  return Status(failure.code(), "no rendezvous server answered at " + tried);
+  auto server = PeerAddress(fd.value().get());
+  if (!server.ok()) return server.status();
+  return std::unique_ptr<TcpStoreClient>(
+      new TcpStoreClient(server.value(), token, std::move(fd).value()));
 }
 
 TcpStoreClient::TcpStoreClient(HostPort server, std::string token, UniqueFd first)
@@ -88,7 +101,7 @@ Status TcpStoreClient::Set(const std::string& key, const std::string& value, Dea
   SHVD_TRY(CheckStoreSizes(key, value.size()));
   auto fd = Take(deadline);
   if (!fd.ok()) return Explain(fd.status(), key, true);
-  Status status = SendRequest(fd.value().get(), true, key, value, deadline);
+  Status status = SendRequest(fd.value().get(), StoreRequest::kSet, key, value, deadline);
   if (status.ok()) status = ReadAnswer(fd.value().get(), deadline).status();
   GiveBack(std::move(fd).value(), status.ok());
   return status.ok() ? status : Explain(status, key, true);
@@ -98,10 +111,12 @@ Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadlin
   SHVD_TRY(CheckStoreSizes(key, 0));
   UniqueFd fd = TakeAsked(key);
   if (!fd.valid()) {
-    auto taken = Take(deadline);
+    // Who has no time to wait for the value still wants to have asked.
+    auto taken = Take(deadline.Expired() ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
     if (!taken.ok()) return Explain(taken.status(), key, false);
     fd = std::move(taken).value();
-    const Status sent = SendRequest(fd.get(), false, key, "", deadline);
+    const Status sent = SendRequest(fd.get(), StoreRequest::kGet, key, "",
+                                    Deadline::AfterSeconds(kAnswerSeconds));
     if (!sent.ok()) {
       GiveBack(std::move(fd), false);
       return Explain(sent, key, false);
@@ -116,6 +131,18 @@ Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadlin
   GiveBack(std::move(fd), answer.ok());
   if (!answer.ok()) return Explain(answer.status(), key, false);
   return answer;
+}
+
+Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
+                                                        const std::string& value,
+                                                        Deadline deadline) {
+  SHVD_TRY(CheckStoreSizes(key, value.size()));
+  auto fd = DialServer({server_}, token_, deadline);
+  if (!fd.ok()) return Explain(fd.status(), key, true);
+  Status status = SendRequest(fd.value().get(), StoreRequest::kWill, key, value, deadline);
+  if (status.ok()) status = ReadAnswer(fd.value().get(), deadline).status();
+  if (!status.ok()) return Explain(status, key, true);
+  return std::unique_ptr<Will>(std::make_unique<ConnectedWill>(std::move(fd).value()));
 }
 
 void TcpStoreClient::Close() {
@@ -158,7 +185,7 @@ Result<UniqueFd> TcpStoreClient::Take(Deadline deadline) {
       return fd;
     }
   }
-  auto dialed = Dial(server_, token_, deadline);
+  auto dialed = DialServer({server_}, token_, deadline);
   if (!dialed.ok()) {
     // It answered before, so what is missing now is the server.
     const bool late = dialed.status().code() == StatusCode::kTimeout;

@@ -1,6 +1,7 @@
 // The ranks' side of a TcpStoreServer.
 #pragma once
 
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -20,14 +21,18 @@ namespace sparkhvd {
 // and again is cheap. Has no thread.
 class TcpStoreClient final : public KeyValueStore {
  public:
-  // Tries the addresses in order and keeps the first that answers and knows the token.
+  // Keeps the first address that answers and knows the token; `check` as in DialOptions.
   static Result<std::unique_ptr<TcpStoreClient>> Connect(const std::vector<HostPort>& addresses,
                                                          const std::string& token,
-                                                         Deadline deadline);
+                                                         Deadline deadline,
+                                                         const std::function<Status()>& check = {});
   ~TcpStoreClient() override;
 
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
+  // Has a connection of its own.
+  Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
+                                          Deadline deadline) override;
 
   // Wakes the calls in progress with kShutDown; later calls fail with it.
   void Close();

@@ -30,6 +30,11 @@ class Session {
 
   int fd() const { return fd_.get(); }
 
+  // The connection has ended: carries out what its client wanted for this case.
+  void End(InProcessStore& values) const {
+    if (!will_.empty()) (void)values.Set(will_key_, will_, Deadline::AfterSeconds(0));
+  }
+
   short events() const {
     switch (state_) {
       case State::kReading:
@@ -100,6 +105,12 @@ class Session {
       state_ = State::kWaiting;
       return;
     }
+    if (header_.request == StoreRequest::kWill) {
+      will_ = std::string(text + header_.key_bytes, header_.value_bytes);
+      will_key_ = key_;
+      StartAnswer("");
+      return;
+    }
     // Fails only when the server is closing, and then this connection ends, too.
     (void)values.Set(key_, std::string(text + header_.key_bytes, header_.value_bytes),
                      Deadline::AfterSeconds(0));
@@ -139,6 +150,8 @@ class Session {
   std::array<std::byte, kStoreRequestBytes> head_{};
   StoreRequestHeader header_;
   std::string key_;
+  std::string will_key_;
+  std::string will_;
   std::vector<std::byte> body_;  // of the request being read, or of the answer being sent
   size_t received_ = 0;
   size_t sent_ = 0;
@@ -149,11 +162,6 @@ constexpr int kPollCapMillis = 1000;
 void DrainWake(int fd) {
   uint64_t count = 0;
   (void)!::read(fd, &count, sizeof(count));
-}
-
-void RingWake(int fd) {
-  const uint64_t one = 1;
-  (void)!::write(fd, &one, sizeof(one));
 }
 
 }  // namespace
@@ -193,7 +201,7 @@ TcpStoreServer::~TcpStoreServer() { Close(); }
 Status TcpStoreServer::Set(const std::string& key, const std::string& value, Deadline deadline) {
   SHVD_TRY(CheckStoreSizes(key, value.size()));
   SHVD_TRY(values_.Set(key, value, deadline));
-  RingWake(wake_.get());
+  Ring();
   return Status();
 }
 
@@ -205,8 +213,16 @@ void TcpStoreServer::Close() {
   closing_.store(true);
   values_.Close(Status(StatusCode::kPeerLost,
                        "the rendezvous server at " + ToText(address_) + " was closed"));
-  RingWake(wake_.get());
+  Ring();
   if (thread_.joinable()) thread_.join();
+  const std::lock_guard<std::mutex> lock(wake_mutex_);
+  wake_.Reset();
+}
+
+void TcpStoreServer::Ring() {
+  const std::lock_guard<std::mutex> lock(wake_mutex_);
+  const uint64_t one = 1;
+  if (wake_.valid()) (void)!::write(wake_.get(), &one, sizeof(one));
 }
 
 void TcpStoreServer::Serve(Reception reception) {
@@ -224,11 +240,16 @@ void TcpStoreServer::Serve(Reception reception) {
     for (auto session = sessions.begin(); session != sessions.end(); ++index) {
       const short events = fds[index].revents;
       progressed = progressed || events != 0;
-      session = session->Advance(values_, events) ? std::next(session) : sessions.erase(session);
+      if (session->Advance(values_, events)) {
+        ++session;
+        continue;
+      }
+      session->End(values_);
+      session = sessions.erase(session);
     }
     for (Admitted& admitted : reception.Serve()) sessions.emplace_back(std::move(admitted.fd));
     // A key that a later session has set may be what an earlier one waits for.
-    if (progressed) RingWake(wake_.get());
+    if (progressed) Ring();
   }
 }
 

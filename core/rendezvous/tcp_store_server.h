@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 
@@ -40,9 +41,11 @@ class TcpStoreServer final : public KeyValueStore {
  private:
   TcpStoreServer(HostPort address, UniqueFd wake, Reception reception);
   void Serve(Reception reception);
+  void Ring();
 
   const HostPort address_;
-  const UniqueFd wake_;  // an eventfd: rung when a local Set or Close concerns the thread
+  UniqueFd wake_;          // an eventfd: rung when a local Set or Close concerns the thread
+  std::mutex wake_mutex_;  // guards wake_ against its end; a leaf
   InProcessStore values_;
   std::atomic<bool> closing_{false};
   std::thread thread_;

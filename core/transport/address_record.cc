@@ -1,7 +1,7 @@
 #include "transport/address_record.h"
 
 #include <array>
-#include <optional>
+#include <utility>
 
 #include "base/sha256.h"
 #include "base/wire.h"
@@ -9,7 +9,8 @@
 namespace sparkhvd {
 namespace {
 
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
+constexpr size_t kMostAddresses = 256;
 constexpr size_t kMaxTextBytes = 4096;
 
 template <typename Word>
@@ -64,8 +65,11 @@ class Reader {
 std::string EncodeAddressRecord(const AddressRecord& record) {
   std::string out;
   Append(&out, kVersion);
-  AppendText(&out, record.tcp.host);
-  Append(&out, record.tcp.port);
+  Append(&out, static_cast<uint32_t>(record.tcp.size()));
+  for (const HostPort& address : record.tcp) {
+    AppendText(&out, address.host);
+    Append(&out, address.port);
+  }
   AppendText(&out, record.unix_name);
   AppendText(&out, record.host_key);
   Append(&out, static_cast<uint8_t>(record.shared_memory ? 1 : 0));
@@ -77,14 +81,20 @@ Result<AddressRecord> DecodeAddressRecord(const std::string& bytes) {
   Reader reader(AsBytes(bytes));
   const auto version = reader.Take<uint32_t>();
   AddressRecord record;
-  record.tcp.host = reader.TakeText();
-  record.tcp.port = reader.Take<uint16_t>();
+  const auto addresses = reader.Take<uint32_t>();
+  for (uint32_t i = 0; i < addresses && i < kMostAddresses; ++i) {
+    HostPort address;
+    address.host = reader.TakeText();
+    address.port = reader.Take<uint16_t>();
+    record.tcp.push_back(std::move(address));
+  }
   record.unix_name = reader.TakeText();
   record.host_key = reader.TakeText();
   const auto shared_memory = reader.Take<uint8_t>();
   record.shared_memory = shared_memory == 1;
   record.arena_region_bytes = reader.Take<uint64_t>();
-  if (version != kVersion || shared_memory > 1 || !reader.Finished()) {
+  if (version != kVersion || addresses > kMostAddresses || shared_memory > 1 ||
+      !reader.Finished()) {
     return Status(StatusCode::kInvalidArgument,
                   "malformed address record; do all ranks run the same version of sparkhvd?");
   }

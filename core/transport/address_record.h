@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "rendezvous/socket.h"
@@ -10,8 +11,8 @@
 namespace sparkhvd {
 
 struct AddressRecord {
-  HostPort tcp;
-  std::string unix_name;  // empty where the rank has no host key
+  std::vector<HostPort> tcp;  // the preferred one first
+  std::string unix_name;      // empty where the rank has no host key
   std::string host_key;
   bool shared_memory = false;
   uint64_t arena_region_bytes = 0;

@@ -5,7 +5,6 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/sysinfo.h>
 #include <sys/uio.h>
 
 #include <cerrno>
@@ -15,6 +14,7 @@
 
 #include "base/io_status.h"
 #include "rendezvous/socket.h"
+#include "transport/memory_limit.h"
 
 namespace sparkhvd {
 namespace {
@@ -43,14 +43,14 @@ struct FileMessage {
 // The kernel does not refuse to reserve more than there is: it ends other processes to find it. So
 // this is decided here.
 Status CheckAffordable(size_t bytes) {
-  struct sysinfo info{};
-  if (::sysinfo(&info) != 0) return IoStatus("sysinfo", errno);
-  const uint64_t memory = uint64_t{info.totalram} * info.mem_unit;
-  if (bytes <= memory / 4) return Status();
-  return Status(StatusCode::kIo,
-                std::to_string(bytes) +
-                    " bytes of shared memory are more than a quarter of this host's " +
-                    std::to_string(memory));
+  const Result<uint64_t> memory = MemoryLimit();
+  SHVD_TRY(memory.status());
+  if (bytes <= memory.value() / 4) return Status();
+  return Status(
+      StatusCode::kIo,
+      std::to_string(bytes) +
+          " bytes of shared memory are more than a quarter of what this process may use, " +
+          std::to_string(memory.value()));
 }
 
 UniqueFd TakeFile(msghdr* message) {

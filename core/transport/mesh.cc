@@ -15,10 +15,12 @@
 
 #include "base/io_status.h"
 #include "base/random.h"
+#include "rendezvous/dial.h"
 #include "rendezvous/reception.h"
 #include "rendezvous/socket.h"
 #include "transport/address_record.h"
 #include "transport/arena_file.h"
+#include "transport/meeting.h"
 #include "transport/shared_arena.h"
 #include "transport/socket_transport.h"
 
@@ -30,6 +32,7 @@ namespace {
 enum class Kind : uint64_t { kLink = 1, kWatch = 2 };
 constexpr int kKindShift = 32;
 constexpr char kYes[] = "yes";
+constexpr int kSliceMillis = 100;  // between two looks at what the other ranks say
 constexpr size_t kMaxArenaRegionBytes = size_t{1} << 40;
 
 uint64_t Claim(Kind kind, int rank) {
@@ -88,8 +91,10 @@ Status CheckOptions(const MeshOptions& options) {
                    " bytes, not " + std::to_string(options.arena_region_bytes));
   }
   if (options.token.empty()) return invalid("ranks can only be connected with the job's token");
-  if (options.bind_host == "0.0.0.0" || options.bind_host == "::" || options.bind_host.empty()) {
-    return invalid("bind_host '" + options.bind_host +
+  if (options.bind_hosts.empty()) return invalid("a rank needs an address for its peers to dial");
+  for (const std::string& host : options.bind_hosts) {
+    if (!host.empty() && host != "0.0.0.0" && host != "::") continue;
+    return invalid("bind_host '" + host +
                    "' is no address that peers could dial; name one interface of this host");
   }
   return Status();
@@ -99,13 +104,32 @@ class MeshBuilder {
  public:
   MeshBuilder(const MeshOptions& options, KeyValueStore& rendezvous, Deadline deadline)
       : options_(options),
-        rendezvous_(rendezvous),
+        meeting_(rendezvous, options.scope, options.rank, deadline, options.interrupted),
         deadline_(deadline),
         records_(static_cast<size_t>(options.size)),
         links_(static_cast<size_t>(options.size)),
         watches_(static_cast<size_t>(options.size)) {}
 
   Result<Mesh> Build() {
+    if (options_.size == 1) return Connect();
+    SHVD_TRY(meeting_.Join());
+    auto mesh = Connect();
+    if (!mesh.ok()) return meeting_.Fail(mesh.status());
+    meeting_.Leave();
+    return mesh;
+  }
+
+ private:
+  template <typename T>
+  static T& At(std::vector<T>& items, int rank) {
+    return items[static_cast<size_t>(rank)];
+  }
+
+  static std::string Key(const char* what, int rank) {
+    return std::string(what) + "/" + std::to_string(rank);
+  }
+
+  Result<Mesh> Connect() {
     if (options_.size > 1) {
       SHVD_TRY(Listen());
       SHVD_TRY(ExchangeRecords());
@@ -122,16 +146,6 @@ class MeshBuilder {
     return mesh;
   }
 
- private:
-  template <typename T>
-  static T& At(std::vector<T>& items, int rank) {
-    return items[static_cast<size_t>(rank)];
-  }
-
-  std::string Key(const char* what, int rank) const {
-    return options_.scope + "/" + what + "/" + std::to_string(rank);
-  }
-
   std::string Purpose(int acceptor) const {
     return "mesh/" + options_.scope + "/" + std::to_string(acceptor);
   }
@@ -139,12 +153,14 @@ class MeshBuilder {
   Status Listen() {
     AddressRecord& own = At(records_, options_.rank);
     std::vector<UniqueFd> listeners;
-    auto tcp = ListenTcp({options_.bind_host, 0}, options_.socket_buffer_bytes);
-    if (!tcp.ok()) return tcp.status().Annotate(RankName(options_.rank));
-    auto address = LocalAddress(tcp.value().get());
-    if (!address.ok()) return address.status().Annotate(RankName(options_.rank));
-    own.tcp = address.value();
-    listeners.push_back(std::move(tcp).value());
+    for (const std::string& host : options_.bind_hosts) {
+      auto tcp = ListenTcp({host, 0}, options_.socket_buffer_bytes);
+      if (!tcp.ok()) return tcp.status().Annotate(RankName(options_.rank));
+      auto address = LocalAddress(tcp.value().get());
+      if (!address.ok()) return address.status().Annotate(RankName(options_.rank));
+      own.tcp.push_back(address.value());
+      listeners.push_back(std::move(tcp).value());
+    }
     own.host_key = options_.host_key;
     own.arena_region_bytes = options_.arena_region_bytes;
     if (!options_.host_key.empty()) {
@@ -163,13 +179,13 @@ class MeshBuilder {
   }
 
   Status ExchangeRecords() {
-    SHVD_TRY(rendezvous_.Set(Key("address", options_.rank),
-                             EncodeAddressRecord(At(records_, options_.rank)), deadline_));
+    SHVD_TRY(meeting_.Set(Key("address", options_.rank),
+                          EncodeAddressRecord(At(records_, options_.rank))));
     for (int peer = 0; peer < options_.size; ++peer) {
       if (peer == options_.rank) continue;
       const std::string context =
           RankName(options_.rank) + " waits for the address of " + RankName(peer);
-      auto bytes = rendezvous_.Get(Key("address", peer), deadline_);
+      auto bytes = meeting_.Get(Key("address", peer));
       if (!bytes.ok()) return bytes.status().Annotate(context);
       auto record = DecodeAddressRecord(bytes.value());
       if (!record.ok()) return record.status().Annotate(context);
@@ -196,27 +212,39 @@ class MeshBuilder {
       // Equal host keys need not mean one network namespace. What is wrong beyond that, TCP will
       // show.
     }
-    const HostPort& address = At(records_, peer).tcp;
-    auto link = ConnectTcp(address, deadline_, options_.socket_buffer_bytes);
-    Status status = link.status();
-    if (status.ok()) {
-      status = DialHandshake(link.value().get(), options_.token, Purpose(peer),
-                             Claim(Kind::kLink, options_.rank), deadline_);
-    }
-    if (!status.ok()) {
-      return status.Annotate(RankName(options_.rank) + " could not reach " + RankName(peer) +
-                             " at " + ToText(address));
+    DialOptions dial = DialOptionsTo(peer, Kind::kLink);
+    dial.addresses = At(records_, peer).tcp;
+    auto link = sparkhvd::Dial(dial, deadline_);
+    if (!link.ok()) {
+      return link.status().Annotate(RankName(options_.rank) + " at " + OwnAddresses() +
+                                    " could not reach " + RankName(peer));
     }
     Keep(Kind::kLink, peer, std::move(link).value());
     return Status();
   }
 
+  std::string OwnAddresses() {
+    std::string text;
+    for (const HostPort& address : At(records_, options_.rank).tcp) {
+      text += (text.empty() ? "" : ", ") + ToText(address);
+    }
+    return text;
+  }
+
+  DialOptions DialOptionsTo(int peer, Kind kind) {
+    DialOptions dial;
+    dial.token = options_.token;
+    dial.purpose = Purpose(peer);
+    dial.claim = Claim(kind, options_.rank);
+    dial.buffer_bytes = options_.socket_buffer_bytes;
+    dial.check = [this] { return meeting_.Check(); };
+    return dial;
+  }
+
   Result<UniqueFd> DialUnix(int peer, Kind kind) {
-    auto fd = ConnectUnix(At(records_, peer).unix_name, deadline_, options_.socket_buffer_bytes);
-    if (!fd.ok()) return fd.status();
-    SHVD_TRY(DialHandshake(fd.value().get(), options_.token, Purpose(peer),
-                           Claim(kind, options_.rank), deadline_));
-    return fd;
+    DialOptions dial = DialOptionsTo(peer, kind);
+    dial.unix_name = At(records_, peer).unix_name;
+    return sparkhvd::Dial(dial, deadline_);
   }
 
   void Keep(Kind kind, int peer, UniqueFd fd) {
@@ -235,13 +263,14 @@ class MeshBuilder {
       const std::string missing = MissingLinks();
       if (missing.empty()) return Status();
       if (deadline_.Expired()) {
-        return Status(StatusCode::kTimeout,
-                      RankName(options_.rank) + " at " + ToText(At(records_, options_.rank).tcp) +
-                          " was not reached by rank(s) " + missing + " before the deadline");
+        return Status(StatusCode::kTimeout, RankName(options_.rank) + " at " + OwnAddresses() +
+                                                " was not reached by rank(s) " + missing +
+                                                " before the deadline");
       }
       fds.clear();
       reception_->AppendPollFds(fds);
-      const int timeout = reception_->TimeoutMillis(deadline_.RemainingMillis());
+      SHVD_TRY(meeting_.Check());
+      const int timeout = reception_->TimeoutMillis(deadline_.RemainingMillis(kSliceMillis));
       if (::poll(fds.data(), fds.size(), timeout) < 0 && errno != EINTR) {
         return IoStatus("poll", errno);
       }
@@ -258,7 +287,8 @@ class MeshBuilder {
       return;
     }
     const int peer = static_cast<int>(rank);
-    if (kind == Kind::kLink && !At(links_, peer).stream.valid()) {
+    if (kind == Kind::kLink) {
+      // A peer that comes again has given its first connection up.
       Keep(kind, peer, std::move(admitted.fd));
     } else if (kind == Kind::kWatch && IsUnix(admitted.fd.get())) {
       Keep(kind, peer, std::move(admitted.fd));
@@ -303,10 +333,10 @@ class MeshBuilder {
     if (ranks.empty()) return Status();
     auto mapping = ranks.front() == options_.rank ? CreateArena(ranks) : ReceiveArena(ranks);
     const std::string vote = mapping.ok() ? kYes : mapping.status().message();
-    SHVD_TRY(rendezvous_.Set(Key("arena", options_.rank), vote, deadline_));
+    SHVD_TRY(meeting_.Set(Key("arena", options_.rank), vote));
     bool unanimous = true;
     for (const int rank : ranks) {
-      auto answer = rendezvous_.Get(Key("arena", rank), deadline_);
+      auto answer = meeting_.Get(Key("arena", rank));
       if (!answer.ok()) {
         return answer.status().Annotate(RankName(options_.rank) + " waits for " + RankName(rank) +
                                         " to share memory");
@@ -365,7 +395,7 @@ class MeshBuilder {
   }
 
   const MeshOptions& options_;
-  KeyValueStore& rendezvous_;
+  Meeting meeting_;
   const Deadline deadline_;
   std::optional<Reception> reception_;
   std::vector<AddressRecord> records_;

@@ -2,6 +2,7 @@
 // one.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -20,10 +21,14 @@ struct MeshOptions {
   std::string token;  // the job's secret; empty only when size is 1
   std::string
       host_key;  // equal for ranks that may share memory; whether they do is decided by trying
-  std::string bind_host = "127.0.0.1";
+  // Local addresses at which peers may reach this rank, the preferred one first.
+  std::vector<std::string> bind_hosts = {"127.0.0.1"};
   std::string scope;  // prefix of this mesh's rendezvous keys; unique per mesh of a job
   bool shared_memory = true;
   size_t arena_region_bytes = size_t{4} << 20;
+  // Asked several times a second while the ranks are being connected; a failure ends that. May be
+  // empty.
+  std::function<Status()> interrupted;
   int socket_buffer_bytes = 0;  // 0 leaves the kernel's default; tests set tiny ones
 };
 
@@ -35,7 +40,8 @@ struct Mesh {
   std::vector<int> host_ranks;  // those with this rank's host key, itself included, ascending
 };
 
-// Connects this rank with all the others through `rendezvous`; collective. Point-to-point bytes
+// Connects this rank with all the others through `rendezvous`; collective. When one of them fails
+// or dies meanwhile, all fail with its reason, which stays in the store. Point-to-point bytes
 // travel over token-authenticated TCP (Unix sockets inside a host). Ranks of one host agree on an
 // arena backed by a memfd that travels over an authenticated Unix socket; when any of them cannot
 // take it, none uses it.

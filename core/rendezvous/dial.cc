@@ -1,0 +1,255 @@
+#include "rendezvous/dial.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <optional>
+#include <utility>
+
+#include "base/io_status.h"
+#include "rendezvous/handshake.h"
+
+namespace sparkhvd {
+namespace {
+
+// An address that answers within this time is not overtaken by one that stands behind it.
+constexpr std::chrono::milliseconds kHeadStart(100);
+constexpr int kSliceMillis = 100;
+constexpr double kUnixSeconds = 5.0;  // it has only to find room in the listener's queue
+
+// One address on its way from nothing to an authenticated connection.
+class Attempt {
+ public:
+  Attempt(HostPort address, const DialOptions& options, Deadline start)
+      : address_(std::move(address)), options_(options), start_(start) {}
+
+  enum class State { kWaiting, kConnecting, kAwaitingNonce, kReady, kProving, kDone, kFailed };
+
+  State state() const { return state_; }
+  const Status& failure() const { return failure_; }
+  const HostPort& address() const { return address_; }
+  UniqueFd TakeConnection() { return std::move(fd_); }
+
+  pollfd PollFd() const {
+    switch (state_) {
+      case State::kConnecting:
+        return {fd_.get(), POLLOUT, 0};
+      case State::kAwaitingNonce:
+      case State::kProving:
+        return {fd_.get(), POLLIN, 0};
+      default:
+        return {-1, 0, 0};
+    }
+  }
+
+  // Nobody else is left that could answer sooner.
+  void Hurry() {
+    if (state_ == State::kWaiting) start_ = Deadline::AfterSeconds(0);
+  }
+
+  void Advance(short ready) {
+    if (state_ == State::kWaiting && start_.Expired()) Begin();
+    if (ready == 0) return;
+    if (state_ == State::kConnecting) FinishConnecting();
+    if (state_ == State::kAwaitingNonce) ReadNonce();
+    if (state_ == State::kProving) ReadAnswer();
+  }
+
+  // Sends the proof. One attempt at a time does: the other side keeps one connection.
+  void Prove() {
+    const Digest proof = handshake_->Prove(message_);
+    received_ = 0;
+    state_ = State::kProving;
+    const auto sent = WriteSome(fd_.get(), ConstBytes(proof.data(), proof.size()));
+    if (!sent.ok()) return Fail(sent.status());
+    if (sent.value() != proof.size()) Fail(Status(StatusCode::kIo, "the proof was not taken"));
+  }
+
+  void Fail(const Status& why) {
+    failure_ = why;
+    state_ = State::kFailed;
+    fd_.Reset();
+  }
+
+ private:
+  void Begin() {
+    auto begun = options_.unix_name.empty()
+                     ? BeginConnectTcp(address_, options_.buffer_bytes)
+                     : ConnectUnix(options_.unix_name, Deadline::AfterSeconds(kUnixSeconds),
+                                   options_.buffer_bytes);
+    if (!begun.ok()) return Fail(begun.status());
+    fd_ = std::move(begun).value();
+    state_ = State::kConnecting;
+  }
+
+  void FinishConnecting() {
+    int error = 0;
+    socklen_t size = sizeof(error);
+    if (::getsockopt(fd_.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+    if (error != 0) return Fail(IoStatus("connect", error));
+    TuneStream(fd_.get());
+    handshake_.emplace(options_.token, options_.purpose, options_.claim);
+    auto hello = handshake_->Start();
+    if (!hello.ok()) return Fail(hello.status());
+    auto sent = WriteSome(fd_.get(), ConstBytes(hello.value().data(), hello.value().size()));
+    if (!sent.ok()) return Fail(sent.status());
+    if (sent.value() != hello.value().size()) {
+      return Fail(Status(StatusCode::kIo, "the hello was not taken"));
+    }
+    state_ = State::kAwaitingNonce;
+  }
+
+  void ReadNonce() {
+    if (Read()) state_ = State::kReady;
+  }
+
+  void ReadAnswer() {
+    if (!Read()) return;
+    const Status status = handshake_->Check(message_);
+    if (!status.ok()) return Fail(status);
+    state_ = State::kDone;
+  }
+
+  // True once a whole message is there.
+  bool Read() {
+    while (received_ < message_.size()) {
+      auto count = ReadSome(
+          fd_.get(),
+          Bytes(message_.data(), message_.size()).Sub(received_, message_.size() - received_));
+      if (!count.ok()) {
+        Fail(count.status().code() == StatusCode::kPeerLost ? HandshakeRefused() : count.status());
+        return false;
+      }
+      if (count.value() == 0) return false;
+      received_ += count.value();
+    }
+    return true;
+  }
+
+  HostPort address_;
+  const DialOptions& options_;
+  Deadline start_;
+  State state_ = State::kWaiting;
+  UniqueFd fd_;
+  std::optional<DialerHandshake> handshake_;
+  Digest message_{};
+  size_t received_ = 0;
+  Status failure_;
+};
+
+using State = Attempt::State;
+
+class Dialing {
+ public:
+  Dialing(const DialOptions& options, Deadline deadline) : options_(options), deadline_(deadline) {
+    if (!options.unix_name.empty()) Add({"@" + options.unix_name, 0});
+    for (size_t i = 0; options.unix_name.empty() && i < options.addresses.size(); ++i) {
+      // A name service that is late must leave time for the addresses behind the name.
+      const auto share = deadline.Remaining() / static_cast<int64_t>(options.addresses.size() - i);
+      auto numeric = ResolveAll(options.addresses[i], Deadline::After(share));
+      if (!numeric.ok()) {
+        Add(options.addresses[i]).Fail(numeric.status());
+        continue;
+      }
+      for (const HostPort& address : numeric.value()) Add(address);
+    }
+  }
+
+  Result<UniqueFd> Run() {
+    std::vector<pollfd> fds;
+    while (true) {
+      if (options_.check) SHVD_TRY(options_.check());
+      fds.clear();
+      for (const Attempt& attempt : attempts_) fds.push_back(attempt.PollFd());
+      const int ready = ::poll(fds.data(), fds.size(), NextTimeout());
+      if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
+      for (size_t i = 0; i < attempts_.size(); ++i) {
+        attempts_[i].Advance(ready > 0 ? fds[i].revents : short{0});
+      }
+      for (Attempt& attempt : attempts_) {
+        if (attempt.state() == State::kDone) return attempt.TakeConnection();
+      }
+      ProveOne();
+      if (!AnyAlive()) return Failure();
+      if (deadline_.Expired()) return GiveUp();
+    }
+  }
+
+ private:
+  Attempt& Add(const HostPort& address) {
+    const auto place = static_cast<int64_t>(attempts_.size());
+    return attempts_.emplace_back(address, options_, Deadline::After(place * kHeadStart));
+  }
+
+  int NextTimeout() {
+    bool trying = false;
+    for (const Attempt& attempt : attempts_) {
+      trying = trying || (attempt.state() != State::kWaiting && attempt.state() != State::kFailed);
+    }
+    if (!trying) {
+      for (Attempt& attempt : attempts_) {
+        if (attempt.state() != State::kWaiting) continue;
+        attempt.Hurry();
+        return 0;
+      }
+    }
+    return deadline_.RemainingMillis(kSliceMillis);
+  }
+
+  void ProveOne() {
+    for (const Attempt& attempt : attempts_) {
+      if (attempt.state() == State::kProving) return;
+    }
+    for (Attempt& attempt : attempts_) {
+      if (attempt.state() == State::kReady) return attempt.Prove();
+    }
+  }
+
+  bool AnyAlive() const {
+    for (const Attempt& attempt : attempts_) {
+      if (attempt.state() != State::kFailed) return true;
+    }
+    return false;
+  }
+
+  Status GiveUp() {
+    for (Attempt& attempt : attempts_) {
+      if (attempt.state() == State::kFailed) continue;
+      const bool connected = attempt.state() > State::kConnecting;
+      attempt.Fail(Status(StatusCode::kTimeout, connected
+                                                    ? "connected, but no answer before the deadline"
+                                                    : "no answer before the deadline"));
+    }
+    return Failure();
+  }
+
+  Status Failure() const {
+    std::string tried;
+    StatusCode code = StatusCode::kIo;
+    for (const Attempt& attempt : attempts_) {
+      tried += (tried.empty() ? "" : "; ") + ToText(attempt.address()) + ": " +
+               attempt.failure().message();
+      // Of several failures the refused token is the one to act on.
+      if (code != StatusCode::kAuthentication) code = attempt.failure().code();
+    }
+    return Status(code, tried);
+  }
+
+  const DialOptions& options_;
+  const Deadline deadline_;
+  std::vector<Attempt> attempts_;
+};
+
+}  // namespace
+
+Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline) {
+  if (options.addresses.empty() && options.unix_name.empty()) {
+    return Status(StatusCode::kInvalidArgument, "there is no address to dial");
+  }
+  return Dialing(options, deadline).Run();
+}
+
+}  // namespace sparkhvd

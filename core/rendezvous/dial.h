@@ -1,0 +1,32 @@
+// Reaching a listener that has several addresses.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/status.h"
+#include "base/unique_fd.h"
+#include "rendezvous/socket.h"
+
+namespace sparkhvd {
+
+struct DialOptions {
+  std::vector<HostPort> addresses;  // the preferred one first
+  std::string unix_name;            // dialed instead where it is given
+  std::string token;
+  std::string purpose;
+  uint64_t claim = 0;
+  int buffer_bytes = 0;
+  // Asked several times a second; a failure ends the dialing. May be empty.
+  std::function<Status()> check;
+};
+
+// Tries all addresses, each a moment after the one before, and returns the connection over which
+// the other side was first to prove that it knows the token: what counts is what routes, and that
+// it leads to the right listener. The failure names every address with what is wrong with it.
+Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline);
+
+}  // namespace sparkhvd

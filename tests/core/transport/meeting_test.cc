@@ -1,0 +1,217 @@
+// Ranks that fail while they are being connected, and addresses that do not lead anywhere.
+#include "transport/meeting.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <thread>
+
+#include "rendezvous/dial.h"
+#include "rendezvous/local_addresses.h"
+#include "rendezvous/reception.h"
+#include "rendezvous/tcp_store_client.h"
+#include "rendezvous/tcp_store_server.h"
+#include "transport/address_record.h"
+#include "transport/memory_limit.h"
+#include "transport/meshes.h"
+
+namespace sparkhvd {
+namespace {
+
+std::unique_ptr<TcpStoreServer> StartServer() {
+  auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
+  EXPECT_TRUE(server.ok()) << server.status().message();
+  return std::move(server).value();
+}
+
+std::unique_ptr<TcpStoreClient> ConnectTo(const TcpStoreServer& server) {
+  auto client = TcpStoreClient::Connect({server.address()}, "secret", Late());
+  EXPECT_TRUE(client.ok()) << client.status().message();
+  return std::move(client).value();
+}
+
+TEST(Will, IsCarriedOutWhenItsConnectionEndsAndNotOnceItIsWithdrawn) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  auto other = ConnectTo(*server);
+  auto kept = client->LeaveWill("kept", "withdrawn", Late());
+  ASSERT_TRUE(kept.ok()) << kept.status().message();
+  kept.value()->Withdraw();
+  auto lost = client->LeaveWill("lost", "is gone", Late());
+  ASSERT_TRUE(lost.ok()) << lost.status().message();
+  EXPECT_EQ(other->Get("lost", Soon()).status().code(), StatusCode::kTimeout) << "not yet";
+  lost.value().reset();
+  EXPECT_EQ(other->Get("lost", Late()).value(), "is gone");
+  EXPECT_EQ(other->Get("kept", Soon()).status().code(), StatusCode::kTimeout);
+}
+
+TEST(Meeting, AWaitForOneRankEndsWithTheFailureOfAnother) {
+  auto server = StartServer();
+  auto first = ConnectTo(*server);
+  auto second = ConnectTo(*server);
+  Meeting waiting(*first, "test", 0, Late(), {});
+  ASSERT_TRUE(waiting.Join().ok());
+  auto answer = std::async(std::launch::async, [&] { return waiting.Get("address/2"); });
+  {
+    Meeting dying(*second, "test", 1, Late(), {});
+    ASSERT_TRUE(dying.Join().ok());
+  }
+  const Status status = answer.get().status();
+  EXPECT_EQ(status.code(), StatusCode::kPeerLost);
+  EXPECT_EQ(status.message(),
+            "rank 1 is gone: its process ended while the ranks were being connected");
+  waiting.Leave();
+}
+
+TEST(Meeting, TheFirstFailureIsEverybodys) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  Meeting first(*client, "test", 0, Late(), {});
+  Meeting second(*client, "test", 1, Late(), {});
+  const Status cause(StatusCode::kIo, "rank 0 has no memory");
+  EXPECT_EQ(first.Fail(cause).message(), cause.message());
+  const Status seen = second.Fail(Status(StatusCode::kTimeout, "rank 0 did not come"));
+  EXPECT_EQ(seen.code(), StatusCode::kIo);
+  EXPECT_EQ(seen.message(), cause.message());
+  EXPECT_EQ(second.Get("never").status().message(), cause.message());
+}
+
+TEST(Meeting, AnInterruptionEndsAWait) {
+  InProcessStore store;
+  Meeting meeting(store, "test", 3, Late(),
+                  [] { return Status(StatusCode::kAborted, "interrupted"); });
+  EXPECT_EQ(meeting.Get("never").status().message(), "rank 3: interrupted");
+}
+
+TEST(ConnectMesh, ARankThatDiesAfterItsAddressIsKnownEndsTheWaitOfTheOthersAtOnce) {
+  auto server = StartServer();
+  auto client = ConnectTo(*server);
+  auto dying = ConnectTo(*server);
+  auto zero = std::async(std::launch::async,
+                         [&] { return ConnectMesh(OptionsOf(0, 3), *client, Late()).status(); });
+  {
+    Meeting two(*dying, "test", 2, Late(), {});
+    ASSERT_TRUE(two.Join().ok());
+    AddressRecord record;
+    for (const char* key : {"address/1", "address/2"}) {
+      ASSERT_TRUE(two.Set(key, EncodeAddressRecord(record)).ok());
+    }
+    // Rank 0 has got so far that it accepts.
+    const AddressRecord own = DecodeAddressRecord(two.Get("address/0").value()).value();
+    DialOptions dial{own.tcp, "", "secret", "mesh/test/0", (uint64_t{1} << 32) | 1, 0, {}};
+    ASSERT_TRUE(Dial(dial, Late()).ok());
+  }
+  EXPECT_EQ(zero.get().message(),
+            "rank 2 is gone: its process ended while the ranks were being connected");
+}
+
+TEST(ConnectMesh, TakesTheAddressThatRoutesAmongSeveral) {
+  // Every address of 127/8 is this host; nobody listens on the first one.
+  const auto meshes = Connect(3, [](MeshOptions* options) {
+    options->host_key.clear();
+    options->bind_hosts = {"127.0.0.1", "127.0.0." + std::to_string(options->rank + 2)};
+  });
+  for (const Mesh& mesh : meshes) EXPECT_NE(mesh.transport, nullptr);
+}
+
+// A listener at `host` behind which somebody knows the token.
+class Member {
+ public:
+  explicit Member(const std::string& host) : Member(std::move(ListenTcp({host, 0})).value()) {}
+
+  HostPort address() const { return address_; }
+  // Serves until `done` is ready.
+  void Serve(std::future<void> done) {
+    std::vector<Admitted> admitted;
+    while (done.wait_for(std::chrono::seconds(0)) != std::future_status::ready) {
+      for (Admitted& entry : reception_.Serve()) admitted.push_back(std::move(entry));
+      std::vector<pollfd> fds;
+      reception_.AppendPollFds(fds);
+      (void)::poll(fds.data(), fds.size(), 10);
+    }
+  }
+
+ private:
+  explicit Member(UniqueFd listener)
+      : address_(LocalAddress(listener.get()).value()),
+        reception_(Own(std::move(listener)), "secret", "p") {}
+  static std::vector<UniqueFd> Own(UniqueFd fd) {
+    std::vector<UniqueFd> listeners;
+    listeners.push_back(std::move(fd));
+    return listeners;
+  }
+  HostPort address_;
+  Reception reception_;
+};
+
+TEST(Dial, PassesByAddressesThatRefuseSwallowOrDoNotKnowTheToken) {
+  Member member("127.0.0.1");
+  std::promise<void> done;
+  std::thread server([&] { member.Serve(done.get_future()); });
+  auto silent = ListenTcp({"127.0.0.2", 0});
+  const HostPort mute = LocalAddress(silent.value().get()).value();
+  HostPort refusing = mute;
+  refusing.host = "127.0.0.3";
+  const DialOptions options{{refusing, mute, member.address()}, "", "secret", "p", 7, 0, {}};
+  auto fd = Dial(options, Late());
+  ASSERT_TRUE(fd.ok()) << fd.status().message();
+  EXPECT_EQ(ToText(PeerAddress(fd.value().get()).value()), ToText(member.address()));
+  done.set_value();
+  server.join();
+
+  const DialOptions hopeless{{refusing, mute}, "", "secret", "p", 7, 0, {}};
+  const Status status = Dial(hopeless, Deadline::AfterSeconds(0.3)).status();
+  EXPECT_EQ(status.message(), ToText(refusing) + ": connect: Connection refused; " + ToText(mute) +
+                                  ": connected, but no answer before the deadline");
+}
+
+TEST(Dial, FindsAllAddressesOfAName) {
+  Member member("127.0.0.1");
+  std::promise<void> done;
+  std::thread server([&] { member.Serve(done.get_future()); });
+  const DialOptions options{{{"localhost", member.address().port}}, "", "secret", "p", 7, 0, {}};
+  const auto fd = Dial(options, Late());
+  EXPECT_TRUE(fd.ok()) << fd.status().message();
+  done.set_value();
+  server.join();
+  const DialOptions unknown{{{"no-such-host.invalid", 1}}, "", "secret", "p", 7, 0, {}};
+  EXPECT_NE(Dial(unknown, Late()).status().message().find("host 'no-such-host.invalid'"),
+            std::string::npos);
+}
+
+TEST(LocalAddresses, HoldTheLoopback) {
+  const auto addresses = LocalAddresses();
+  ASSERT_TRUE(addresses.ok()) << addresses.status().message();
+  bool found = false;
+  for (const LocalInterfaceAddress& address : addresses.value()) {
+    found = found || (address.host == "127.0.0.1" && address.loopback);
+  }
+  EXPECT_TRUE(found);
+}
+
+TEST(MemoryLimit, IsTheSmallestOfTheGroupsAround) {
+  char folder[] = "/tmp/sparkhvd-cgroup-XXXXXX";
+  const std::string root = ::mkdtemp(folder);
+  const auto write = [&root](const std::string& path, const std::string& text) {
+    std::filesystem::create_directories(std::filesystem::path(root + path).parent_path());
+    std::ofstream(root + path) << text;
+  };
+  write("/pod/memory.max", "5000000\n");
+  write("/pod/task/memory.max", "max\n");
+  write("/memory/job/memory.limit_in_bytes", "7000\n");
+  EXPECT_EQ(ControlGroupLimit("0::/pod/task\n", root), 5000000u);
+  EXPECT_EQ(ControlGroupLimit("0::/elsewhere\n", root), ~uint64_t{0});
+  EXPECT_EQ(ControlGroupLimit("3:cpu,memory:/job\n0::/pod\n", root), 7000u);
+  EXPECT_EQ(ControlGroupLimit("no such line\n:\n\n", root), ~uint64_t{0});
+  write("/memory.max", "42");
+  EXPECT_EQ(ControlGroupLimit("0::/\n", root), 42u);
+  EXPECT_GT(MemoryLimit().value(), 0u);
+  std::filesystem::remove_all(root);
+}
+
+}  // namespace
+}  // namespace sparkhvd
