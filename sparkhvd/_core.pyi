@@ -15,6 +15,9 @@ Tensor = tuple[str, int, int, Sequence[int], str, object]
 
 class CoreError(Exception): ...
 
+def local_addresses() -> list[tuple[str, str, bool]]:
+    """Interface, numeric address and whether it is a loopback, of every address of this host that is up."""
+
 class RendezvousServer:
     """Key-value server that speaks only to holders of ``token``; serves from construction until ``close()``."""
 
@@ -56,8 +59,9 @@ class Engine:
 
     ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
     do is decided by trying. ``bind_hosts`` are the local addresses that this rank's sockets bind and offer, the
-    preferred one first. ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than
-    once; ``label`` stands in front of what is said about failed operations.
+    preferred one first. ``encrypt`` (equal on all ranks) encrypts what travels over TCP and needs OpenSSL on every host.
+    ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
+    stands in front of what is said about failed operations.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -73,6 +77,7 @@ class Engine:
         host_key: str = "",
         bind_hosts: Sequence[str] = ...,
         shared_memory: bool = True,
+        encrypt: bool = False,
         fusion_threshold: int = 64 * 1024 * 1024,
         cache_capacity: int = 1024,
         collective_timeout_s: float = 1800.0,

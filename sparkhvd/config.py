@@ -150,6 +150,18 @@ class Config:
         "HOROVOD_CACHE_CAPACITY",
     )
     shared_memory: bool = setting(True, switch, "Whether ranks of one host exchange data through shared memory.")
+    encrypt: bool = setting(
+        False,
+        switch,
+        "Whether what ranks of several hosts send each other is encrypted; needs OpenSSL on every host.",
+    )
+    network_interfaces: str = setting(
+        "",
+        path,
+        "Names of the network interfaces, separated by commas, over which ranks of several hosts are connected; "
+        "empty lets each pair of ranks take the first that leads from one to the other.",
+        "HOROVOD_GLOO_IFACE",
+    )
     stall_check: bool = setting(
         True,
         switch,

@@ -36,7 +36,7 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
                                      const std::string& token, const std::string& scope,
                                      const std::string& label, const std::string& host_key,
                                      std::vector<std::string> bind_hosts, bool shared_memory,
-                                     size_t fusion_threshold, size_t cache_capacity,
+                                     bool encrypt, size_t fusion_threshold, size_t cache_capacity,
                                      double collective_timeout_s, double timeout_s) {
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " is not one of " +
@@ -55,6 +55,7 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.mesh.bind_hosts = std::move(bind_hosts);
   arguments.mesh.interrupted = CheckSignals;
   arguments.mesh.shared_memory = shared_memory;
+  arguments.mesh.encrypt = encrypt;
   arguments.engine.label = label;
   arguments.engine.fusion_threshold = fusion_threshold;
   arguments.engine.cache_capacity = cache_capacity;
@@ -145,9 +146,9 @@ void RegisterEngine(py::module_& module) {
            arg("rendezvous") = py::none(), arg("token") = py::bytes(), arg("scope") = "",
            arg("label") = "", arg("host_key") = "",
            arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"},
-           arg("shared_memory") = true, arg("fusion_threshold") = size_t{64} << 20,
-           arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
-           arg("timeout_s") = 60.0)
+           arg("shared_memory") = true, arg("encrypt") = false,
+           arg("fusion_threshold") = size_t{64} << 20, arg("cache_capacity") = 1024,
+           arg("collective_timeout_s") = 1800.0, arg("timeout_s") = 60.0)
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("counters", &CountersOf)

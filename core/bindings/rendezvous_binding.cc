@@ -4,12 +4,14 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "base/deadline.h"
 #include "bindings/errors.h"
 #include "bindings/interruptible.h"
+#include "rendezvous/local_addresses.h"
 #include "rendezvous/tcp_store_server.h"
 
 namespace py = pybind11;
@@ -70,6 +72,13 @@ RendezvousClient Connect(const std::vector<Address>& addresses, const std::strin
 
 void RegisterRendezvous(py::module_& module) {
   using py::arg;
+  module.def("local_addresses", [] {
+    std::vector<std::tuple<std::string, std::string, bool>> found;
+    for (const LocalInterfaceAddress& address : Take(LocalAddresses())) {
+      found.emplace_back(address.interface, address.host, address.loopback);
+    }
+    return found;
+  });
   py::class_<TcpStoreServer>(module, "RendezvousServer")
       .def(py::init(&StartServer), arg("token"), arg("host") = "127.0.0.1", arg("port") = 0)
       .def_property_readonly("port",

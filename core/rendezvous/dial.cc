@@ -31,6 +31,7 @@ class Attempt {
   State state() const { return state_; }
   const Status& failure() const { return failure_; }
   const HostPort& address() const { return address_; }
+  SessionKeys keys() const { return handshake_->keys(); }
   UniqueFd TakeConnection() { return std::move(fd_); }
 
   pollfd PollFd() const {
@@ -158,7 +159,7 @@ class Dialing {
     }
   }
 
-  Result<UniqueFd> Run() {
+  Result<UniqueFd> Run(SessionKeys* keys) {
     std::vector<pollfd> fds;
     while (true) {
       if (options_.check) SHVD_TRY(options_.check());
@@ -170,7 +171,9 @@ class Dialing {
         attempts_[i].Advance(ready > 0 ? fds[i].revents : short{0});
       }
       for (Attempt& attempt : attempts_) {
-        if (attempt.state() == State::kDone) return attempt.TakeConnection();
+        if (attempt.state() != State::kDone) continue;
+        if (keys != nullptr) *keys = attempt.keys();
+        return attempt.TakeConnection();
       }
       ProveOne();
       if (!AnyAlive()) return Failure();
@@ -245,11 +248,11 @@ class Dialing {
 
 }  // namespace
 
-Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline) {
+Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys) {
   if (options.addresses.empty() && options.unix_name.empty()) {
     return Status(StatusCode::kInvalidArgument, "there is no address to dial");
   }
-  return Dialing(options, deadline).Run();
+  return Dialing(options, deadline).Run(keys);
 }
 
 }  // namespace sparkhvd

@@ -9,6 +9,7 @@
 #include "base/deadline.h"
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "rendezvous/handshake.h"
 #include "rendezvous/socket.h"
 
 namespace sparkhvd {
@@ -27,6 +28,7 @@ struct DialOptions {
 // Tries all addresses, each a moment after the one before, and returns the connection over which
 // the other side was first to prove that it knows the token: what counts is what routes, and that
 // it leads to the right listener. The failure names every address with what is wrong with it.
-Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline);
+// `keys` receives the connection's keys where it is given.
+Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys = nullptr);
 
 }  // namespace sparkhvd

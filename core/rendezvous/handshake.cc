@@ -29,6 +29,11 @@ Digest Proof(const std::string& token, const char* label, ConstBytes hello, cons
   return HmacSha256(AsBytes(token), ConstBytes(message.data(), message.size()));
 }
 
+SessionKeys KeysOf(const std::string& token, ConstBytes hello, const Digest& nonce,
+                   const std::string& purpose) {
+  return {Proof(token, "kdia", hello, nonce, purpose), Proof(token, "kacp", hello, nonce, purpose)};
+}
+
 Status CheckToken(const std::string& token) {
   if (!token.empty()) return Status();
   return Status(StatusCode::kInvalidArgument, "an authenticated connection needs the job's token");
@@ -61,6 +66,14 @@ Result<Digest> AcceptorHandshake::Consume(ConstBytes message) {
 
 uint64_t AcceptorHandshake::claim() const {
   return LoadLittleEndian<uint64_t>(hello_.data() + kClaimOffset);
+}
+
+SessionKeys AcceptorHandshake::keys() const {
+  return KeysOf(token_, ConstBytes(hello_.data(), hello_.size()), nonce_, purpose_);
+}
+
+SessionKeys DialerHandshake::keys() const {
+  return KeysOf(token_, ConstBytes(hello_.data(), hello_.size()), nonce_, purpose_);
 }
 
 Result<std::array<std::byte, kHelloBytes>> DialerHandshake::Start() {

@@ -27,6 +27,13 @@ constexpr size_t kHelloBytes = 48;
 constexpr size_t kNonceBytes = 32;
 constexpr size_t kProofBytes = 32;
 
+// What both ends know after a handshake and nobody else: a key for each direction, new with every
+// connection.
+struct SessionKeys {
+  Digest from_dialer{};
+  Digest from_acceptor{};
+};
+
 // The acceptor's half, fed by whoever reads the socket: exactly wanted() bytes each time.
 class AcceptorHandshake {
  public:
@@ -39,6 +46,7 @@ class AcceptorHandshake {
   bool done() const { return done_; }
   // What the dialer says of itself; meaningful once done().
   uint64_t claim() const;
+  SessionKeys keys() const;  // likewise
 
  private:
   std::string token_;
@@ -60,6 +68,7 @@ class DialerHandshake {
   Digest Prove(const Digest& nonce);
   // kAuthentication when the other side does not know the token.
   Status Check(const Digest& answer) const;
+  SessionKeys keys() const;  // once Prove has been called
 
  private:
   std::string token_;

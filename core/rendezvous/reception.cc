@@ -48,7 +48,8 @@ std::vector<Admitted> Reception::Serve() {
     const Verdict verdict = Advance(*stranger);
     if (verdict == Verdict::kAdmitted) {
       TuneStream(stranger->fd.get());
-      admitted.push_back({std::move(stranger->fd), stranger->handshake.claim()});
+      admitted.push_back(
+          {std::move(stranger->fd), stranger->handshake.claim(), stranger->handshake.keys()});
     }
     stranger = verdict == Verdict::kWaiting ? stranger + 1 : strangers_.erase(stranger);
   }

@@ -24,6 +24,7 @@ struct ReceptionLimits {
 struct Admitted {
   UniqueFd fd;
   uint64_t claim;
+  SessionKeys keys;
 };
 
 // Owns listening sockets and the handshakes in progress on them. It has no thread: its owner polls

@@ -115,8 +115,8 @@ Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadlin
     auto taken = Take(deadline.Expired() ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
     if (!taken.ok()) return Explain(taken.status(), key, false);
     fd = std::move(taken).value();
-    const Status sent = SendRequest(fd.get(), StoreRequest::kGet, key, "",
-                                    Deadline::AfterSeconds(kAnswerSeconds));
+    const Status sent =
+        SendRequest(fd.get(), StoreRequest::kGet, key, "", Deadline::AfterSeconds(kAnswerSeconds));
     if (!sent.ok()) {
       GiveBack(std::move(fd), false);
       return Explain(sent, key, false);

@@ -73,6 +73,7 @@ std::string EncodeAddressRecord(const AddressRecord& record) {
   AppendText(&out, record.unix_name);
   AppendText(&out, record.host_key);
   Append(&out, static_cast<uint8_t>(record.shared_memory ? 1 : 0));
+  Append(&out, static_cast<uint8_t>(record.encrypt ? 1 : 0));
   Append(&out, record.arena_region_bytes);
   return out;
 }
@@ -92,8 +93,10 @@ Result<AddressRecord> DecodeAddressRecord(const std::string& bytes) {
   record.host_key = reader.TakeText();
   const auto shared_memory = reader.Take<uint8_t>();
   record.shared_memory = shared_memory == 1;
+  const auto encrypt = reader.Take<uint8_t>();
+  record.encrypt = encrypt == 1;
   record.arena_region_bytes = reader.Take<uint64_t>();
-  if (version != kVersion || addresses > kMostAddresses || shared_memory > 1 ||
+  if (version != kVersion || addresses > kMostAddresses || shared_memory > 1 || encrypt > 1 ||
       !reader.Finished()) {
     return Status(StatusCode::kInvalidArgument,
                   "malformed address record; do all ranks run the same version of sparkhvd?");

@@ -15,6 +15,7 @@ struct AddressRecord {
   std::string unix_name;      // empty where the rank has no host key
   std::string host_key;
   bool shared_memory = false;
+  bool encrypt = false;
   uint64_t arena_region_bytes = 0;
 };
 

@@ -20,6 +20,7 @@
 #include "rendezvous/socket.h"
 #include "transport/address_record.h"
 #include "transport/arena_file.h"
+#include "transport/encrypted_links.h"
 #include "transport/meeting.h"
 #include "transport/shared_arena.h"
 #include "transport/socket_transport.h"
@@ -108,6 +109,7 @@ class MeshBuilder {
         deadline_(deadline),
         records_(static_cast<size_t>(options.size)),
         links_(static_cast<size_t>(options.size)),
+        keys_(static_cast<size_t>(options.size)),
         watches_(static_cast<size_t>(options.size)) {}
 
   Result<Mesh> Build() {
@@ -140,7 +142,8 @@ class MeshBuilder {
     Mesh mesh;
     mesh.host_ranks = HostRanks();
     SHVD_TRY(ShareArena(&mesh));
-    auto transport = MakeSocketTransport(options_.rank, std::move(links_));
+    auto transport = options_.encrypt ? EncryptedTransport()
+                                      : MakeSocketTransport(options_.rank, std::move(links_));
     if (!transport.ok()) return transport.status();
     mesh.transport = std::move(transport).value();
     return mesh;
@@ -148,6 +151,23 @@ class MeshBuilder {
 
   std::string Purpose(int acceptor) const {
     return "mesh/" + options_.scope + "/" + std::to_string(acceptor);
+  }
+
+  Result<std::unique_ptr<Transport>> EncryptedTransport() {
+    auto made = EncryptedLinks::Make();
+    if (!made.ok()) return made.status().Annotate(RankName(options_.rank));
+    std::unique_ptr<EncryptedLinks> encrypted = std::move(made).value();
+    for (int peer = 0; peer < options_.size; ++peer) {
+      UniqueFd& stream = At(links_, peer).stream;
+      if (peer == options_.rank || IsUnix(stream.get())) continue;
+      auto plain = encrypted->Add(std::move(stream), At(keys_, peer));
+      if (!plain.ok()) return plain.status();
+      stream = std::move(plain).value();
+    }
+    SHVD_TRY(encrypted->Start());
+    auto transport = MakeSocketTransport(options_.rank, std::move(links_));
+    if (!transport.ok()) return transport;
+    return MakeEncryptedTransport(std::move(encrypted), std::move(transport).value());
   }
 
   Status Listen() {
@@ -162,6 +182,7 @@ class MeshBuilder {
       listeners.push_back(std::move(tcp).value());
     }
     own.host_key = options_.host_key;
+    own.encrypt = options_.encrypt;
     own.arena_region_bytes = options_.arena_region_bytes;
     if (!options_.host_key.empty()) {
       auto name = FreshUnixName();
@@ -190,6 +211,11 @@ class MeshBuilder {
       auto record = DecodeAddressRecord(bytes.value());
       if (!record.ok()) return record.status().Annotate(context);
       At(records_, peer) = std::move(record).value();
+      if (At(records_, peer).encrypt == options_.encrypt) continue;
+      return Status(StatusCode::kMismatch,
+                    std::string("ranks disagree about encryption: ") + RankName(options_.rank) +
+                        " has it " + (options_.encrypt ? "on, " : "off, ") + RankName(peer) +
+                        (options_.encrypt ? " off" : " on"));
     }
     return Status();
   }
@@ -214,12 +240,14 @@ class MeshBuilder {
     }
     DialOptions dial = DialOptionsTo(peer, Kind::kLink);
     dial.addresses = At(records_, peer).tcp;
-    auto link = sparkhvd::Dial(dial, deadline_);
+    SessionKeys keys;
+    auto link = sparkhvd::Dial(dial, deadline_, &keys);
     if (!link.ok()) {
       return link.status().Annotate(RankName(options_.rank) + " at " + OwnAddresses() +
                                     " could not reach " + RankName(peer));
     }
     Keep(Kind::kLink, peer, std::move(link).value());
+    At(keys_, peer) = {keys.from_dialer, keys.from_acceptor};
     return Status();
   }
 
@@ -290,6 +318,7 @@ class MeshBuilder {
     if (kind == Kind::kLink) {
       // A peer that comes again has given its first connection up.
       Keep(kind, peer, std::move(admitted.fd));
+      At(keys_, peer) = {admitted.keys.from_acceptor, admitted.keys.from_dialer};
     } else if (kind == Kind::kWatch && IsUnix(admitted.fd.get())) {
       Keep(kind, peer, std::move(admitted.fd));
     }
@@ -400,6 +429,7 @@ class MeshBuilder {
   std::optional<Reception> reception_;
   std::vector<AddressRecord> records_;
   std::vector<PeerSocket> links_;
+  std::vector<LinkKeys> keys_;  // of the links
   std::vector<MemberWatch> watches_;
 };
 

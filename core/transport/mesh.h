@@ -25,6 +25,7 @@ struct MeshOptions {
   std::vector<std::string> bind_hosts = {"127.0.0.1"};
   std::string scope;  // prefix of this mesh's rendezvous keys; unique per mesh of a job
   bool shared_memory = true;
+  bool encrypt = false;  // what travels over TCP; equal on all ranks
   size_t arena_region_bytes = size_t{4} << 20;
   // Asked several times a second while the ranks are being connected; a failure ends that. May be
   // empty.

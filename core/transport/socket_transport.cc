@@ -1,7 +1,11 @@
 #include "transport/socket_transport.h"
 
+#include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -10,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -29,6 +34,9 @@ namespace {
 // One system call moves at most this much, so that no peer starves while another one sends.
 constexpr size_t kBytesPerCall = size_t{1} << 20;
 constexpr int kCallsPerTurn = 8;
+// For peers that are slow to take what has been sent; nearly always it has arrived long ago.
+constexpr std::chrono::milliseconds kLingerTime(1000);
+constexpr int kLingerSliceMillis = 5;
 constexpr char kClosed[] = "it closed its links";
 
 struct Operation {
@@ -135,12 +143,38 @@ class Link {
     if (!connected()) return;
     const bool between_messages = sends_.empty() || sends_.front().done == 0;
     if (why != nullptr && between_messages) SendFarewell(*why);
-    ::shutdown(socket_.stream.get(), SHUT_RDWR);
+    // Only this direction: what the peer sends meanwhile would be answered with a reset, and that
+    // takes with it what the peer has not received yet of operations that are over here.
+    ::shutdown(socket_.stream.get(), SHUT_WR);
     sends_.clear();
     receives_.clear();
   }
 
+  // Gives what was sent the time to arrive: closing a socket on which something lies unread resets
+  // it, too.
+  void Linger(Deadline deadline) {
+    std::array<std::byte, 4096> unread;
+    while (connected() && Undelivered() > 0 && !deadline.Expired()) {
+      auto count = ReadSome(socket_.stream.get(), Bytes(unread.data(), unread.size()));
+      if (!count.ok()) return;
+      if (count.value() > 0) continue;
+      pollfd entry{socket_.stream.get(), POLLIN, 0};
+      (void)::poll(&entry, 1, deadline.RemainingMillis(kLingerSliceMillis));
+    }
+  }
+
  private:
+  // Bytes that the peer's host has not confirmed; of no concern on Unix sockets, which lose
+  // nothing.
+  int Undelivered() const {
+    int bytes = 0;
+    tcp_info info{};
+    socklen_t size = sizeof(info);
+    const int fd = socket_.stream.get();
+    if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return 0;
+    return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
+  }
+
   bool AdvanceSend(std::unordered_set<Ticket>& open) {
     if (sends_.empty()) return false;
     Operation& operation = sends_.front();
@@ -246,6 +280,8 @@ class SocketTransport final : public Transport {
 
   ~SocketTransport() override {
     for (Link& link : links_) link.Close(nullptr);
+    const Deadline deadline = Deadline::After(kLingerTime);
+    for (Link& link : links_) link.Linger(deadline);
   }
 
   int rank() const override { return rank_; }

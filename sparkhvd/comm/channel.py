@@ -14,6 +14,7 @@ from sparkhvd.comm.handle import Handle, Pending
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.routes import addresses_to_offer
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError
 
@@ -109,6 +110,7 @@ def open_channel(
     """
     config = context.config
     with translated():
+        offered = addresses_to_offer(context.bind_host, config.network_interfaces, _core.local_addresses())
         engine = _core.Engine(
             ranks.index(context.world.rank),
             len(ranks),
@@ -117,8 +119,9 @@ def open_channel(
             scope=scope,
             label=label,
             host_key=context.host_key,
-            bind_host=context.bind_host,
+            bind_hosts=offered,
             shared_memory=config.shared_memory,
+            encrypt=config.encrypt,
             fusion_threshold=config.fusion_threshold,
             cache_capacity=config.cache_capacity,
             collective_timeout_s=config.collective_timeout,

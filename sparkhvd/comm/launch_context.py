@@ -17,7 +17,8 @@ class LaunchContext:
         rendezvous: addresses of the job's rendezvous server, tried in order; empty for one rank.
         token: the job's secret.
         host_key: equal for ranks that may share memory.
-        bind_host: the local address that this rank's sockets bind and advertise.
+        bind_host: the local address at which peers may reach this rank best; unless it is a loopback, the rank offers
+            the host's other addresses beside it.
         config: settings of the core.
     """
 

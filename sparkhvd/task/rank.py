@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient
@@ -50,7 +50,7 @@ def worker_spec(job: Job, plan: Plan, slot: Slot, given: tuple[tuple[str, str], 
         token=plan.token,
         host_key=slot.offer.host_hash,
         bind_host=slot.offer.bind_host,
-        config=job.config,
+        config=replace(job.config, network_interfaces=",".join(job.nics)) if job.nics else job.config,
     )
     return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *given))
 

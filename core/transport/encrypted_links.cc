@@ -1,0 +1,302 @@
+#include "transport/encrypted_links.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <system_error>
+#include <utility>
+
+#include "base/io_status.h"
+#include "base/wire.h"
+#include "rendezvous/socket.h"
+#include "transport/link_cipher.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr size_t kLengthBytes = 4;
+constexpr size_t kContentBytes = size_t{128} << 10;
+constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
+constexpr std::chrono::milliseconds kFarewellTime(1000);
+
+// What is still to be written to a socket.
+struct Outgoing {
+  std::vector<std::byte> bytes = std::vector<std::byte>(kRecordBytes);
+  size_t begin = 0;
+  size_t end = 0;
+
+  bool empty() const { return begin == end; }
+  // False when the socket takes nothing any more.
+  bool Write(int fd, bool* moved) {
+    while (!empty()) {
+      auto count = WriteSome(fd, ConstBytes(bytes.data() + begin, end - begin));
+      if (!count.ok()) return false;
+      if (count.value() == 0) return true;
+      begin += count.value();
+      *moved = true;
+    }
+    begin = end = 0;
+    return true;
+  }
+};
+
+// One direction: from the plain socket to the link.
+class Sealing {
+ public:
+  explicit Sealing(LinkCipher cipher) : cipher_(std::move(cipher)) {}
+
+  bool ended() const { return ended_ && outgoing_.empty(); }
+  bool wants_input() const { return !ended_ && outgoing_.empty(); }
+  bool wants_output() const { return !outgoing_.empty(); }
+
+  bool Advance(int plain, int link, bool* moved) {
+    if (!outgoing_.Write(link, moved)) return false;
+    if (!wants_input()) return true;
+    auto count = ReadSome(plain, Bytes(content_.data(), content_.size()));
+    if (!count.ok()) {
+      ended_ = true;
+      ::shutdown(link, SHUT_WR);
+      return true;
+    }
+    if (count.value() == 0) return true;
+    *moved = true;
+    StoreLittleEndian(static_cast<uint32_t>(count.value()), outgoing_.bytes.data());
+    outgoing_.end = kLengthBytes + count.value() + kCipherTagBytes;
+    const Bytes sealed(outgoing_.bytes.data() + kLengthBytes, count.value() + kCipherTagBytes);
+    if (!cipher_.Seal(ConstBytes(content_.data(), count.value()), sealed).ok()) return false;
+    return outgoing_.Write(link, moved);
+  }
+
+ private:
+  LinkCipher cipher_;
+  std::vector<std::byte> content_ = std::vector<std::byte>(kContentBytes);
+  Outgoing outgoing_;
+  bool ended_ = false;
+};
+
+// The other direction: from the link to the plain socket.
+class Opening {
+ public:
+  explicit Opening(LinkCipher cipher) : cipher_(std::move(cipher)) {}
+
+  bool ended() const { return ended_ && outgoing_.empty(); }
+  bool wants_input() const { return !ended_ && outgoing_.empty(); }
+  bool wants_output() const { return !outgoing_.empty(); }
+
+  bool Advance(int link, int plain, bool* moved) {
+    if (!outgoing_.Write(plain, moved)) return false;
+    while (wants_input()) {
+      const size_t wanted = Wanted();
+      if (wanted == 0) return false;
+      auto count = ReadSome(link, Bytes(record_.data() + received_, wanted - received_));
+      if (!count.ok()) {
+        ended_ = true;
+        ::shutdown(plain, SHUT_WR);
+        return true;
+      }
+      if (count.value() == 0) return true;
+      *moved = true;
+      received_ += count.value();
+      if (received_ < wanted || received_ == kLengthBytes) continue;
+      const size_t content = wanted - kLengthBytes - kCipherTagBytes;
+      received_ = 0;
+      const ConstBytes sealed(record_.data() + kLengthBytes, content + kCipherTagBytes);
+      if (!cipher_.Open(sealed, Bytes(outgoing_.bytes.data(), content)).ok()) return false;
+      outgoing_.end = content;
+      if (!outgoing_.Write(plain, moved)) return false;
+    }
+    return true;
+  }
+
+ private:
+  // The bytes of the record as far as it is known; 0 when no peer of ours sends such a length.
+  size_t Wanted() const {
+    if (received_ < kLengthBytes) return kLengthBytes;
+    const auto content = LoadLittleEndian<uint32_t>(record_.data());
+    if (content == 0 || content > kContentBytes) return 0;
+    return kLengthBytes + content + kCipherTagBytes;
+  }
+
+  LinkCipher cipher_;
+  std::vector<std::byte> record_ = std::vector<std::byte>(kRecordBytes);
+  size_t received_ = 0;
+  Outgoing outgoing_;
+  bool ended_ = false;
+};
+
+}  // namespace
+
+class EncryptedLinks::Tunnel {
+ public:
+  Tunnel(UniqueFd plain, UniqueFd link, LinkCipher seal, LinkCipher open)
+      : plain_(std::move(plain)),
+        link_(std::move(link)),
+        sealing_(std::move(seal)),
+        opening_(std::move(open)) {}
+
+  bool done() const { return !link_.valid(); }
+  bool all_sent() const { return done() || sealing_.ended(); }
+
+  void AppendPollFds(std::vector<pollfd>& fds) const {
+    const auto events = [](bool reads, bool writes) {
+      return static_cast<short>((reads ? POLLIN : 0) | (writes ? POLLOUT : 0));
+    };
+    const short plain = events(sealing_.wants_input(), opening_.wants_output());
+    const short link = events(opening_.wants_input(), sealing_.wants_output());
+    // poll reports an end even where nothing is asked for; then there is nothing to do about it.
+    fds.push_back({plain != 0 ? plain_.get() : -1, plain, 0});
+    fds.push_back({link != 0 ? link_.get() : -1, link, 0});
+  }
+
+  void Advance() {
+    bool moved = true;
+    for (int turn = 0; turn < kTurns && moved && !done(); ++turn) {
+      moved = false;
+      const bool good = sealing_.Advance(plain_.get(), link_.get(), &moved) &&
+                        opening_.Advance(link_.get(), plain_.get(), &moved);
+      if (good && !(sealing_.ended() && opening_.ended())) continue;
+      plain_.Reset();
+      link_.Reset();
+    }
+  }
+
+ private:
+  static constexpr int kTurns = 8;  // so that no link starves while another one is busy
+
+  UniqueFd plain_;
+  UniqueFd link_;
+  Sealing sealing_;
+  Opening opening_;
+};
+
+class EncryptedLinks::Pump {
+ public:
+  Pump(std::shared_ptr<CryptoLibrary> crypto, UniqueFd wake)
+      : library(std::move(crypto)), wake_(std::move(wake)) {}
+
+  void Run() {
+    pthread_setname_np(pthread_self(), "shvd-encrypt");
+    sigset_t all;  // signals are for the threads of the program
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    std::vector<pollfd> fds;
+    while (!Finished()) {
+      fds.clear();
+      fds.push_back({leaving_seen_ ? -1 : wake_.get(), POLLIN, 0});
+      for (const Tunnel& tunnel : tunnels) tunnel.AppendPollFds(fds);
+      const int timeout = leaving_seen_ ? leave_by_.RemainingMillis() : -1;
+      (void)::poll(fds.data(), fds.size(), timeout);
+      if (!leaving_seen_ && (fds[0].revents & POLLIN) != 0) {
+        leaving_seen_ = true;
+        leave_by_ = Deadline::After(kFarewellTime);
+      }
+      for (size_t i = 0; i < tunnels.size(); ++i) {
+        if (fds[2 * i + 1].revents != 0 || fds[2 * i + 2].revents != 0) tunnels[i].Advance();
+      }
+    }
+  }
+
+  void Leave() {
+    const uint64_t one = 1;
+    (void)!::write(wake_.get(), &one, sizeof(one));
+  }
+
+  const std::shared_ptr<CryptoLibrary> library;
+  std::vector<Tunnel> tunnels;  // changed only before the thread starts
+
+ private:
+  bool Finished() const {
+    if (!leaving_seen_) return false;
+    return leave_by_.Expired() || std::all_of(tunnels.begin(), tunnels.end(),
+                                              [](const Tunnel& each) { return each.all_sent(); });
+  }
+
+  const UniqueFd wake_;  // an eventfd
+  bool leaving_seen_ = false;
+  Deadline leave_by_ = Deadline::AfterSeconds(0);
+};
+
+EncryptedLinks::EncryptedLinks() = default;
+
+Result<std::unique_ptr<EncryptedLinks>> EncryptedLinks::Make() {
+  auto library = CryptoLibrary::Load();
+  if (!library.ok()) return library.status();
+  UniqueFd wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!wake.valid()) return IoStatus("eventfd", errno);
+  std::unique_ptr<EncryptedLinks> links(new EncryptedLinks());
+  links->pump_ = std::make_unique<Pump>(library.value(), std::move(wake));
+  return links;
+}
+
+EncryptedLinks::~EncryptedLinks() {
+  pump_->Leave();
+  if (thread_.joinable()) thread_.join();
+}
+
+Result<UniqueFd> EncryptedLinks::Add(UniqueFd link, const LinkKeys& keys) {
+  std::array<int, 2> pair;
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()) != 0) {
+    return IoStatus("make a socket for an encrypted link", errno);
+  }
+  UniqueFd ours(pair[0]);
+  UniqueFd theirs(pair[1]);
+  auto seal = LinkCipher::Make(pump_->library, keys.sending, LinkCipher::Use::kSeal);
+  if (!seal.ok()) return seal.status();
+  auto open = LinkCipher::Make(pump_->library, keys.receiving, LinkCipher::Use::kOpen);
+  if (!open.ok()) return open.status();
+  pump_->tunnels.emplace_back(std::move(ours), std::move(link), std::move(seal).value(),
+                              std::move(open).value());
+  return theirs;
+}
+
+Status EncryptedLinks::Start() {
+  try {
+    thread_ = std::thread([pump = pump_.get()] { pump->Run(); });
+  } catch (const std::system_error& error) {
+    return Status(StatusCode::kIo, std::string("start the encryption's thread: ") + error.what());
+  }
+  return Status();
+}
+
+namespace {
+
+class EncryptedTransport final : public Transport {
+ public:
+  EncryptedTransport(std::unique_ptr<EncryptedLinks> links, std::unique_ptr<Transport> transport)
+      : links_(std::move(links)), transport_(std::move(transport)) {}
+
+  int rank() const override { return transport_->rank(); }
+  int size() const override { return transport_->size(); }
+  Result<Ticket> PostSend(int peer, ConstBytes data) override {
+    return transport_->PostSend(peer, data);
+  }
+  Result<Ticket> PostReceive(int peer, Bytes data) override {
+    return transport_->PostReceive(peer, data);
+  }
+  Status Wait(Span<const Ticket> tickets, Deadline deadline) override {
+    return transport_->Wait(tickets, deadline);
+  }
+  void Abort(const Status& why) override { transport_->Abort(why); }
+
+ private:
+  const std::unique_ptr<EncryptedLinks> links_;  // ends after the transport
+  const std::unique_ptr<Transport> transport_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> MakeEncryptedTransport(std::unique_ptr<EncryptedLinks> links,
+                                                  std::unique_ptr<Transport> transport) {
+  return std::make_unique<EncryptedTransport>(std::move(links), std::move(transport));
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,138 @@
+#include "transport/link_cipher.h"
+
+#include <dlfcn.h>
+
+#include <utility>
+
+#include "base/wire.h"
+
+namespace sparkhvd {
+
+// As declared in openssl/evp.h of versions 1.1 and 3, which keep them stable.
+struct CryptoLibrary::Functions {
+  void* (*context_new)();
+  void (*context_free)(void*);
+  const void* (*aes_256_gcm)();
+  int (*control)(void*, int, int, void*);
+  int (*encrypt_init)(void*, const void*, void*, const unsigned char*, const unsigned char*);
+  int (*encrypt_update)(void*, unsigned char*, int*, const unsigned char*, int);
+  int (*encrypt_final)(void*, unsigned char*, int*);
+  int (*decrypt_init)(void*, const void*, void*, const unsigned char*, const unsigned char*);
+  int (*decrypt_update)(void*, unsigned char*, int*, const unsigned char*, int);
+  int (*decrypt_final)(void*, unsigned char*, int*);
+};
+
+namespace {
+
+constexpr int kGetTag = 0x10;  // EVP_CTRL_AEAD_GET_TAG
+constexpr int kSetTag = 0x11;  // EVP_CTRL_AEAD_SET_TAG
+
+template <typename Function>
+bool Find(void* handle, const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(::dlsym(handle, name));
+  return *function != nullptr;
+}
+
+bool FindAll(void* handle, CryptoLibrary::Functions* found) {
+  return Find(handle, "EVP_CIPHER_CTX_new", &found->context_new) &&
+         Find(handle, "EVP_CIPHER_CTX_free", &found->context_free) &&
+         Find(handle, "EVP_aes_256_gcm", &found->aes_256_gcm) &&
+         Find(handle, "EVP_CIPHER_CTX_ctrl", &found->control) &&
+         Find(handle, "EVP_EncryptInit_ex", &found->encrypt_init) &&
+         Find(handle, "EVP_EncryptUpdate", &found->encrypt_update) &&
+         Find(handle, "EVP_EncryptFinal_ex", &found->encrypt_final) &&
+         Find(handle, "EVP_DecryptInit_ex", &found->decrypt_init) &&
+         Find(handle, "EVP_DecryptUpdate", &found->decrypt_update) &&
+         Find(handle, "EVP_DecryptFinal_ex", &found->decrypt_final);
+}
+
+const unsigned char* Raw(const std::byte* data) {
+  return reinterpret_cast<const unsigned char*>(data);
+}
+unsigned char* Raw(std::byte* data) { return reinterpret_cast<unsigned char*>(data); }
+
+Status Refused(const char* what) {
+  return Status(StatusCode::kInternal, std::string("libcrypto refused to ") + what);
+}
+
+}  // namespace
+
+CryptoLibrary::CryptoLibrary(void* handle)
+    : handle_(handle), functions_(std::make_unique<Functions>()) {}
+
+CryptoLibrary::~CryptoLibrary() { ::dlclose(handle_); }
+
+Result<std::shared_ptr<CryptoLibrary>> CryptoLibrary::Load(const std::vector<std::string>& names) {
+  std::string tried;
+  for (const std::string& name : names) {
+    tried += (tried.empty() ? "" : " or ") + name;
+    void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) continue;
+    auto library = std::shared_ptr<CryptoLibrary>(new CryptoLibrary(handle));
+    if (FindAll(handle, library->functions_.get())) return library;
+  }
+  return Status(StatusCode::kIo, "encryption needs OpenSSL's " + tried +
+                                     ", which this host does not have; install OpenSSL on every "
+                                     "host or turn encryption off");
+}
+
+Result<LinkCipher> LinkCipher::Make(std::shared_ptr<CryptoLibrary> library, const Digest& key,
+                                    Use use) {
+  const CryptoLibrary::Functions& crypto = library->functions();
+  void* context = crypto.context_new();
+  if (context == nullptr) return Refused("make a cipher");
+  LinkCipher cipher(std::move(library), context);
+  const auto init = use == Use::kSeal ? crypto.encrypt_init : crypto.decrypt_init;
+  if (init(context, crypto.aes_256_gcm(), nullptr, Raw(key.data()), nullptr) != 1) {
+    return Refused("take a key");
+  }
+  return cipher;
+}
+
+LinkCipher::LinkCipher(LinkCipher&& other) noexcept
+    : library_(std::move(other.library_)),
+      context_(std::exchange(other.context_, nullptr)),
+      records_(other.records_) {}
+
+LinkCipher::~LinkCipher() {
+  if (context_ != nullptr) library_->functions().context_free(context_);
+}
+
+std::array<unsigned char, 12> LinkCipher::NextNonce() {
+  std::array<unsigned char, 12> nonce{};
+  StoreLittleEndian(records_++, reinterpret_cast<std::byte*>(nonce.data()));
+  return nonce;
+}
+
+Status LinkCipher::Seal(ConstBytes plain, Bytes sealed) {
+  const CryptoLibrary::Functions& crypto = library_->functions();
+  const auto nonce = NextNonce();
+  int length = 0;
+  int rest = 0;
+  if (crypto.encrypt_init(context_, nullptr, nullptr, nullptr, nonce.data()) != 1 ||
+      crypto.encrypt_update(context_, Raw(sealed.data()), &length, Raw(plain.data()),
+                            static_cast<int>(plain.size())) != 1 ||
+      crypto.encrypt_final(context_, Raw(sealed.data()) + length, &rest) != 1 ||
+      crypto.control(context_, kGetTag, kCipherTagBytes, sealed.data() + plain.size()) != 1) {
+    return Refused("encrypt");
+  }
+  return Status();
+}
+
+Status LinkCipher::Open(ConstBytes sealed, Bytes plain) {
+  const CryptoLibrary::Functions& crypto = library_->functions();
+  const auto nonce = NextNonce();
+  int length = 0;
+  int rest = 0;
+  auto* tag = const_cast<std::byte*>(sealed.data() + plain.size());  // it is only read
+  if (crypto.decrypt_init(context_, nullptr, nullptr, nullptr, nonce.data()) != 1 ||
+      crypto.decrypt_update(context_, Raw(plain.data()), &length, Raw(sealed.data()),
+                            static_cast<int>(plain.size())) != 1 ||
+      crypto.control(context_, kSetTag, kCipherTagBytes, tag) != 1) {
+    return Refused("decrypt");
+  }
+  if (crypto.decrypt_final(context_, Raw(plain.data()) + length, &rest) == 1) return Status();
+  return Status(StatusCode::kAuthentication, "what came over the link was altered on its way");
+}
+
+}  // namespace sparkhvd

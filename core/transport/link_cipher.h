@@ -1,0 +1,65 @@
+// Authenticated encryption of what travels in one direction of a link, by OpenSSL's libcrypto.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/sha256.h"
+#include "base/span.h"
+#include "base/status.h"
+
+namespace sparkhvd {
+
+constexpr size_t kCipherTagBytes = 16;
+
+// libcrypto, loaded when it is first wanted: the core is built without its headers, and where it is
+// missing only encryption is.
+class CryptoLibrary {
+ public:
+  // The first of `names` that can be loaded. kIo with what to do when there is none.
+  static Result<std::shared_ptr<CryptoLibrary>> Load(const std::vector<std::string>& names = {
+                                                         "libcrypto.so.3", "libcrypto.so.1.1"});
+  ~CryptoLibrary();
+  CryptoLibrary(const CryptoLibrary&) = delete;
+  CryptoLibrary& operator=(const CryptoLibrary&) = delete;
+
+  struct Functions;
+  const Functions& functions() const { return *functions_; }
+
+ private:
+  explicit CryptoLibrary(void* handle);
+  void* handle_;
+  std::unique_ptr<Functions> functions_;
+};
+
+// AES-256-GCM with a key that serves one direction of one connection, and the number of the record
+// as the nonce: a record that is altered, left out, repeated or moved does not open.
+class LinkCipher {
+ public:
+  enum class Use { kSeal, kOpen };
+
+  static Result<LinkCipher> Make(std::shared_ptr<CryptoLibrary> library, const Digest& key,
+                                 Use use);
+  LinkCipher(LinkCipher&&) noexcept;
+  LinkCipher& operator=(LinkCipher&&) = delete;
+  ~LinkCipher();
+
+  // `sealed` has the length of `plain` and kCipherTagBytes for the tag.
+  Status Seal(ConstBytes plain, Bytes sealed);
+  // The other way round. kAuthentication when it was not sealed by the peer as this record.
+  Status Open(ConstBytes sealed, Bytes plain);
+
+ private:
+  LinkCipher(std::shared_ptr<CryptoLibrary> library, void* context)
+      : library_(std::move(library)), context_(context) {}
+  std::array<unsigned char, 12> NextNonce();
+
+  std::shared_ptr<CryptoLibrary> library_;
+  void* context_;
+  uint64_t records_ = 0;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,192 @@
+#include "transport/encrypted_links.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "base/leak_check.h"
+#include "rendezvous/socket.h"
+#include "transport/link_cipher.h"
+#include "transport/meshes.h"
+
+namespace sparkhvd {
+namespace {
+
+Digest Key(int seed) {
+  Digest key;
+  for (size_t i = 0; i < key.size(); ++i)
+    key[i] = static_cast<std::byte>(static_cast<size_t>(seed) * 40 + i);
+  return key;
+}
+
+std::pair<UniqueFd, UniqueFd> Pair() {
+  std::array<int, 2> pair{};
+  EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
+  return {UniqueFd(pair[0]), UniqueFd(pair[1])};
+}
+
+// One side: the plain end, and the other end of what would be the network.
+struct Side {
+  std::unique_ptr<EncryptedLinks> links;
+  UniqueFd plain;
+  UniqueFd network;
+};
+
+Side MakeSide(const LinkKeys& keys) {
+  auto made = EncryptedLinks::Make();
+  EXPECT_TRUE(made.ok()) << made.status().message();
+  Side side{std::move(made).value(), UniqueFd(), UniqueFd()};
+  auto [link, network] = Pair();
+  auto plain = side.links->Add(std::move(link), keys);
+  EXPECT_TRUE(plain.ok()) << plain.status().message();
+  side.plain = std::move(plain).value();
+  side.network = std::move(network);
+  EXPECT_TRUE(side.links->Start().ok());
+  return side;
+}
+
+std::string ReadText(int fd, size_t size) {
+  std::string text(size, '\0');
+  const Bytes bytes(reinterpret_cast<std::byte*>(text.data()), size);
+  EXPECT_TRUE(ReadExactly(fd, bytes, Late()).ok());
+  return text;
+}
+
+const LinkKeys kHere{Key(1), Key(2)};
+const LinkKeys kThere{Key(2), Key(1)};
+
+TEST(LinkCipher, KnowsThePublishedVector) {
+  // AES-256-GCM with a key, a nonce and a block of zeros (case 14 of the specification of GCM).
+  auto library = CryptoLibrary::Load();
+  ASSERT_TRUE(library.ok()) << library.status().message();
+  auto cipher = LinkCipher::Make(library.value(), Digest{}, LinkCipher::Use::kSeal);
+  ASSERT_TRUE(cipher.ok());
+  const std::array<std::byte, 16> zeros{};
+  std::array<std::byte, 32> sealed{};
+  ASSERT_TRUE(cipher.value().Seal(ConstBytes(zeros.data(), 16), Bytes(sealed.data(), 32)).ok());
+  std::string text;
+  for (const std::byte value : sealed) {
+    char digits[3];
+    std::snprintf(digits, sizeof(digits), "%02x", std::to_integer<unsigned>(value));
+    text += digits;
+  }
+  EXPECT_EQ(text, "cea7403d4d606b6e074ec5d3baf39d18d0d1c8a799996bf0265b98b5d48ab919");
+}
+
+TEST(LinkCipher, SaysWhatIsMissingWhereThereIsNoLibrary) {
+  const auto none = CryptoLibrary::Load({"libno-such-crypto.so.7"});
+  EXPECT_EQ(none.status().code(), StatusCode::kIo);
+  EXPECT_EQ(none.status().message(),
+            "encryption needs OpenSSL's libno-such-crypto.so.7, which this host does not have; "
+            "install OpenSSL on every host or turn encryption off");
+}
+
+TEST(EncryptedLinks, NothingThatIsSentCanBeReadOnTheWay) {
+  Side here = MakeSide(kHere);
+  Side there = MakeSide(kThere);
+  const std::string text = "the gradient of the loss, again and again; ";
+  std::string sent;
+  while (sent.size() < 300'000) sent += text;
+  std::string seen;
+  std::thread wire([&] {  // the network: hands on what it sees, until the end
+    std::array<std::byte, 50'000> buffer;
+    while (AwaitEvents(here.network.get(), POLLIN, Late()).ok()) {
+      auto count = ReadSome(here.network.get(), Bytes(buffer.data(), buffer.size()));
+      if (!count.ok()) break;
+      seen.append(reinterpret_cast<const char*>(buffer.data()), count.value());
+      EXPECT_TRUE(
+          WriteExactly(there.network.get(), ConstBytes(buffer.data(), count.value()), Late()).ok());
+    }
+    ::shutdown(there.network.get(), SHUT_WR);
+  });
+  std::thread writer([&] {
+    EXPECT_TRUE(WriteExactly(here.plain.get(), AsBytes(sent), Late()).ok());
+    here.plain.Reset();
+  });
+  EXPECT_TRUE(ReadText(there.plain.get(), sent.size()) == sent);
+  std::byte more{};
+  EXPECT_EQ(ReadExactly(there.plain.get(), Bytes(&more, 1), Late()).code(), StatusCode::kPeerLost)
+      << "the end arrives, too";
+  writer.join();
+  wire.join();
+  EXPECT_GT(seen.size(), sent.size());
+  EXPECT_EQ(seen.find("gradient"), std::string::npos);
+}
+
+TEST(EncryptedLinks, WhatIsAlteredRepeatedOrMadeUpEndsTheLink) {
+  const auto record_of = [](const std::string& text) {
+    Side here = MakeSide(kHere);
+    EXPECT_TRUE(WriteExactly(here.plain.get(), AsBytes(text), Late()).ok());
+    return ReadText(here.network.get(), 4 + text.size() + kCipherTagBytes);
+  };
+  const std::string good = record_of("hello");
+  std::string altered = good;
+  altered[6] = static_cast<char>(altered[6] ^ 1);
+  const std::string huge = std::string("\xff\xff\xff\x7f", 4) + std::string(100, 'x');
+  const std::string empty(4 + kCipherTagBytes, '\0');
+  for (const std::string& bad : {altered, huge, empty, std::string(64, 'G')}) {
+    Side there = MakeSide(kThere);
+    EXPECT_TRUE(WriteExactly(there.network.get(), AsBytes(bad), Late()).ok());
+    std::byte first{};
+    EXPECT_EQ(ReadExactly(there.plain.get(), Bytes(&first, 1), Late()).code(),
+              StatusCode::kPeerLost);
+  }
+  Side there = MakeSide(kThere);
+  EXPECT_TRUE(WriteExactly(there.network.get(), AsBytes(good + good), Late()).ok());
+  EXPECT_EQ(ReadText(there.plain.get(), 5), "hello");
+  std::byte again{};
+  EXPECT_EQ(ReadExactly(there.plain.get(), Bytes(&again, 1), Late()).code(), StatusCode::kPeerLost)
+      << "the same record a second time";
+}
+
+TEST(ConnectMesh, EncryptedRanksExchangeWhatPlainOnesDo) {
+  auto meshes = Connect(3, [](MeshOptions* options) {
+    options->host_key.clear();
+    options->encrypt = true;
+  });
+  ForEachRank(3, [&](int rank) {
+    Transport& transport = *meshes[static_cast<size_t>(rank)].transport;
+    std::vector<std::vector<std::byte>> received(3, std::vector<std::byte>(1'000'000));
+    const std::vector<std::byte> sent(1'000'000, std::byte(rank + 1));
+    std::vector<Ticket> tickets;
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == rank) continue;
+      auto& target = received[static_cast<size_t>(peer)];
+      tickets.push_back(transport.PostSend(peer, ConstBytes(sent.data(), sent.size())).value());
+      tickets.push_back(transport.PostReceive(peer, Bytes(target.data(), target.size())).value());
+    }
+    EXPECT_TRUE(transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), Late()).ok());
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == rank) continue;
+      EXPECT_EQ(received[static_cast<size_t>(peer)],
+                std::vector<std::byte>(1'000'000, std::byte(peer + 1)));
+    }
+    if (rank != 1) return;
+    transport.Abort(Status(StatusCode::kAborted, "the data ran out"));
+  });
+  std::byte byte{};
+  const auto ticket = meshes[0].transport->PostReceive(1, Bytes(&byte, 1));
+  const Status status = meshes[0].transport->Wait(Span<const Ticket>(&ticket.value(), 1), Late());
+  EXPECT_NE(status.message().find("the data ran out"), std::string::npos) << status.message();
+}
+
+TEST(ConnectMesh, RanksThatDisagreeAboutEncryptionAreToldSo) {
+  const auto results = TryConnect(2, [](MeshOptions* options) {
+    options->host_key.clear();
+    options->encrypt = options->rank == 1;
+  });
+  for (const auto& result : results) {
+    EXPECT_EQ(result.status().code(), StatusCode::kMismatch);
+    EXPECT_NE(result.status().message().find("ranks disagree about encryption: rank"),
+              std::string::npos)
+        << result.status().message();
+  }
+}
+
+}  // namespace
+}  // namespace sparkhvd
