@@ -145,10 +145,10 @@ void RegisterEngine(py::module_& module) {
       .def(py::init(&MakeEngine), arg("rank"), arg("size"), py::kw_only(),
            arg("rendezvous") = py::none(), arg("token") = py::bytes(), arg("scope") = "",
            arg("label") = "", arg("host_key") = "",
-           arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"},
-           arg("shared_memory") = true, arg("encrypt") = false,
-           arg("fusion_threshold") = size_t{64} << 20, arg("cache_capacity") = 1024,
-           arg("collective_timeout_s") = 1800.0, arg("timeout_s") = 60.0)
+           arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"}, arg("shared_memory") = true,
+           arg("encrypt") = false, arg("fusion_threshold") = size_t{64} << 20,
+           arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
+           arg("timeout_s") = 60.0)
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("counters", &CountersOf)
