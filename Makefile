@@ -1,6 +1,6 @@
 # Nothing to install before the first target but Python 3.11 to 3.13 and a C++ compiler; `make` fetches the rest into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-core test-python test-petastorm lint lint-python lint-types lint-imports lint-cpp bench docs clean
+.PHONY: help quickstart test test-core test-python test-petastorm lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
 .DELETE_ON_ERROR:
 
 RUN := tools/in-environment
@@ -47,6 +47,10 @@ bench: .venv/.core-built ## Measure collectives beside their peers, over a netwo
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.network; fi
 	@$(RUN) python -m bench.idle
 	@$(RUN) python -m bench.data
+
+soak: .venv/.core-built ## Kill ranks, come and go, fuzz: half an hour; the report goes to bench/results
+	@$(RUN) tools/core-tests asan
+	@$(RUN) python -m bench.soak
 
 docs: .venv/.installed ## Build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet

@@ -53,6 +53,8 @@ class RankGroup:
         imports: modules to load while starting, so that no case pays for them.
         collective_timeout: seconds after which a rank that waits for the others fails.
         connect: whether ``init()`` is called before the first case.
+        server_host: the address at which the ranks find each other.
+        places: for each rank its own address and what stands in front of its command, such as ``ip netns exec``.
         **settings: of ``Config``.
     """
 
@@ -64,19 +66,23 @@ class RankGroup:
         imports: tuple[str, ...] = (),
         collective_timeout: float = 30.0,
         connect: bool = True,
+        server_host: str = "127.0.0.1",
+        places: tuple[tuple[str, tuple[str, ...]], ...] = (),
         **settings: Any,
     ) -> None:
         token = secrets.token_bytes(16)
         hosts = hosts or ("one",) * size
         config = Config(**{"collective_timeout": collective_timeout, "start_timeout": _START_SECONDS} | settings)
         self.size = size
-        self._server = RendezvousServer(token)
+        self._server = RendezvousServer(token, server_host)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
         try:
             for world, host in zip(layout(hosts), hosts, strict=True):
-                address = (("127.0.0.1", self._server.port),)
-                self._start(LaunchContext(world, address, token, host_key=host, config=config), imports, connect)
+                address = ((server_host, self._server.port),)
+                bind_host, prefix = places[world.rank] if places else ("127.0.0.1", ())
+                context = LaunchContext(world, address, token, host_key=host, bind_host=bind_host, config=config)
+                self._start(context, prefix, imports, connect)
             self._receive(Deadline.after(_START_SECONDS), "start")
         except BaseException:
             self.close()
@@ -102,6 +108,11 @@ class RankGroup:
         for link in self._links:
             link.send_bytes(content)
         return self._receive(Deadline.after(seconds), case.__name__)
+
+    @property
+    def port(self) -> int:
+        """Of the rendezvous."""
+        return self._server.port
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
@@ -133,11 +144,11 @@ class RankGroup:
     ) -> None:
         self.close()
 
-    def _start(self, context: LaunchContext, imports: tuple[str, ...], connect: bool) -> None:
+    def _start(self, context: LaunchContext, prefix: tuple[str, ...], imports: tuple[str, ...], connect: bool) -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks", str(theirs.fileno())],
+                [*prefix, sys.executable, "-m", "tests.ranks", str(theirs.fileno())],
                 cwd=_ROOT,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],

@@ -1,0 +1,93 @@
+"""Endurance: a hundred kills, a thousand cycles of init and shutdown, ten minutes of fuzzing, strangers all the while.
+
+Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its full length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.endurance import come_and_go, cycles, kill_one_of, strangers
+from tests.ranks import RankGroup
+
+_ROOT = Path(__file__).parents[1]
+_DECODERS = 8
+_MEGABYTE = 1 << 20
+
+
+def kills(count: int) -> str:
+    """Kill a random rank at a random moment, again and again."""
+    found = [kill_one_of(2 + number % 3, shared_memory=number % 2 == 0) for number in range(count)]
+    odd = [kill for kill in found if not kill.is_fine()]
+    seconds = [kill.seconds for kill in found]
+    verdict = "every other rank named it" if not odd else f"NOT NAMED in {len(odd)}: {odd[:3]}"
+    return (
+        f"kill -9 of a random rank at a random moment, {count} times (2 to 4 ranks, memory and sockets in turn):\n"
+        f"  {verdict}; the others had ended after {statistics.median(seconds):.2f} s (median), "
+        f"{max(seconds):.2f} s (longest);\n  no process, no shared memory was left"
+    )
+
+
+def comings_and_goings(count: int) -> str:
+    """Connect and leave, again and again, with strangers at the door for a part of it."""
+    lines = [f"init, allreduce, shutdown on 2 ranks, {count} times: after a tenth -> at the end"]
+    for rank, (early, late) in enumerate(cycles(count)):
+        growth = (late[2] - early[2]) / _MEGABYTE
+        lines.append(
+            f"  rank {rank}: descriptors {early[0]} -> {late[0]}, threads {early[1]} -> {late[1]}, "
+            f"memory {early[2] / _MEGABYTE:.1f} MiB {growth:+.1f}"
+        )
+    with RankGroup(2, connect=False) as group, strangers(group.pids(), group.port) as counts:
+        group.run(come_and_go, count // 10, seconds=600.0)
+    lines.append(f"the same {count // 10} times while strangers call: {counts}")
+    return "\n".join(lines)
+
+
+def fuzzing(minutes: float) -> str:
+    """Feed every decoder of what comes over a wire, under AddressSanitizer."""
+    program = _ROOT / "build" / "asan" / "scheduler_test"
+    seconds = minutes * 60 / _DECODERS
+    ended = subprocess.run(
+        [program, "--gtest_filter=Fuzz.*"],
+        env=os.environ | {"SPARKHVD_FUZZ_SECONDS": f"{seconds:.0f}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=minutes * 60 + 600,
+    )
+    lines = [line for line in ended.stdout.splitlines() if line.startswith(("[       OK ]", "[  FAILED  ]"))]
+    verdict = "passed" if ended.returncode == 0 else f"FAILED:\n{ended.stdout[-3000:]}{ended.stderr[-3000:]}"
+    return f"fuzzing of the decoders for {minutes:g} minutes under AddressSanitizer: {verdict}\n" + "\n".join(
+        f"  {line[13:]}" for line in lines
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--fuzz-minutes", type=float, default=10.0)
+    parser.add_argument("--report", type=Path, default=_ROOT / "bench" / "results" / "soak.txt")
+    options = parser.parse_args()
+    started = time.monotonic()
+    parts = [
+        f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores",
+        kills(options.kills),
+        comings_and_goings(options.cycles),
+        fuzzing(options.fuzz_minutes),
+    ]
+    parts.append(f"{time.monotonic() - started:.0f} s in all")
+    report = "\n\n".join(parts) + "\n"
+    options.report.write_text(report)
+    sys.stdout.write(report)
+    return int("NOT NAMED" in report or "FAILED" in report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

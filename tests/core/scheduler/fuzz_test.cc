@@ -1,0 +1,189 @@
+// Every decoder of what comes over a wire.
+#include "base/fuzz.h"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <string>
+
+#include "rendezvous/handshake.h"
+#include "rendezvous/socket.h"
+#include "rendezvous/store_frames.h"
+#include "rendezvous/tcp_store_client.h"
+#include "rendezvous/tcp_store_server.h"
+#include "scheduler/messages.h"
+#include "transport/address_record.h"
+#include "transport/encrypted_links.h"
+#include "transport/message_header.h"
+
+namespace sparkhvd {
+namespace {
+
+ConstBytes View(const FuzzInput& input) { return ConstBytes(input.data(), input.size()); }
+
+std::vector<FuzzInput> RequestSeeds() {
+  RequestMessage message;
+  std::vector<FuzzInput> seeds = {Encode(message)};
+  message.cached = {0, 3, 64, 1000};
+  for (int i = 0; i < 20; ++i) {
+    Request request;
+    request.name = "gradient/" + std::to_string(i);
+    request.kind = static_cast<OperationKind>(i % 4);
+    request.shape = std::vector<int64_t>(static_cast<size_t>(i % 5), i);
+    message.requests.push_back(request);
+    seeds.push_back(Encode(message));
+  }
+  return seeds;
+}
+
+std::vector<FuzzInput> ResponseSeeds() {
+  ResponseMessage message;
+  std::vector<FuzzInput> seeds = {Encode(message)};
+  message.cached = {1, 2, 500};
+  for (int i = 0; i < 20; ++i) {
+    Agreement agreement;
+    agreement.name = "gradient/" + std::to_string(i);
+    agreement.code = static_cast<StatusCode>(i % 9);
+    agreement.message = std::string(static_cast<size_t>(i), 'x');
+    agreement.rows = std::vector<int64_t>(static_cast<size_t>(i % 4), i);
+    if (i % 2 == 0) agreement.request = Request{};
+    message.agreements.push_back(agreement);
+    seeds.push_back(Encode(message));
+  }
+  return seeds;
+}
+
+// What a decoder takes, it must give back in the same form: else two ranks could understand one
+// message differently.
+template <typename Message>
+void ExpectStable(const Message& message, Result<Message> (*decode)(ConstBytes)) {
+  const FuzzInput first = Encode(message);
+  const Result<Message> again = decode(View(first));
+  ASSERT_TRUE(again.ok()) << again.status().message();
+  EXPECT_TRUE(Encode(again.value()) == first);
+}
+
+TEST(Fuzz, RequestMessages) {
+  Fuzz(RequestSeeds(), [](const FuzzInput& input) {
+    const auto message = DecodeRequestMessage(View(input));
+    if (message.ok()) ExpectStable(message.value(), DecodeRequestMessage);
+  });
+}
+
+TEST(Fuzz, ResponseMessages) {
+  Fuzz(ResponseSeeds(), [](const FuzzInput& input) {
+    const auto message = DecodeResponseMessage(View(input));
+    if (message.ok()) ExpectStable(message.value(), DecodeResponseMessage);
+  });
+}
+
+TEST(Fuzz, AddressRecords) {
+  AddressRecord record;
+  record.tcp = {{"127.0.0.1", 4242}, {"::1", 1}};
+  record.unix_name = "sparkhvd-0123456789abcdef";
+  record.host_key = "host";
+  Fuzz({ToInput(AsBytes(EncodeAddressRecord(record))),
+        ToInput(AsBytes(EncodeAddressRecord(AddressRecord{})))},
+       [](const FuzzInput& input) {
+         const std::string text(reinterpret_cast<const char*>(input.data()), input.size());
+         const auto decoded = DecodeAddressRecord(text);
+         if (decoded.ok()) EXPECT_EQ(EncodeAddressRecord(decoded.value()), text);
+       });
+}
+
+TEST(Fuzz, MessageHeaders) {
+  std::vector<FuzzInput> seeds;
+  for (const MessageHeader& header : {MessageHeader{false, 65536, StatusCode::kAborted},
+                                      MessageHeader{true, 100, StatusCode::kPeerLost}}) {
+    const auto bytes = EncodeMessageHeader(header);
+    seeds.push_back(ToInput(ConstBytes(bytes.data(), bytes.size())));
+  }
+  Fuzz(seeds, [](const FuzzInput& input) {
+    const auto header = DecodeMessageHeader(View(input));
+    if (header.ok() && header.value().farewell) {
+      EXPECT_LE(header.value().length, kMaxFarewellBytes);
+    }
+  });
+}
+
+TEST(Fuzz, StoreRequests) {
+  const auto bytes = EncodeStoreRequest({StoreRequest::kSet, 10, 1000});
+  Fuzz({ToInput(ConstBytes(bytes.data(), bytes.size()))}, [](const FuzzInput& input) {
+    const auto header = DecodeStoreRequest(View(input));
+    if (!header.ok()) return;
+    EXPECT_LE(header.value().key_bytes, kMaxKeyBytes);
+    EXPECT_LE(header.value().value_bytes, kMaxValueBytes);
+  });
+}
+
+TEST(Fuzz, HandshakesAdmitNobody) {
+  FuzzInput hello(kHelloBytes);
+  auto start = DialerHandshake("secret", "purpose", 7).Start();
+  const FuzzInput good = ToInput(ConstBytes(start.value().data(), start.value().size()));
+  Fuzz({good, hello}, [](const FuzzInput& input) {
+    AcceptorHandshake handshake("secret", "purpose");
+    ConstBytes rest = View(input);
+    while (rest.size() >= handshake.wanted()) {
+      const size_t wanted = handshake.wanted();
+      const auto answer = handshake.Consume(rest.Sub(0, wanted));
+      if (!answer.ok()) break;
+      rest = rest.Sub(wanted, rest.size() - wanted);
+      ASSERT_FALSE(handshake.done());
+    }
+    DialerHandshake own("secret", "purpose", 1);
+    ASSERT_TRUE(own.Start().ok());
+    Digest nonce{};
+    std::memcpy(nonce.data(), input.data(), std::min(input.size(), nonce.size()));
+    (void)own.Prove(nonce);
+    EXPECT_EQ(own.Check(nonce).code(), StatusCode::kAuthentication);
+  });
+}
+
+// A member of the job that sends nonsense: its connection may end, the server goes on.
+TEST(Fuzz, TheStoreServerOutlivesAMemberThatSendsNonsense) {
+  auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
+  ASSERT_TRUE(server.ok());
+  const HostPort address = server.value()->address();
+  const auto bytes = EncodeStoreRequest({StoreRequest::kSet, 3, 5});
+  FuzzInput set = ToInput(ConstBytes(bytes.data(), bytes.size()));
+  for (const char letter : std::string("keyvalue")) set.push_back(std::byte(letter));
+  const auto get = EncodeStoreRequest({StoreRequest::kGet, 3, 0});
+  const auto will = EncodeStoreRequest({StoreRequest::kWill, 3, 5});
+  std::vector<FuzzInput> seeds = {set, ToInput(ConstBytes(get.data(), get.size())),
+                                  ToInput(ConstBytes(will.data(), will.size()))};
+  seeds[1].insert(seeds[1].end(), set.begin(), set.end());
+  seeds[2].insert(seeds[2].end(), set.begin() + 12, set.end());
+  const Deadline deadline = Deadline::AfterSeconds(3600);
+  Fuzz(seeds, [&](const FuzzInput& input) {
+    auto fd = ConnectTcp(address, deadline);
+    ASSERT_TRUE(fd.ok()) << fd.status().message();
+    ASSERT_TRUE(DialHandshake(fd.value().get(), "secret", kStorePurpose, 0, deadline).ok());
+    (void)WriteSome(fd.value().get(), View(input));
+  });
+  auto client = TcpStoreClient::Connect({address}, "secret", Deadline::AfterSeconds(20));
+  ASSERT_TRUE(client.ok()) << client.status().message();
+  EXPECT_TRUE(client.value()->Set("still", "there", Deadline::AfterSeconds(20)).ok());
+}
+
+TEST(Fuzz, EncryptedLinksLetNothingThrough) {
+  FuzzInput record(4 + 100 + 16);
+  record[0] = std::byte(100);
+  Fuzz({record, FuzzInput(40)}, [](const FuzzInput& input) {
+    auto links = EncryptedLinks::Make();
+    ASSERT_TRUE(links.ok()) << links.status().message();
+    std::array<int, 2> pair{};
+    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
+    UniqueFd network(pair[1]);
+    auto plain = links.value()->Add(UniqueFd(pair[0]), LinkKeys{});
+    ASSERT_TRUE(plain.ok() && links.value()->Start().ok());
+    (void)WriteSome(network.get(), View(input));
+    ::shutdown(network.get(), SHUT_WR);
+    std::byte first{};
+    EXPECT_EQ(ReadExactly(plain.value().get(), Bytes(&first, 1), Deadline::AfterSeconds(20)).code(),
+              StatusCode::kPeerLost);
+  });
+}
+
+}  // namespace
+}  // namespace sparkhvd

@@ -1,0 +1,180 @@
+"""What a job must survive, in rounds: tests run a few of them, ``make soak`` many."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import AuthenticationError, SparkHvdError
+from tests.ranks import RankGroup
+
+_LONGEST_DELAY = 1.5
+_ROUND_SECONDS = 60.0
+
+
+# What the ranks do.
+
+
+def work_until_somebody_is_lost() -> str:
+    """Connects and reduces arrays of many sizes for as long as it works; what ended it."""
+    try:
+        session.init()
+        me = session.current()
+        draw = random.Random(1)
+        while True:
+            sizes = [draw.choice([1, 1000, 300_000]) for _ in range(4)]
+            handles = [me.allreduce_async(np.ones(size), ReduceOp.SUM, name=f"{i}") for i, size in enumerate(sizes)]
+            for handle in handles:
+                handle.wait()
+    except SparkHvdError as error:
+        with contextlib.suppress(SparkHvdError):
+            session.shutdown()
+        return f"{type(error).__name__}: {error}"
+
+
+def come_and_go(times: int) -> list[tuple[int, int, int]]:
+    """Connects, works and leaves; descriptors, threads and bytes of memory after the first tenth and at the end."""
+    process = psutil.Process()
+    found = []
+    for cycle in range(times):
+        session.init()
+        me = session.current()
+        total = me.allreduce(np.ones(1000), ReduceOp.SUM, name="sum")
+        assert total.tolist() == [float(me.world.size)] * 1000
+        session.shutdown()
+        if cycle + 1 in {max(times // 10, 1), times}:
+            found.append((*_settled_holdings(process), process.memory_info().rss))
+    return found
+
+
+def _settled_holdings(process: psutil.Process) -> tuple[int, int]:
+    deadline = Deadline.after(5.0)
+    while (threads := process.num_threads()) > 1 and not deadline.expired():
+        time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
+    return process.num_fds(), threads
+
+
+# What is done to them.
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A round in which one rank was killed.
+
+    Attributes:
+        victim: the rank.
+        delay: seconds after the start of its work.
+        seconds: until all others had ended their work.
+        told: what the others said.
+    """
+
+    victim: int
+    delay: float
+    seconds: float
+    told: tuple[str, ...]
+
+    def is_fine(self) -> bool:
+        """Whether every other rank failed with an error that names the victim."""
+        return all(f"rank {self.victim}" in text or f"rank(s) {self.victim}" in text for text in self.told)
+
+
+def kill_one_of(size: int, *, shared_memory: bool) -> Kill:
+    """Kill a random rank of a working job at a random moment."""
+    victim = secrets.randbelow(size)
+    delay = random.uniform(0.0, _LONGEST_DELAY)
+    segments = _segments()
+    with RankGroup(size, connect=False, shared_memory=shared_memory, start_timeout=20.0) as group:
+        pids = group.pids()
+        killed: list[float] = []
+
+        def kill() -> None:
+            killed.append(time.monotonic())
+            group.kill(victim)
+
+        timer = threading.Timer(delay, kill)
+        timer.start()
+        try:
+            outcomes = group.outcomes(work_until_somebody_is_lost, seconds=_ROUND_SECONDS)
+        finally:
+            timer.join()
+        ended = time.monotonic()
+    left = [pid for pid in pids if psutil.pid_exists(pid)]
+    assert not left, f"processes {left} are still there"
+    assert _segments() <= segments, "shared memory was left behind"
+    assert outcomes[victim].died
+    told = [outcome.value or outcome.failure for rank, outcome in enumerate(outcomes) if rank != victim]
+    return Kill(victim, delay, ended - killed[0], tuple(told))
+
+
+def _segments() -> set[str]:
+    # Open MPI, of which other tests may be making use, names its own so.
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("vader_segment")}
+
+
+def cycles(times: int) -> list[list[tuple[int, int, int]]]:
+    """``come_and_go`` on two ranks."""
+    with RankGroup(2, connect=False) as group:
+        found: list[list[tuple[int, int, int]]] = group.run(come_and_go, times, seconds=60.0 + times)
+        return found
+
+
+@contextlib.contextmanager
+def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
+    """Connections of strangers to every port on which the processes listen, and to the rendezvous, all the while.
+
+    Yields:
+        How many came with what; the number of those that were let in is to stay 0.
+    """
+    counts = {"garbage": 0, "endless": 0, "wrong token": 0, "let in": 0}
+    stop = threading.Event()
+
+    def bother() -> None:
+        while not stop.wait(0.01):
+            for target in {port, *_listening(pids)}:
+                _send(target, secrets.token_bytes(200), counts, "garbage")
+                _send(target, bytes(1 << 20), counts, "endless")
+            try:
+                RendezvousClient([("127.0.0.1", port)], b"the wrong token", Deadline.after(5.0)).close()
+                counts["let in"] += 1
+            except AuthenticationError:
+                counts["wrong token"] += 1
+
+    thread = threading.Thread(target=bother, name="strangers")
+    thread.start()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _listening(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            connections: list[Any] = psutil.Process(pid).net_connections("tcp")
+            found += [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+    return found
+
+
+def _send(port: int, content: bytes, counts: dict[str, int], kind: str) -> None:
+    # Whoever listened there may have left meanwhile, and a stranger is cut off while it still sends.
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as link:
+        link.sendall(content)
+        link.shutdown(socket.SHUT_WR)
+        counts[kind] += 1

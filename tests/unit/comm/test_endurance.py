@@ -1,0 +1,26 @@
+"""The short form of what ``make soak`` does for long."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.endurance import come_and_go, cycles, kill_one_of, strangers
+from tests.ranks import RankGroup
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["arena", "sockets"])
+def test_a_rank_that_is_killed_at_any_moment_ends_the_work_of_the_others(shared_memory):
+    kill = kill_one_of(3, shared_memory=shared_memory)
+    assert kill.is_fine(), kill
+
+
+def test_ranks_that_come_and_go_hold_no_more_afterwards_than_before():
+    for early, late in cycles(20):
+        assert late[:2] == early[:2], "descriptors and threads"
+
+
+def test_ranks_connect_and_work_while_strangers_call():
+    with RankGroup(2, connect=False) as group, strangers(group.pids(), group.port) as counts:
+        group.run(come_and_go, 10)
+    assert counts["let in"] == 0
+    assert min(counts["garbage"], counts["endless"], counts["wrong token"]) > 0, counts
