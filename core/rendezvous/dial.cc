@@ -162,11 +162,11 @@ class Dialing {
   Result<UniqueFd> Run(SessionKeys* keys) {
     std::vector<pollfd> fds;
     while (true) {
-      if (options_.check) SHVD_TRY(options_.check());
       fds.clear();
       for (const Attempt& attempt : attempts_) fds.push_back(attempt.PollFd());
       const int ready = ::poll(fds.data(), fds.size(), NextTimeout());
       if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
+      if (ready <= 0 && options_.check) SHVD_TRY(options_.check());
       for (size_t i = 0; i < attempts_.size(); ++i) {
         attempts_[i].Advance(ready > 0 ? fds[i].revents : short{0});
       }

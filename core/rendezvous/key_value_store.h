@@ -9,7 +9,7 @@
 
 namespace sparkhvd {
 
-// What a process leaves with the store in case that it ends without a word.
+// What a process leaves with the store in case that it ends without a word. Ends before the store.
 class Will {
  public:
   virtual ~Will() = default;  // as if the process had ended
@@ -30,6 +30,9 @@ class KeyValueStore {
   // The value of `key`, waiting until somebody sets it; kTimeout names the key, kPeerLost says that
   // the server is gone.
   virtual Result<std::string> Get(const std::string& key, Deadline deadline) = 0;
+
+  // Nobody here will ask for `key` again: what a Get that ran out of time has left is cleared away.
+  virtual void StopAsking(const std::string& key) { (void)key; }
 
   // Sets `key` to `value` once this process has ended or cannot reach the store any more. Null
   // where the store ends with the process.

@@ -56,23 +56,27 @@ Result<std::string> ReadAnswer(int fd, Deadline deadline) {
   return value;
 }
 
-class ConnectedWill final : public Will {
+}  // namespace
+
+class TcpStoreClient::ConnectedWill final : public Will {
  public:
-  explicit ConnectedWill(UniqueFd fd) : fd_(std::move(fd)) {}
+  ConnectedWill(TcpStoreClient& client, UniqueFd fd) : client_(client), fd_(std::move(fd)) {}
+  ~ConnectedWill() override {
+    if (fd_.valid()) client_.GiveBack(std::move(fd_), false);
+  }
 
   void Withdraw() override {
     if (!fd_.valid()) return;
     const Deadline deadline = Deadline::AfterSeconds(kAnswerSeconds);
-    const Status sent = SendRequest(fd_.get(), StoreRequest::kWill, "", "", deadline);
-    if (sent.ok()) (void)ReadAnswer(fd_.get(), deadline);
-    fd_.Reset();
+    Status status = SendRequest(fd_.get(), StoreRequest::kWill, "", "", deadline);
+    if (status.ok()) status = ReadAnswer(fd_.get(), deadline).status();
+    client_.GiveBack(std::move(fd_), status.ok());
   }
 
  private:
+  TcpStoreClient& client_;
   UniqueFd fd_;
 };
-
-}  // namespace
 
 Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
     const std::vector<HostPort>& addresses, const std::string& token, Deadline deadline,
@@ -137,12 +141,20 @@ Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
                                                         const std::string& value,
                                                         Deadline deadline) {
   SHVD_TRY(CheckStoreSizes(key, value.size()));
-  auto fd = DialServer({server_}, token_, deadline);
+  auto fd = Take(deadline);
   if (!fd.ok()) return Explain(fd.status(), key, true);
   Status status = SendRequest(fd.value().get(), StoreRequest::kWill, key, value, deadline);
   if (status.ok()) status = ReadAnswer(fd.value().get(), deadline).status();
-  if (!status.ok()) return Explain(status, key, true);
-  return std::unique_ptr<Will>(std::make_unique<ConnectedWill>(std::move(fd).value()));
+  if (status.ok()) {
+    return std::unique_ptr<Will>(std::make_unique<ConnectedWill>(*this, std::move(fd).value()));
+  }
+  GiveBack(std::move(fd).value(), false);
+  return Explain(status, key, true);
+}
+
+void TcpStoreClient::StopAsking(const std::string& key) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  asked_.remove_if([&key](const Asked& asked) { return asked.key == key; });
 }
 
 void TcpStoreClient::Close() {

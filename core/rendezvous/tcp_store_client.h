@@ -30,7 +30,8 @@ class TcpStoreClient final : public KeyValueStore {
 
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
-  // Has a connection of its own.
+  void StopAsking(const std::string& key) override;
+  // Has a connection to itself until it is withdrawn.
   Result<std::unique_ptr<Will>> LeaveWill(const std::string& key, const std::string& value,
                                           Deadline deadline) override;
 
@@ -38,6 +39,8 @@ class TcpStoreClient final : public KeyValueStore {
   void Close();
 
  private:
+  class ConnectedWill;
+
   TcpStoreClient(HostPort server, std::string token, UniqueFd first);
 
   struct Asked {

@@ -45,8 +45,10 @@ Result<std::string> Meeting::Get(const std::string& key) {
         Deadline::After(std::min<std::chrono::nanoseconds>(kSlice, deadline_.Remaining()));
     auto value = store_.Get(scope_ + "/" + key, slice);
     if (value.ok() || value.status().code() != StatusCode::kTimeout) return value;
-    SHVD_TRY(Check());
-    if (deadline_.Expired()) return value;
+    const Status others = Check();
+    if (others.ok() && !deadline_.Expired()) continue;
+    store_.StopAsking(scope_ + "/" + key);
+    return others.ok() ? value : Result<std::string>(others);
   }
 }
 
@@ -63,6 +65,7 @@ Status Meeting::Fail(const Status& own) {
   const Deadline deadline = Deadline::AfterSeconds(kBoardSeconds);
   if (!store_.Set(FailureKey(), Note(own), deadline).ok()) return own;
   const auto first = store_.Get(FailureKey(), deadline);
+  store_.StopAsking(FailureKey());
   if (!first.ok()) return own;
   return ReadNote(first.value()).value_or(own);
 }
@@ -70,6 +73,7 @@ Status Meeting::Fail(const Status& own) {
 void Meeting::Leave() {
   if (will_) will_->Withdraw();
   will_.reset();
+  store_.StopAsking(FailureKey());
 }
 
 }  // namespace sparkhvd

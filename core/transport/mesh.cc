@@ -297,11 +297,10 @@ class MeshBuilder {
       }
       fds.clear();
       reception_->AppendPollFds(fds);
-      SHVD_TRY(meeting_.Check());
       const int timeout = reception_->TimeoutMillis(deadline_.RemainingMillis(kSliceMillis));
-      if (::poll(fds.data(), fds.size(), timeout) < 0 && errno != EINTR) {
-        return IoStatus("poll", errno);
-      }
+      const int ready = ::poll(fds.data(), fds.size(), timeout);
+      if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
+      if (ready <= 0) SHVD_TRY(meeting_.Check());
     }
   }
 
