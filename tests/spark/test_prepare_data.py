@@ -194,6 +194,17 @@ def test_null_is_filled_in_training_and_in_transform(spark, store):
     assert [row.y__output for row in rows] == [row.y__output for row in wanted]
 
 
+def test_the_fields_of_a_struct_are_inputs_with_and_without_a_store(spark, store):
+    df = spark.range(20).selectExpr("named_struct('x', id * 1.0D, 'z', id * 2.0D) AS s", "id * 1.0D AS y")
+    flat = df.select("s.x", "s.z", "y")
+    wanted = parameters(estimator(store, num_proc=1, shuffle=False).fit(flat))
+    through_store = estimator(store, num_proc=1, shuffle=False, feature_cols=["s"]).fit(df)
+    assert parameters(through_store) == wanted
+    direct = estimator(None, num_proc=1, feature_cols=["s"]).fit(df)
+    assert len(direct.transform(df).collect()) == 20
+    assert len(through_store.transform(df).collect()) == 20
+
+
 # Reuse.
 
 
