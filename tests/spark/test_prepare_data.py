@@ -20,7 +20,7 @@ from sparkhvd import TorchEstimator, prepare_data
 from sparkhvd.data import ParquetSource, clean, load
 from sparkhvd.data.fingerprint import fingerprint
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import ConfigError, DataError, SchemaError
+from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError
 from sparkhvd.store import LocalStore, layout
 from sparkhvd.world import World
 
@@ -194,14 +194,14 @@ def test_null_is_filled_in_training_and_in_transform(spark, store):
     assert [row.y__output for row in rows] == [row.y__output for row in wanted]
 
 
-def test_the_fields_of_a_struct_are_inputs_with_and_without_a_store(spark, store):
+def test_the_fields_of_a_struct_are_inputs_of_their_own(spark, store):
     df = spark.range(20).selectExpr("named_struct('x', id * 1.0D, 'z', id * 2.0D) AS s", "id * 1.0D AS y")
     flat = df.select("s.x", "s.z", "y")
     wanted = parameters(estimator(store, num_proc=1, shuffle=False).fit(flat))
     through_store = estimator(store, num_proc=1, shuffle=False, feature_cols=["s"]).fit(df)
     assert parameters(through_store) == wanted
-    direct = estimator(None, num_proc=1, feature_cols=["s"]).fit(df)
-    assert len(direct.transform(df).collect()) == 20
+    with pytest.raises(ParamError, match=r"Column 's\.x' has a dot in its name .*Pass a Store"):
+        estimator(None, num_proc=1, feature_cols=["s"]).fit(df)
     assert len(through_store.transform(df).collect()) == 20
 
 
