@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch._dynamo  # noqa: F401  before any test imports TensorFlow: triton, which this loads, crashes after it
 
 from tests.hdfs_server import Hdfs, running_hdfs
 from tests.s3_server import S3, running_s3
