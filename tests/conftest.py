@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -50,6 +51,8 @@ _TEMPORARY_FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Whoever runs us in the background may have Ctrl-C ignored, and what we start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="sparkhvd-tests-"))
     config.stash[_TEMPORARY_FOLDER] = folder
     temporary = folder / "tmp"
