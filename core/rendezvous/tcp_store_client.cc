@@ -16,7 +16,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr size_t kIdleConnections = 4;
+constexpr size_t kIdleConnections = 1;
 constexpr size_t kAskedConnections = 8;
 
 // An answer that has begun to come is there in a moment.
