@@ -59,7 +59,7 @@ class Engine:
 
     ``rendezvous`` is None only for ``size == 1``. ``host_key`` is equal for ranks that may share memory; whether they
     do is decided by trying. ``bind_hosts`` are the local addresses that this rank's sockets bind and offer, the
-    preferred one first. ``encrypt`` (equal on all ranks) encrypts what travels over TCP and needs OpenSSL on every host.
+    preferred one first. ``encrypt`` (equal on all ranks) encrypts what travels over TCP; it needs OpenSSL everywhere.
     ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
     stands in front of what is said about failed operations.
     Construction connects to every peer within ``timeout_s`` and is collective.
