@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch._dynamo  # noqa: F401  before any test imports TensorFlow: triton, which this loads, crashes after it
 
 from tests.hdfs_server import Hdfs, running_hdfs
 from tests.s3_server import S3, running_s3
@@ -53,6 +52,9 @@ _TEMPORARY_FOLDER = pytest.StashKey[Path]()
 def pytest_configure(config: pytest.Config) -> None:
     # Whoever runs us in the background may have Ctrl-C ignored, and what we start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.rootpath == Path(__file__).parents[1]:  # and not in the small runs that tests start
+        # Before any test imports TensorFlow: triton, which this loads, crashes when it comes second.
+        import torch._dynamo  # noqa: F401, PLC0415
     folder = Path(tempfile.mkdtemp(prefix="sparkhvd-tests-"))
     config.stash[_TEMPORARY_FOLDER] = folder
     temporary = folder / "tmp"

@@ -171,7 +171,10 @@ def test_sets_that_cannot_be_are_refused_on_every_rank(group, case, words):
 
 
 def test_what_is_pending_on_a_removed_set_fails(group):
-    assert "'busy' was pending when its communicator was closed" in group.run(remove_a_set_that_is_busy)[0]
+    message = group.run(remove_a_set_that_is_busy)[0]
+    # Whichever comes first: this rank leaves the set, or it sees the other one leave.
+    assert "'busy'" in message
+    assert "was pending when its communicator was closed" in message or "pending here" in message
 
 
 def test_sets_can_be_made_by_init():
