@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.hdfs_server import Hdfs, running_hdfs
-from tests.s3_server import S3, running_s3
-
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from tests.hdfs_server import Hdfs
+    from tests.s3_server import S3
 
 pytest_plugins = ["pytester"]
 
@@ -102,6 +102,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
     """A real HDFS with one data node."""
+    from tests.hdfs_server import running_hdfs  # noqa: PLC0415  (small runs that tests start have no such package)
+
     with running_hdfs(tmp_path_factory.mktemp("hdfs")) as running:
         _ports_of_data_nodes.update(running.data_ports)
         yield running
@@ -111,6 +113,8 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
 def s3() -> Iterator[S3]:
     """An S3 server with the bucket ``sparkhvd-tests``."""
     import fsspec.asyn  # noqa: PLC0415
+
+    from tests.s3_server import running_s3  # noqa: PLC0415
 
     fsspec.asyn.get_loop()  # the first use starts it, for the life of the process
     with running_s3() as running:
