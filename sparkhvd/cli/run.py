@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import shlex
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from sparkhvd.cli.check_build import check_build
 from sparkhvd.cli.flags import parser
@@ -23,11 +26,42 @@ from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
 from sparkhvd.task.command import run_command
 
-_INTERRUPTED = 130
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+# What mpirun may take to end its ranks.
+_MPIRUN_SECONDS = 10.0
+
+
+class EndedBySignal(KeyboardInterrupt):
+    """This program was told to end; ``number`` is the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.number = number
+
+
+@contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Within this block SIGINT and SIGTERM raise ``EndedBySignal``, also where our parent had them ignored.
+
+    A shell starts background jobs with SIGINT ignored, and Python then installs no handler; SIGTERM has none at all.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise EndedBySignal(number)
+
+    previous = {number: signal.signal(number, end) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; the exit code is 0 when all ranks ended well."""
+    """Run what the command line asks for; the exit code is 0 when all ranks ended well.
+
+    A signal that ends it ends the ranks, too; the exit code is then 128 and its number.
+    """
     made = parser()
     flags = made.parse_args(arguments)
     if flags.check_build:
@@ -38,20 +72,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made.error("there is no program to run, for example: sparkhvdrun -np 2 python train.py")
     logging.basicConfig(stream=sys.stderr, format="sparkhvdrun: %(message)s")
     try:
-        file = read_file(flags.config_file)
-        given = variables(flags, file)
-        for line in notices(flags, given):
-            sys.stderr.write(f"sparkhvdrun: {line}\n")
-        export(given)
-        hosts = _hosts(flags)
-        if flags.mpi or (file.get("controller") == "mpi" and not flags.gloo):
-            return _run_by_mpi(flags, hosts, list(given), command)
-        _run(flags, hosts, command)
+        with _ending_on_signals():
+            return _run_command_line(flags, command)
     except SparkHvdError as error:
         sys.stderr.write(f"sparkhvdrun: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    except EndedBySignal as ended:
+        return 128 + ended.number
+
+
+def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
+    file = read_file(flags.config_file)
+    given = variables(flags, file)
+    for line in notices(flags, given):
+        sys.stderr.write(f"sparkhvdrun: {line}\n")
+    export(given)
+    hosts = _hosts(flags)
+    if flags.mpi or (file.get("controller") == "mpi" and not flags.gloo):
+        return _run_by_mpi(flags, hosts, list(given), command)
+    _run(flags, hosts, command)
     return 0
 
 
@@ -92,7 +131,21 @@ def _run_by_mpi(
     line = [find_mpirun(), *mpirun_words(flags, hosts, names, is_root()), *command]
     if flags.verbose:
         sys.stderr.write(f"sparkhvdrun: {shlex.join(line)}\n")
-    return subprocess.call(line)
+    # In a session of its own, so that a signal reaches it once, through us, and it ends its ranks in order.
+    with subprocess.Popen(line, start_new_session=True) as mpirun:
+        try:
+            return mpirun.wait()
+        finally:
+            if mpirun.poll() is None:
+                _end(mpirun)
+
+
+def _end(mpirun: subprocess.Popen[bytes]) -> None:
+    mpirun.terminate()
+    try:
+        mpirun.wait(_MPIRUN_SECONDS)
+    except subprocess.TimeoutExpired:
+        mpirun.kill()
 
 
 def mpirun_words(flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequence[str], root: bool) -> list[str]:

@@ -74,10 +74,12 @@ def accompany(
         LaunchError: infrastructure was lost.
     """
     rank, size = slot.world.rank, slot.world.size
-    # One connection waits for the outcome all the time, the other one speaks.
+    # One connection waits for the outcome all the time, the other one speaks. The server is there already: what bounds
+    # the connecting is the network, and ``deadline`` is for the worker, however little of it is left.
+    connecting = Deadline.after(NOTE_SECONDS)
     with (
-        RendezvousClient(plan.rendezvous, plan.token, deadline) as listening,
-        RendezvousClient(plan.rendezvous, plan.token, deadline) as client,
+        RendezvousClient(plan.rendezvous, plan.token, connecting) as listening,
+        RendezvousClient(plan.rendezvous, plan.token, connecting) as client,
     ):
         watcher = watch_outcome(listening, worker.events)
         try:

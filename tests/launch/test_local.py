@@ -84,7 +84,7 @@ def test_closing_a_job_ends_its_ranks(tmp_path):
 
 def test_ranks_that_do_not_get_ready_end_in_a_start_timeout():
     with pytest.raises(StartTimeoutError, match=r"Rank \d on host \S+ was not ready for fn in time"):
-        sparkhvd.run(stay, ("",), num_proc=1, launcher="local", start_timeout=0.01)
+        sparkhvd.run(stay, ("",), num_proc=1, launcher="local", start_timeout=1e-6)
 
 
 def test_nothing_of_spark_is_loaded():

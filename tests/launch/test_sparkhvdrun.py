@@ -67,21 +67,35 @@ def test_a_program_that_does_not_exist_is_said():
     assert "could not start 'no-such-program': No such file or directory" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_ranks_end_with_the_launcher(number, tmp_path):
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "sparkhvd.cli.run", "-np", "2", sys.executable, str(TRAIN), "stay", str(tmp_path)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+# What a shell does to the jobs that it starts in the background.
+INTERRUPTS_IGNORED = ("/bin/sh", "-c", """trap '' INT; exec "$@" """, "sh")
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGINT, ()), (signal.SIGKILL, ()), (signal.SIGTERM, ("--mpi", "--mpi-args=--oversubscribe"))],
+    ids=["interrupt", "kill", "terminate, by mpi"],
+)
+def test_the_ranks_end_with_the_launcher(number, options, tmp_path):
+    command = [*INTERRUPTS_IGNORED, sys.executable, "-m", "sparkhvd.cli.run", "-np", "2", *options]
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        launcher = subprocess.Popen(
+            [*command, sys.executable, str(TRAIN), "stay", str(tmp_path)],
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
     pids = [tmp_path / "0", tmp_path / "1"]
-    with launcher:
-        wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
+    try:
+        wait_for(lambda: all(path.exists() and path.read_text() for path in pids) or launcher.poll() is not None)
         launcher.send_signal(number)
-        launcher.communicate(timeout=60)
-    wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
-    assert launcher.returncode == (130 if number == signal.SIGINT else -9)
+        code = launcher.wait(60)
+        wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert code == (-9 if number == signal.SIGKILL else 128 + number), output.read_text()
 
 
 def wait_for(condition):
