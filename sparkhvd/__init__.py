@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sparkhvd.data.prepared import prepare_data as prepare_data
+    from sparkhvd.driver.preflight import preflight as preflight
     from sparkhvd.driver.run import run as run
     from sparkhvd.estimators.keras import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras import KerasModel as KerasModel
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "KerasEstimator": "sparkhvd.estimators.keras",
     "KerasModel": "sparkhvd.estimators.keras",
+    "preflight": "sparkhvd.driver.preflight",
     "prepare_data": "sparkhvd.data.prepared",
     "run": "sparkhvd.driver.run",
     "Store": "sparkhvd.store",
@@ -36,6 +38,7 @@ __all__ = [
     "TorchEstimator",
     "TorchModel",
     "__version__",
+    "preflight",
     "prepare_data",
     "run",
 ]

@@ -1,91 +1,187 @@
-"""Checks before a job whose failure would be hard to understand later."""
+"""``preflight``: what would keep a job from running well on this cluster, and what to change."""
 
 from __future__ import annotations
 
-import logging
+import functools
+import math
 import pickle
-import socket
-from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-import pyarrow as pa
-
-from sparkhvd.driver.slots import describe_cluster
-from sparkhvd.errors import SparkHvdError, StoreError
+from sparkhvd.data.spark_settings import told_by_spark
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.launcher import active_session
+from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
+from sparkhvd.driver.resources import TaskResources, profile_of
+from sparkhvd.driver.results import spark_failure
+from sparkhvd.driver.slots import describe_cluster, refuse_dynamic_allocation, reserve
+from sparkhvd.driver.stage import BarrierStage
+from sparkhvd.driver.store_check import judge, needs_check, remove
+from sparkhvd.errors import LaunchError, SparkHvdError, StoreError
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store
+from sparkhvd.task.examine import Examination, Question, examine_task, versions
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
-logger = logging.getLogger(__name__)
+# Executors that register late are waited for this long only: the answer is wanted now.
+_SLOTS_SECONDS = 5.0
+_SAMPLE_ROWS = 5
 
-_SCHEMA = "host string, name string, trouble string"
+
+class Tryable(Protocol):
+    """An estimator, as far as the preflight knows it."""
+
+    def getStore(self) -> Store | None: ...  # noqa: N802 - named like all getters of Spark's estimators
+
+    def getNumProc(self) -> int | None: ...  # noqa: N802
+
+    def try_rows(self, dataset: DataFrame, rows: int) -> str:
+        """Put a few rows through the model, on the driver; what came out, in words."""
 
 
-def check_store(spark: SparkSession, store: Store, tasks: int) -> None:
-    """Check that the executors read what the driver writes to a Store, and the other way round.
+@dataclass(frozen=True)
+class _Asked:
+    """What the caller of ``preflight`` wants to know, with the session settled."""
 
-    One Spark job of ``tasks`` short tasks, each with one file to read and one to write. Nothing is done for a folder on
-    a ``local`` master, where all processes are on one machine.
+    spark: SparkSession
+    num_proc: int | None
+    resources: TaskResources
+    store: Store | None
+    timeout: float
+
+
+def preflight(
+    spark: SparkSession | None = None,
+    num_proc: int | None = None,
+    *,
+    store: Store | None = None,
+    estimator: Tryable | None = None,
+    df: DataFrame | None = None,
+    gpus_per_task: float | None = None,
+    cpus_per_task: int | None = None,
+    timeout: float = 30.0,
+    stdout: TextIO | None = None,
+) -> PreflightReport:
+    """Look in a few seconds for what would keep a job from running well, print it, and say what to change.
+
+    One short barrier stage tells the slots, the GPU of every task, which hosts reach each other, whether all see the
+    Store, the versions of Python and the frameworks, and the size of /dev/shm. Nothing is raised for what is found.
+
+    Example:
+        >>> report = sparkhvd.preflight(num_proc=4, store=store)  # doctest: +SKIP
+        >>> report.ok  # doctest: +SKIP
+        True
 
     Args:
-        spark: the session whose executors are asked.
-        store: the Store.
-        tasks: how many to ask; Spark spreads them over idle executors, so the number of slots asks them all.
+        spark: the session to use; None takes the active one.
+        num_proc: the ranks that the job will have; None takes the estimator's, or all slots.
+        store: the Store to check; None takes the estimator's.
+        estimator: tells ranks and Store, and, with ``df``, has its model tried.
+        df: five of its rows go through the model of ``estimator`` on the driver.
+        gpus_per_task: as in ``run``.
+        cpus_per_task: as in ``run``.
+        timeout: how many seconds to wait for slots that other jobs keep busy.
+        stdout: where the report is printed; None is ``sys.stdout``.
+    """
+    began = time.monotonic()
+    if estimator is not None:
+        store = estimator.getStore() if store is None else store
+        num_proc = estimator.getNumProc() if num_proc is None else num_proc
+    session = spark if spark is not None else active_session()
+    if store is not None:
+        store = told_by_spark(store, session)
+    asked = _Asked(session, num_proc, TaskResources(cpus_per_task, gpus_per_task), store, timeout)
+    count, slots = _slots(asked)
+    tasks, checks = _cluster(asked, count)
+    if estimator is not None and df is not None:
+        checks.append(_model(estimator, df))
+    report = PreflightReport((slots, *checks), tuple(tasks), versions(), time.monotonic() - began)
+    (sys.stdout if stdout is None else stdout).write(f"{report}\n")
+    return report
+
+
+def _slots(asked: _Asked) -> tuple[int, Check]:
+    """How many tasks to ask, and what there is to say about slots."""
+    try:
+        refuse_dynamic_allocation(asked.spark)
+        cluster = describe_cluster(asked.spark, asked.resources)
+    except LaunchError as error:
+        return 0, Check("slots", Verdict.FAIL, str(error))
+    try:
+        count = reserve(cluster, asked.num_proc, Deadline.after(min(asked.timeout, _SLOTS_SECONDS)))
+    except LaunchError as error:
+        return cluster.count(), Check("slots", Verdict.FAIL, str(error))
+    wanted = "as many as there are" if asked.num_proc is None else f"{asked.num_proc} asked for"
+    return count, Check("slots", Verdict.OK, f"{count} ranks ({wanted}; master {cluster.master})")
+
+
+def _cluster(asked: _Asked, count: int) -> tuple[list[Examination], list[Check]]:
+    """What the tasks found, and what it means."""
+    if not count:
+        return [], [Check("tasks", Verdict.SKIPPED, "No task could be asked.")]
+    probe = None if asked.store is None or not needs_check(asked.spark, asked.store) else new_probe(asked.store)
+    try:
+        if probe is not None:
+            probe.leave()
+        tasks = _examined(asked, count, probe)
+        return tasks, [*cluster_checks(tasks, versions()), *_store(asked.store, probe, tasks)]
+    except StoreError as error:
+        return [], [Check("store", Verdict.FAIL, f"The driver cannot use it: {error}")]
+    except LaunchError as error:
+        return [], [Check("tasks", Verdict.FAIL, str(error))]
+    finally:
+        if probe is not None:
+            remove(probe)
+
+
+def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examination]:
+    """What the tasks of a short barrier stage found.
 
     Raises:
-        StoreError: an executor cannot use the Store, or does not see the same files; the message names the host.
+        LaunchError: they did not start in time, or Spark could not run them.
     """
-    master = describe_cluster(spark).master
-    if store.url.startswith("file:") and (master == "local" or master.startswith("local[")):
-        return
-    probe = new_probe(store)
-    # As bytes, so that an executor that lacks the package of the Store can say so.
-    sent = pickle.dumps(probe)
-    try:
-        probe.leave()
-        rows = spark.range(tasks, numPartitions=tasks).mapInArrow(partial(answer, sent), _SCHEMA).collect()
-        _judge(store, probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
-    finally:
-        _remove(probe)
-
-
-def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Answer a probe from inside a task."""
-    from pyspark import TaskContext  # noqa: PLC0415  (this runs in Spark's tasks)
-
-    for _ in batches:  # Spark wants its input read
-        continue
-    context = TaskContext.get()
-    name = "task" if context is None else f"{context.partitionId()}-{context.taskAttemptId()}"
-    try:
-        trouble = pickle.loads(sent).answer(name)
-    except ImportError as error:
-        trouble = f"cannot use it: {error}"
-    row = {"host": [socket.gethostname()], "name": [name], "trouble": [trouble]}
-    yield pa.RecordBatch.from_pydict({key: pa.array(value, pa.string()) for key, value in row.items()})
-
-
-def _judge(store: Store, probe: Probe, answers: list[tuple[str, str, str]]) -> None:
-    for host, _, trouble in answers:
-        if trouble:
-            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {trouble}. {_WAY_OUT}")
-    unseen = set(probe.unseen([name for _, name, _ in answers]))
-    for host, name, _ in answers:
-        if name in unseen:
-            raise StoreError(
-                f"The Store {store.url} is not shared: the driver does not see what the executor on host {host} has "
-                f"just written. {_WAY_OUT}"
+    question = Question(secrets.token_bytes(32), None if probe is None else pickle.dumps(probe))
+    profile = profile_of(asked.spark, asked.resources)
+    stage = BarrierStage(asked.spark, count, functools.partial(examine_task, question), profile, _nothing)
+    with closing(stage):
+        if not stage.wait(asked.timeout if math.isfinite(asked.timeout) else None):
+            raise LaunchError(
+                f"{count} tasks did not run at the same time within {asked.timeout:g} s: other jobs keep the slots "
+                "busy. Wait for those, or give this job a cluster of its own."
             )
+        if stage.error is not None:
+            raise LaunchError(spark_failure(stage.error)) from stage.error
+        return [Examination.from_json(bytes(row.content)) for row in sorted(stage.rows, key=lambda row: int(row.rank))]
 
 
-_WAY_OUT = "Use a folder that all machines mount at the same path, or HDFS or an object store that all can reach."
+def _nothing() -> None:
+    """The end of the stage is waited for, not told."""
 
 
-def _remove(probe: Probe) -> None:
+def _store(store: Store | None, probe: Probe | None, tasks: Sequence[Examination]) -> list[Check]:
+    if store is None:
+        return []
+    if probe is None:
+        return [Check("store", Verdict.OK, f"{store.url}: a folder of the one machine that there is")]
     try:
-        probe.remove()
-    except SparkHvdError as error:  # what the check found is the one to report
-        logger.warning("Could not remove what checked the Store: %s", error)
+        judge(probe, [(task.host, task.store_answer, task.store) for task in tasks])
+    except StoreError as error:
+        return [Check("store", Verdict.FAIL, str(error))]
+    return [Check("store", Verdict.OK, f"{store.url}: driver and all tasks see the same files")]
+
+
+def _model(estimator: Tryable, df: DataFrame) -> Check:
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - importing this module needs no Spark
+
+    attempt: Callable[[], str] = functools.partial(estimator.try_rows, df, _SAMPLE_ROWS)
+    try:
+        return Check("model", Verdict.OK, attempt())
+    except (SparkHvdError, PySparkException) as error:
+        return Check("model", Verdict.FAIL, str(error))

@@ -25,9 +25,9 @@ from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import Selection, select
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.preflight import check_store
 from sparkhvd.driver.run import run
 from sparkhvd.driver.slots import describe_cluster, reserve
+from sparkhvd.driver.store_check import check_store
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.existing import existing_rows
@@ -36,6 +36,7 @@ from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.predict import OutputSpec
+from sparkhvd.estimators.sample import sampled
 from sparkhvd.estimators.worker import (
     SAMPLE_ROWS,
     ReaderName,
@@ -69,15 +70,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         params = self._checked_values()
-        selection = select(
-            dataset.schema,
-            feature_cols=params["feature_cols"],
-            label_cols=params["label_cols"],
-            weight_col=params["sample_weight_col"],
-            validation=params["validation"],
-            sparse_cols=params["sparse_cols"] or (),
-            fill=params["fill"],
-        )
+        selection = _selection(dataset, params)
         find_plugin(self.plugin).check(params, selection.schema, None)
         spark = dataset.sparkSession
         # A split by a seed that nobody chose is another one every time.
@@ -89,6 +82,22 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
         with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
             return self._fit_rows(spark, params, data.store, data.manifest)
+
+    def try_rows(self, dataset: DataFrame, rows: int) -> str:
+        """Put a few rows through the model, on the driver; which columns went where and what came out, in words.
+
+        Raises:
+            ParamError: the model does not take these rows.
+            DataError: they cannot be trained on.
+        """
+        params, plugin = self._checked_values(), find_plugin(self.plugin)
+        selection = _selection(dataset, params)
+        plugin.check(params, selection.schema, None)
+        schema, arrays = sampled(dataset, selection, rows)
+        outputs = plugin.check(params, schema, arrays)
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        gave = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
+        return f"{plugin.mapping(params, schema)}; {shapes} gave {gave}"
 
     def write(self) -> MLWriter:
         """A writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
@@ -243,6 +252,18 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             label_columns=params["label_cols"],
             run_id=params["run_id"],
         )
+
+
+def _selection(dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
+    return select(
+        dataset.schema,
+        feature_cols=params["feature_cols"],
+        label_cols=params["label_cols"],
+        weight_col=params["sample_weight_col"],
+        validation=params["validation"],
+        sparse_cols=params["sparse_cols"] or (),
+        fill=params["fill"],
+    )
 
 
 def _ranks(spark: SparkSession, num_proc: int | None) -> int:

@@ -19,6 +19,7 @@ class TaskOffer:
         host: how the cluster calls its host.
         bind_host: the address that its rank binds.
         devices: the GPUs that Spark gave it, by the names that CUDA knows on its host.
+        device_kind: what its rank computes on; empty without a GPU.
     """
 
     task_index: int
@@ -26,6 +27,7 @@ class TaskOffer:
     host: str
     bind_host: str
     devices: tuple[str, ...] = ()
+    device_kind: str = ""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> TaskOffer:

@@ -3,13 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from sparkhvd.config import OWN_DEVICES
-from sparkhvd.task.assignment import Slot
+from sparkhvd.task.assignment import Slot, TaskOffer
+from sparkhvd.task.job import Job
 from sparkhvd.task.output import RankLog
 
 # The GPUs that CUDA lets a process see.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# What NVIDIA's driver tells of its devices, without CUDA.
+_DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+
+
+def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DRIVER_FOLDER) -> str:
+    """What a rank computes on, in words, like ``GPU (NVIDIA H100)``; empty where it has no GPU.
+
+    Args:
+        assigned: the devices that Spark gave its task.
+        visible: CUDA_VISIBLE_DEVICES of its task, None when it is not set.
+        driver: where the driver tells of its devices.
+    """
+    models = sorted({model for path in driver.glob("*/information") if (model := _model(path))})
+    hidden = visible is not None and visible.strip() in {"", "-1"}
+    if not assigned and (hidden or not models):
+        return ""
+    return f"GPU ({', '.join(models)})" if models else "GPU"
+
+
+def _model(information: Path) -> str:
+    try:
+        lines = information.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), "")
+
+
+def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
+    """What is wrong when some ranks of a job would compute on GPUs and others not; empty when nothing is.
+
+    A job that sets CUDA_VISIBLE_DEVICES itself has decided that itself.
+    """
+    if any(name == VISIBLE for name, _ in job.env):
+        return ""
+    with_gpu = [offer for offer in offers if offer.device_kind]
+    without = [offer for offer in offers if not offer.device_kind]
+    if not with_gpu or not without:
+        return ""
+    return (
+        f"Not all ranks have the same kind of device: task {with_gpu[0].task_index} on host {with_gpu[0].host} has a "
+        f"{with_gpu[0].device_kind}, task {without[0].task_index} on host {without[0].host} has none. Let Spark give "
+        f'every rank a GPU (gpus_per_task=1), or keep all of them from using one (env={{"{VISIBLE}": ""}}).'
+    )
 
 
 def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]:

@@ -20,13 +20,14 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.task.assignment import TaskOffer, assign
-from sparkhvd.task.devices import write_device_map
+from sparkhvd.task.devices import mixed_devices, write_device_map
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.place import TaskPlace, place_of_task
 from sparkhvd.task.process import WorkerProcess, spawn_worker
 from sparkhvd.task.rank import Plan, accompany, worker_spec
+from sparkhvd.task.report import LAUNCH, FailureReport
 from sparkhvd.task.rows import result_rows
 from sparkhvd.task.threads import thread_defaults
 from sparkhvd.task.worker_spec import Raised
@@ -56,6 +57,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
             write_device_map(plan.slots, log)
         if problem is not None:
             worker.events.put(Raised(str(problem), "", secondary=False))
+        elif mixed := mixed_devices([one.offer for one in plan.slots], job):
+            worker.events.put(FailureReport(slot.world.rank, slot.offer.host, mixed, kind=LAUNCH))
         worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
         content = accompany(plan, slot, worker, deadline)
     yield from result_rows(slot.world.rank, content)
@@ -84,7 +87,8 @@ def _gather(context: BarrierTaskContext, place: TaskPlace, nics: tuple[str, ...]
     """Exchange what the tasks know; task 0 serves the rendezvous and makes the job's secret."""
     own_address = candidates(nics, place.host, place.hosts)[0].address if nics else ""
     bind_host = own_address or address_to_bind(place.host, place.hosts)
-    own: dict[str, object] = asdict(TaskOffer(place.index, host_hash(), place.host, bind_host, place.devices))
+    offer = TaskOffer(place.index, host_hash(), place.host, bind_host, place.devices, place.device_kind)
+    own: dict[str, object] = asdict(offer)
     if place.index == 0:
         token = secrets.token_bytes(32)
         server = RendezvousServer(token, bind_host)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from sparkhvd.config import visible_devices
-from sparkhvd.task.devices import cuda_names
+from sparkhvd.task.devices import cuda_names, device_kind
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class TaskPlace:
         hosts: how the cluster calls the hosts of all tasks, by index.
         cpus: its cores.
         devices: its GPUs, as CUDA calls them.
+        device_kind: what its rank computes on; empty without a GPU.
         parent: the process that it must not outlive.
         attempt: grows with every attempt of the stage, and is the same for all tasks of one.
     """
@@ -26,6 +27,7 @@ class TaskPlace:
     hosts: tuple[str, ...]
     cpus: int
     devices: tuple[str, ...] = ()
+    device_kind: str = ""
     parent: int = 0
     attempt: int = 0
 
@@ -40,11 +42,13 @@ def place_of_task() -> TaskPlace:
 
     context = BarrierTaskContext.get()
     gpus = context.resources().get("gpu")
+    devices = cuda_names(gpus.addresses, visible_devices()) if gpus else ()
     return TaskPlace(
         index=context.partitionId(),
         hosts=tuple(host_of(info.address) for info in context.getTaskInfos()),
         cpus=context.cpus(),
-        devices=cuda_names(gpus.addresses, visible_devices()) if gpus else (),
+        devices=devices,
+        device_kind=device_kind(devices, visible_devices()),
         parent=os.getppid(),
         attempt=context.taskAttemptId(),
     )

@@ -14,12 +14,13 @@ def result_rows(rank: int, content: bytes | Outcome) -> Iterator[pa.RecordBatch]
     """The rows of ``RESULT_SCHEMA`` for a rank: its result in chunks, or its failure; none when another rank failed."""
     if isinstance(content, bytes):
         for chunk, start in enumerate(range(0, max(len(content), 1), CHUNK_BYTES)):
-            yield _row(rank, RESULT, chunk, content[start : start + CHUNK_BYTES])
+            yield row(rank, RESULT, chunk, content[start : start + CHUNK_BYTES])
     elif content.failure is not None and content.failure.rank == rank:
-        yield _row(rank, FAILURE, 0, content.failure.to_json())
+        yield row(rank, FAILURE, 0, content.failure.to_json())
 
 
-def _row(rank: int, kind: str, chunk: int, content: bytes) -> pa.RecordBatch:
+def row(rank: int, kind: str, chunk: int, content: bytes) -> pa.RecordBatch:
+    """One row of ``RESULT_SCHEMA``."""
     return pa.RecordBatch.from_pydict(
         {
             "rank": pa.array([rank], pa.int32()),

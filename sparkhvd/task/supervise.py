@@ -134,7 +134,7 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
                 return FailureReport(job.rank, job.host, "was not ready for fn in time", kind=NOT_STARTED)
             continue
         ready = ready or isinstance(event, Ready)
-        if isinstance(event, Returned | Outcome | ServerLost):
+        if isinstance(event, Returned | FailureReport | Outcome | ServerLost):
             return event
         if isinstance(event, Raised):
             return FailureReport(job.rank, job.host, event.cause, traceback=event.traceback, secondary=event.secondary)

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.data import arrow_writer
 from sparkhvd.data.spark_settings import spark_can_write, told_by_spark
-from sparkhvd.driver.preflight import check_store
+from sparkhvd.driver.store_check import check_store
 from sparkhvd.errors import StoreError
 from sparkhvd.store import layout
 from tests.s3_server import BUCKET, SECRET

@@ -31,7 +31,7 @@ from sparkhvd.rpc.interfaces import interfaces
 from sparkhvd.rpc.messages import Assign, Attend, Message, Output, Probe, Reachable
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import TaskOffer, assign
-from sparkhvd.task.devices import device_map
+from sparkhvd.task.devices import device_map, mixed_devices
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob, Registration, plan_to_json, servers_to_json
 from sparkhvd.task.mpi.task import run_mpi_task
@@ -222,6 +222,8 @@ class MpiHandle:
                 f"There is no orted on the PATH of the executors on {', '.join(lacking)}. Install Open MPI on every "
                 "node of the cluster (Debian: openmpi-bin), or use launcher='barrier', which needs no MPI."
             )
+        if mixed := mixed_devices([task.offer for task in tasks], self._job):
+            raise LaunchError(mixed)
         clients = [self._client(task) for task in tasks]
         try:
             interface = self._common_interface(tasks, clients)

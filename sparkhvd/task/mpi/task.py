@@ -80,7 +80,8 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
             for one in candidates(job.job.nics, place.host, place.hosts)
         }
         stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it
-        offer = TaskOffer(place.index, host_hash(yarn_container()), place.host, "", place.devices)
+        key = host_hash(yarn_container())
+        offer = TaskOffer(place.index, key, place.host, "", place.devices, place.device_kind)
         listening = tuple(
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )

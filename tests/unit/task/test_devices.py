@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.task.assignment import TaskOffer, assign
-from sparkhvd.task.devices import cuda_names, device_map, device_variables
+from sparkhvd.task.devices import cuda_names, device_kind, device_map, device_variables, mixed_devices
+from sparkhvd.task.job import Job
 
 
 def slots(*tasks: tuple[str, tuple[str, ...]]):
@@ -53,3 +54,24 @@ def test_the_map_has_a_line_per_rank():
         "rank 0: host node-a, local rank 0, GPU 0\nrank 1: host node-b, local rank 0, GPU none"
     )
     assert device_map(slots(("a", ()))) == ""
+
+
+def test_what_a_rank_computes_on_is_told_by_the_driver_of_its_gpus(tmp_path):
+    assert device_kind((), None, tmp_path) == ""
+    assert device_kind(("0",), None, tmp_path) == "GPU"
+    for number, model in (("0", "NVIDIA H100"), ("1", "NVIDIA H100"), ("2", "NVIDIA L4")):
+        folder = tmp_path / number
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ: 1\n")
+    assert device_kind((), None, tmp_path) == device_kind(("1",), "0,1", tmp_path) == "GPU (NVIDIA H100, NVIDIA L4)"
+    assert device_kind((), "", tmp_path) == device_kind((), "-1", tmp_path) == ""
+
+
+def test_ranks_with_and_without_gpu_are_refused_unless_the_job_says_who_sees_what():
+    one, other = TaskOffer(0, "a", "node-a", "", (), "GPU (NVIDIA H100)"), TaskOffer(1, "b", "node-b", "")
+    job = Job(b"", 2)
+    said = mixed_devices([one, other], job)
+    assert "task 0 on host node-a has a GPU (NVIDIA H100), task 1 on host node-b has none" in said
+    assert 'env={"CUDA_VISIBLE_DEVICES": ""}' in said
+    assert mixed_devices([one, one], job) == mixed_devices([other, other], job) == ""
+    assert mixed_devices([one, other], Job(b"", 2, env=(("CUDA_VISIBLE_DEVICES", ""),))) == ""

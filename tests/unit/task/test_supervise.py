@@ -19,7 +19,7 @@ from sparkhvd.task import supervise as supervising
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.process import OUTPUT_SECONDS, WorkerProcess, spawn_worker
-from sparkhvd.task.report import NOT_STARTED, FailureReport
+from sparkhvd.task.report import LAUNCH, NOT_STARTED, FailureReport
 from sparkhvd.task.supervise import (
     OUTCOME,
     Outcome,
@@ -37,6 +37,15 @@ TOKEN = b"t" * 32
 
 def test_the_processes_of_a_failed_job_are_gone_within_five_seconds():
     assert supervising.GRACE_SECONDS + supervising.TERM_SECONDS + OUTPUT_SECONDS < 5.0
+
+
+def test_a_job_that_its_task_refuses_ends_with_the_tasks_reason(worker, client):
+    refused = FailureReport(1, "node-4", "Not all ranks have the same kind of device.", kind=LAUNCH)
+    worker.events.put(refused)
+    ended = supervise(worker, supervision(client))
+    assert isinstance(ended, Outcome)
+    assert ended.failure == refused
+    assert not psutil.pid_exists(worker.pid)
 
 
 def ignore_sigterm_and_stay(path: str) -> None:

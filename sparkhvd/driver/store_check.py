@@ -1,0 +1,107 @@
+"""Checks before a job whose failure would be hard to understand later."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from sparkhvd.driver.slots import describe_cluster
+from sparkhvd.errors import SparkHvdError, StoreError
+from sparkhvd.store.probe import Probe, new_probe
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger(__name__)
+
+_SCHEMA = "host string, name string, trouble string"
+
+
+def needs_check(spark: SparkSession, store: Store) -> bool:
+    """Whether a Store might not be shared: a folder on a ``local`` master, with one machine only, cannot but be."""
+    master = str(describe_cluster(spark).master)
+    return not (store.url.startswith("file:") and (master == "local" or master.startswith("local[")))
+
+
+def check_store(spark: SparkSession, store: Store, tasks: int) -> None:
+    """Check that the executors read what the driver writes to a Store, and the other way round.
+
+    One Spark job of ``tasks`` short tasks, each with one file to read and one to write. Nothing is done for a folder on
+    a ``local`` master, where all processes are on one machine.
+
+    Args:
+        spark: the session whose executors are asked.
+        store: the Store.
+        tasks: how many to ask; Spark spreads them over idle executors, so the number of slots asks them all.
+
+    Raises:
+        StoreError: an executor cannot use the Store, or does not see the same files; the message names the host.
+    """
+    if not needs_check(spark, store):
+        return
+    probe = new_probe(store)
+    # As bytes, so that an executor that lacks the package of the Store can say so.
+    sent = pickle.dumps(probe)
+    try:
+        probe.leave()
+        rows = spark.range(tasks, numPartitions=tasks).mapInArrow(partial(answer, sent), _SCHEMA).collect()
+        judge(probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
+    finally:
+        remove(probe)
+
+
+def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Answer a probe from inside a task."""
+    from pyspark import TaskContext  # noqa: PLC0415  (this runs in Spark's tasks)
+
+    for _ in batches:  # Spark wants its input read
+        continue
+    context = TaskContext.get()
+    name = "task" if context is None else f"{context.partitionId()}-{context.taskAttemptId()}"
+    try:
+        trouble = pickle.loads(sent).answer(name)
+    except ImportError as error:
+        trouble = f"cannot use it: {error}"
+    row = {"host": [socket.gethostname()], "name": [name], "trouble": [trouble]}
+    yield pa.RecordBatch.from_pydict({key: pa.array(value, pa.string()) for key, value in row.items()})
+
+
+def judge(probe: Probe, answers: Sequence[tuple[str, str, str]]) -> None:
+    """Say what is wrong with the Store of a probe.
+
+    Args:
+        probe: was left there.
+        answers: host, name and trouble of everybody who was asked.
+
+    Raises:
+        StoreError: somebody cannot use it or sees other files; the message names the host.
+    """
+    store = probe.store
+    for host, _, trouble in answers:
+        if trouble:
+            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {trouble}. {_WAY_OUT}")
+    unseen = set(probe.unseen([name for _, name, _ in answers]))
+    for host, name, _ in answers:
+        if name in unseen:
+            raise StoreError(
+                f"The Store {store.url} is not shared: the driver does not see what the executor on host {host} has "
+                f"just written. {_WAY_OUT}"
+            )
+
+
+_WAY_OUT = "Use a folder that all machines mount at the same path, or HDFS or an object store that all can reach."
+
+
+def remove(probe: Probe) -> None:
+    """Remove what a probe left; a failure is logged."""
+    try:
+        probe.remove()
+    except SparkHvdError as error:  # what the check found is the one to report
+        logger.warning("Could not remove what checked the Store: %s", error)

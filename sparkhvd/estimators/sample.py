@@ -1,0 +1,34 @@
+"""A few rows of a DataFrame, on the driver, as a model would get them."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sparkhvd.data.direct import GivenRows, checked, dealt
+from sparkhvd.data.facts import SPLIT
+from sparkhvd.data.readers import Arrays
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.selection import Selection
+from sparkhvd.data.spool import Spool
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+def sampled(dataset: DataFrame, selection: Selection, rows: int) -> tuple[DataSchema, Arrays]:
+    """The schema with the shapes of the first rows, and these rows by column.
+
+    Raises:
+        DataError: the rows cannot be trained on, or there are none.
+    """
+    whole = replace(selection, validation=None)
+    table = dealt(dataset.limit(rows), whole, num_proc=1, seed=0).toArrow()
+    with closing(Spool((tempfile.gettempdir(),), by=SPLIT, otherwise="train")) as spool:
+        for batch in table.to_batches():
+            spool.write(batch)
+        given = GivenRows(spool.finish(), whole, 0)
+        schema = checked(given.facts(), whole, 1)
+        return schema, given.head(schema, rows)

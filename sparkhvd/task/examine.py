@@ -1,0 +1,179 @@
+"""What a Spark task finds out about its place before a job: the part of the preflight that runs on the cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import platform
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pyarrow as pa
+
+import sparkhvd
+from sparkhvd.addresses import address_to_bind
+from sparkhvd.deadline import Deadline
+from sparkhvd.rpc.client import connect
+from sparkhvd.rpc.messages import Message
+from sparkhvd.rpc.server import Server
+from sparkhvd.task.host_hash import host_hash
+from sparkhvd.task.place import TaskPlace, place_of_task
+from sparkhvd.task.rows import row
+
+EXAMINATION = "examination"
+_PACKAGES = ("numpy", "pyarrow", "torch", "tensorflow", "keras", "lightning")
+# The same modules under other names of the package.
+_OTHER_NAMES = {"tensorflow": ("tensorflow-cpu",), "lightning": ("pytorch-lightning",)}
+_REACH_SECONDS = 3.0
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the driver wants to know.
+
+    Attributes:
+        secret: of the connections that tasks make to each other.
+        probe: of a Store, pickled, so that an executor without the package of the Store can say so; None is no Store.
+    """
+
+    secret: bytes = field(repr=False)
+    probe: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What one task found.
+
+    Attributes:
+        task_index: its number.
+        host: how the cluster calls its host.
+        host_hash: equal for tasks that may share memory.
+        versions: of Python, sparkhvd and the packages that are there.
+        cpus: its cores.
+        devices: the GPUs that Spark gave it.
+        device_kind: what its rank would compute on; empty without a GPU.
+        shared_memory: size of /dev/shm in bytes.
+        orted: whether Open MPI's orted is on the PATH.
+        unreachable: a sentence for every host that it cannot reach.
+        store: what is wrong with the Store, empty when nothing is.
+        store_answer: under which name it answered in the Store, empty when it was not asked.
+    """
+
+    task_index: int
+    host: str
+    host_hash: str
+    versions: Mapping[str, str]
+    cpus: int
+    devices: tuple[str, ...]
+    device_kind: str
+    shared_memory: int
+    orted: bool
+    unreachable: tuple[str, ...] = ()
+    store: str = ""
+    store_answer: str = ""
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Examination:
+        fields: dict[str, Any] = json.loads(content)
+        return cls(**{**fields, **{name: tuple(fields[name]) for name in ("devices", "unreachable")}})
+
+
+class _Silent:
+    """Whoever reaches this server has proved the secret, which is all that is asked."""
+
+    def handle(self, message: Message) -> Message | None:  # noqa: ARG002 - the protocol of a server
+        return None
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, sparkhvd and of the packages that matter, where they are installed."""
+    found = {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__}
+    for name in _PACKAGES:
+        for called in (name, *_OTHER_NAMES.get(name, ())):
+            try:
+                found[name] = version(called)
+            except PackageNotFoundError:
+                continue
+            break
+    return found
+
+
+def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Look around from inside a barrier task; yields one row of ``RESULT_SCHEMA``."""
+    from pyspark import BarrierTaskContext  # noqa: PLC0415 - the driver imports this module, too
+
+    for _ in batches:  # Spark wants its input read
+        continue
+    context, place = BarrierTaskContext.get(), place_of_task()
+    address = address_to_bind(place.host, place.hosts)
+    with Server(question.secret, _Silent(), address, name="sparkhvd-preflight") as server:
+        own = {"index": place.index, "host": place.host, "key": host_hash(), "address": address, "port": server.port}
+        gathered = [json.loads(message) for message in context.allGather(json.dumps(own))]
+        unreachable = _unreachable(own, gathered, question.secret)
+        trouble, name = _asked_store(question.probe, f"{place.index}-{place.attempt}")
+        context.barrier()  # nobody closes its server before all have tried it
+    found = _examination(place, unreachable, trouble, name)
+    yield row(place.index, EXAMINATION, 0, found.to_json())
+
+
+def _examination(place: TaskPlace, unreachable: tuple[str, ...], trouble: str, name: str) -> Examination:
+    return Examination(
+        task_index=place.index,
+        host=place.host,
+        host_hash=host_hash(),
+        versions=versions(),
+        cpus=place.cpus,
+        devices=place.devices,
+        device_kind=place.device_kind,
+        shared_memory=_size_of_shared_memory(),
+        orted=shutil.which("orted") is not None,
+        unreachable=unreachable,
+        store=trouble,
+        store_answer=name,
+    )
+
+
+def _size_of_shared_memory() -> int:
+    try:
+        found = os.statvfs("/dev/shm")  # noqa: S108 - nothing is put there
+    except OSError:
+        return 0
+    return found.f_blocks * found.f_frsize
+
+
+def _unreachable(own: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], secret: bytes) -> tuple[str, ...]:
+    """What keeps this task from the other hosts; the first task of each host tries the first one of every other."""
+    firsts: dict[str, Mapping[str, Any]] = {}
+    for task in sorted(tasks, key=lambda one: int(one["index"])):
+        firsts.setdefault(str(task["key"]), task)
+    if firsts[str(own["key"])]["index"] != own["index"]:
+        return ()
+
+    def attempt(task: Mapping[str, Any]) -> str:
+        try:
+            connect([(task["address"], task["port"])], secret, Deadline.after(_REACH_SECONDS)).close()
+        except OSError as error:
+            return f"{own['host']} cannot reach {task['host']}: {error}"
+        return ""
+
+    others = [task for key, task in firsts.items() if key != own["key"]]
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="sparkhvd-preflight") as pool:
+        return tuple(sentence for sentence in pool.map(attempt, others) if sentence)
+
+
+def _asked_store(probe: bytes | None, name: str) -> tuple[str, str]:
+    if probe is None:
+        return "", ""
+    try:
+        return str(pickle.loads(probe).answer(name)), name
+    except ImportError as error:
+        return f"cannot use it: {error}", name

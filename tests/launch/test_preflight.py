@@ -1,0 +1,84 @@
+"""The preflight on a real session: what it finds, and how long it may take."""
+
+from __future__ import annotations
+
+import io
+import uuid
+
+import pytest
+import torch
+
+import sparkhvd
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.cli.main import main
+from sparkhvd.driver.preflight_report import Verdict
+
+pytestmark = pytest.mark.spark
+
+
+def estimator_of(store: Store | None, model: torch.nn.Module) -> TorchEstimator:
+    return TorchEstimator(
+        num_proc=2,
+        store=store,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x", "pixels"],
+        label_cols=["y"],
+        validation=0.2,
+    )
+
+
+class TwoInputs(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(width, 1)
+
+    def forward(self, x, pixels):
+        return self.layer(torch.cat([x[:, None], pixels], dim=1))
+
+
+@pytest.fixture
+def rows(spark):
+    return spark.range(50).selectExpr("id / 50.0D AS x", "array(1.0D, id * 2.0D, 3.0D) AS pixels", "id * 3.0D AS y")
+
+
+def test_the_preflight_says_of_a_good_cluster_that_it_is_ready(spark, rows, tmp_path):
+    printed = io.StringIO()
+    report = sparkhvd.preflight(
+        spark, estimator=estimator_of(Store.create(str(tmp_path)), TwoInputs(4)), df=rows, stdout=printed
+    )
+    assert report.ok, printed.getvalue()
+    assert printed.getvalue() == f"{report}\n"
+    found = {check.name: check for check in report.checks}
+    assert set(found) == {"slots", "network", "devices", "versions", "shared memory", "store", "model"}
+    assert found["slots"].says == "2 ranks (2 asked for; master local[4])"
+    assert "x [5], pixels [5, 3], y [5] gave [5, 1]" in found["model"].says
+    assert [task.task_index for task in report.tasks] == [0, 1]
+    assert report.tasks[0].versions == report.driver
+    assert report.tasks[0].versions["torch"] == torch.__version__.partition("+")[0]
+
+
+def test_the_preflight_names_everything_that_is_wrong_at_once(spark, rows):
+    store = Store.create(f"memory://{uuid.uuid4().hex}")  # every process has one of its own
+    printed = io.StringIO()
+    report = sparkhvd.preflight(
+        spark, 9, store=store, estimator=estimator_of(None, TwoInputs(7)), df=rows, stdout=printed
+    )
+    failed = {check.name: check.says for check in report.checks if check.verdict is Verdict.FAIL}
+    assert set(failed) == {"slots", "store", "model"}
+    assert "num_proc=9 ranks were asked for, but the cluster has 4 slots" in failed["slots"]
+    assert "is not shared: the executor on host" in failed["store"]
+    assert "mat1 and mat2 shapes cannot be multiplied" in failed["model"]
+    assert len(report.tasks) == 4, "the slots that are there are asked all the same"
+    assert "3 to solve" in printed.getvalue()
+
+
+def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path, capsys):
+    assert main(["doctor", "-np", "2", "--store", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "sparkhvd preflight: ready" in said
+    assert f"store          file://{tmp_path}: a folder of the one machine that there is" in said
+    assert main(["doctor", "-np", "9"]) == 1
+    assert main(["doctor", "--conf", "nothing"]) == 1
+    assert "--conf 'nothing' is not like spark.executor.cores=4" in capsys.readouterr().err
