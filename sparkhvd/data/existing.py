@@ -1,4 +1,4 @@
-"""Parquet files that something else wrote (Spark, pandas, pyarrow, petastorm), as a dataset that the readers take.
+"""Parquet files that are there already (of Spark, pandas, pyarrow, petastorm, or prepared), as a dataset for the readers.
 
 Their footers tell the row groups and the NULLs, the first row the shapes of arrays and vectors. Nothing else is read,
 and nothing is written. That all rows have those shapes is checked as they are read.
@@ -7,28 +7,27 @@ and nothing is written. That all rows have those shapes is checked as they are r
 from __future__ import annotations
 
 import math
-import os
 import posixpath
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.data import arrow_types, codecs, columns, unischema
 from sparkhvd.data.facts import too_few_rows
 from sparkhvd.data.footers import Footer, LeafFacts, read_footers
-from sparkhvd.data.manifest import DataFile, Manifest, Split
+from sparkhvd.data.located import Access, locate
+from sparkhvd.data.manifest import DataFile, Manifest, Split, load
+from sparkhvd.data.prepared import chosen
 from sparkhvd.data.schema import ColumnSpec, DataSchema, Fill, Role
 from sparkhvd.data.selection import RESERVED_PREFIX, completed, no_such_column
+from sparkhvd.data.spark_types import checked_fill
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyarrow import fs
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://([^/]*))?(/.*|)")
+_MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -40,75 +39,22 @@ class ExistingFiles:
 
 
 @dataclass(frozen=True)
-class ReadOnlyFolder(Store):
-    """A folder of this machine or a mount, to be read only: nothing is made where nothing is."""
+class Wanted:
+    """Which columns are wanted of files, and for what.
 
-    root: str
+    Attributes:
+        features: columns, or ``struct.field``; None means all but the others.
+        labels: columns to learn.
+        weight: the rows' weights.
+        fill: by column, what to read where it is NULL.
+        transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
+    """
 
-    @property
-    def url(self) -> str:
-        return f"file://{self.root}"
-
-    def exists(self, path: str) -> bool:
-        return Path(self.root, path).exists()
-
-    def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
-        if mode != "rb":
-            raise self._refused()
-        try:
-            return Path(self.root, path).open("rb")
-        except OSError as error:
-            raise StoreError(f"Cannot open {self.url}/{path}: {error.strerror or error}.") from error
-
-    def list(self, path: str) -> list[str]:
-        """Paths of all files below ``path``, or of the file itself, sorted."""
-        top = Path(self.root, path)
-        if top.is_file():
-            return [path]
-        found = [Path(folder, name) for folder, _, names in os.walk(top) for name in names]
-        return sorted(file.relative_to(self.root).as_posix() for file in found)
-
-    def publish(self, path: str, content: bytes) -> None:  # noqa: ARG002
-        raise self._refused()
-
-    def delete(self, path: str) -> None:  # noqa: ARG002
-        raise self._refused()
-
-    def spark_url(self, path: str) -> str:
-        return f"{self.url}/{path}"
-
-    def spark_options(self) -> dict[str, str]:
-        return {}
-
-    def with_spark_settings(self, settings: Mapping[str, str]) -> ReadOnlyFolder:  # noqa: ARG002
-        return self
-
-    def at(self, url: str) -> ReadOnlyFolder:
-        return ReadOnlyFolder(_parsed(url)[1])
-
-    @property
-    def train_path(self) -> str | None:
-        return None
-
-    @property
-    def val_path(self) -> str | None:
-        return None
-
-    @property
-    def test_path(self) -> str | None:
-        return None
-
-    @property
-    def save_runs(self) -> bool:
-        return False
-
-    def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
-        from pyarrow import fs  # noqa: PLC0415  (heavy)
-
-        return fs.LocalFileSystem(use_mmap=True), str(Path(self.root, path))
-
-    def _refused(self) -> StoreError:
-        return StoreError(f"The files in {self.url} are only read; nothing is written there.")
+    features: Sequence[str] | None
+    labels: Sequence[str] = ()
+    weight: str | None = None
+    fill: Mapping[str, Fill] | None = None
+    transformed: bool = False
 
 
 def open_existing(
@@ -121,116 +67,144 @@ def open_existing(
     fill: Mapping[str, Fill] | None = None,
     transformed: bool = False,
     num_proc: int = 1,
-    near: Store | None = None,
+    access: Access | None = None,
 ) -> ExistingFiles:
-    """The Parquet files at a path or URL, as a dataset.
+    """The Parquet files at a path or URL, as a dataset to train on.
 
     Args:
         train: a folder (its files in the order of their names; names that start with ``_`` or a dot do not count), or
             one file, with the rows to train on.
         validation: the same for the rows to validate on; it has to lie on the same file system.
-        feature_cols: None means all columns but the others.
+        feature_cols: columns, or ``struct.field``; None means all but the others.
         label_cols: columns to learn.
         weight_col: the rows' weights.
         fill: by column, what to read where it is NULL.
         transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
         num_proc: the number of ranks; there have to be as many training rows at least.
-        near: a Store; files on a file system of its kind are reached as it is.
+        access: how the file system is reached.
 
     Raises:
         DataError: nothing is there, a file is no Parquet file or damaged, there are too few rows, or NULL without fill.
         SchemaError: a column is missing or cannot be used, or the files differ in it.
+        StoreError: the file system cannot be reached.
     """
-    store, folder, places = _locate([train] if validation is None else [train, validation], near)
-    footers = [_footers(store, place) for place in places]
+    store, places = locate([train] if validation is None else [train, validation], access or Access())
+    manifest = _manifest(store, places, Wanted(feature_cols, label_cols, weight_col, fill, transformed))
+    if manifest.train.rows < num_proc:
+        raise DataError(too_few_rows(manifest.train.rows, num_proc))
+    return ExistingFiles(store, manifest)
+
+
+def open_data(
+    data: str | Manifest,
+    names: Sequence[str] | None,
+    fill: Mapping[str, Fill] | None = None,
+    *,
+    store: Store | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ExistingFiles:
+    """The rows that a loader goes over, with columns of any type.
+
+    Args:
+        data: a manifest, or a URL (with ``store``: a path in it) of a Parquet file, of a folder with such files in any
+            depth, or of a prepared dataset.
+        names: the columns in their order; None means all.
+        fill: by column, what to put where the data have NULL.
+        store: the Store in which ``data`` lies; needed for a manifest.
+        storage_options: of the Store of a URL.
+
+    Raises:
+        SparkHvdError: see ``open_existing``.
+    """
+    wanted = Wanted(names, fill=fill, transformed=True)
+    if isinstance(data, Manifest):
+        if store is None:
+            raise StoreError("A manifest says nothing of the Store that it lies in; pass store= with it.")
+        return ExistingFiles(store, _of_prepared(data, wanted))
+    if store is not None:
+        return ExistingFiles(store, _manifest(store, [data.strip("/")], wanted))
+    found, places = locate([data], Access(storage_options=storage_options))
+    return ExistingFiles(found, _manifest(found, places, wanted))
+
+
+def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
+    """What lies at a place: a prepared dataset, or other files; at two of them, to train and to validate on."""
+    at = places[0] if places[0].endswith(_MANIFEST) else f"{places[0]}/{_MANIFEST}"
+    if len(places) == 1 and store.exists(at):
+        return _of_prepared(load(store, at), wanted)
+    listed = [_visible_files(store, place) for place in places]
+    footers = [read_footers(store, files) for files in listed]
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
     if first is None:
-        raise DataError(f"There are no rows to train on in {train}: its files are empty.")
-    packed = unischema.read(store, places[0], first)
-    schema = _selected(first.schema, feature_cols, label_cols, weight_col, packed)
-    schema = completed(schema, (), fill or {}, transformed=transformed)
-    schema = _with_shapes(store, schema, first)
+        raise DataError(f"There are no rows to train on in {store.url}/{places[0]}: its files are empty.")
+    schema = _schema(store, places[0], first, wanted)
     for footer in (footer for group in footers for footer in group if any(footer.row_groups)):
         _check(store, footer, first, schema)
+    tops = [
+        posixpath.dirname(place) if files == [place] else place for place, files in zip(places, listed, strict=True)
+    ]
+    folder = posixpath.commonpath(tops)
     splits = [_split(group, folder) for group in footers]
-    if splits[0].rows < num_proc:
-        raise DataError(too_few_rows(splits[0].rows, num_proc))
-    if validation is not None and not splits[1].rows:
-        raise DataError(f"There are no rows to validate on in {validation}: its files are empty.")
-    held_out = splits[1] if validation is not None else None
-    return ExistingFiles(store, Manifest("existing files", folder, schema, splits[0], held_out, 0, validation))
+    if len(places) > 1 and not splits[1].rows:
+        raise DataError(f"There are no rows to validate on in {store.url}/{places[1]}: its files are empty.")
+    held_out = splits[1] if len(places) > 1 else None
+    return Manifest("existing files", folder, schema, splits[0], held_out, 0, places[1] if len(places) > 1 else None)
 
 
-def _locate(paths: Sequence[str], near: Store | None) -> tuple[Store, str, list[str]]:
-    """A Store above all of the paths, the folder in it that holds them, and their places in the Store."""
-    parsed = [_parsed(path) for path in paths]
-    if len({where for where, _ in parsed}) > 1:
-        raise DataError(f"{' and '.join(paths)} do not lie on one file system; put the rows side by side.")
-    where = parsed[0][0]
-    places = [place for _, place in parsed]
-    root, folder = posixpath.split(posixpath.commonpath(places))
-    if not folder:
-        raise DataError(f"{' and '.join(paths)} have no folder in common; put the rows side by side.")
-    return _store_at(where, root, near), folder, [posixpath.relpath(place, root) for place in places]
+def _of_prepared(manifest: Manifest, wanted: Wanted) -> Manifest:
+    if wanted.features is not None:
+        manifest = chosen(manifest, wanted.features, wanted.labels, wanted.weight)
+    elif wanted.labels or wanted.weight:
+        others = [*wanted.labels, *([] if wanted.weight is None else [wanted.weight])]
+        features = [name for name in manifest.schema.names() if name not in others]
+        manifest = chosen(manifest, features, wanted.labels, wanted.weight)
+    if not wanted.fill:
+        return manifest
+    known = manifest.schema.names()
+    for name in wanted.fill:
+        if name not in known:
+            raise SchemaError(f"fill names {name!r}, which is no selected column; those are {known}.")
+    filled = [
+        replace(manifest.schema[name], fill=checked_fill(manifest.schema[name], value))
+        for name, value in wanted.fill.items()
+    ]
+    return replace(manifest, schema=manifest.schema.replaced(filled))
 
 
-def _store_at(where: str, root: str, near: Store | None) -> Store:
-    if where == "file:":
-        return ReadOnlyFolder(root)
-    url = f"{where}{root}".rstrip("/")
-    same = near is not None and near.url.partition(":")[0] == where.partition(":")[0]
-    return near.at(url) if near is not None and same else Store.create(url)
-
-
-def _parsed(path: str) -> tuple[str, str]:
-    """The file system (scheme and server or bucket), and the path on it."""
-    match = _URL.fullmatch(path)
-    if match is None:
-        return "file:", str(Path(path).expanduser().absolute())
-    scheme, server, place = match[1].lower(), match[2], "/" + match[3].strip("/")
-    if scheme == "file":
-        return "file:", place
-    return (f"{scheme}:" if server is None else f"{scheme}://{server}"), place
-
-
-def _footers(store: Store, place: str) -> list[Footer]:
+def _visible_files(store: Store, place: str) -> list[str]:
     files = [path for path in store.list(place) if _is_visible(path.removeprefix(place))]
     if not files:
         raise DataError(f"There are no Parquet files in {store.url}/{place}; check the path.")
-    return read_footers(store, files)
+    return files
 
 
 def _is_visible(inside: str) -> bool:
     return not any(part.startswith(("_", ".")) for part in inside.split("/") if part)
 
 
-def _selected(
-    arrow: pa.Schema,
-    feature_cols: Sequence[str] | None,
-    label_cols: Sequence[str],
-    weight_col: str | None,
-    packed: Mapping[str, unischema.Field],
-) -> DataSchema:
-    others = [*label_cols, *([weight_col] if weight_col is not None else [])]
-    if feature_cols is None:
-        feature_cols = [name for name in arrow.names if name not in others and not name.startswith(RESERVED_PREFIX)]
-    wanted: list[tuple[str, Role]] = [(name, "feature") for name in feature_cols]
-    wanted += [(name, "label") for name in label_cols]
-    wanted += [(name, "weight") for name in others[len(label_cols) :]]
-    return DataSchema(tuple(column for name, role in wanted for column in _columns(arrow, name, role, packed)))
+def _schema(store: Store, place: str, first: Footer, wanted: Wanted) -> DataSchema:
+    packed = unischema.read(store, place, first)
+    schema = _selected(first.schema, wanted, packed)
+    schema = completed(schema, (), wanted.fill or {}, transformed=wanted.transformed)
+    return _with_shapes(store, schema, first)
+
+
+def _selected(arrow: pa.Schema, wanted: Wanted, packed: Mapping[str, unischema.Field]) -> DataSchema:
+    others = [*wanted.labels, *([wanted.weight] if wanted.weight is not None else [])]
+    features = wanted.features
+    if features is None:
+        features = [name for name in arrow.names if name not in others and not name.startswith(RESERVED_PREFIX)]
+    roles: list[tuple[str, Role]] = [(name, "feature") for name in features]
+    roles += [(name, "label") for name in wanted.labels]
+    roles += [(name, "weight") for name in others[len(wanted.labels) :]]
+    return DataSchema(tuple(column for name, role in roles for column in _columns(arrow, name, role, packed)))
 
 
 def _columns(arrow: pa.Schema, name: str, role: Role, packed: Mapping[str, unischema.Field]) -> list[ColumnSpec]:
-    if name not in arrow.names:
-        # What prepare_data wrote has the fields of a struct as columns of their own.
-        fields = [other for other in arrow.names if other.startswith(f"{name}.")]
-        if not fields:
-            raise no_such_column(name, role, arrow.names, "The files have")
-        return [column for field in fields for column in _columns(arrow, field, role, packed)]
-    if name in packed and packed[name].codec is not None:
+    if name in packed and name in arrow.names and packed[name].codec is not None:
         field = packed[name]
         return [ColumnSpec(name, field.dtype, field.shape, role, "array", codec=field.codec)]
-    return [
+    found = [
         ColumnSpec(
             ".".join(leaf.path),
             leaf.dtype,
@@ -240,8 +214,22 @@ def _columns(arrow: pa.Schema, name: str, role: Role, packed: Mapping[str, unisc
             source=leaf.path if len(leaf.path) > 1 else (),
             depth=leaf.depth,
         )
-        for leaf in arrow_types.leaves((name,), arrow.field(name).type)
+        for top in _tops(arrow, name)
+        for leaf in arrow_types.leaves((top,), arrow.field(top).type)
     ]
+    found = [column for column in found if column.name == name or column.name.startswith(f"{name}.")]
+    if not found:
+        raise no_such_column(name, role, arrow.names, "The files have")
+    return found
+
+
+def _tops(arrow: pa.Schema, name: str) -> list[str]:
+    """The columns of the files in which ``name`` is to be found: its own, those of its fields, or that of its struct."""
+    if name in arrow.names:
+        return [name]
+    # What prepare_data wrote has the fields of a struct as columns of their own.
+    fields = [other for other in arrow.names if other.startswith(f"{name}.")]
+    return fields or [other for other in arrow.names if name.startswith(f"{other}.")]
 
 
 def _with_shapes(store: Store, schema: DataSchema, first: Footer) -> DataSchema:
@@ -315,5 +303,6 @@ def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], 
 
 
 def _split(footers: Iterable[Footer], folder: str) -> Split:
-    paths = [(footer, posixpath.relpath(footer.path, folder)) for footer in footers]
+    inside = f"{folder}/" if folder else ""
+    paths = [(footer, footer.path.removeprefix(inside)) for footer in footers]
     return Split(tuple(DataFile(path, footer.row_groups) for footer, path in paths if any(footer.row_groups)))

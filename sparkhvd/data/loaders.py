@@ -7,15 +7,15 @@ ahead. All ranks get the same number of batches, and every row comes once per ep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.comm import session
+from sparkhvd.data.existing import open_data
 from sparkhvd.data.manifest import Manifest, SplitName
-from sparkhvd.data.parquet_data import open_data
 from sparkhvd.data.readers import ParquetSource, Reading, Transformation
-from sparkhvd.data.schema import DataSchema, Fill
-from sparkhvd.errors import ConfigError, SchemaError
+from sparkhvd.data.schema import Fill
+from sparkhvd.errors import ConfigError
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
 
@@ -47,9 +47,7 @@ class Loading:
 
     def source(self, data: str | Manifest) -> ParquetSource:
         """The rows of this rank."""
-        store, manifest = open_data(data, self.store, self.storage_options, self.fill or {})
-        if self.columns is not None:
-            manifest = replace(manifest, schema=_selected(manifest.schema, self.columns))
+        found = open_data(data, self.columns, self.fill, store=self.store, storage_options=self.storage_options)
         reading = Reading(
             prefetch_bytes=self.prefetch_bytes,
             threads=self.threads,
@@ -57,8 +55,8 @@ class Loading:
             cache=self.cache,
         )
         return ParquetSource(
-            store,
-            manifest,
+            found.store,
+            found.manifest,
             self.split,
             _world(self.rank, self.size),
             self.batch_size,
@@ -80,7 +78,7 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
         batch_size: rows of this rank in a batch; the last one of an epoch may have fewer, or none.
         **options: by name, for both loaders:
 
-            - ``columns``: the columns to read, all by default.
+            - ``columns``: the columns to read, also ``struct.field``; all by default.
             - ``split``: of a prepared dataset, ``"train"`` (the default) or ``"validation"``.
             - ``store``: the Store in which ``data`` lies, if it is a manifest or a path in that Store.
             - ``storage_options``: of the Store of a URL.
@@ -93,9 +91,9 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
             - ``prefetch_bytes`` and ``threads``: see ``sparkhvd.data.readers.Reading``.
 
     Raises:
-        StoreError: there is nothing at the URL, or it cannot be read.
-        DataError: it is no Parquet, or its files do not fit together.
-        SchemaError: a column does not exist or has a type that cannot be read.
+        DataError: there is nothing at the URL, or no Parquet, or NULL without a fill.
+        SchemaError: a column does not exist, has a type that cannot be read, or is not the same in all files.
+        StoreError: the URL cannot be reached.
 
     Example:
         >>> for batch in torch_loader("/data/numbers.parquet", 1024):  # doctest: +SKIP
@@ -138,10 +136,3 @@ def _world(rank: int | None, size: int | None) -> World:
     if rank is not None and size is not None:
         return World(rank=rank, size=size, local_rank=rank, local_size=size)
     return session.current().world if session.is_initialized() else World()
-
-
-def _selected(schema: DataSchema, names: Sequence[str]) -> DataSchema:
-    missing = [name for name in names if name not in schema.names()]
-    if missing:
-        raise SchemaError(f"There is no column {missing[0]!r}; there are {', '.join(map(repr, schema.names()))}.")
-    return DataSchema(tuple(schema[name] for name in names))

@@ -71,7 +71,7 @@ class PetastormSource:
         self._rank, self._size, self._batch = world.rank, world.size, batch_size
         self._seed, self._shuffle = seed, shuffle
         folders = {posixpath.dirname(file.path) for file in manifest.split(split).files}
-        self._url = f"{store.url}/{manifest.folder}/{posixpath.commonpath(folders)}".rstrip("/")
+        self._url = posixpath.join(store.url, manifest.folder, posixpath.commonpath(folders)).rstrip("/")
 
     @property
     def schema(self) -> DataSchema:

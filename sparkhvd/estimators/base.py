@@ -17,6 +17,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.config import from_environment
 from sparkhvd.data.direct import dealt
+from sparkhvd.data.located import Access
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.prepare import Writing
 from sparkhvd.data.prepared import PreparedData, acquire
@@ -143,7 +144,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         values = self._checked_values()
         spark = SparkSession.active()
         self._settle(spark, values)
-        files = existing_rows(values, dataset_idx, path, validation_path, reader)
+        access = Access(values["store"], told=partial(told_by_spark, spark=spark))
+        files = existing_rows(values, dataset_idx, path, validation_path, reader, access)
         find_plugin(self.plugin).check(values, files.manifest.schema, None)
         return self._fit_rows(spark, values, files.store, files.manifest, reader)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparkhvd.data.existing import ExistingFiles, open_existing
 from sparkhvd.data.facts import too_few_rows
+from sparkhvd.data.located import Access
 from sparkhvd.data.manifest import load
 from sparkhvd.data.prepared import PreparedData, chosen, open_here
 from sparkhvd.data.spark_types import numbers_only
@@ -20,6 +21,7 @@ def existing_rows(
     path: str | None,
     validation_path: str | None,
     reader: str,
+    access: Access,
 ) -> ExistingFiles:
     """The rows that ``fit_on_parquet`` was asked for, with the columns of the estimator's parameters.
 
@@ -66,7 +68,7 @@ def existing_rows(
         weight_col=params["sample_weight_col"],
         fill=params["fill"],
         num_proc=params["num_proc"],
-        near=params["store"],
+        access=access,
     )
 
 

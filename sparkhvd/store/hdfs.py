@@ -187,7 +187,7 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
     scheme, folder, own = "hdfs", path, ""
     if found := _URL.fullmatch(path):
         scheme, own, folder = found["scheme"].lower(), found["authority"] or "", found["folder"]
-    if scheme not in {"hdfs", "viewfs"} or not folder.startswith("/"):
+    if scheme not in {"hdfs", "viewfs"} or not (folder.startswith("/") or (own and not folder)):
         raise StoreError(
             f"{path!r} is no folder on HDFS; give hdfs://namenode:port/folder, hdfs:///folder, or an absolute path."
         )

@@ -94,6 +94,8 @@ class LocalStore(Store):
         """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
         found = set()
         for top, stands_for in self._places.tops(path, self.url):
+            if path and Path(top).is_file():
+                return [path]
             with _reporting("list", f"file://{top}"):
                 for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
                     inside = Path(stands_for, Path(folder).relative_to(top))

@@ -14,9 +14,13 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from sparkhvd.data import ParquetSource
+from sparkhvd.data.existing import open_data, open_existing
+from sparkhvd.data.located import Access
 from sparkhvd.errors import StoreError
 from sparkhvd.store import Store
 from sparkhvd.store.registry import STORES
+from sparkhvd.world import World
 from tests.s3_server import BUCKET, SECRET
 
 
@@ -112,6 +116,7 @@ def test_what_is_written_is_read_back_and_listed(store):
     assert store.list("runs") == ["runs/a b/x.bin", "runs/manifest"]
     assert store.list("runs/a b") == store.list("")[:1] == ["runs/a b/x.bin"]
     assert store.list("nothing/here") == []
+    assert store.list("runs/manifest") == ["runs/manifest"], "a file is all that there is below it"
     assert store.exists("runs/manifest")
     assert store.exists("runs")
     assert not store.exists("runs/other")
@@ -295,6 +300,41 @@ def test_without_a_prefix_it_lies_in_the_folder_that_holds_all_paths(store):
     assert (made.train_path, made.val_path, made.test_path) == (*paths.values(), None) or made.url.startswith("file:")
     store.publish("rows/train/x.parquet", b"1")
     assert made.at(made.train_path).list("") == ["x.parquet"]
+
+
+def rows_of(files, split):
+    source = ParquetSource(files.store, files.manifest, split, World(), 64, seed=0, shuffle=False)
+    return [x for batch in source.epoch(0) for x in batch.columns["x"].tolist()]
+
+
+def test_files_at_its_paths_are_data_to_train_on(store):
+    for name, first in (("train/0", 0), ("train/1", 100), ("held out", 200)):
+        with store.open(f"rows/{name}.parquet", "wb") as file:
+            parquet.write_table(pa.table({"x": range(first, first + 100), "y": [0.5] * 100}), file, row_group_size=30)
+    store.publish("rows/train/_SUCCESS", b"")
+    options = {"storage_options": store.storage_options} if getattr(store, "storage_options", None) else {}
+    made = type(store)(
+        store.url, train_path=f"{store.url}/rows/train", val_path=f"{store.url}/rows/held out.parquet", **options
+    )
+    told = []
+    access = Access(made, told=lambda store: told.append(store) or store)
+    files = open_existing(made.train_path, made.val_path, feature_cols=["x"], label_cols=["y"], access=access)
+    assert rows_of(files, "train") == list(range(200))
+    assert rows_of(files, "validation") == list(range(200, 300))
+    assert told == [], "the Store's own way to the file system is taken"
+    url = f"{store.url}/rows/train"
+    other = {"s3": "s3a"}.get(url.partition(":")[0])
+    again = open_existing(
+        url if other is None else other + url[2:], feature_cols=["x"], label_cols=["y"], access=access
+    )
+    assert again.manifest.train.rows == 200
+    alone = open_data(url, ["x"], **options)
+    assert rows_of(alone, "train") == list(range(200))
+    inside = open_data("rows/train/1.parquet", ["x"], store=store)
+    assert rows_of(inside, "train") == list(range(100, 200))
+    for one in (files, again, alone):
+        if hasattr(one.store, "_connection"):
+            one.store._connection.close()
 
 
 def test_arrow_reads_parquet_that_was_written_through_the_store(store):

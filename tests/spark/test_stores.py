@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
@@ -13,7 +14,7 @@ from sparkhvd.data import arrow_writer
 from sparkhvd.data.spark_settings import spark_can_write, told_by_spark
 from sparkhvd.driver.store_check import check_store
 from sparkhvd.errors import StoreError
-from sparkhvd.store import layout
+from sparkhvd.store import HDFSStore, layout
 from tests.s3_server import BUCKET, SECRET
 
 pytestmark = pytest.mark.spark
@@ -72,6 +73,60 @@ def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark,
     assert [path for path in store.list("") if path.startswith("probes/")] == []
 
 
+@pytest.fixture
+def sparks_own_credentials(spark, s3):
+    """What Spark's session says of S3, for the time of a test."""
+    settings = {
+        "fs.s3a.access.key": s3.options["key"],
+        "fs.s3a.secret.key": "that of another bucket",
+        f"fs.s3a.bucket.{BUCKET}.secret.key": SECRET,
+        "fs.s3a.endpoint": s3.endpoint,
+        "fs.s3a.endpoint.region": "us-east-1",
+        "fs.s3a.path.style.access": "true",
+    }
+    conf = spark.sparkContext._jsc.hadoopConfiguration()
+    before = {name: conf.get(name) for name in settings}
+    for name, value in settings.items():
+        conf.set(name, value)
+    yield
+    for name, value in before.items():
+        conf.unset(name) if value is None else conf.set(name, value)
+
+
+@pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
+@pytest.mark.parametrize("by", ["train_path of the Store", "path, with the credentials of Spark"])
+def test_an_estimator_trains_on_files_that_lie_in_a_remote_store(
+    spark, hdfs_store, s3_store, sparks_own_credentials, tmp_path, by
+):
+    remote = hdfs_store if by.startswith("train_path") else s3_store
+    for name, first in (("train/a", 0), ("train/b", 32), ("held out/c", 64)):
+        table = pa.table({"x": [i / 64 for i in range(first, first + 32)], "y": [1.0] * 32})
+        with remote.open(f"{name}.parquet", "wb") as file:
+            parquet.write_table(table, file, row_group_size=10)
+    train, held_out = f"{remote.url}/train", f"{remote.url}/held out"
+    if remote is hdfs_store:
+        store, paths = HDFSStore(train_path=train, val_path=held_out), {}
+    else:
+        store, paths = Store.create(str(tmp_path)), {"path": train, "validation_path": held_out}
+    model = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(
+        num_proc=1,
+        store=store,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        epochs=1,
+        verbose=0,
+    )
+    (record,) = estimator.fit_on_parquet(**paths).trained.history
+    assert record.train["loss"] > 0
+    assert record.validation["loss"] > 0
+    if hasattr(store, "_connection"):
+        store._connection.close()
+
+
 def test_spark_writes_where_it_has_a_connector_and_nowhere_else(spark, hdfs_store, s3_store, tmp_path):
     assert spark_can_write(spark, Store.create(str(tmp_path)).spark_url("x"))
     assert spark_can_write(spark, hdfs_store.spark_url("x"))
@@ -124,25 +179,10 @@ def test_the_writers_error_names_the_store(spark, hdfs, monkeypatch):
         arrow_writer.write(spark.range(10), nowhere, "out", row_group_bytes=1000)
 
 
-def test_a_store_takes_sparks_credentials_where_it_was_given_none(spark, s3):
-    settings = {
-        "fs.s3a.access.key": s3.options["key"],
-        "fs.s3a.secret.key": "that of another bucket",
-        f"fs.s3a.bucket.{BUCKET}.secret.key": SECRET,
-        "fs.s3a.endpoint": s3.endpoint,
-        "fs.s3a.endpoint.region": "us-east-1",
-        "fs.s3a.path.style.access": "true",
-    }
-    conf = spark.sparkContext._jsc.hadoopConfiguration()
-    before = {name: conf.get(name) for name in settings}
-    for name, value in settings.items():
-        conf.set(name, value)
-    try:
-        told = told_by_spark(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
-        own = told_by_spark(Store.create(f"s3a://{BUCKET}/x", storage_options={"anon": True}), spark)
-    finally:
-        for name, value in before.items():
-            conf.unset(name) if value is None else conf.set(name, value)
+@pytest.mark.usefixtures("sparks_own_credentials")
+def test_a_store_takes_sparks_credentials_where_it_was_given_none(spark):
+    told = told_by_spark(Store.create(f"s3a://{BUCKET}/{uuid.uuid4().hex}"), spark)
+    own = told_by_spark(Store.create(f"s3a://{BUCKET}/x", storage_options={"anon": True}), spark)
     assert told.storage_options["secret"] == SECRET
     assert SECRET not in repr(told)
     told.publish("x", b"1")

@@ -73,6 +73,37 @@ def test_files_of_pyarrow_are_read_in_the_order_of_their_names(folder):
     }
 
 
+def test_a_field_of_a_struct_is_a_column_too(folder):
+    files = opened(folder, ["s.b.c", "id"], labels=["s.a"])
+    assert files.manifest.schema.names() == ["s.b.c", "id", "s.a"]
+    assert rows_of(files)["s.b.c"].tolist() == [-i for i in range(8)]
+    assert opened(folder, ["s.b"]).manifest.schema.names() == ["s.b.c", "y"]
+    with pytest.raises(SchemaError, match=r"There is no column 's.x' \(asked for as feature\)"):
+        opened(folder, ["s.x"])
+
+
+def test_one_file_is_read_whatever_its_name_is(folder):
+    files = opened(folder / "part-0.parquet")
+    assert [file.path for file in files.manifest.train.files] == ["part-0.parquet"]
+    assert files.manifest.folder == ""
+    assert rows_of(files)["id"].tolist() == list(range(5))
+
+
+def test_the_folder_of_a_prepared_dataset_is_read_as_what_it_is(store, make_dataset):
+    manifest = make_dataset(((10,), (20,)), validation=((5,),))
+    files = opened(f"{store.root}/{manifest.folder}", ["a.b"], fill={"a.b": 0.5})
+    assert [(column.name, column.role, column.fill) for column in files.manifest.schema.columns] == [
+        ("a.b", "feature", 0.5),
+        ("y", "label", None),
+    ]
+    assert (files.manifest.train.rows, files.manifest.validation.rows) == (30, 5)
+    assert opened(f"{store.root}/{manifest.folder}", None).manifest.schema.names() == ["id", "a.b", "flags", "y"]
+    with pytest.raises(SchemaError, match=r"fill says 'x' for column 'a.b'"):
+        opened(f"{store.root}/{manifest.folder}", ["a.b"], fill={"a.b": "x"})
+    with pytest.raises(DataError, match="There are 30 rows to train on but num_proc is 31"):
+        opened(f"{store.root}/{manifest.folder}", ["a.b"], num_proc=31)
+
+
 def test_one_file_of_pandas_and_one_beside_it_to_validate_on(tmp_path):
     for name, rows in [("train", 4), ("held_out", 2)]:
         pd.DataFrame({"x": np.arange(rows, dtype="float32"), "y": [True] * rows}).to_parquet(tmp_path / f"{name}.pq")

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sparkhvd.data import ParquetSource, unischema
+from sparkhvd.data import ParquetSource, torch_loader, unischema
 from sparkhvd.data.existing import open_existing
 from sparkhvd.data.petastorm_reader import PetastormSource
 from sparkhvd.errors import DataError, SchemaError
@@ -60,6 +60,17 @@ def test_every_codec_gives_what_was_written(decoder, monkeypatch):
         np.testing.assert_array_equal(found["open"][i], np.full((3, 2), i))
         np.testing.assert_array_equal(found["image"][i], (np.arange(60).reshape(5, 4, 3) * 4 + i) % 256)
         np.testing.assert_array_equal(found["depth"][i], np.arange(6).reshape(3, 2) * 10_000 + i)
+
+
+def test_the_plain_loaders_decode_them_too():
+    pytest.importorskip("PIL")
+    (batch,) = torch_loader(str(DATASET), 10, columns=["image", "packed", "y"], shuffle=False)
+    assert {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in batch.items()} == {
+        "image": ("torch.uint8", (10, 5, 4, 3)),
+        "packed": ("torch.int16", (10, 4)),
+        "y": ("torch.float64", (10,)),
+    }
+    assert batch["packed"][3].tolist() == [-3] * 4
 
 
 def test_images_without_a_decoder_say_what_to_install(monkeypatch):
