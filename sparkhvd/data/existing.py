@@ -1,4 +1,4 @@
-"""Parquet files that are there already (of Spark, pandas, pyarrow, petastorm, or prepared), as a dataset for the readers.
+"""Parquet files that are there already (of Spark, pandas, pyarrow, petastorm or ours), as a dataset for the readers.
 
 Their footers tell the row groups and the NULLs, the first row the shapes of arrays and vectors. Nothing else is read,
 and nothing is written. That all rows have those shapes is checked as they are read.
@@ -224,7 +224,7 @@ def _columns(arrow: pa.Schema, name: str, role: Role, packed: Mapping[str, unisc
 
 
 def _tops(arrow: pa.Schema, name: str) -> list[str]:
-    """The columns of the files in which ``name`` is to be found: its own, those of its fields, or that of its struct."""
+    """The columns of the files that hold ``name``: its own, those of its fields, or that of its struct."""
     if name in arrow.names:
         return [name]
     # What prepare_data wrote has the fields of a struct as columns of their own.

@@ -145,7 +145,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         spark = SparkSession.active()
         self._settle(spark, values)
         access = Access(values["store"], told=partial(told_by_spark, spark=spark))
-        files = existing_rows(values, dataset_idx, path, validation_path, reader, access)
+        files = existing_rows(values, dataset_idx, path, validation_path, reader, access=access)
         find_plugin(self.plugin).check(values, files.manifest.schema, None)
         return self._fit_rows(spark, values, files.store, files.manifest, reader)
 

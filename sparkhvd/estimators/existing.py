@@ -21,9 +21,12 @@ def existing_rows(
     path: str | None,
     validation_path: str | None,
     reader: str,
+    *,
     access: Access,
 ) -> ExistingFiles:
     """The rows that ``fit_on_parquet`` was asked for, with the columns of the estimator's parameters.
+
+    ``access`` is how files are reached that are there already.
 
     Raises:
         DataError: there is no such dataset, or it has too few rows.

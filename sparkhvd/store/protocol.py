@@ -61,7 +61,7 @@ class Store(Protocol):
         """A file for reading, or a new file whose content appears all at once on ``close`` (never when it fails)."""
 
     def list(self, path: str) -> list[str]:
-        """Paths (relative to the Store) of all files below ``path``, sorted; of a file itself; empty where nothing is."""
+        """Paths (relative to the Store) of all files below ``path``, sorted; a file is below itself."""
 
     def publish(self, path: str, content: bytes) -> None:
         """Write one small object, all or nothing; ``StoreError`` if ``path`` exists already, also in a race."""

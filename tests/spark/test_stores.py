@@ -94,10 +94,9 @@ def sparks_own_credentials(spark, s3):
 
 
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
+@pytest.mark.usefixtures("spark", "sparks_own_credentials")
 @pytest.mark.parametrize("by", ["train_path of the Store", "path, with the credentials of Spark"])
-def test_an_estimator_trains_on_files_that_lie_in_a_remote_store(
-    spark, hdfs_store, s3_store, sparks_own_credentials, tmp_path, by
-):
+def test_an_estimator_trains_on_files_that_lie_in_a_remote_store(hdfs_store, s3_store, tmp_path, by):
     remote = hdfs_store if by.startswith("train_path") else s3_store
     for name, first in (("train/a", 0), ("train/b", 32), ("held out/c", 64)):
         table = pa.table({"x": [i / 64 for i in range(first, first + 32)], "y": [1.0] * 32})
