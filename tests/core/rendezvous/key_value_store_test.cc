@@ -81,6 +81,8 @@ struct Entry {
   Parties (*make)();
 };
 
+void PrintTo(const Entry& entry, std::ostream* out) { *out << entry.name; }
+
 class KeyValueStoreContract : public testing::TestWithParam<Entry> {};
 
 TEST_P(KeyValueStoreContract, GivesBackWhatWasSet) {

@@ -20,6 +20,8 @@ struct Layout {
   std::vector<int> neighbours_of_rank_0;
 };
 
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
 class EngineLinks : public ::testing::TestWithParam<Layout> {
  protected:
   void OnEveryRank(const std::function<void(int, Rank&)>& body, double timeout_s = 30) {

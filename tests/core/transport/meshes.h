@@ -64,6 +64,8 @@ struct MeshKind {
   std::vector<Mesh> (*make)(int size);
 };
 
+inline void PrintTo(const MeshKind& kind, std::ostream* out) { *out << kind.name; }
+
 inline std::string KindName(const testing::TestParamInfo<MeshKind>& info) {
   return info.param.name;
 }
