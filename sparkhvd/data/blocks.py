@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
@@ -103,14 +103,16 @@ class ArrowBlocks:
     Args:
         path: the file.
         where: what to call it in errors.
+        names: what to call columns that have other names in the file, by those.
     """
 
     fresh = False
 
-    def __init__(self, path: str, where: str) -> None:
+    def __init__(self, path: str, where: str, names: Mapping[str, str] | None = None) -> None:
         import pyarrow as pa  # noqa: PLC0415
 
         self.where = where
+        self._names = names or {}
         self._lock = threading.Lock()  # guards _reader
         try:
             self._reader = pa.ipc.open_file(pa.memory_map(path))
@@ -125,7 +127,8 @@ class ArrowBlocks:
     def whole(self, block: int) -> pa.RecordBatch:
         """One record batch."""
         with self._lock:
-            return self._reader.get_batch(block)
+            batch = self._reader.get_batch(block)
+        return batch.rename_columns([self._names.get(name, name) for name in batch.schema.names])
 
     def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
         yield self.whole(piece.block).slice(piece.start, piece.rows)

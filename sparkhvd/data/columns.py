@@ -109,6 +109,11 @@ def coordinates(array: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int
     return rows, indices[rows, places].astype(np.int64), values[rows, places]
 
 
+def sparse_widths(schema: DataSchema) -> dict[str, int]:
+    """The sizes of the vectors in the sparse columns."""
+    return {column.name: _known(column, column.shape)[0] for column in schema.columns if column.sparse}
+
+
 def to_dense(array: Array, column: ColumnSpec) -> Array:
     """A sparse column with all its elements, shape ``(rows, size)``; any other column as it is."""
     if not column.sparse:

@@ -26,7 +26,7 @@ from sparkhvd.data.plan import OwnBlocks, Piece, Plan
 from sparkhvd.data.prepare import as_written, prepared
 from sparkhvd.data.readers import Arrays, Reading, RowSource
 from sparkhvd.data.schema import DataSchema
-from sparkhvd.data.selection import Selection, source
+from sparkhvd.data.selection import RESERVED_PREFIX, Selection, source
 from sparkhvd.errors import DataError
 from sparkhvd.world import World
 
@@ -44,7 +44,9 @@ def dealt(df: DataFrame, selection: Selection, *, num_proc: int, seed: int) -> D
     rows = prepared(df, selection, seed)
     names = [source(column.name) for column in selection.schema.columns]
     place = functions.xxhash64(functions.lit(seed % 2**63).cast("long"), functions.lit("order"), *names)
-    return rows.repartition(num_proc).sortWithinPartitions(place)
+    sent = _sent(selection.schema)
+    chosen = [source(name).alias(sent.get(name, name)) for name in rows.columns]
+    return rows.repartition(num_proc).sortWithinPartitions(place).select(*chosen)
 
 
 class GivenRows:
@@ -59,8 +61,10 @@ class GivenRows:
     def __init__(self, paths: Mapping[str, str], selection: Selection, rank: int) -> None:
         self._schema = as_written(selection.schema)
         self._rank = rank
+        names = {sent: name for name, sent in _sent(self._schema).items()}
         self._blocks = {
-            split: ArrowBlocks(path, f"the {split} rows that rank {rank} was given") for split, path in paths.items()
+            split: ArrowBlocks(path, f"the {split} rows that rank {rank} was given", names)
+            for split, path in paths.items()
         }
 
     def facts(self) -> tuple[FileFacts, ...]:
@@ -123,6 +127,11 @@ def checked(facts: Sequence[FileFacts], selection: Selection, num_proc: int) -> 
     """
     check_rows(facts, selection, num_proc)
     return as_written(checked_schema(selection.schema, facts))
+
+
+def _sent(schema: DataSchema) -> dict[str, str]:
+    """Other names for columns with a dot in theirs, which ``mapInArrow`` would take for that of a field."""
+    return {name: f"{RESERVED_PREFIX}dotted_{place}" for place, name in enumerate(schema.names()) if "." in name}
 
 
 class _Nothing:

@@ -4,10 +4,11 @@ Spark writes the Parquet files of both splits at once, without a shuffle. Everyt
 counts, NULLs, the lengths of arrays) is in the footers of these files. So that they tell the lengths too, every array
 column is accompanied by a column of its sizes: the readers never touch it, and the footer has its minimum and maximum.
 
-Two splits in one write means dynamic partitioning, for which Spark sorts every task's rows by split, and a sort that
-spills to disk does not keep the order of equal rows. The rows are therefore sorted by (split, row number), which
-satisfies Spark and keeps the DataFrame's order. (The setting that avoids the sort,
-spark.sql.maxConcurrentOutputFileWriters, belongs to the user's session and cannot be given to one write.)
+Two splits in one write means dynamic partitioning, for which Spark sorts every task's rows by split unless it may have
+a file open for each (spark.sql.maxConcurrentOutputFileWriters). That setting belongs to a session and cannot be given
+to one write, so the write runs in a copy of the user's session. Where there is no copy to be had (Spark Connect), the
+rows are sorted by (split, row number), which satisfies Spark and keeps the DataFrame's order: a sort by split alone
+does not keep it when it spills to disk.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sparkhvd.data.manifest import DataFile, Manifest, Split
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, source
 from sparkhvd.data.spark_job import is_connect, run_job
-from sparkhvd.data.spark_settings import spark_can_write
+from sparkhvd.data.spark_settings import spark_can_write, with_own_settings
 from sparkhvd.errors import ConfigError, DataError, SparkHvdError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -52,6 +53,7 @@ ROW_GROUP_BYTES = 16 * 1024 * 1024
 SMALLEST_ROW_GROUP_BYTES = 1024 * 1024
 
 _ROW = RESERVED_PREFIX + "row"
+_SPLIT_FILES = 4  # files that a task has open: of both splits, and of the rows that will be refused
 # Spark names files by task and by their number within the task; tasks are in DataFrame order.
 _PART = re.compile(r"part-(\d+)-.*[.-]c(\d+)\.(?:\w+\.)?parquet")
 _VECTOR_LEAVES = 4  # Parquet columns of a vector: type, size, indices, values
@@ -242,8 +244,12 @@ def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, 
         **more_options,
     }
     if divided:
-        numbered = rows.withColumn(_ROW, functions.monotonically_increasing_id())
-        rows = numbered.sortWithinPartitions(SPLIT, _ROW).drop(_ROW)
+        unsorted = with_own_settings(rows, {"spark.sql.maxConcurrentOutputFileWriters": str(_SPLIT_FILES)})
+        if unsorted is not None:
+            rows = unsorted
+        else:
+            numbered = rows.withColumn(_ROW, functions.monotonically_increasing_id())
+            rows = numbered.sortWithinPartitions(SPLIT, _ROW).drop(_ROW)
     writer = rows.write.mode("error").options(**options)
     if divided:
         writer = writer.partitionBy(SPLIT)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
 
 # Schemes whose Stores can be told something by Hadoop's settings.
 _TOLD = frozenset({"s3", "hdfs", "viewfs"})
@@ -54,6 +58,30 @@ def spark_can_write(spark: SparkSession, url: str | None) -> bool:
     except Py4JError:
         return False
     return True
+
+
+def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame | None:
+    """The same rows in a copy of their session, which alone has these settings; None where that cannot be had.
+
+    Nothing public copies a session, so whatever is missing in some version of Spark only means that.
+    """
+    spark = rows.sparkSession
+    if is_connect(spark):
+        return None
+    # Ranks read this package without Spark.
+    from py4j.protocol import Py4JError  # noqa: PLC0415
+    from pyspark.sql import DataFrame as ClassicDataFrame  # noqa: PLC0415
+
+    try:
+        copy = spark._jsparkSession.cloneSession()  # noqa: SLF001
+        for name, value in settings.items():
+            copy.conf().set(name, value)
+        datasets = spark.sparkContext._jvm.org.apache.spark.sql.classic.Dataset  # type: ignore[union-attr]  # noqa: SLF001
+        found = datasets.ofRows(copy, rows._jdf.queryExecution().analyzed())  # noqa: SLF001
+    except (Py4JError, TypeError, AttributeError) as error:
+        logger.debug("This Spark does not copy its session: %s", error)
+        return None
+    return ClassicDataFrame(found, spark)
 
 
 def _hadoop_settings(spark: SparkSession) -> dict[str, str]:

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
     """All batches of some epochs of a source."""
+    sparse = columns.sparse_widths(source.schema)
 
     def batches() -> Iterator[dict[str, Any]]:
         for epoch in range(epochs):
             for batch in source.epoch(epoch):
-                yield {name: _plain(array) for name, array in batch.columns.items()}
+                yield {name: _value(array, sparse.get(name)) for name, array in batch.columns.items()}
 
-    signature = {name: _spec(name, array) for name, array in _sample(source).items()}
+    signature = {name: _spec(name, array, sparse.get(name)) for name, array in _sample(source).items()}
     found = tf.data.Dataset.from_generator(batches, output_signature=signature)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -37,11 +38,21 @@ def _sample(source: RowSource) -> Arrays:
     return rows if transformation is None else transformation(rows)
 
 
-def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def sparse_tensor(array: np.ndarray[Any, Any], width: int, dtype: str = "float64") -> tf.SparseTensor:
+    """The rows of a sparse column (see ``sparkhvd.data.columns``) as a sparse tensor of shape ``(rows, width)``."""
+    rows, places, values = columns.coordinates(array)
+    return tf.SparseTensor(np.stack([rows, places], axis=1), values.astype(dtype, copy=False), (len(array), width))
+
+
+def _value(array: np.ndarray[Any, Any], width: int | None) -> np.ndarray[Any, Any] | tf.SparseTensor:
+    if array.dtype.names and width is not None:
+        return sparse_tensor(array, width)
     return array.astype("S") if array.dtype == object and not len(array) else array
 
 
-def _spec(name: str, array: np.ndarray[Any, Any]) -> tf.TensorSpec:
+def _spec(name: str, array: np.ndarray[Any, Any], width: int | None) -> tf.TensorSpec | tf.SparseTensorSpec:
+    if array.dtype.names and width is not None:
+        return tf.SparseTensorSpec((None, width), tf.float64)
     if array.dtype == object and isinstance(array.flat[0], str | bytes):
         return tf.TensorSpec((None, *array.shape[1:]), tf.string)
     try:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from sparkhvd.data.batches import Batch
+from sparkhvd.data.columns import coordinates, sparse_widths
 from sparkhvd.data.readers import RowSource
 from sparkhvd.errors import ConfigError, SchemaError
 
@@ -19,11 +22,13 @@ class TorchBatches(IterableDataset[Tensors]):
     """The batches of one rank; see ``sparkhvd.data.torch_loader``.
 
     Columns that no tensor can hold (strings, binary, dates, exact decimals) need a transformation or to be left out.
+    Vectors that were prepared as ``sparse_cols`` are sparse tensors of shape ``(rows, size)``.
     """
 
     def __init__(self, source: RowSource) -> None:
         super().__init__()
         self._source = source
+        self._sparse = sparse_widths(source.schema)
         self._epoch = 0
         self._first_step = 0
 
@@ -52,12 +57,28 @@ class TorchBatches(IterableDataset[Tensors]):
     def _batches(self, first_step: int) -> Iterator[Tensors]:
         with closing(self._source.epoch(self._epoch, first_step)) as batches:  # type: ignore[type-var]  # a generator
             for batch in batches:
-                yield _tensors(batch)
+                yield _tensors(batch, self._sparse)
 
 
-def _tensors(batch: Batch) -> Tensors:
+def sparse_tensor(array: npt.NDArray[np.generic], width: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """The rows of a sparse column (see ``sparkhvd.data.columns``) as a sparse tensor of shape ``(rows, width)``."""
+    at_rows, places, values = coordinates(array)
+    indices = torch.from_numpy(np.stack([at_rows, places]))
+    # The places of a row ascend, so there is nothing to sort or to add up.
+    return torch.sparse_coo_tensor(
+        indices, torch.from_numpy(values).to(dtype), (len(array), width), is_coalesced=True, check_invariants=False
+    )
+
+
+def _tensor(array: npt.NDArray[np.generic], width: int | None) -> torch.Tensor:
+    if array.dtype.names and width is not None:
+        return sparse_tensor(array, width)
+    return torch.from_numpy(array)
+
+
+def _tensors(batch: Batch, sparse: dict[str, int]) -> Tensors:
     try:
-        return {name: torch.from_numpy(array) for name, array in batch.columns.items()}
+        return {name: _tensor(array, sparse.get(name)) for name, array in batch.columns.items()}
     except TypeError as error:
         held = {name: array.dtype for name, array in batch.columns.items() if array.dtype.kind not in "biuf"}
         name, kind = next(iter(held.items()))

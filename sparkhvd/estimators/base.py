@@ -160,12 +160,6 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _fit_direct(self, dataset: DataFrame, selection: Selection, params: Mapping[str, Any]) -> TrainedModel:
         """Train on rows that go straight from Spark to the ranks."""
-        dotted = [name for name in selection.schema.names() if "." in name]
-        if dotted:  # mapInArrow takes the dot for a field
-            raise ParamError(
-                f"Column {dotted[0]!r} has a dot in its name (as fields of structs have), which Spark cannot send "
-                "straight to the ranks. Pass a Store, or select it under another name."
-            )
         logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
         rows = dealt(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
         return self._model(params, self._train(dataset.sparkSession, params, selection.schema, selection, rows))

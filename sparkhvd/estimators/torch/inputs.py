@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparkhvd.data.columns import coordinates
 from sparkhvd.data.schema import ColumnSpec
+from sparkhvd.data.torch_data import sparse_tensor
 from sparkhvd.errors import ParamError, SchemaError
 
 
@@ -49,20 +49,12 @@ class ModelInput:
     def tensor(self, arrays: Mapping[str, npt.NDArray[np.generic]], rows: int) -> torch.Tensor:
         """The input for these rows; shares the memory of a single column whose dtype and shape fit already."""
         if self.sparse_size is not None:
-            return self._sparse(arrays[self.columns[0]], rows, self.sparse_size)
+            return sparse_tensor(arrays[self.columns[0]], self.sparse_size, self.dtype)
         parts = [torch.from_numpy(arrays[name]) for name in self.columns]
         if len(parts) > 1:
             return torch.cat([part.reshape(rows, -1).to(self.dtype) for part in parts], dim=1)
         part = parts[0].to(self.dtype)
         return part if self.shape is None else part.reshape(rows, *self.shape)
-
-    def _sparse(self, array: npt.NDArray[np.generic], rows: int, size: int) -> torch.Tensor:
-        at_rows, places, values = coordinates(array)
-        indices = torch.from_numpy(np.stack([at_rows, places]))
-        # The places of a row ascend, so there is nothing to sort or to add up.
-        return torch.sparse_coo_tensor(
-            indices, torch.from_numpy(values).to(self.dtype), (rows, size), is_coalesced=True, check_invariants=False
-        )
 
     def __str__(self) -> str:
         shape = "" if self.shape is None else f" as rows x {list(self.shape)}"

@@ -13,8 +13,10 @@ from pyarrow import parquet
 from torch.utils.data import DataLoader
 
 from sparkhvd.comm import session
-from sparkhvd.data import torch_loader
+from sparkhvd.data import ColumnSpec, DataSchema, Manifest, torch_loader
+from sparkhvd.data.manifest import DataFile, Split
 from sparkhvd.errors import ConfigError, DataError, SchemaError, StoreError
+from sparkhvd.store import LocalStore
 
 from .conftest import SCHEMA, expected, table_of
 
@@ -188,11 +190,47 @@ def test_what_cannot_be_opened_is_said(folder, tmp_path):
         torch_loader(str(folder), 8, columns=["id"])
 
 
+@pytest.fixture
+def sparse(tmp_path):
+    """A prepared dataset of four vectors of size 5, two of which are [0, 0, 3, 0, 0] and [1, 0, 0, 0, 2]."""
+    entries = [([2], [3.0]), ([], []), ([0, 4], [1.0, 2.0]), ([1], [-1.0])]
+    rows = [{"type": 0, "size": 5, "indices": places, "values": values} for places, values in entries]
+    fields = [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+    store = LocalStore(str(tmp_path / "sparse"))
+    with store.open("datasets/d/rows/0.parquet", "wb") as file:
+        parquet.write_table(pa.table({"v": pa.array(rows, pa.struct(fields)), "id": range(4)}), file)
+    schema = DataSchema(
+        (
+            ColumnSpec("v", "float64", (5,), "feature", "vector", sparse=True, entries=2),
+            ColumnSpec("id", "int64", (), "label", "scalar"),
+        )
+    )
+    split = Split((DataFile("rows/0.parquet", (4,)),))
+    manifest = Manifest("d", "datasets/d", schema, split, None, 0, None)
+    store.publish(manifest.path, manifest.to_json())
+    return f"{store.root}/datasets/d"
+
+
+def test_vectors_that_were_prepared_sparse_are_sparse_tensors(sparse):
+    first, second = torch_loader(sparse, 3, shuffle=False)
+    assert first["v"].is_sparse
+    assert first["v"].to_dense().tolist() == [[0, 0, 3, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 2]]
+    assert second["v"].shape == (1, 5)
+    assert [second["v"].indices().tolist(), second["v"].values().tolist()] == [[[0], [1]], [-1.0]]
+    assert [batch["v"].shape for batch in torch_loader(sparse, 3, rank=1, size=2)] == [(2, 5)]
+
+
 TENSORFLOW = """
 import sys
+import tensorflow as tf
 from sparkhvd.data import tf_dataset, torch_loader
 
-folder, nine = sys.argv[1:]
+folder, nine, sparse = sys.argv[1:]
 data = tf_dataset(folder, 64, epochs=2, columns=["id", "a.b", "a"], seed=4)
 assert data.cardinality().numpy() == 10
 loader = torch_loader(folder, 64, columns=["id"], seed=4)
@@ -207,14 +245,17 @@ assert next(iter(tf_dataset(folder, 2, shuffle=False, transformation_fn=half)))[
 # A rank without rows in the last step.
 data = tf_dataset(nine, 4, rank=1, size=2, columns=["id", "a"], shuffle=False)
 assert [len(batch["id"]) for batch in data] == [4, 0]
+first, second = tf_dataset(sparse, 3, shuffle=False)
+assert tf.sparse.to_dense(first["v"]).numpy().tolist() == [[0, 0, 3, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 2]]
+assert second["v"].shape.as_list() == [1, 5] and second["v"].values.numpy().tolist() == [-1]
 print("all right")
 """
 
 
-def test_tensorflow_gets_the_same_batches_epoch_by_epoch(folder, tmp_path):
+def test_tensorflow_gets_the_same_batches_epoch_by_epoch(folder, sparse, tmp_path):
     """In a process of its own, because TensorFlow leaves threads and environment variables behind."""
     parquet.write_table(table_of(range(9)), tmp_path / "nine.parquet")
-    command = [sys.executable, "-c", TENSORFLOW, str(folder), str(tmp_path / "nine.parquet")]
+    command = [sys.executable, "-c", TENSORFLOW, str(folder), str(tmp_path / "nine.parquet"), sparse]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert "all right" in done.stdout, done.stderr
 
