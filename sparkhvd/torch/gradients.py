@@ -67,6 +67,10 @@ class GradientExchange:
             self._tracked[parameter] = tracked
         self.reset()
 
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters whose gradients are exchanged."""
+        return list(self._tracked)
+
     def group(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Send the gradients of each group together, once all of them are there."""
         for members in groups:

@@ -1,0 +1,61 @@
+"""Lightning on the ranks of a job: ``import sparkhvd.lightning``, then ``Trainer(strategy="sparkhvd")``.
+
+The import registers the strategy's name with the Lightning that is imported, ``lightning`` or ``pytorch_lightning``, or
+both; with none imported yet, with the one that is installed (``lightning`` where both are). It is the one module of
+sparkhvd whose import does something: Lightning knows strategies by name only when they are registered.
+
+``SparkHvdStrategy(compression=..., ...)`` is the strategy as a class, for its options: ``Trainer(strategy=that)``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.lightning.environment import RankEnvironment
+from sparkhvd.lightning.flavour import FlavourName, chosen, fabric, imported, package
+from sparkhvd.lightning.strategy import STRATEGY_NAME, RankStrategy
+
+if TYPE_CHECKING:
+    SparkHvdStrategy = RankStrategy
+
+__all__ = ["SparkHvdStrategy", "register", "strategy_class"]
+
+
+def register(flavour: FlavourName | None = None) -> None:
+    """Make ``Trainer(strategy="sparkhvd")`` known to a Lightning; the import of this module has done so already.
+
+    Args:
+        flavour: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; None for each that is imported.
+    """
+    for name in [flavour] if flavour is not None else imported() or [chosen()]:
+        strategies = package(name).strategies
+        if STRATEGY_NAME not in strategies.StrategyRegistry:
+            strategies.StrategyRegistry.register(
+                STRATEGY_NAME,
+                _built(name),
+                description="Averages gradients over the ranks of a sparkhvd job",
+            )
+
+
+def strategy_class(flavour: FlavourName | None = None) -> Any:
+    """The strategy for one of the two Lightnings, the imported one by default."""
+    name = flavour or chosen()
+    register(name)
+    return package(name).strategies.StrategyRegistry[STRATEGY_NAME]["strategy"]
+
+
+def _built(name: FlavourName) -> type:
+    lightning = package(name)
+    base = fabric(name).plugins.environments.ClusterEnvironment
+    environment = type("RankEnvironment", (RankEnvironment, base), {})
+    content = {"__module__": __name__, "__doc__": RankStrategy.__doc__, "environment_class": environment}
+    return type("SparkHvdStrategy", (RankStrategy, lightning.strategies.ParallelStrategy), content)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SparkHvdStrategy":
+        return strategy_class()
+    raise AttributeError(f"module 'sparkhvd.lightning' has no attribute {name!r}")
+
+
+register()

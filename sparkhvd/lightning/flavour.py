@@ -1,0 +1,55 @@
+"""Lightning's two names: ``lightning.pytorch`` and ``pytorch_lightning`` hold the same classes twice."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Literal
+
+from sparkhvd.errors import ConfigError
+
+FlavourName = Literal["lightning.pytorch", "pytorch_lightning"]
+
+NAMES: tuple[FlavourName, ...] = ("lightning.pytorch", "pytorch_lightning")
+
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+
+
+def imported() -> list[FlavourName]:
+    """The names under which this process has imported Lightning."""
+    # A package that is still being imported has no Trainer yet.
+    return [name for name in NAMES if hasattr(sys.modules.get(name), "Trainer")]
+
+
+def chosen() -> FlavourName:
+    """The name to use: one that is imported already, else one that is installed, ``lightning`` before the other.
+
+    Raises:
+        ConfigError: Lightning is not installed.
+    """
+    found = imported() or [name for name in NAMES if find_spec(name.partition(".")[0]) is not None]
+    if not found:
+        raise ConfigError("Lightning is not installed; run pip install 'sparkhvd[lightning]' (on the executors too).")
+    return found[0]
+
+
+def flavour_of(part: object) -> FlavourName | None:
+    """The name under which the classes of an object of Lightning were made; None for any other object."""
+    kind = part if isinstance(part, type) else type(part)
+    for base in kind.__mro__:
+        for name in NAMES:
+            if base.__module__.startswith(f"{name}."):
+                return name
+    return None
+
+
+def package(name: FlavourName) -> ModuleType:
+    """The package of this name, imported."""
+    return import_module(name)
+
+
+def fabric(name: FlavourName) -> ModuleType:
+    """What that Lightning is built on, imported."""
+    return import_module(_FABRIC[name])

@@ -1,0 +1,28 @@
+"""``Trainer(sync_batchnorm=True)``: batch normalization over the rows of all ranks, for the time of a fit."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparkhvd.torch import SyncBatchNorm
+
+
+class ReplacedNormalizations:
+    """Replaces every batch normalization in a module, until ``close()`` puts the user's own layers back."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._replaced: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+        for parent in list(module.modules()):
+            for name, layer in list(parent.named_children()):
+                if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+                    self._replaced.append((parent, name, layer))
+                    setattr(parent, name, SyncBatchNorm.convert_sync_batchnorm(layer))
+
+    def close(self) -> None:
+        """Put the layers back, with the statistics and weights of those that stood in for them."""
+        for parent, name, layer in self._replaced:
+            layer.load_state_dict(getattr(parent, name).state_dict())
+            layer.train(getattr(parent, name).training)
+            setattr(parent, name, layer)
+        self._replaced = []

@@ -1,0 +1,100 @@
+"""Values of all ranks, as Lightning and torchmetrics ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import ConfigError
+
+_OPERATIONS = {
+    "mean": ReduceOp.AVERAGE,
+    "avg": ReduceOp.AVERAGE,
+    "sum": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+    "prod": ReduceOp.PRODUCT,
+}
+
+
+def operation(wanted: object) -> ReduceOp:
+    """The operation for a name (``"mean"``, ``"sum"``, ...), a ``torch.distributed.ReduceOp``, or None for the mean.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if isinstance(wanted, ReduceOp):
+        return wanted
+    name = "mean" if wanted is None else str(wanted).rpartition(".")[2].lower()
+    if name not in _OPERATIONS:
+        raise ConfigError(f"Ranks cannot be reduced by {wanted!r}; there are {', '.join(_OPERATIONS)}.")
+    return _OPERATIONS[name]
+
+
+def ranks_of(group: object) -> ProcessSet | None:
+    """The process set that a ``group`` argument names.
+
+    Raises:
+        ConfigError: it is a group of torch.distributed, which this strategy does not use.
+    """
+    if group is not None and not isinstance(group, ProcessSet):
+        raise ConfigError(f"{group!r} is no process set; pass what hvd.add_process_set() returned, or nothing.")
+    return group
+
+
+def reduced(tensor: torch.Tensor, wanted: object, group: object = None) -> torch.Tensor:
+    """The reduction over the ranks; the mean of whole numbers is a float."""
+    op, process_set = operation(wanted), ranks_of(group)
+    tensor = tensor.detach()
+    if tensor.dtype is torch.bool:
+        tensor = tensor.to(torch.int32)
+    if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
+        size = session.current().channel(process_set).size
+        return hvd.allreduce(tensor, op=ReduceOp.SUM, process_set=process_set) / size
+    return hvd.allreduce(tensor, op=op, process_set=process_set)
+
+
+def stacked(tensor: torch.Tensor, group: object = None, *, sync_grads: bool = False) -> torch.Tensor:
+    """The tensors of all ranks, which have one shape, along a new first dimension."""
+    mine = tensor if sync_grads else tensor.detach()
+    return hvd.allgather(mine.unsqueeze(0), process_set=ranks_of(group))
+
+
+def gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
+    """The tensors of all ranks, whatever their shapes, in rank order."""
+    process_set = ranks_of(group)
+    shapes = hvd.allgather_object(tuple(tensor.shape), name="shapes of a metric's state", process_set=process_set)
+    together = hvd.allgather(tensor.detach().reshape(-1), process_set=process_set)
+    sizes = [int(torch.Size(shape).numel()) for shape in shapes]
+    return [part.reshape(shape) for part, shape in zip(torch.split(together, sizes), shapes, strict=True)]
+
+
+def there_are_others() -> bool:
+    """Whether the job has more than one rank."""
+    return session.is_initialized() and session.current().world.size > 1
+
+
+class SharedMetrics:
+    """Makes the torchmetrics in a module compute over all ranks' rows, until ``close()``."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
+
+        self._changed: list[tuple[Any, Any]] = []
+        for part in module.modules():
+            if isinstance(part, Metric) and part.dist_sync_fn is None:
+                self._changed.append((part, part.distributed_available_fn))
+                part.dist_sync_fn = gathered
+                part.distributed_available_fn = there_are_others
+
+    def close(self) -> None:
+        """Give the metrics back as they were."""
+        for metric, available in self._changed:
+            metric.dist_sync_fn, metric.distributed_available_fn = None, available
+        self._changed = []

@@ -1,0 +1,316 @@
+"""``Trainer(strategy="sparkhvd")`` in real ranks, against the same modules in one process with all rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import numpy as np
+import pytest
+import torch
+
+from sparkhvd.comm import session
+from tests.ranks import RankGroup
+
+SIZE = 2
+ROWS, FEATURES = 48, 5
+FLAVOURS = ("lightning.pytorch", "pytorch_lightning")
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(SIZE, imports=("torch._dynamo", "sparkhvd.lightning", "lightning.pytorch")) as started:
+        yield started
+
+
+def rows():
+    random = np.random.default_rng(3)
+    x = torch.from_numpy(random.normal(size=(ROWS, FEATURES))).float()
+    return torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True).sin())
+
+
+def loader(batch_size, divided_by=1):
+    """Rows in order, of which each rank gets every SIZE-th one: SIZE batches are one of SIZE times the rows."""
+    rank = session.current().world.rank if divided_by > 1 else 0
+    sampler = torch.utils.data.DistributedSampler(rows(), divided_by, rank, shuffle=False)
+    return torch.utils.data.DataLoader(rows(), batch_size=batch_size // divided_by, sampler=sampler)
+
+
+def network():
+    torch.manual_seed(2)
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+
+def flat(module):
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).numpy()
+
+
+def simple(flavour, normalize=False):
+    lightning = import_module(flavour)
+
+    class Simple(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            layers = network()
+            self.layers = layers if normalize else torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[2])
+
+        def training_step(self, batch, _index):
+            x, y = batch
+            loss = torch.nn.functional.mse_loss(self.layers(x), y)
+            self.log("train", loss, on_step=False, on_epoch=True, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch, _index):
+            self.log("val", torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    return Simple()
+
+
+def adversarial(flavour):
+    lightning = import_module(flavour)
+
+    class Adversarial(lightning.LightningModule):
+        """Two optimizers by hand; the second accumulates over two batches and is clipped."""
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            layers = network()
+            self.first, self.second = layers[0], layers[2]
+
+        def training_step(self, batch, index):
+            one, two = self.optimizers()
+            loss = torch.nn.functional.mse_loss(self.second(self.first(batch[0]).tanh()), batch[1])
+            self.toggle_optimizer(one)
+            one.zero_grad()
+            self.manual_backward(loss)
+            one.step()
+            self.untoggle_optimizer(one)
+            last = index % 2 == 1
+            with two.toggle_model(sync_grad=last):
+                again = torch.nn.functional.mse_loss(self.second(self.first(batch[0]).tanh()), batch[1])
+                self.manual_backward(again)
+                if last:
+                    self.clip_gradients(two, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+                    two.step()
+                    two.zero_grad()
+
+        def configure_optimizers(self):
+            return [
+                torch.optim.SGD(self.first.parameters(), lr=0.1),
+                torch.optim.SGD(self.second.parameters(), lr=0.3, momentum=0.9),
+            ]
+
+    return Adversarial()
+
+
+def plugins(flavour):
+    """Without an environment Lightning looks for one, and so starts MPI where mpi4py is installed."""
+    from sparkhvd.lightning.flavour import fabric  # noqa: PLC0415
+
+    return [fabric(flavour).plugins.environments.LightningEnvironment()]
+
+
+def trained(flavour, module, batch_size, strategy, **more):
+    """``strategy`` "auto" is one process with all rows."""
+    trainer = import_module(flavour).Trainer(
+        strategy=strategy,
+        plugins=plugins(flavour),
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        **{
+            "max_epochs": 2,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **more,
+        },
+    )
+    divided_by = 1 if strategy == "auto" else session.current().world.size
+    trainer.fit(module, loader(batch_size, divided_by), loader(batch_size, divided_by))
+    return trainer
+
+
+def compared(flavour, kind, batch_size, more, arguments):
+    """Parameters and logged metrics under the strategy, and in one process."""
+    import sparkhvd.lightning  # noqa: PLC0415
+
+    sparkhvd.lightning.register(flavour)
+    found = []
+    for strategy in ("sparkhvd", "auto"):
+        module = kind(flavour, **arguments)
+        trainer = trained(flavour, module, batch_size, strategy, **more)
+        found.append((flat(module), {name: float(value) for name, value in trainer.callback_metrics.items()}))
+    return found
+
+
+def assert_close(results):
+    start = flat(network())
+    for (found, logged), (wanted, metrics) in results:
+        assert np.linalg.norm(wanted[: len(found)] - start[: len(found)]) > 0.05  # something was learned
+        assert np.linalg.norm(found - wanted) < 1e-5 * np.linalg.norm(wanted)
+        assert logged == pytest.approx(metrics, rel=1e-4)
+        assert np.array_equal(found, results[0][0][0]), "ranks have different parameters"
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_ranks_train_as_one_process_with_all_rows(group, flavour):
+    assert_close(group.run(compared, flavour, simple, 8, {"gradient_clip_val": 0.05}, {}))
+
+
+def test_accumulated_batches_are_exchanged_once_and_count_alike(group):
+    """Six batches per epoch are one and a half steps."""
+    assert_close(group.run(compared, FLAVOURS[0], simple, 8, {"accumulate_grad_batches": 4}, {}))
+
+
+def test_two_optimizers_by_hand_train_as_in_one_process(group):
+    assert_close(group.run(compared, FLAVOURS[0], adversarial, 8, {}, {}))
+
+
+def test_sync_batchnorm_normalizes_over_all_ranks_and_leaves_the_users_layers(group):
+    results = group.run(compared, FLAVOURS[0], simple, 16, {"sync_batchnorm": True}, {"normalize": True})
+    bias = slice(8 * FEATURES, 8 * FEATURES + 8)  # before a normalization it has no gradient but rounding
+    for (found, _), (wanted, _) in results:
+        assert np.linalg.norm(np.delete(found - wanted, bias)) < 1e-4 * np.linalg.norm(wanted)
+
+
+def layers_after_sync_batchnorm():
+    module = simple(FLAVOURS[0], normalize=True)
+    before = [id(layer) for layer in module.layers]
+    trained(FLAVOURS[0], module, 16, "sparkhvd", sync_batchnorm=True)
+    return [id(layer) for layer in module.layers] == before, int(module.layers[1].num_batches_tracked)
+
+
+def test_after_a_fit_with_sync_batchnorm_the_module_has_its_own_layers_with_the_new_statistics(group):
+    assert group.run(layers_after_sync_batchnorm) == [(True, 6)] * SIZE
+
+
+def in_bfloat16(strategy):
+    module = simple(FLAVOURS[0])
+    before = flat(module)
+    trained(FLAVOURS[0], module, 8, strategy, precision="bf16-mixed")
+    return flat(module), float(np.linalg.norm(flat(module) - before))
+
+
+def test_mixed_precision_trains_the_same_parameters_on_all_ranks(group):
+    found = group.run(in_bfloat16, "sparkhvd")
+    assert np.array_equal(found[0][0], found[1][0])
+    assert found[0][1] > 0.05
+
+
+def monitored(folder):
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: PLC0415
+
+    rank = session.current().world.rank
+    module = simple(FLAVOURS[0])
+    # Only rank 1 sees it get worse.
+    module.on_train_epoch_end = lambda: module.log("odd", float(rank * (module.current_epoch + 1)))
+    best = ModelCheckpoint(folder, monitor="val", filename="best")
+    stop = EarlyStopping("odd", patience=0, check_on_train_epoch_end=True)
+    trainer = trained(
+        FLAVOURS[0], module, 8, "sparkhvd", max_epochs=9, callbacks=[best, stop], enable_checkpointing=True
+    )
+    again = simple(FLAVOURS[0])
+    again.load_state_dict(torch.load(best.best_model_path, weights_only=True)["state_dict"])
+    return trainer.current_epoch, best.best_model_path, float(best.best_model_score)
+
+
+def test_early_stopping_and_the_best_checkpoint_agree_over_ranks(group, tmp_path):
+    found = group.run(monitored, str(tmp_path))
+    assert found[0] == found[1]
+    assert found[0][0] == 2, "the rank that wanted to stop was not heard"
+    assert [file.name for file in tmp_path.iterdir()] == ["best.ckpt"]
+
+
+def collected():
+    import lightning.pytorch as lightning  # noqa: PLC0415
+    from torchmetrics.classification import BinaryAccuracy  # noqa: PLC0415
+
+    rank = session.current().world.rank
+    strategy = lightning.Trainer(
+        strategy="sparkhvd", accelerator="cpu", logger=False, plugins=plugins(FLAVOURS[0])
+    ).strategy
+    from sparkhvd.lightning.reductions import SharedMetrics  # noqa: PLC0415
+
+    holder = torch.nn.ModuleList([BinaryAccuracy()])
+    shared = SharedMetrics(holder)
+    holder[0].update(torch.tensor([1.0] * (rank + 1)), torch.tensor([rank] * (rank + 1)))
+    accuracy = float(holder[0].compute())
+    shared.close()
+    return {
+        "mean": strategy.reduce(torch.tensor([1.0, rank])).tolist(),
+        "whole": float(strategy.reduce(torch.tensor(rank), reduce_op="mean")),
+        "sum": int(strategy.reduce(torch.tensor(rank + 1), reduce_op=torch.distributed.ReduceOp.SUM)),
+        "gathered": strategy.all_gather(torch.full((1, 2), float(rank))).tolist(),
+        "object": strategy.broadcast({"from": rank}, 1),
+        "any": strategy.reduce_boolean_decision(rank == 1, all=False),
+        "all": strategy.reduce_boolean_decision(rank == 1),
+        "accuracy": accuracy,
+        "alone": holder[0].dist_sync_fn is None,
+        "sampler": strategy.distributed_sampler_kwargs["rank"] == rank,
+    }
+
+
+def test_values_of_all_ranks(group):
+    wanted = {
+        "mean": [1.0, 0.5],
+        "whole": 0.5,
+        "sum": 3,
+        "gathered": [[[0.0, 0.0]], [[1.0, 1.0]]],
+        "object": {"from": 1},
+    }
+    wanted |= {"any": True, "all": False, "accuracy": pytest.approx(2 / 3), "alone": True, "sampler": True}
+    assert group.run(collected) == [wanted] * SIZE
+
+
+def rows_seen():
+    import sparkhvd.lightning  # noqa: PLC0415
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    module, seen = simple(FLAVOURS[0]), []
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: seen.extend(batch[0][:, 0].tolist())
+    trainer = import_module(FLAVOURS[0]).Trainer(
+        strategy=sparkhvd.lightning.SparkHvdStrategy(compression=hvd.Compression.bf16),
+        accelerator="cpu",
+        max_epochs=1,
+        barebones=True,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=8))
+    return seen
+
+
+def test_lightning_divides_the_rows_of_a_loader_among_the_ranks(group):
+    found = group.run(rows_seen)
+    assert sorted(found[0] + found[1]) == sorted(rows().tensors[0][:, 0].tolist())
+
+
+def backward_by_itself():
+    module = adversarial(FLAVOURS[0])
+    module.manual_backward = lambda loss: loss.backward()
+    trained(FLAVOURS[0], module, 8, "sparkhvd")
+
+
+def test_a_backward_pass_that_the_strategy_does_not_see_is_an_error(group):
+    for outcome in group.outcomes(backward_by_itself):
+        assert "call self.manual_backward(loss)" in outcome.failure
+
+
+ONE_OF_TWO = """
+import sys
+import pytorch_lightning
+import sparkhvd.lightning
+assert "sparkhvd" in pytorch_lightning.strategies.StrategyRegistry
+assert "lightning" not in sys.modules, "both were imported"
+"""
+
+
+def test_the_import_registers_the_name_with_the_lightning_in_use_alone():
+    command = [sys.executable, "-c", ONE_OF_TWO]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
