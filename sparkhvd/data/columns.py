@@ -84,7 +84,7 @@ def row_shape(column: ColumnSpec) -> tuple[int, ...]:
 
 def row_bytes(schema: DataSchema) -> int:
     """The bytes of one row in memory, at least 1; Python objects are guessed."""
-    return max(1, sum(_bytes(column) for column in schema.columns))
+    return max(1, sum(column_bytes(column) for column in schema.columns))
 
 
 def empty(column: ColumnSpec, rows: int) -> Array:
@@ -178,7 +178,8 @@ def _known(column: ColumnSpec, value: T | None) -> T:
     return value
 
 
-def _bytes(column: ColumnSpec) -> int:
+def column_bytes(column: ColumnSpec) -> int:
+    """The bytes of one row of a column in memory; Python objects are guessed."""
     size = _OBJECT_BYTES if column.dtype in OBJECTS else array_type(column).itemsize
     return size * math.prod(row_shape(column))
 
