@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from sparkhvd.data.prepared import prepare_data as prepare_data
     from sparkhvd.driver.preflight import preflight as preflight
     from sparkhvd.driver.run import run as run
+    from sparkhvd.estimators.backend import SparkBackend as SparkBackend
     from sparkhvd.estimators.keras import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras import KerasModel as KerasModel
+    from sparkhvd.estimators.policies import Checkpoints as Checkpoints
+    from sparkhvd.estimators.policies import EarlyStopping as EarlyStopping
     from sparkhvd.estimators.torch import TorchEstimator as TorchEstimator
     from sparkhvd.estimators.torch import TorchModel as TorchModel
     from sparkhvd.store import Store as Store
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "Checkpoints": "sparkhvd.estimators.policies",
+    "EarlyStopping": "sparkhvd.estimators.policies",
+    "SparkBackend": "sparkhvd.estimators.backend",
     "KerasEstimator": "sparkhvd.estimators.keras",
     "KerasModel": "sparkhvd.estimators.keras",
     "preflight": "sparkhvd.driver.preflight",
@@ -32,8 +38,11 @@ _HOME_OF = {
 }
 
 __all__ = [
+    "Checkpoints",
+    "EarlyStopping",
     "KerasEstimator",
     "KerasModel",
+    "SparkBackend",
     "Store",
     "TorchEstimator",
     "TorchModel",

@@ -206,6 +206,10 @@ class Plan:
         """Steps per epoch, the same on every rank and in every epoch."""
         return self.steps_per_epoch or self._steps_per_pass
 
+    def rows_in(self, rank: int, step: int) -> int:
+        """The rows that a rank has in a step, in every epoch."""
+        return self._rows(self.shards.rows[rank], step % self._steps_per_pass)
+
     def shard(self, rank: int) -> tuple[Piece, ...]:
         """All of a rank's rows, where it has the same ones in every epoch."""
         return self.shards.pieces(rank, Draw(self.seed, 0, 0) if self.shuffle else None)

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import cloudpickle
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
@@ -25,13 +26,19 @@ from sparkhvd.data.readers import Reading, head
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import Selection, select
 from sparkhvd.data.spark_settings import told_by_spark
+from sparkhvd.data.transformed import transformed
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.run import run
+from sparkhvd.driver.launcher import LaunchRequest, launcher_for
+from sparkhvd.driver.pickling import by_value
 from sparkhvd.driver.slots import describe_cluster, reserve
 from sparkhvd.driver.store_check import check_store
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
+from sparkhvd.estimators.backend import run_ranks
+from sparkhvd.estimators.checkpoint import Checkpoint
+from sparkhvd.estimators.contradictions import cache_of, check
 from sparkhvd.estimators.existing import existing_rows
+from sparkhvd.estimators.identity import run_id_by_content
 from sparkhvd.estimators.model import Trained, TrainedModel
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
@@ -72,17 +79,24 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         params = self._checked_values()
         selection = _selection(dataset, params)
-        find_plugin(self.plugin).check(params, selection.schema, None)
+        self._check_schema(params, selection.schema)
         spark = dataset.sparkSession
+        if params["resume"] == "auto":
+            params["run_id"] = self._run_of(dataset)
         # A split by a seed that nobody chose is another one every time.
         keeps = params["random_seed"] is not None or not isinstance(selection.validation, float)
         self._settle(spark, params)
         if params["data"] == "direct":
             return self._fit_direct(dataset, selection, params)
-        writing = Writing(params["num_proc"], params["random_seed"], params["partitions_per_process"])
+        writing = Writing(
+            params["division_proc"],
+            params["random_seed"],
+            params["partitions_per_process"],
+            compress=params["compress_sparse_cols"],
+        )
         keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
         with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
-            return self._fit_rows(spark, params, data.store, data.manifest)
+            return self._fit_rows(spark, params, data.store, data.manifest, params["reader"])
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
         """Put a few rows through the model, on the driver; which columns went where and what came out, in words.
@@ -93,8 +107,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """
         params, plugin = self._checked_values(), find_plugin(self.plugin)
         selection = _selection(dataset, params)
-        plugin.check(params, selection.schema, None)
+        self._check_schema(params, selection.schema)
         schema, arrays = sampled(dataset, selection, rows)
+        if params["transformation_fn"] is not None:
+            schema, arrays = transformed(schema, params["transformation_fn"], arrays)
         outputs = plugin.check(params, schema, arrays)
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         gave = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
@@ -116,7 +132,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         *,
         path: str | None = None,
         validation_path: str | None = None,
-        reader: ReaderName = "native",
+        reader: ReaderName | None = None,
     ) -> TrainedModel:
         """Train on rows that are Parquet files already.
 
@@ -129,7 +145,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             dataset_idx: what ``prepare_data`` returned, or its ``dataset_id``.
             path: a folder of Parquet files, or one file; written by Spark, pandas, pyarrow or petastorm.
             validation_path: the same, of the rows to validate on.
-            reader: ``"petastorm"`` reads files with petastorm's own reader, where that is installed on the executors.
+            reader: in place of the parameter of this name.
 
         Raises:
             DataError: there is no such dataset or file, or its rows cannot be trained on.
@@ -142,25 +158,32 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         from pyspark.sql import SparkSession  # noqa: PLC0415
 
         values = self._checked_values()
+        values["reader"] = reader = reader or values["reader"]
+        if values["resume"] is not None:
+            raise ParamError("resume='auto' recognises a run by its DataFrame; fit_on_parquet continues by run_id.")
         spark = SparkSession.active()
         self._settle(spark, values)
         access = Access(values["store"], told=partial(told_by_spark, spark=spark))
         files = existing_rows(values, dataset_idx, path, validation_path, reader, access=access)
-        find_plugin(self.plugin).check(values, files.manifest.schema, None)
+        self._check_schema(values, files.manifest.schema)
         return self._fit_rows(spark, values, files.store, files.manifest, reader)
 
     def _settle(self, spark: SparkSession, params: dict[str, Any]) -> None:
         """Decide what was left open: ranks, run and seed."""
-        params["num_proc"] = _ranks(spark, params["num_proc"])
+        params["num_proc"] = _ranks(spark, params)
         if params["store"] is not None:
             params["store"] = told_by_spark(params["store"], spark)
             check_store(spark, params["store"], params["num_proc"])
         params["run_id"] = params["run_id"] or self._new_run_id()
-        params["random_seed"] = _seed(params)
+        last = _last_checkpoint(params)
+        params["division_proc"] = params["num_proc"] if last is None or last.within is None else last.within.num_proc
+        if params["random_seed"] is None:
+            params["random_seed"] = secrets.randbelow(2**31) if last is None else last.seed
 
     def _fit_direct(self, dataset: DataFrame, selection: Selection, params: Mapping[str, Any]) -> TrainedModel:
         """Train on rows that go straight from Spark to the ranks."""
-        logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
+        if params["transformation_fn"] is None:
+            logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
         rows = dealt(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
         return self._model(params, self._train(dataset.sparkSession, params, selection.schema, selection, rows))
 
@@ -174,23 +197,34 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     ) -> TrainedModel:
         """Train on rows that lie in a Store, which need not be the one of the run."""
         plugin = find_plugin(self.plugin)
-        shapes = plugin.check(params, manifest.schema, head(rows, manifest, SAMPLE_ROWS))
-        logger.info("run %s: %s", params["run_id"], plugin.mapping(params, manifest.schema))
-        result = self._train(spark, params, manifest.schema, StoredRows(rows, manifest, reader))
+        schema, sample = manifest.schema, head(rows, manifest, SAMPLE_ROWS)
+        if params["transformation_fn"] is not None:
+            schema, sample = transformed(schema, params["transformation_fn"], sample)
+        shapes = plugin.check(params, schema, sample)
+        logger.info("run %s: %s", params["run_id"], plugin.mapping(params, schema))
+        result = self._train(spark, params, schema, StoredRows(rows, manifest, reader))
         return self._model(params, replace(result, shapes=shapes))
 
     def _checked_values(self) -> dict[str, Any]:
         params = self.values()
         if params["data"] == "auto":
             params["data"] = "direct" if params["store"] is None else "store"
-        _cache(params)
-        if params["store"] is None:
-            _refuse_what_needs_a_store(params)
+        check(params)
         for name in self.required:
             if params[name] is None or params[name] == ():
                 hint = f": {_NEXT_STEP[name]}" if name in _NEXT_STEP else ""
                 raise ParamError(f"{type(self).__name__} needs {name}{hint}.")
         return params
+
+    def _run_of(self, dataset: DataFrame) -> str:
+        """The id of the run that fits with the content of this one share."""
+        params = self._checked_values()
+        return run_id_by_content(type(self).__name__, dataset, _selection(dataset, params), params)
+
+    def _check_schema(self, params: Mapping[str, Any], schema: DataSchema) -> None:
+        """Refuse what the columns tell; those that a transformation makes are not known yet."""
+        if params["transformation_fn"] is None:
+            find_plugin(self.plugin).check(params, schema, None)
 
     def _environment(self) -> dict[str, str | None]:
         """What the framework needs in the environment of the ranks."""
@@ -218,22 +252,19 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             run_id=params["run_id"],
             payload=files.payload(params["store"], path, packed),
             spec=_train_spec(params, schema),
+            start_method=params["mp_start_method"],
+            transformation=_pickled(params["transformation_fn"]),
         )
+        environment = {**self._environment(), **(params["backend_env"] or {})}
         try:
-            results = run(
-                train_worker,
-                (job,),
-                num_proc=params["num_proc"],
-                spark=spark,
-                env=self._environment(),
-                preload=self.preload,
-                verbose=params["verbose"],
-                rows=given,
+            results = run_ranks(
+                params, train_worker, (job,), spark=spark, env=environment, preload=self.preload, rows=given
             )
         finally:
             if job.payload.file is not None:
                 params["store"].delete(path)
-        result = next(result for result in results if result is not None)  # only rank 0 returns one
+        # Only rank 0 returns one.
+        result: TrainResult | Refused = next(result for result in results if result is not None)
         if isinstance(result, Refused):
             raise result.error
         return result
@@ -259,33 +290,36 @@ def _selection(dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
         validation=params["validation"],
         sparse_cols=params["sparse_cols"] or (),
         fill=params["fill"],
+        transformed=params["transformation_fn"] is not None,
     )
 
 
-def _ranks(spark: SparkSession, num_proc: int | None) -> int:
+def _pickled(function: Any) -> bytes:
+    if function is None:
+        return b""
+    try:
+        with by_value([function]):
+            return bytes(cloudpickle.dumps(function))
+    except Exception as error:
+        raise ParamError(f"transformation_fn cannot be pickled to send it to the ranks: {error}") from error
+
+
+def _ranks(spark: SparkSession, params: Mapping[str, Any]) -> int:
     """How many ranks there will be; too few slots is said now, before the data are prepared."""
+    backend, num_proc = params["backend"], params["num_proc"]
+    if not isinstance(backend, str):
+        return int(backend.num_processes())
     deadline = Deadline.after(from_environment().start_timeout)
+    if backend == "local":
+        return launcher_for(backend, LaunchRequest(num_proc)).reserve(deadline)
     return reserve(describe_cluster(spark), num_proc, deadline)
 
 
-def _seed(params: Mapping[str, Any]) -> int:
-    """The seed: the given one, that of the run to be continued, or a new one."""
-    if params["random_seed"] is not None:
-        return int(params["random_seed"])
+def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:
+    """Where the run stands that is to be continued."""
     store = params["store"]
     path = None if store is None else checkpoint.latest(store, params["run_id"])
-    return secrets.randbelow(2**31) if path is None else checkpoint.load(store, path).seed
-
-
-def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
-    how = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
-    if params["data"] == "store":
-        raise ParamError(f"data='store' sends the rows through a Store, but none is given. {how}, or data='auto'.")
-    if params["run_id"] is not None:
-        raise ParamError(
-            f"run_id={params['run_id']!r} names a run whose checkpoints a later fit continues from; without a Store "
-            f"nothing is kept but the trained model. {how}, or leave run_id out."
-        )
+    return None if path is None else checkpoint.load(store, path)
 
 
 def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
@@ -300,25 +334,14 @@ def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
         shuffle=params["shuffle"],
         train_steps_per_epoch=params["train_steps_per_epoch"],
         validation_steps_per_epoch=params["validation_steps_per_epoch"],
-        reading=Reading(cache=_cache(params)),
+        reading=Reading(cache=cache_of(params), threads=params["train_reader_num_workers"]),
+        val_reading=Reading(cache=cache_of(params), threads=params["val_reader_num_workers"]),
+        early_stopping=params["early_stopping"],
+        checkpoints=params["checkpoints"],
+        terminate_on_nan=params["terminate_on_nan"],
+        log_every_n_steps=params["log_every_n_steps"],
+        use_gpu=params["use_gpu"],
     )
-
-
-def _cache(params: Mapping[str, Any]) -> str | None:
-    """Where ranks keep their rows after the first epoch.
-
-    Raises:
-        ParamError: two places were asked for, or there is nothing to keep.
-    """
-    asked = [name for name in ("inmemory_cache_all", "local_cache") if params[name]]
-    if len(asked) > 1:
-        raise ParamError("inmemory_cache_all and local_cache keep the same rows in two places; take one of them.")
-    if asked and params["data"] == "direct":
-        raise ParamError(
-            f"{asked[0]}=True keeps rows that are read from a Store; on the direct path they lie on the executors' "
-            "disks from the start. Leave it out, or pass data='store' with a Store."
-        )
-    return {"inmemory_cache_all": "memory", "local_cache": "disk"}[asked[0]] if asked else None
 
 
 def _output(shape: tuple[int, ...], label: ColumnSpec) -> OutputSpec:

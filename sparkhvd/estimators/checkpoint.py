@@ -1,64 +1,115 @@
-"""Checkpoints of a run in its Store: after every epoch one object, which replaces the one before.
+"""Checkpoints of a run in its Store: one object for each state that is kept.
 
-A checkpoint is a line of JSON (epoch, seed, history) and then the trainer's state. It is published whole or not at
-all, so a reader never sees half of one. Only the last is kept: the ones before are deleted after it has appeared.
+A checkpoint is a line of JSON (where the run stands, seed, history), then what each rank has of its own, and then the
+trainer's state, which is the same on all ranks. It is published whole or not at all, so a reader never sees half of
+one. What is not kept any more is deleted after the next one has appeared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
+from sparkhvd.data.manifest import Manifest
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.history import EpochRecord, record_from_json
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
 _FORMAT = "sparkhvd checkpoint"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Within:
+    """Where a run stands within an epoch.
+
+    Attributes:
+        step: batches of every rank that have been trained on in the epoch.
+        num_proc: how many ranks there were.
+        batch_size: rows of a full batch.
+        division: tells divisions of the rows into blocks apart; the next batch is known only with the same one.
+        sums: the epoch's metrics so far: (sum over the rows of all ranks, rows) by name.
+        rank_states: what each rank has of its own, such as the state of its random numbers.
+    """
+
+    step: int
+    num_proc: int
+    batch_size: int
+    division: str
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    rank_states: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run stands after an epoch.
+    """Where a run stands.
 
     Attributes:
-        epoch: the last epoch that is in it.
+        epoch: the last epoch that is in it, wholly or partly.
         seed: the run's seed.
-        history: all epochs so far.
+        history: all epochs that have been completed.
         state: what ``Trainer.state()`` gave.
+        within: how far it is in ``epoch``; None at its end.
     """
 
     epoch: int
     seed: int
     history: tuple[EpochRecord, ...]
-    state: bytes
+    state: bytes = field(repr=False)
+    within: Within | None = None
+
+    @property
+    def first_epoch(self) -> int:
+        """The epoch to go on with."""
+        return self.epoch + 1 if self.within is None else self.epoch
 
 
-def save(store: Store, run_id: str, checkpoint: Checkpoint) -> None:
-    """Publish a checkpoint and then delete the earlier ones of the run."""
-    header = {
-        "format": _FORMAT,
-        "format_version": _FORMAT_VERSION,
-        "epoch": checkpoint.epoch,
-        "seed": checkpoint.seed,
-        "history": [record.to_json() for record in checkpoint.history],
-    }
-    path = layout.checkpoint_path(run_id, checkpoint.epoch)
-    store.publish(path, json.dumps(header).encode() + b"\n" + checkpoint.state)
-    for other in store.list(layout.checkpoints_folder(run_id)):
-        epoch = layout.checkpoint_epoch(other)
-        if epoch is not None and epoch < checkpoint.epoch:
+def division(manifest: Manifest) -> str:
+    """What tells the division of a dataset's rows into blocks from others."""
+    content = [manifest.schema.names(), manifest.train.block_rows()]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def save(store: Store, run_id: str, checkpoint: Checkpoint, keep: int = 1, also: Collection[int] = ()) -> None:
+    """Publish a checkpoint and then delete the earlier ones of the run, but those to keep.
+
+    Args:
+        store: where.
+        run_id: the run.
+        checkpoint: what.
+        keep: how many of the last epochs' ends stay, this one included.
+        also: epochs whose ends stay whatever comes later.
+    """
+    within = checkpoint.within
+    path = layout.checkpoint_path(run_id, checkpoint.epoch, None if within is None else within.step)
+    store.publish(path, _content(checkpoint))
+    ended = checkpoint.epoch if within is None else checkpoint.epoch - 1
+    wanted = {*also, *range(ended - keep + 1, ended + 1)}
+    for other in _paths(store, run_id):
+        place = layout.checkpoint_place(other)
+        if other != path and place is not None and (place[1] < float("inf") or place[0] not in wanted):
             store.delete(other)
+
+
+def path_of(store: Store, run_id: str, epoch: int) -> str:
+    """The path of the checkpoint at the end of an epoch.
+
+    Raises:
+        StoreError: it is not kept.
+    """
+    path = layout.checkpoint_path(run_id, epoch)
+    if path not in _paths(store, run_id):
+        raise StoreError(f"{store.url}/{path}, the best epoch of run {run_id!r}, is not there any more. Train anew.")
+    return path
 
 
 def latest(store: Store, run_id: str) -> str | None:
     """The path of a run's last checkpoint; None where there is none."""
-    paths = [
-        path for path in store.list(layout.checkpoints_folder(run_id)) if layout.checkpoint_epoch(path) is not None
-    ]
-    return max(paths, default=None)
+    return max(_paths(store, run_id), key=layout.checkpoint_place, default=None)  # type: ignore[arg-type]  # none is None
 
 
 def load(store: Store, path: str) -> Checkpoint:
@@ -68,9 +119,9 @@ def load(store: Store, path: str) -> Checkpoint:
         StoreError: it cannot be read, or is not a checkpoint of this version.
     """
     with store.open(path, "rb") as file:
-        header, _, state = file.read().partition(b"\n")
+        header, _, rest = file.read().partition(b"\n")
     try:
-        return _from_json(json.loads(header), state)
+        return _from_json(json.loads(header), rest)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
             f"{store.url}/{path} is not a checkpoint that this version reads ({error}). Choose another run_id, or "
@@ -78,8 +129,39 @@ def load(store: Store, path: str) -> Checkpoint:
         ) from error
 
 
-def _from_json(content: dict[str, Any], state: bytes) -> Checkpoint:
+def _paths(store: Store, run_id: str) -> list[str]:
+    found = store.list(layout.checkpoints_folder(run_id))
+    return [path for path in found if layout.checkpoint_place(path) is not None]
+
+
+def _content(checkpoint: Checkpoint) -> bytes:
+    within = checkpoint.within
+    own = () if within is None else within.rank_states
+    header: dict[str, Any] = {
+        "format": _FORMAT,
+        "format_version": _FORMAT_VERSION,
+        "epoch": checkpoint.epoch,
+        "seed": checkpoint.seed,
+        "history": [record.to_json() for record in checkpoint.history],
+        "within": None,
+        "rank_states": [len(state) for state in own],
+    }
+    if within is not None:
+        names = ("step", "num_proc", "batch_size", "division", "sums")
+        header["within"] = {name: getattr(within, name) for name in names}
+    return b"".join([json.dumps(header).encode(), b"\n", *own, checkpoint.state])
+
+
+def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
     if (content["format"], content["format_version"]) != (_FORMAT, _FORMAT_VERSION):
         raise ValueError(f"format {content['format']!r} version {content['format_version']!r}")
     history = tuple(record_from_json(record) for record in content["history"])
-    return Checkpoint(int(content["epoch"]), int(content["seed"]), history, state)
+    own, at = [], 0
+    for size in content["rank_states"]:
+        own.append(rest[at : at + size])
+        at += size
+    within = None
+    if (found := content["within"]) is not None:
+        sums = {name: (float(total), float(rows)) for name, (total, rows) in found["sums"].items()}
+        within = Within(**{**found, "sums": sums, "rank_states": tuple(own)})
+    return Checkpoint(int(content["epoch"]), int(content["seed"]), history, rest[at:], within)

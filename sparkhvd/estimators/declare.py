@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, dataclass_transform, overload
 
 from pyspark.ml.param import Param, Params
+
+from sparkhvd.errors import ParamError
 
 T = TypeVar("T")
 Converter = Callable[[str, Any], Any]  # (parameter's name, what the user gave) -> what is kept, or ParamError
@@ -24,10 +26,13 @@ Converter = Callable[[str, Any], Any]  # (parameter's name, what the user gave) 
 class Declared(Param[T], Generic[T]):
     """A declaration; on an instance it is the pyspark ``Param`` that keys a parameter map."""
 
-    def __init__(self, default: T, doc: str, convert: Converter | None, accessor: str) -> None:
+    def __init__(
+        self, default: T, doc: str, convert: Converter | None, accessor: str, aliases: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(Params._dummy(), "", doc, self._converted)  # noqa: SLF001  (how pyspark declares)
         self.default = default
         self.accessor = accessor
+        self.aliases = aliases
         self.convert = convert
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -55,7 +60,9 @@ class Declared(Param[T], Generic[T]):
         def __set__(self, instance: object, value: T) -> None: ...
 
 
-def declared(doc: str, convert: Converter | None = None, *, default: Any, accessor: str = "") -> Any:
+def declared(
+    doc: str, convert: Converter | None = None, *, default: Any, accessor: str = "", aliases: tuple[str, ...] = ()
+) -> Any:
     """Declare a parameter.
 
     Args:
@@ -63,8 +70,9 @@ def declared(doc: str, convert: Converter | None = None, *, default: Any, access
         convert: turns what the user gave into what is kept, or raises ``ParamError``; idempotent.
         default: the value until one is given; an explicit None means the default too.
         accessor: what follows ``set`` and ``get`` where it is not the name in camel case.
+        aliases: what may follow them too: Horovod's spellings.
     """
-    return Declared(default, doc, convert, accessor)
+    return Declared(default, doc, convert, accessor, aliases)
 
 
 def _setter(name: str) -> Callable[[Params, object], Params]:
@@ -81,24 +89,29 @@ def _getter(name: str) -> Callable[[Params], object]:
     return get_value
 
 
+def _add_accessor(cls: type, method: str, function: Callable[..., object], declaration: Declared[Any]) -> None:
+    if not hasattr(cls, method):
+        function.__name__ = method
+        function.__qualname__ = f"{cls.__qualname__}.{method}"
+        function.__doc__ = f"{declaration.name}: {declaration.doc}"
+        setattr(cls, method, function)
+
+
 @dataclass_transform(kw_only_default=True, field_specifiers=(declared,))
 class Declarations(Params):
     """Base of classes whose parameters are ``declared``."""
 
     declarations: ClassVar[dict[str, Declared[Any]]] = {}
+    retired: ClassVar[Mapping[str, str]] = {}  # names that mean nothing here: what to say instead
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         found = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
         cls.declarations = {name: value for name, value in found.items() if isinstance(value, Declared)}
         for name, declaration in cls.declarations.items():
-            for method, make in ((f"set{declaration.accessor}", _setter), (f"get{declaration.accessor}", _getter)):
-                if not hasattr(cls, method):
-                    function = make(name)
-                    function.__name__ = method
-                    function.__qualname__ = f"{cls.__qualname__}.{method}"
-                    function.__doc__ = f"{name}: {declaration.doc}"
-                    setattr(cls, method, function)
+            for accessor in (declaration.accessor, *declaration.aliases):
+                _add_accessor(cls, f"set{accessor}", _setter(name), declaration)
+                _add_accessor(cls, f"get{accessor}", _getter(name), declaration)
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
@@ -109,6 +122,8 @@ class Declarations(Params):
         """Set several parameters by keyword; ``TypeError`` for a name that is not one."""
         for name in values:
             if name not in type(self).declarations:
+                if name in type(self).retired:
+                    raise ParamError(f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}")
                 near = difflib.get_close_matches(name, type(self).declarations, n=3)
                 hint = f"Did you mean {' or '.join(near)}?" if near else f"It takes {', '.join(self.declarations)}."
                 raise TypeError(f"{type(self).__name__} has no parameter {name!r}. {hint}")

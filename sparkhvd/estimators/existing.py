@@ -12,6 +12,8 @@ from sparkhvd.data.manifest import load
 from sparkhvd.data.prepared import PreparedData, chosen, open_here
 from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.errors import DataError, ParamError
+from sparkhvd.estimators.contradictions import check
+from sparkhvd.estimators.params import READERS
 from sparkhvd.store import layout
 
 
@@ -48,7 +50,7 @@ def existing_rows(
         manifest = load(store, layout.manifest_path(dataset))
     if manifest is not None:
         manifest = chosen(manifest, features, labels, params["sample_weight_col"])
-        for column in manifest.schema.columns:
+        for column in manifest.schema.columns if params["transformation_fn"] is None else ():
             numbers_only(column)
         if manifest.train.rows < params["num_proc"]:
             raise DataError(too_few_rows(manifest.train.rows, params["num_proc"]))
@@ -72,12 +74,11 @@ def existing_rows(
         fill=params["fill"],
         num_proc=params["num_proc"],
         access=access,
+        transformed=params["transformation_fn"] is not None,
     )
 
 
 def _check_reader(reader: str, params: Mapping[str, Any]) -> None:
-    if reader not in {"native", "petastorm"}:
+    if reader not in READERS:
         raise ParamError(f"reader={reader!r} is not known; it is 'native' or 'petastorm'.")
-    steps = [name for name in ("train_steps_per_epoch", "validation_steps_per_epoch") if params[name] is not None]
-    if reader == "petastorm" and steps:
-        raise ParamError(f"{steps[0]} needs reader='native'; petastorm's reader goes over all rows in every epoch.")
+    check({**params, "reader": reader})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -52,8 +53,16 @@ def record_from_json(content: dict[str, Any]) -> EpochRecord:
     return EpochRecord(**content)
 
 
-def averaged(report: EpochReport, communicator: Communicator) -> EpochRecord:
-    """The record of an epoch from the reports of all ranks; collective, one small allreduce."""
+def averaged(
+    report: EpochReport, communicator: Communicator, before: Mapping[str, tuple[float, float]] | None = None
+) -> EpochRecord:
+    """The record of an epoch from the reports of all ranks; collective, one small allreduce.
+
+    Args:
+        report: of this rank.
+        communicator: with the others.
+        before: sums and rows, over all ranks, of training steps that ``report`` does not have.
+    """
     times = report.times
     mine = [
         *(number for pair in report.train.values() for number in pair),
@@ -61,27 +70,27 @@ def averaged(report: EpochReport, communicator: Communicator) -> EpochRecord:
         *(times.data_wait, times.compute, times.communication),
     ]
     total = communicator.allreduce(np.array(mine, np.float64), ReduceOp.SUM, name=f"epoch {report.epoch} report")
-    train, total = _means(list(report.train), total)
-    rows = float(total[0])
-    validation, total = _means(list(report.validation), total[1:])
-    spent = total[1:] / communicator.world.size
+    count = len(report.train)
+    pairs = total[:-3].reshape(-1, 2)
+    rows = float(pairs[list(report.train).index("loss"), 1]) if "loss" in report.train else 0.0
+    spent = total[-3:].astype(np.float64) / communicator.world.size
     seconds = max(float(spent.sum()), 1e-9)
     kinds = ("data_wait", "compute", "communication")
     return EpochRecord(
         epoch=report.epoch,
-        train=train,
-        validation=validation,
+        train=_means(list(report.train), pairs[:count], before or {}),
+        validation=_means(list(report.validation), pairs[count:], {}),
         rows_per_second=rows / seconds,
         step_seconds=seconds / max(1, report.steps),
         shares={kind: float(part) / seconds for kind, part in zip(kinds, spent, strict=True)},
     )
 
 
-def _means(names: list[str], numbers: Any) -> tuple[dict[str, float], Any]:
-    """The means of (sum, rows) pairs, and the rest of the numbers, with the rows of the last pair before it."""
-    pairs = numbers[: 2 * len(names)].reshape(-1, 2)
-    means = {
-        name: float(total / rows) if rows else float("nan") for name, (total, rows) in zip(names, pairs, strict=True)
-    }
-    rows = pairs[-1:, 1] if len(pairs) else np.zeros(1)
-    return means, np.concatenate([rows, numbers[2 * len(names) :]])
+def _means(names: list[str], pairs: Any, before: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The means of (sum, rows) pairs, with what was before."""
+    means = {}
+    for name, (total, rows) in zip(names, pairs, strict=True):
+        earlier, earlier_rows = before.get(name, (0.0, 0.0))
+        count = rows + earlier_rows
+        means[name] = float((total + earlier) / count) if count else float("nan")
+    return means

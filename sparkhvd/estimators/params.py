@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.backend import Backend, a_backend
 from sparkhvd.estimators.declare import Declarations, Declared, declared
+from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.store import Store
 
 DATA_WAYS = ("auto", "direct", "store")
+READERS = ("native", "petastorm")
+START_METHODS = ("fork", "spawn", "forkserver")
+
+# Horovod's parameters without a meaning here, and what to say to those who set them.
+RETIRED = {
+    "shuffle_buffer_size": "rows are shuffled within windows whose size follows from prefetch_bytes; shuffle=False "
+    "keeps their order.",
+    "shuffling_buffer_size": "rows are shuffled within windows whose size follows from prefetch_bytes; shuffle=False "
+    "keeps their order.",
+    "reader_pool_type": "rows are always decoded by threads, which need no second process; train_reader_num_workers "
+    "says how many.",
+    "transformation_edit_fields": "what transformation_fn returns says itself which types and shapes its columns have.",
+    "transformation_removed_fields": "transformation_fn may return fewer columns, as long as the features, labels and "
+    "weights are among them.",
+    "continuous_cols": "it was for NVTabular's loaders; list the columns in feature_cols.",
+    "categorical_cols": "it was for NVTabular's loaders; list the columns in feature_cols, integers stay integers.",
+    "tensorflow_dataset_prefetch_buffer_size": "rows are decoded ahead up to prefetch_bytes (256 MB) on every rank.",
+}
 
 
 def positive_integer(name: str, value: Any) -> int:
@@ -32,6 +52,54 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ParamError(f"{name}={value!r} must be True or False.")
     return value
+
+
+def one_of(*choices: str) -> Callable[[str, Any], str]:
+    """A converter that takes one of these words."""
+
+    def convert(name: str, value: Any) -> str:
+        if value not in choices:
+            raise ParamError(f"{name}={value!r} does not exist; there are {', '.join(map(repr, choices))}.")
+        return str(value)
+
+    return convert
+
+
+def a(kind: type, example: str) -> Callable[[str, Any], Any]:
+    """A converter that takes objects of one kind."""
+
+    def convert(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ParamError(f"{name}={value!r} must be a {kind.__name__}, such as {example}.")
+        return value
+
+    return convert
+
+
+def a_function(name: str, value: Any) -> Any:
+    """Something that can be called."""
+    if not callable(value):
+        raise ParamError(f"{name}={value!r} must be a function.")
+    return value
+
+
+def positive_number(name: str, value: Any) -> float:
+    """A number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise ParamError(f"{name}={value!r} must be a number above 0.")
+    return float(value)
+
+
+def environment(name: str, value: Any) -> dict[str, str | None]:
+    """Values of environment variables by name; None removes one."""
+    texts = isinstance(value, Mapping) and all(
+        isinstance(key, str) and (item is None or isinstance(item, str)) for key, item in value.items()
+    )
+    if not texts:
+        raise ParamError(
+            f"{name} must be a dict from names of environment variables to strings, or None to remove one."
+        )
+    return dict(value)
 
 
 def text(name: str, value: Any) -> str:
@@ -106,18 +174,30 @@ def a_store(name: str, value: Any) -> Store:
     return value
 
 
-def data_way(name: str, value: Any) -> str:
-    """A way of the rows."""
-    if value not in DATA_WAYS:
-        raise ParamError(f"{name}={value!r} does not exist; there are {', '.join(map(repr, DATA_WAYS))}.")
-    return str(value)
-
-
 class EstimatorParams(Declarations):
     """What every estimator can be told."""
 
+    retired = RETIRED
+
     num_proc: Declared[int | None] = declared(
         "Number of ranks (training processes); None means all slots of the cluster.", positive_integer, default=None
+    )
+    backend: Declared[Backend | str] = declared(
+        "Who starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' (beside this "
+        "process), or an object with run and num_processes, such as SparkBackend.",
+        a_backend,
+        default="auto",
+    )
+    backend_env: Declared[Mapping[str, str | None] | None] = declared(
+        "Environment variables of the ranks; None as a value removes one.", environment, default=None
+    )
+    use_gpu: Declared[bool] = declared(
+        "Whether a rank trains on its GPU where it has one; False trains on the CPU.", flag, default=True
+    )
+    mp_start_method: Declared[str | None] = declared(
+        "How Python's multiprocessing starts processes on the ranks; None leaves Python's own way.",
+        one_of(*START_METHODS),
+        default=None,
     )
     store: Declared[Store | None] = declared(
         "Where prepared data, checkpoints and the trained model are kept; None trains without them.",
@@ -127,7 +207,7 @@ class EstimatorParams(Declarations):
     data: Declared[str] = declared(
         "How rows reach the ranks: through the Store ('store'), straight from Spark ('direct'), or through the Store "
         "where one is given ('auto').",
-        data_way,
+        one_of(*DATA_WAYS),
         default="auto",
     )
     feature_cols: Declared[Sequence[str] | None] = declared(
@@ -148,6 +228,28 @@ class EstimatorParams(Declarations):
     )
     sparse_cols: Declared[Sequence[str] | None] = declared(
         "Vector columns that reach the model as sparse tensors, one input each; others are dense.", names, default=None
+    )
+    compress_sparse_cols: Declared[bool] = declared(
+        "Whether dense vectors are prepared by their entries that are not 0; sparse ones always are.",
+        flag,
+        default=False,
+    )
+    transformation_fn: Declared[Callable[..., Any] | None] = declared(
+        "Function that makes a dict of numpy arrays by column, with the rows of a batch, into another one with as many "
+        "rows, before they are trained on; called on the ranks, by reader threads.",
+        a_function,
+        default=None,
+    )
+    reader: Declared[str] = declared(
+        "What reads the prepared rows: 'native', or 'petastorm' where that is installed on the executors.",
+        one_of(*READERS),
+        default="native",
+    )
+    train_reader_num_workers: Declared[int] = declared(
+        "Threads of a rank that decode training rows.", positive_integer, default=2, aliases=("TrainReaderNumWorker",)
+    )
+    val_reader_num_workers: Declared[int] = declared(
+        "Threads of a rank that decode validation rows.", positive_integer, default=2, aliases=("ValReaderNumWorker",)
     )
     fill: Declared[Mapping[str, Any] | None] = declared(
         "What to read where a column is NULL, by column; without it NULL is refused.", fills, default=None
@@ -184,6 +286,7 @@ class EstimatorParams(Declarations):
         "Whether a rank keeps its part of the prepared rows in memory after the first epoch, and reads them there.",
         flag,
         default=False,
+        aliases=("InMemoryCacheAll",),
     )
     local_cache: Declared[bool] = declared(
         "The same on the executors' local disk, in memory-mapped files: for a Store that is slow to read.",
@@ -198,8 +301,35 @@ class EstimatorParams(Declarations):
         flag,
         default=False,
     )
+    gradient_compression: Declared[Any] = declared(
+        "What gradients travel as between the ranks: 'fp16', 'bf16', or a Compressor of hvd.Compression.", default=None
+    )
+    terminate_on_nan: Declared[bool] = declared(
+        "Whether a step whose loss is not a finite number ends the training with an error.", flag, default=False
+    )
+    log_every_n_steps: Declared[int | None] = declared(
+        "Training steps between lines in the log within an epoch; None shows epochs only.",
+        positive_integer,
+        default=None,
+    )
+    early_stopping: Declared[EarlyStopping | None] = declared(
+        "When the training ends before its last epoch; decided alike on all ranks.",
+        a(EarlyStopping, "EarlyStopping('val_loss', patience=3)"),
+        default=None,
+    )
+    checkpoints: Declared[Checkpoints] = declared(
+        "Which states of the run are kept in the Store, and which epoch's model is returned.",
+        a(Checkpoints, "Checkpoints(every_steps=500, best='val_loss')"),
+        default=Checkpoints(),
+    )
     run_id: Declared[str | None] = declared(
         "Name of the run; one that has checkpoints in the Store is continued. None makes a new one.", text, default=None
+    )
+    resume: Declared[str | None] = declared(
+        "'auto' continues the run that an earlier fit of the same rows, parameters and model made in the Store, also a "
+        "finished one.",
+        one_of("auto"),
+        default=None,
     )
     verbose: Declared[int] = declared("1 shows a line per epoch, 0 is silent.", integer, default=1)
 
@@ -210,7 +340,9 @@ class ModelParams(Declarations):
     feature_columns: Declared[Sequence[str] | None] = declared(
         "Columns to predict from, in the order of the model's inputs.", names, default=None
     )
-    label_columns: Declared[Sequence[str] | None] = declared("Columns that the model learned.", names, default=None)
+    label_columns: Declared[Sequence[str] | None] = declared(
+        "Columns that the model learned.", names, default=None, aliases=("LabelColoumns",)
+    )
     output_cols: Declared[Sequence[str] | None] = declared(
         "Columns that transform adds, one per output; by default <label>__output.", names, default=None
     )

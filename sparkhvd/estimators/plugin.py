@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,11 @@ import numpy.typing as npt
 from sparkhvd.data.batches import BatchSource
 from sparkhvd.data.readers import Reading
 from sparkhvd.data.schema import DataSchema
+from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.world import World
+
+if TYPE_CHECKING:
+    from sparkhvd.estimators.history import EpochRecord
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 
@@ -33,6 +37,12 @@ class TrainSpec:
     train_steps_per_epoch: int | None = None
     validation_steps_per_epoch: int | None = None
     reading: Reading = field(default_factory=Reading)
+    val_reading: Reading = field(default_factory=Reading)
+    early_stopping: EarlyStopping | None = None
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    terminate_on_nan: bool = False
+    log_every_n_steps: int | None = None
+    use_gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,8 @@ class EpochReport:
         validation: the same over the validation rows; empty without validation.
         times: where the time went.
         steps: training steps, the same on every rank.
+        on_record: called with the record of all ranks before the checkpoint is made: for what the trainer's state is to
+            hold. Returns whether this rank wants the training to end; it ends on all ranks when one wants it.
     """
 
     epoch: int
@@ -61,6 +73,28 @@ class EpochReport:
     validation: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     times: StepTimes = StepTimes(0.0, 0.0, 0.0)
     steps: int = 0
+    on_record: Callable[[EpochRecord], bool] | None = None
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a trainer tells the hooks after a training step.
+
+    Attributes:
+        epoch: from 0.
+        step: batches of the epoch that are done, those before an interruption included.
+        steps: batches of the whole epoch.
+        loss: of this rank in this step; None where it had no rows.
+        sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``.
+        rank_state: what this rank has of its own and needs to go on from here, such as the state of random numbers.
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    loss: float | None
+    sums: Callable[[], Mapping[str, tuple[float, int]]]
+    rank_state: Callable[[], bytes]
 
 
 class TrainHooks(Protocol):
@@ -69,6 +103,24 @@ class TrainHooks(Protocol):
     @property
     def first_epoch(self) -> int:
         """The epoch to start with; above 0 when a run resumes."""
+
+    @property
+    def first_step(self) -> int:
+        """The batches of the first epoch that are done already, to be left out: ``source.epoch(n, first_step)``."""
+
+    @property
+    def first_epoch_batches(self) -> int | None:
+        """How many batches the first epoch gives, where others have begun it; None where that is no matter."""
+
+    @property
+    def rank_state(self) -> bytes | None:
+        """What this rank's ``StepReport.rank_state`` gave at ``first_step``."""
+
+    def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
+        """Say how far the rank is, end for a loss that is no number, checkpoint where it is time.
+
+        Trainers call it between steps, when ``trainer.state()`` is that of a step's end.
+        """
 
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
         """Average the metrics, log, checkpoint on rank 0. Returns whether training goes on, the same on every rank."""

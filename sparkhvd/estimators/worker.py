@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import logging
+import multiprocessing
 import tempfile
 import uuid
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, cast
+
+import cloudpickle
 
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.communicator import Communicator
@@ -17,19 +19,20 @@ from sparkhvd.data.batches import BatchSource
 from sparkhvd.data.direct import GivenRows, checked
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.petastorm_reader import PetastormSource
-from sparkhvd.data.readers import ParquetSource
+from sparkhvd.data.readers import ParquetSource, Reading
+from sparkhvd.data.rest import RestOfEpoch
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection
+from sparkhvd.data.transformed import transformed
 from sparkhvd.errors import DataError, ParamError, SparkHvdError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.files import KeptFiles
-from sparkhvd.estimators.history import EpochRecord, averaged
-from sparkhvd.estimators.plugin import EpochReport, FrameworkPlugin, Trainer, TrainSpec
+from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.hooks import RunHooks
+from sparkhvd.estimators.plugin import FrameworkPlugin, TrainSpec
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
-
-logger = logging.getLogger(__name__)
 
 # Rows to try a model with before the training.
 SAMPLE_ROWS = 2
@@ -58,6 +61,8 @@ class TrainJob:
         run_id: names the run's folder.
         payload: what ``FrameworkPlugin.pack`` gave.
         spec: how to train.
+        start_method: of multiprocessing, in the ranks.
+        transformation: a pickled function that makes other columns of those that are read; empty for none.
     """
 
     plugin: str
@@ -66,6 +71,8 @@ class TrainJob:
     run_id: str
     payload: files.Payload
     spec: TrainSpec
+    start_method: str | None = None
+    transformation: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -103,12 +110,14 @@ class Rows:
         train: the rows to train on.
         validation: the rows to validate with.
         shapes: see ``TrainResult``.
+        division: see ``checkpoint.division``; empty where rows were dealt out before.
     """
 
     schema: DataSchema
     train: BatchSource
     validation: BatchSource | None
     shapes: list[tuple[int, ...]]
+    division: str = ""
 
 
 def find_plugin(name: str) -> FrameworkPlugin:
@@ -123,8 +132,11 @@ def train_worker(job: TrainJob) -> TrainResult | Refused | None:
     Returns:
         On rank 0 the history and the files of the trained model, else None; on all ranks why the rows were refused.
     """
+    if job.start_method is not None:
+        multiprocessing.set_start_method(job.start_method, force=True)
     session.init()
     communicator = session.current()
+    job = _with_transformation(job)
     payload = job.payload.read(job.store)
     try:
         rows = _rows(job, payload, communicator)
@@ -134,16 +146,27 @@ def train_worker(job: TrainJob) -> TrainResult | Refused | None:
         return Refused(error)  # it is the same on all ranks
     spec = replace(job.spec, schema=rows.schema)
     trainer = find_plugin(job.plugin).trainer(payload, spec, communicator.world)
-    hooks = EpochHooks(job, communicator)
+    hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division)
     if hooks.resumed is not None:
         trainer.restore(hooks.resumed.state)
-    trainer.fit(rows.train, rows.validation, hooks)
+    trainer.fit(_continued(job, rows, hooks, communicator.world), rows.validation, hooks)
     if communicator.world.rank != 0:
         return None
+    hooks.restore_best(trainer)
     with tempfile.TemporaryDirectory(prefix="sparkhvd-export-") as folder:
         trainer.export(Path(folder))
         written, kept = _brought_home(job, Path(folder))
     return TrainResult(tuple(hooks.history), written, kept, rows.schema, rows.shapes)
+
+
+def _with_transformation(job: TrainJob) -> TrainJob:
+    """The job with its function in the readers' hands; pickled, it could not be part of the job's own pickle."""
+    if not job.transformation:
+        return job
+    function = cloudpickle.loads(job.transformation)
+    reading = replace(job.spec.reading, transformation=function)
+    val_reading = replace(job.spec.val_reading, transformation=function)
+    return replace(job, spec=replace(job.spec, reading=reading, val_reading=val_reading))
 
 
 def _brought_home(job: TrainJob, folder: Path) -> tuple[tuple[files.StoredFile, ...], files.KeptFiles | None]:
@@ -154,54 +177,6 @@ def _brought_home(job: TrainJob, folder: Path) -> tuple[tuple[files.StoredFile, 
     return files.write_folder(job.store, target, folder), None
 
 
-class EpochHooks:
-    """What happens around every epoch, whatever the framework: averages, the line, the checkpoint.
-
-    Construction is collective: rank 0 looks for a checkpoint of the run, and all ranks continue from that one.
-    """
-
-    def __init__(self, job: TrainJob, communicator: Communicator) -> None:
-        self._job = job
-        self._communicator = communicator
-        self.resumed = None if job.store is None else _resumed(job.store, job.run_id, communicator)
-        self.history: list[EpochRecord] = [] if self.resumed is None else list(self.resumed.history)
-        if self.resumed is not None and communicator.world.rank == 0:
-            _say_where_it_continues(job, self.first_epoch)
-
-    @property
-    def first_epoch(self) -> int:
-        return 0 if self.resumed is None else self.resumed.epoch + 1
-
-    def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
-        record = averaged(report, self._communicator)
-        self.history.append(record)
-        if self._communicator.world.rank == 0:
-            logger.info("%s", record.line(self._job.spec.epochs))
-            if self._job.store is not None and self._job.store.save_runs:
-                content = checkpoint.Checkpoint(record.epoch, self._job.spec.seed, tuple(self.history), trainer.state())
-                checkpoint.save(self._job.store, self._job.run_id, content)
-        return True
-
-
-def _resumed(store: Store, run_id: str, communicator: Communicator) -> checkpoint.Checkpoint | None:
-    found = checkpoint.latest(store, run_id) if communicator.world.rank == 0 else None
-    path = objects.broadcast_object(communicator, found, 0, name="checkpoint to resume")
-    return None if path is None else checkpoint.load(store, path)
-
-
-def _say_where_it_continues(job: TrainJob, epochs_done: int) -> None:
-    if epochs_done < job.spec.epochs:
-        logger.info("run %s continues after epoch %d", job.run_id, epochs_done)
-    else:
-        logger.warning(
-            "Run %s has been trained for %d epochs already and epochs=%d, so nothing is left to train; its model is "
-            "returned. Raise epochs, or choose another run_id to train anew.",
-            job.run_id,
-            epochs_done,
-            job.spec.epochs,
-        )
-
-
 @dataclass(frozen=True)
 class _Part:
     """How one split is read."""
@@ -210,12 +185,13 @@ class _Part:
     batch_size: int
     shuffle: bool
     steps: int | None
+    reading: Reading
 
 
 def _parts(spec: TrainSpec) -> tuple[_Part, _Part]:
     return (
-        _Part("train", spec.batch_size, spec.shuffle, spec.train_steps_per_epoch),
-        _Part("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch),
+        _Part("train", spec.batch_size, spec.shuffle, spec.train_steps_per_epoch, spec.reading),
+        _Part("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, spec.val_reading),
     )
 
 
@@ -227,26 +203,60 @@ def _rows(job: TrainJob, payload: bytes, communicator: Communicator) -> Rows:
 
 def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> Rows:
     manifest = stored.manifest
+    train, held_out = _parts(spec)
+    validation = None if manifest.validation is None else _stored_part(stored, held_out, spec.seed, world)
+    source = _stored_part(stored, train, spec.seed, world)
+    # The driver has found out what a transformation makes of the columns.
+    return Rows(spec.schema, source, validation, [], checkpoint.division(manifest))
 
-    def source(part: _Part) -> BatchSource:
-        if stored.reader == "petastorm":
-            return PetastormSource(
-                stored.store, manifest, part.split, world, part.batch_size, seed=spec.seed, shuffle=part.shuffle
-            )
-        return ParquetSource(
-            stored.store,
-            manifest,
-            part.split,
-            world,
-            part.batch_size,
-            seed=spec.seed,
-            shuffle=part.shuffle,
-            steps_per_epoch=part.steps,
-            reading=spec.reading,
+
+def _stored_part(stored: StoredRows, part: _Part, seed: int, world: World) -> BatchSource:
+    store, manifest = stored.store, stored.manifest
+    if stored.reader == "petastorm":
+        return PetastormSource(store, manifest, part.split, world, part.batch_size, seed=seed, shuffle=part.shuffle)
+    return ParquetSource(
+        store,
+        manifest,
+        part.split,
+        world,
+        part.batch_size,
+        seed=seed,
+        shuffle=part.shuffle,
+        steps_per_epoch=part.steps,
+        reading=part.reading,
+    )
+
+
+def _continued(job: TrainJob, rows: Rows, hooks: RunHooks, world: World) -> BatchSource:
+    """The training rows; where the run was interrupted within an epoch by other ranks, first the rest of that one.
+
+    Raises:
+        DataError: the rows are not those that the interrupted run had.
+    """
+    within, train = hooks.within, rows.train
+    if within is None or hooks.resumed is None:
+        return train
+    if within.division != rows.division or not isinstance(job.rows, StoredRows):
+        raise DataError(
+            f"Run {job.run_id!r} was interrupted in epoch {hooks.resumed.epoch + 1} after step {within.step}, on rows "
+            "that were divided in another way than those of now, so the next row is not known. Fit on the same rows "
+            "with the same random_seed, or choose another run_id to train anew."
         )
+    if (within.num_proc, within.batch_size) == (world.size, job.spec.batch_size):
+        return train
+    if not isinstance(train, ParquetSource):
+        raise DataError(
+            f"Run {job.run_id!r} was interrupted with {within.num_proc} ranks and batch_size={within.batch_size}; "
+            "petastorm's reader goes on with the same numbers only. Take these, or reader='native'."
+        )
+    stored, seed, part = job.rows, job.spec.seed, replace(_parts(job.spec)[0], batch_size=within.batch_size)
 
-    train, validation = _parts(spec)
-    return Rows(manifest.schema, source(train), None if manifest.validation is None else source(validation), [])
+    def old(rank: int) -> ParquetSource:
+        return cast("ParquetSource", _stored_part(stored, part, seed, World(rank=rank, size=within.num_proc)))
+
+    rest = RestOfEpoch(train, hooks.resumed.epoch, within.step, old, old(0).plan, world)
+    hooks.deal_anew(rest.steps_left())
+    return rest
 
 
 def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicator: Communicator) -> Rows:
@@ -256,15 +266,11 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
     facts = [one for of_rank in gathered for one in of_rank]
     schema = checked(facts, selection, world.size)
     first = next(one.place[0] for one in facts if one.split == "train")
-    tried: list[tuple[int, ...]] | ParamError | None = None
-    if world.rank == first:
-        try:
-            tried = find_plugin(job.plugin).try_out(payload, schema, given.head(schema, SAMPLE_ROWS))
-        except ParamError as error:
-            tried = error
-    shapes = objects.broadcast_object(communicator, tried, first, name="shapes of the outputs")
-    if isinstance(shapes, ParamError):
-        raise shapes
+    found = _tried(job, payload, schema, given) if world.rank == first else None
+    tried = objects.broadcast_object(communicator, found, first, name="shapes of the outputs")
+    if isinstance(tried, SparkHvdError):
+        raise tried
+    trained_on, shapes = cast("tuple[DataSchema, list[tuple[int, ...]]]", tried)
 
     def source(part: _Part) -> BatchSource:
         return given.source(
@@ -276,8 +282,21 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
             seed=job.spec.seed,
             shuffle=part.shuffle,
             steps_per_epoch=part.steps,
-            reading=job.spec.reading,
+            reading=part.reading,
         )
 
     train, validation = _parts(job.spec)
-    return Rows(schema, source(train), None if selection.validation is None else source(validation), shapes or [])
+    return Rows(trained_on, source(train), None if selection.validation is None else source(validation), shapes)
+
+
+def _tried(
+    job: TrainJob, payload: bytes, schema: DataSchema, given: GivenRows
+) -> tuple[DataSchema, list[tuple[int, ...]]] | SparkHvdError:
+    """The columns that the model gets and the shapes of its outputs; or why it cannot be trained on these rows."""
+    rows, function = given.head(schema, SAMPLE_ROWS), job.spec.reading.transformation
+    try:
+        if function is not None:
+            schema, rows = transformed(schema, function, rows)
+        return schema, find_plugin(job.plugin).try_out(payload, schema, rows)
+    except (DataError, ParamError) as error:
+        return error

@@ -7,6 +7,7 @@
     leases/<dataset id>/...                     who uses a dataset, and until when it is kept
     fingerprints/<fingerprint>/<dataset id>     which dataset was prepared from which data
     runs/<run id>/checkpoints/epoch-00003       the trainer's state after epoch 3 (epochs count from 0)
+    runs/<run id>/checkpoints/epoch-00004-step-00000120     the same within epoch 4, after 120 of its steps
     runs/<run id>/model/...                     the trained model's files
     probes/<probe id>/...                       a check that all machines reach the Store; removed after it
 
@@ -16,11 +17,12 @@ their version inside (``format_version`` of the manifest).
 
 from __future__ import annotations
 
+import math
 import re
 
 from sparkhvd.errors import StoreError
 
-_CHECKPOINT = re.compile(r"epoch-(\d+)")
+_CHECKPOINT = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
 
 
 def dataset_folder(dataset_id: str) -> str:
@@ -72,23 +74,27 @@ def run_folder(run_id: str) -> str:
 
 
 def checkpoints_folder(run_id: str) -> str:
-    """The folder of a run's checkpoints; ``Store.list`` of it gives them in the order of their epochs."""
+    """The folder of a run's checkpoints."""
     return f"{run_folder(run_id)}/checkpoints"
 
 
-def checkpoint_path(run_id: str, epoch: int) -> str:
-    """The checkpoint written at the end of ``epoch`` (from 0)."""
+def checkpoint_path(run_id: str, epoch: int, step: int | None = None) -> str:
+    """The checkpoint written at the end of ``epoch`` (from 0), or within it after ``step`` steps."""
     if not 0 <= epoch < 100_000:
         raise StoreError(
             f"Epoch {epoch} of run {run_id!r} is not within 0..99999; checkpoints are numbered up to there."
         )
-    return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}"
+    within = "" if step is None else f"-step-{step:08d}"
+    return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}{within}"
 
 
-def checkpoint_epoch(path: str) -> int | None:
-    """The epoch of a path that ``checkpoint_path`` made, None for any other path."""
+def checkpoint_place(path: str) -> tuple[int, float] | None:
+    """Epoch and step of a path that ``checkpoint_path`` made, None for any other path.
+
+    The step of an epoch's end is infinite, so that places compare in the order of the training.
+    """
     match = _CHECKPOINT.fullmatch(path.rpartition("/")[2])
-    return int(match[1]) if match else None
+    return (int(match[1]), math.inf if match[2] is None else int(match[2])) if match else None
 
 
 def model_folder(run_id: str) -> str:

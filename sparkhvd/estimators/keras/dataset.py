@@ -27,7 +27,10 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
     def __init__(self, source: BatchSource, inputs: Ports, outputs: Ports) -> None:
         super().__init__()
         self.epoch = 0
+        self.first_step = 0  # where the epoch begins
         self.rows = 0  # of this rank, delivered in the epoch so far
+        self._batches_left: int | None = None
+        self._counts: list[int] = []  # rows of this rank after every batch of the epoch
         self._source = source
         self._inputs = inputs
         self._outputs = outputs
@@ -40,7 +43,18 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._row: Arrays | None = None
 
     def __len__(self) -> int:
-        return self._source.steps()
+        if self._batches_left is not None:
+            return self._batches_left
+        return self._source.steps() - self.first_step
+
+    def begin_within(self, first_step: int, batches: int | None) -> None:
+        """Let epochs begin at a step from now on; ``batches`` is how many come then, where that is no matter of it."""
+        self.first_step, self._batches_left = first_step, batches
+
+    def rows_until(self, batch: int) -> int:
+        """The rows of this rank up to and with a batch of the epoch."""
+        with self._lock:
+            return self._counts[batch]
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         with self._lock:
@@ -52,6 +66,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             batch = next(self._batches)
             columns, rows = batch.columns, batch.rows
             self.rows += rows
+            self._counts.append(self.rows)
             self._shares.append(batch.share)
             if rows == 0:
                 self._empty.add(index)
@@ -76,8 +91,9 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
 
     def _start(self) -> None:
         self._stop()
-        self._batches = iter(self._source.epoch(self.epoch))
+        self._batches = iter(self._source.epoch(self.epoch, self.first_step))
         self._next = self.rows = 0
+        self._counts.clear()
         self._shares.clear()
         self._empty.clear()
 

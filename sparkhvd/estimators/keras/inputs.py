@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.shapes import row_shape
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
@@ -94,7 +95,7 @@ def plan_inputs(model: Any, columns: Sequence[ColumnSpec], shapes: Sequence[Sequ
     names = [column.name for column in columns]
     if shapes is not None and len(shapes) != len(columns):
         raise ParamError(f"input_shapes has {len(shapes)} shapes but feature_cols has {len(columns)} columns: {names}.")
-    given = None if shapes is None else {name: _row(shape) for name, shape in zip(names, shapes, strict=True)}
+    given = None if shapes is None else {name: row_shape(shape) for name, shape in zip(names, shapes, strict=True)}
     if known is None:
         if given is not None and len(columns) > 1:
             return Ports(tuple(Port(name, (name,), given[name], None) for name in names), "list")
@@ -130,7 +131,7 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
     names = [column.name for column in labels]
     if shapes is not None and len(shapes) != len(labels):
         raise ParamError(f"label_shapes has {len(shapes)} shapes but label_cols has {len(labels)} columns: {names}.")
-    rows = [None] * len(labels) if shapes is None else [_row(shape) for shape in shapes]
+    rows = [None] * len(labels) if shapes is None else [row_shape(shape) for shape in shapes]
     if known is None:
         ports = [Port(name, (name,), shape, None) for name, shape in zip(names, rows, strict=True)]
         return Ports(tuple(ports), "single" if len(ports) == 1 else "list")
@@ -158,10 +159,6 @@ def _structure(given: Any, count: int) -> Literal["single", "list", "dict"]:
     if isinstance(given, dict):
         return "dict"
     return "list" if count > 1 or isinstance(given, list | tuple) else "single"
-
-
-def _row(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(shape[1:]) if shape and shape[0] == -1 else tuple(shape)
 
 
 def _static(tensor: Any) -> tuple[int, ...] | None:

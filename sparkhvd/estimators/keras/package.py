@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.keras.inputs import Ports
+from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
 
 _CONFIGURED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
 
@@ -43,7 +44,9 @@ class Package:
         callbacks: the user's callbacks.
         inputs: how columns become inputs.
         outputs: how columns become targets.
-        passes: batches that make one step.
+        input_shapes: the user's, for columns that are known later.
+        label_shapes: the same of labels.
+        compression: what gradients travel as: a name, or what sparkhvd.tensorflow.Compression has.
     """
 
     model: bytes
@@ -55,7 +58,9 @@ class Package:
     inputs: Ports
     outputs: Ports
     callbacks: tuple[Any, ...] = ()
-    passes: int = 1
+    compression: Any = None
+    input_shapes: Any = None
+    label_shapes: Any = None
 
     def dumps(self) -> bytes:
         """The package as bytes.
@@ -71,6 +76,22 @@ class Package:
             raise ParamError(
                 f"The loss, metrics, callbacks or custom objects cannot be pickled to send them to the ranks: {error}"
             ) from error
+
+    def with_ports_for(self, model: Any, schema: DataSchema) -> Package:
+        """The package for other columns than it was made for."""
+        return replace(
+            self,
+            inputs=plan_inputs(model, schema.of("feature"), self.input_shapes),
+            outputs=plan_outputs(model, schema.of("label"), self.label_shapes),
+        )
+
+    def gradient_compression(self) -> Any:
+        """What ``DistributedOptimizer`` takes as ``compression``."""
+        if not isinstance(self.compression, str):
+            return self.compression
+        from sparkhvd.tensorflow.compression import Compression  # noqa: PLC0415  (only the backend in use is imported)
+
+        return None if self.compression == "none" else getattr(Compression, self.compression)
 
     def build(self) -> Any:
         """The model with its optimizer, compiled."""

@@ -43,15 +43,15 @@ class KerasPlugin:
         package = _unpack(self.pack({**params, "schema": schema}))
         if rows is None and any(column.shape is None for column in schema.columns):
             return []
-        return _try_out(package, _made_up(schema) if rows is None else rows)
+        return _try_out(package, schema, _made_up(schema) if rows is None else rows)
 
-    def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:  # noqa: ARG002
+    def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
 
         Raises:
             ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
         """
-        return _try_out(_unpack(payload), rows)
+        return _try_out(_unpack(payload), schema, rows)
 
     def pack(self, params: Mapping[str, object]) -> bytes:
         """Everything that the ranks need, as bytes."""
@@ -143,7 +143,20 @@ def _package(params: Mapping[str, Any]) -> Package:
         inputs=plan_inputs(model, schema.of("feature"), _shapes(params, "input_shapes")),
         outputs=plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
         callbacks=tuple(params["callbacks"] or ()),
+        input_shapes=_shapes(params, "input_shapes"),
+        label_shapes=_shapes(params, "label_shapes"),
+        compression=_compression(params.get("gradient_compression")),
     )
+
+
+def _compression(given: Any) -> Any:
+    import keras  # noqa: PLC0415
+
+    if isinstance(given, str) and given not in {"none", "fp16", "bf16"}:
+        raise ParamError(f"gradient_compression={given!r} does not exist; there are 'none', 'fp16' and 'bf16'.")
+    if given is not None and given != "none" and keras.config.backend() != "tensorflow":
+        raise ParamError("gradient_compression works on Keras' TensorFlow backend; leave it out with this one.")
+    return given
 
 
 def _unpack(payload: bytes) -> Package:
@@ -158,9 +171,10 @@ def _made_up(schema: DataSchema) -> Arrays:
     return {c.name: np.zeros((_MADE_UP_ROWS, *(c.shape or ())), np.dtype(c.dtype)) for c in schema.columns}
 
 
-def _try_out(package: Package, sample: Arrays) -> list[tuple[int, ...]]:
+def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple[int, ...]]:
     rows = len(next(iter(sample.values())))
     model = package.build()
+    package = package.with_ports_for(model, schema)
     try:
         features = package.inputs.arrays(sample, rows)
         predicted = model(features, training=False)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -17,7 +18,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.package import Package, arrays_of_bytes, arrays_to_bytes
-from sparkhvd.estimators.plugin import EpochReport, StepTimes, Trainer, TrainHooks, TrainSpec
+from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, Trainer, TrainHooks, TrainSpec
 from sparkhvd.keras.callbacks import broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer
 from sparkhvd.world import World
@@ -31,11 +32,13 @@ class KerasTrainer:
     """
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
-        prepare_devices(world)
+        prepare_devices(world, use_gpu=spec.use_gpu)
         keras.utils.set_random_seed(spec.seed)
         self._package = package
         self._spec = spec
-        self._model = package.build()
+        with self._device():
+            self._model = package.build()
+        self._package = package.with_ports_for(self._model, spec.schema)
         self._lr_scale = float(world.size) if spec.scale_lr else 1.0
         self._scale_lr(self._lr_scale)
 
@@ -56,9 +59,17 @@ class KerasTrainer:
                 variable.assign(arrays[f"{kind}.{index}"])
         self._scale_lr(self._lr_scale / float(arrays["lr_scale"]))
 
+    def _device(self) -> AbstractContextManager[None]:
+        """The CPU where the backend would take a GPU by itself, but shall not."""
+        if self._spec.use_gpu or keras.config.backend() != "torch":
+            return nullcontext()
+        return cast("AbstractContextManager[None]", keras.device("cpu"))
+
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback ends it; collective."""
-        optimizer = DistributedOptimizer(self._model.optimizer, sparse_as_dense=True)
+        optimizer = DistributedOptimizer(
+            self._model.optimizer, sparse_as_dense=True, compression=self._package.gradient_compression()
+        )
         if not optimizer.built:
             optimizer.build(self._model.trainable_variables)
         broadcast_variables([*self._model.variables, *optimizer.variables])
@@ -66,17 +77,31 @@ class KerasTrainer:
         validation = None if val is None else BatchDataset(val, self._package.inputs, self._package.outputs)
         optimizer.weight_by(data.next_share)
         begin = _EpochBegin(data, validation)
-        callbacks = [begin, *self._package.callbacks, _EpochEnd(begin, hooks, self, train.steps())]
+        end = _EpochEnd(begin, data, hooks, self)
+        callbacks = [begin, *self._package.callbacks, end]
+
+        def fit(first: int, last: int) -> None:
+            with self._device():
+                self._model.fit(
+                    data,
+                    validation_data=validation,
+                    initial_epoch=first,
+                    epochs=last,
+                    callbacks=callbacks,
+                    shuffle=False,
+                    verbose=0,
+                )
+
+        first = hooks.first_epoch
         try:
-            self._model.fit(
-                data,
-                validation_data=validation,
-                initial_epoch=hooks.first_epoch,
-                epochs=self._spec.epochs,
-                callbacks=callbacks,
-                shuffle=False,
-                verbose=0,
-            )
+            if first < self._spec.epochs and (hooks.first_step or hooks.first_epoch_batches is not None):
+                # Keras asks once per fit how many batches an epoch has, and this one has fewer.
+                data.begin_within(hooks.first_step, hooks.first_epoch_batches)
+                fit(first, first + 1)
+                data.begin_within(0, None)
+                first = self._spec.epochs if end.ended else first + 1
+            if first < self._spec.epochs:
+                fit(first, self._spec.epochs)
         finally:
             data.close()
             if validation is not None:
@@ -175,30 +200,49 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
 class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     """Comes after the user's callbacks, so that the checkpoint holds what they changed."""
 
-    def __init__(self, begin: _EpochBegin, hooks: TrainHooks, trainer: Trainer, steps: int) -> None:
+    def __init__(self, begin: _EpochBegin, data: BatchDataset, hooks: TrainHooks, trainer: Trainer) -> None:
         super().__init__()
+        self.ended = False
         self._begin = begin
+        self._data = data
         self._hooks = hooks
         self._trainer = trainer
-        self._steps = steps
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Tell the hooks; the logs are means over this rank's rows of the epoch so far."""
+        data = self._data
+        values, rows = dict(logs or {}), data.rows_until(batch)
+
+        def sums() -> dict[str, tuple[float, int]]:
+            return {name: (float(value) * rows if rows else 0.0, rows) for name, value in values.items()}
+
+        loss = None if data.was_empty(batch) or "loss" not in values else float(values["loss"])
+        step = data.first_step + batch + 1
+        report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, lambda: b"")
+        self._hooks.on_step_end(report, self._trainer)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         measured = self._begin.measured
         # Keras' own loop does not tell waiting for data, computing and communicating apart.
         times = StepTimes(0.0, measured.seconds, 0.0)
-        report = EpochReport(epoch, measured.train, measured.validation, times, self._steps)
-        if not self._hooks.on_epoch_end(report, self._trainer):
-            self.model.stop_training = True
+        wants_end = bool(self.model.stop_training)
+        report = EpochReport(
+            epoch, measured.train, measured.validation, times, len(self._data), lambda _record: wants_end
+        )
+        self.ended = not self._hooks.on_epoch_end(report, self._trainer)
+        self.model.stop_training = self.ended
 
 
-def prepare_devices(world: World) -> None:
+def prepare_devices(world: World, *, use_gpu: bool = True) -> None:
     """Give the rank its own GPU where TensorFlow sees some, and let it grow its memory as it needs it."""
     if keras.config.backend() != "tensorflow":
         return
     import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
+    if gpus and not use_gpu:
+        tf.config.set_visible_devices([], "GPU")
+    elif gpus:
         own = gpus[world.local_rank % len(gpus)]
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)

@@ -9,15 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sparkhvd.estimators.torch.callbacks import TorchCallback as TorchCallback
+    from sparkhvd.estimators.torch.callbacks import TorchRun as TorchRun
     from sparkhvd.estimators.torch.estimator import TorchEstimator as TorchEstimator
     from sparkhvd.estimators.torch.estimator import TorchModel as TorchModel
+    from sparkhvd.estimators.torch.schedule import LRSchedule as LRSchedule
 
 _HOME_OF = {
+    "LRSchedule": "sparkhvd.estimators.torch.schedule",
+    "TorchCallback": "sparkhvd.estimators.torch.callbacks",
+    "TorchRun": "sparkhvd.estimators.torch.callbacks",
     "TorchEstimator": "sparkhvd.estimators.torch.estimator",
     "TorchModel": "sparkhvd.estimators.torch.estimator",
 }
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = ["LRSchedule", "TorchCallback", "TorchEstimator", "TorchModel", "TorchRun"]
 
 
 def __getattr__(name: str) -> object:

@@ -18,10 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 
 from sparkhvd.estimators.torch.inputs import ModelInput
+from sparkhvd.estimators.torch.package import PicklerWithScripts
 
 STATE, MODULE, OPTIMIZER, INPUTS = "state_dict.pt", "module.pkl", "optimizer.pkl", "inputs.json"
 
@@ -34,8 +34,8 @@ def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in state and type(tensor) in {torch.nn.Parameter, torch.Tensor}:
             names.setdefault(id(tensor), name)
-    (folder / MODULE).write_bytes(_dump(model, names))
-    (folder / OPTIMIZER).write_bytes(_dump(optimizer, {id(p): name for name, p in model.named_parameters()}))
+    (folder / MODULE).write_bytes(_dump(model, model, names))
+    (folder / OPTIMIZER).write_bytes(_dump(optimizer, model, {id(p): name for name, p in model.named_parameters()}))
     described = [{**asdict(part), "dtype": str(part.dtype).removeprefix("torch.")} for part in inputs]
     (folder / INPUTS).write_text(json.dumps(described))
 
@@ -74,17 +74,17 @@ def _tensor(weights: Mapping[str, torch.Tensor], reference: tuple[str, bool | No
     return weights[name] if requires_grad is None else torch.nn.Parameter(weights[name], requires_grad)
 
 
-def _dump(value: object, names: Mapping[int, str]) -> bytes:
+def _dump(value: object, model: torch.nn.Module, names: Mapping[int, str]) -> bytes:
     buffer = io.BytesIO()
-    _WithoutTensors(buffer, names).dump(value)
+    _WithoutTensors(buffer, model, names).dump(value)
     return buffer.getvalue()
 
 
-class _WithoutTensors(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+class _WithoutTensors(PicklerWithScripts):
     """Writes the tensors that have a name as references to them."""
 
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
-        super().__init__(file)
+    def __init__(self, file: io.BytesIO, model: torch.nn.Module, names: Mapping[int, str]) -> None:
+        super().__init__(file, model)
         self._names = names
 
     def persistent_id(self, value: object) -> tuple[str, bool | None] | None:

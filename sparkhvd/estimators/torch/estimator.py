@@ -7,12 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.base import DistributedEstimator
 from sparkhvd.estimators.declare import Declared, declared
 from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import numbers, positive_integer, shapes
+from sparkhvd.estimators.params import a_function, numbers, one_of, positive_integer, positive_number, shapes
 from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.callbacks import TorchCallback
+from sparkhvd.estimators.torch.schedule import a_schedule
 
 Measure = Callable[..., torch.Tensor]
 
@@ -73,7 +76,7 @@ class TorchEstimator(DistributedEstimator):
         "sparkhvd.estimators.torch.plugin",
         "sparkhvd.estimators.worker",
     )
-    required: ClassVar[tuple[str, ...]] = ("model", "optimizer", "loss", "feature_cols", "label_cols")
+    required: ClassVar[tuple[str, ...]] = ("model", "optimizer", "feature_cols", "label_cols")
 
     model: Declared[torch.nn.Module | None] = declared("The module to train; it is copied, not changed.", default=None)
     optimizer: Declared[torch.optim.Optimizer | None] = declared(
@@ -98,8 +101,51 @@ class TorchEstimator(DistributedEstimator):
         shapes,
         default=None,
     )
+    loss_constructors: Declared[Callable[..., Measure] | Sequence[Callable[..., Measure]] | None] = declared(
+        "Functions that make the losses on the ranks, in place of loss; those of the arguments model, optimizer and "
+        "label_cols that they take are given by name.",
+        default=None,
+    )
+    train_minibatch_fn: Declared[Callable[..., Any] | None] = declared(
+        "Takes a training step in place of the estimator: a function of (model, optimizer, transform_outputs, loss_fn, "
+        "inputs, labels, sample_weights, backward_passes_per_step, batch_idx) that returns (outputs, loss).",
+        a_function,
+        default=None,
+    )
+    callbacks: Declared[Sequence[TorchCallback] | None] = declared(
+        "TorchCallback objects, run on every rank.", default=None
+    )
+    lr_scheduler: Declared[Any] = declared(
+        "How the learning rate changes: an LRSchedule; or a scheduler, or a function that makes one from the "
+        "optimizer, for a step every epoch.",
+        a_schedule,
+        default=None,
+    )
+    clip_grad_norm: Declared[float | None] = declared(
+        "Largest norm of a step's gradient over all parameters; None does not clip.", positive_number, default=None
+    )
+    clip_grad_value: Declared[float | None] = declared(
+        "Largest absolute value of a gradient's elements; None does not clip.", positive_number, default=None
+    )
+    mixed_precision: Declared[str | None] = declared(
+        "What the model computes in beside float32: 'bf16', or 'fp16' with scaled losses; weights stay as they are.",
+        one_of("bf16", "fp16"),
+        default=None,
+    )
+    torch_compile: Declared[bool | Mapping[str, Any]] = declared(
+        "Whether the ranks compile the model with torch.compile; a dict holds its arguments.", default=False
+    )
     backward_passes_per_step: Declared[int] = declared(
         "Batches per rank whose gradients make one step; their mean is over all their rows.",
         positive_integer,
         default=1,
     )
+
+    def _checked_values(self) -> dict[str, Any]:
+        values = super()._checked_values()
+        given = [name for name in ("loss", "loss_constructors") if values[name] is not None]
+        if not given:
+            raise ParamError("TorchEstimator needs loss, or loss_constructors.")
+        if len(given) == 2:
+            raise ParamError("loss and loss_constructors are two ways to say the same; give one of them.")
+        return values

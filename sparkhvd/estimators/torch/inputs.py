@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ import torch
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.data.torch_data import sparse_tensor
 from sparkhvd.errors import ParamError, SchemaError
+from sparkhvd.estimators.shapes import row_shape
 
 
 @dataclass(frozen=True)
@@ -115,11 +116,6 @@ def model_dtype(model: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
-def row_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape of one row from one that may begin with -1 for the rows."""
-    return tuple(shape[1:]) if shape and shape[0] == -1 else tuple(shape)
-
-
 def _reshaped(
     columns: Sequence[ColumnSpec], input_shapes: Sequence[Sequence[int]], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[ModelInput, ...]:
@@ -148,6 +144,9 @@ def _dtype(model: torch.nn.Module, column: ColumnSpec) -> torch.dtype:
 
 
 def _argument_counts(model: torch.nn.Module) -> tuple[int, float]:
+    if isinstance(model, torch.jit.ScriptModule):
+        arguments = cast("Any", model.forward).schema.arguments[1:]  # the first is the module itself
+        return sum(not argument.has_default_value() for argument in arguments), len(arguments)
     parameters: list[Any] = list(inspect.signature(model.forward).parameters.values())
     positional = [p for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
     least = sum(p.default is p.empty for p in positional)

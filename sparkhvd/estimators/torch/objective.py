@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional
 
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
-from sparkhvd.estimators.torch.inputs import row_shape
+from sparkhvd.estimators.shapes import row_shape
 
 Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -55,6 +55,7 @@ class Objective:
         metrics: what is reported beside the loss.
         weight_col: the column with the weight of every row. A weighted loss is the mean over the rows of weight times
             loss: it is divided by the number of rows, not by the sum of the weights.
+        constructors: make the losses on the rank, where they are not given.
     """
 
     label_cols: tuple[str, ...]
@@ -63,6 +64,7 @@ class Objective:
     label_shapes: tuple[tuple[int, ...], ...] | None
     metrics: tuple[Metric, ...]
     weight_col: str | None = None
+    constructors: tuple[Callable[..., Measure], ...] = ()
 
     def labels(
         self, outputs: Sequence[torch.Tensor], columns: Mapping[str, npt.NDArray[np.generic]]
@@ -70,7 +72,7 @@ class Objective:
         """The label tensors as the losses take them."""
         labels = []
         for index, (name, output, loss) in enumerate(zip(self.label_cols, outputs, self.losses, strict=True)):
-            raw = torch.from_numpy(columns[name])
+            raw = torch.from_numpy(columns[name]).to(output.device)
             shape = self.label_shapes[index] if self.label_shapes else None
             labels.append(_label(name, raw if shape is None else raw.reshape(len(raw), *shape), output, loss, shape))
         return labels
@@ -82,7 +84,7 @@ class Objective:
         columns: Mapping[str, npt.NDArray[np.generic]],
     ) -> torch.Tensor:
         """The weighted sum of the losses; ``columns`` give the weights of the rows."""
-        rows = None if self.weight_col is None else torch.from_numpy(columns[self.weight_col])
+        rows = None if self.weight_col is None else torch.from_numpy(columns[self.weight_col]).to(outputs[0].device)
         parts = [
             weight * (loss(output, label) if rows is None else _weighted(loss, output, label, rows))
             for weight, loss, output, label in zip(self.weights, self.losses, outputs, labels, strict=True)
@@ -92,10 +94,12 @@ class Objective:
     def measure(
         self, loss: torch.Tensor, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
     ) -> dict[str, float]:
-        """The loss and every metric of one batch."""
+        """The loss and every metric of one batch, without those of torchmetrics."""
         found = {"loss": float(loss.detach())}
         with torch.no_grad():
             for metric in self.metrics:
+                if is_stateful(metric.function):
+                    continue
                 output = outputs[metric.output].detach()
                 found[metric.name] = float(metric.function(output, labels[metric.output]))
         return found
@@ -103,6 +107,10 @@ class Objective:
     def names(self) -> list[str]:
         """``loss`` and the names of the metrics: what ``measure`` reports."""
         return ["loss", *(metric.name for metric in self.metrics)]
+
+    def stateful(self) -> tuple[Metric, ...]:
+        """The metrics of torchmetrics, which are no means over rows."""
+        return tuple(metric for metric in self.metrics if is_stateful(metric.function))
 
     def try_out(self, outputs: Sequence[torch.Tensor], columns: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Compute everything once on a few rows.
@@ -126,9 +134,8 @@ class Objective:
                 )
         for metric in self.metrics:
             name = self.label_cols[metric.output]
-            _try_measure(
-                f"The metric {metric.name!r}", metric.function, outputs[metric.output], labels[metric.output], name
-            )
+            function = copy.deepcopy(metric.function) if is_stateful(metric.function) else metric.function
+            _try_measure(f"The metric {metric.name!r}", function, outputs[metric.output], labels[metric.output], name)
 
 
 def objective_of(params: Mapping[str, object]) -> Objective:
@@ -139,14 +146,14 @@ def objective_of(params: Mapping[str, object]) -> Objective:
     """
     label_cols = tuple(cast("Sequence[str]", params["label_cols"]))
     count = len(label_cols)
-    losses = params["loss"] if isinstance(params["loss"], list | tuple) else [params["loss"]]
-    losses = tuple(losses) * count if len(losses) == 1 else tuple(losses)
+    losses, constructors = _repeated(params["loss"], count), _repeated(params.get("loss_constructors"), count)
     weights = params.get("loss_weights") or (1.0 / count,) * count
     shapes = params.get("label_shapes")
-    for name, values in (("loss", losses), ("loss_weights", weights), ("label_shapes", shapes)):
-        if values is not None and len(values) != count:  # type: ignore[arg-type]
+    lists = {"loss": losses, "loss_constructors": constructors, "loss_weights": weights, "label_shapes": shapes}
+    for name, values in lists.items():
+        if values and len(values) != count:  # type: ignore[arg-type]
             raise ParamError(f"{name} has {len(values)} entries but label_cols has {count}: {list(label_cols)}.")  # type: ignore[arg-type]
-    for loss in losses:
+    for loss in (*losses, *constructors):
         if not callable(loss):
             raise ParamError(f"loss={loss!r} is not callable; give a function or module of (output, label).")
         if getattr(loss, "reduction", "mean") != "mean":
@@ -161,7 +168,21 @@ def objective_of(params: Mapping[str, object]) -> Objective:
         label_shapes=None if shapes is None else tuple(row_shape(shape) for shape in shapes),  # type: ignore[attr-defined]
         metrics=_metrics(params.get("metrics"), label_cols),
         weight_col=cast("str | None", params.get("sample_weight_col")),
+        constructors=constructors,
     )
+
+
+def is_stateful(function: object) -> bool:
+    """Whether a metric has torchmetrics' interface: it keeps a state and says its value at the end."""
+    return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _repeated(given: object, count: int) -> tuple[Any, ...]:
+    """One for all labels, or one each."""
+    if given is None:
+        return ()
+    values = tuple(given) if isinstance(given, list | tuple) else (given,)
+    return values * count if len(values) == 1 else values
 
 
 def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
@@ -230,6 +251,7 @@ def _try_measure(what: str, function: Measure, output: torch.Tensor, label: torc
     shapes = f"output of shape {list(output.shape)} with label {name!r} of shape {list(label.shape)} ({label.dtype})"
     try:
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore" if is_stateful(function) else "default", category=UserWarning)
             warnings.filterwarnings("error", message=f".*{_SHAPES_DIFFER}.*")
             value = function(output, label)
     except Exception as error:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,12 +17,18 @@ from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.plugin import Arrays, TrainSpec
 from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
-from sparkhvd.estimators.torch.trainer import Package, TorchTrainer, outputs_of
+from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
+from sparkhvd.estimators.torch.schedule import LRSchedule
+from sparkhvd.estimators.torch.steps import outputs_of
+from sparkhvd.estimators.torch.trainer import TorchTrainer
+from sparkhvd.torch.compression import Compression
 from sparkhvd.world import World
 
 _MADE_UP_ROWS = 2
+_COMPRESSIONS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
 
 
 class TorchPlugin:
@@ -49,33 +54,39 @@ class TorchPlugin:
         Raises:
             ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
         """
-        return _try_out(_unpack(payload), schema, _at_least_two(rows))
+        return _try_out(loads(payload), schema, _at_least_two(rows))
 
     def pack(self, params: Mapping[str, object]) -> bytes:
         """The model, its optimizer, how columns become inputs, and the objective, in one pickle."""
-        schema = cast("DataSchema", params["schema"])
         model = cast("torch.nn.Module", params["model"])
         package = Package(
             model=model,
             optimizer=cast("torch.optim.Optimizer", params["optimizer"]),
-            inputs=plan_inputs(model, schema.of("feature"), _shapes(params)),
             objective=objective_of(params),
+            input_shapes=_shapes(params),
+            schedule=cast("LRSchedule | None", params.get("lr_scheduler")),
+            stepping=_stepping(params),
+            callbacks=tuple(cast("Sequence[TorchCallback]", params.get("callbacks") or ())),
         )
-        measures = [*package.objective.losses, *(metric.function for metric in package.objective.metrics)]
+        objective = package.objective
+        own: list[object] = [*objective.losses, *objective.constructors, *(m.function for m in objective.metrics)]
+        own += [*package.callbacks, package.stepping.minibatch_fn, package.schedule and package.schedule.scheduler]
+        if params.get("transformation_fn") is None:  # else the columns are those of now, not those of then
+            plan_inputs(model, cast("DataSchema", params["schema"]).of("feature"), package.input_shapes)
         try:
-            with by_value([*model.modules(), *measures, package.optimizer]):
-                return bytes(cloudpickle.dumps(package))
+            with by_value([*model.modules(), *(part for part in own if part is not None), package.optimizer]):
+                return dumps(package)
         except SparkHvdError:
             raise
         except Exception as error:
             raise ParamError(
                 f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: {error} Build "
-                "what cannot be pickled (locks, open files, sessions, scripted modules) inside the model's forward."
+                "what cannot be pickled (locks, open files, sessions) inside the model's forward."
             ) from error
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> TorchTrainer:
         """The trainer of one rank."""
-        return TorchTrainer(_unpack(payload), spec, world)
+        return TorchTrainer(loads(payload), spec, world)
 
     def predictor(self, folder: Path) -> TorchPredictor:
         """The model in a folder that ``TorchTrainer.export`` wrote."""
@@ -110,10 +121,6 @@ def _shapes(params: Mapping[str, object]) -> Sequence[Sequence[int]] | None:
     return cast("Sequence[Sequence[int]] | None", params.get("input_shapes"))
 
 
-def _unpack(payload: bytes) -> Package:
-    return cast("Package", cloudpickle.loads(payload))
-
-
 def _check_kinds(params: Mapping[str, object]) -> None:
     model, optimizer = params["model"], params["optimizer"]
     if not isinstance(model, torch.nn.Module):
@@ -122,6 +129,11 @@ def _check_kinds(params: Mapping[str, object]) -> None:
         raise ParamError(
             f"optimizer is a {type(optimizer).__name__}; give an instance such as torch.optim.Adam(model.parameters())."
         )
+    for callback in cast("Sequence[object]", params.get("callbacks") or ()):
+        if not isinstance(callback, TorchCallback):
+            raise ParamError(
+                f"callbacks holds a {type(callback).__name__}; TorchEstimator's callbacks are TorchCallback objects."
+            )
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
@@ -129,6 +141,30 @@ def _check_kinds(params: Mapping[str, object]) -> None:
             f"optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
             f"{list(foreign[0].shape)}); make it from model.parameters() of the model that is given."
         )
+
+
+def _stepping(params: Mapping[str, Any]) -> Stepping:
+    compiled = params.get("torch_compile")
+    compression = params.get("gradient_compression")
+    if isinstance(compression, str):
+        if compression not in _COMPRESSIONS:
+            raise ParamError(f"gradient_compression={compression!r} does not exist; there are {list(_COMPRESSIONS)}.")
+        compression = _COMPRESSIONS[compression]
+    stepping = Stepping(
+        clip_norm=params.get("clip_grad_norm"),
+        clip_value=params.get("clip_grad_value"),
+        mixed_precision=params.get("mixed_precision"),
+        compile=compiled if isinstance(compiled, dict) else ({} if compiled else None),
+        compression=compression or Compression.none,
+        minibatch_fn=params.get("train_minibatch_fn"),
+    )
+    if stepping.minibatch_fn is not None:
+        for name in ("clip_grad_norm", "clip_grad_value"):
+            if params.get(name) is not None:
+                raise ParamError(f"train_minibatch_fn takes the steps itself, so {name} has to be done inside of it.")
+        if stepping.mixed_precision == "fp16":
+            raise ParamError("train_minibatch_fn cannot scale losses for mixed_precision='fp16'; take 'bf16'.")
+    return stepping
 
 
 def _made_up(schema: DataSchema) -> Arrays:
@@ -143,14 +179,15 @@ def _at_least_two(rows: Arrays) -> Arrays:
 def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple[int, ...]]:
     rows = len(next(iter(sample.values())))
     model = package.model.eval()
-    inputs = [part.tensor(sample, rows) for part in package.inputs]
+    planned = plan_inputs(package.model, schema.of("feature"), package.input_shapes)
+    inputs = [part.tensor(sample, rows) for part in planned]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             outputs = outputs_of(model(*inputs))
         except DataError as error:
             raise ModelOutputError(str(error)) from error
         except Exception as error:
-            raise ModelOutputError(_cannot_take(package, schema, inputs, error)) from error
+            raise ModelOutputError(_cannot_take(planned, schema, inputs, error)) from error
         for index, output in enumerate(outputs):
             if output.dim() == 0 or len(output) != rows:
                 raise ModelOutputError(
@@ -161,10 +198,12 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple
     return [tuple(output.shape[1:]) for output in outputs]
 
 
-def _cannot_take(package: Package, schema: DataSchema, inputs: Sequence[torch.Tensor], error: Exception) -> str:
+def _cannot_take(
+    planned: Sequence[ModelInput], schema: DataSchema, inputs: Sequence[torch.Tensor], error: Exception
+) -> str:
     given = "; ".join(
         f"input {index} of shape {list(tensor.shape)} from {part}"
-        for index, (part, tensor) in enumerate(zip(package.inputs, inputs, strict=True))
+        for index, (part, tensor) in enumerate(zip(planned, inputs, strict=True))
     )
     columns = ", ".join(f"{c.name}: {c.dtype}{list(c.shape or ())}" for c in schema.of("feature"))
     return (

@@ -4,53 +4,32 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 import sparkhvd.torch as hvd
+from sparkhvd.comm import objects, session
 from sparkhvd.data.batches import Batch, BatchSource
-from sparkhvd.errors import DataError
-from sparkhvd.estimators.plugin import EpochReport, StepTimes, TrainHooks, TrainSpec
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
 from sparkhvd.estimators.torch import artifact
-from sparkhvd.estimators.torch.inputs import ModelInput
-from sparkhvd.estimators.torch.objective import Objective
-from sparkhvd.torch.exchanging import ExchangingOptimizer
+from sparkhvd.estimators.torch.callbacks import TorchRun
+from sparkhvd.estimators.torch.inputs import plan_inputs
+from sparkhvd.estimators.torch.measures import Measures
+from sparkhvd.estimators.torch.package import Package
+from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
+from sparkhvd.estimators.torch.steps import Forward, Stepper
 from sparkhvd.world import World
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Package:
-    """The user's objects, pickled together so that the optimizer keeps the model's own parameters."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    inputs: tuple[ModelInput, ...]
-    objective: Objective
-
-
-@dataclass
-class Sums:
-    """Sums over rows of the loss and the metrics of one epoch."""
-
-    names: list[str]
-    rows: int = 0
-    totals: dict[str, float] = field(default_factory=dict)
-
-    def add(self, values: dict[str, float], rows: int) -> None:
-        self.rows += rows
-        for name, value in values.items():
-            self.totals[name] = self.totals.get(name, 0.0) + value * rows
-
-    def report(self) -> dict[str, tuple[float, int]]:
-        return {name: (self.totals.get(name, 0.0), self.rows) for name in self.names}
 
 
 @dataclass
@@ -79,22 +58,28 @@ class TorchTrainer:
     """
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
+        self._package = package
         self._spec = spec
         self._world = world
         self._model = package.model
-        self._inputs = package.inputs
-        self._objective = package.objective
+        self._inputs = plan_inputs(package.model, spec.schema.of("feature"), package.input_shapes)
         self._plain_optimizer = package.optimizer
         self._lr_scale = float(world.size) if spec.scale_lr else 1.0
         _scale_lr(package.optimizer, self._lr_scale)
+        self._schedule = RunningSchedule(package.schedule, package.optimizer, self._lr_scale)
+        self._device = _device(spec.use_gpu, world)
+        self._forward = Forward(self._model, self._inputs, package.objective, package.stepping, self._device)
+        self._stepper = Stepper(self._forward, package.stepping)
 
     def state(self) -> bytes:
-        """Weights and optimizer state, loadable with ``weights_only=True``."""
+        """Weights and the state of everything that a step changes, loadable with ``weights_only=True``."""
         buffer = io.BytesIO()
         content = {
             "model": self._model.state_dict(),
             "optimizer": self._plain_optimizer.state_dict(),
             "lr_scale": self._lr_scale,
+            "schedule": self._schedule.state(),
+            "scaler": self._stepper.scaler.state_dict(),
         }
         torch.save(content, buffer)
         return buffer.getvalue()
@@ -104,23 +89,29 @@ class TorchTrainer:
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._model.load_state_dict(content["model"])
         self._plain_optimizer.load_state_dict(content["optimizer"])
-        _scale_lr(self._plain_optimizer, self._lr_scale / content["lr_scale"])
+        factor = self._lr_scale / content["lr_scale"]
+        _scale_lr(self._plain_optimizer, factor)
+        self._schedule.restore(content["schedule"], factor)
+        if content["scaler"]:
+            self._stepper.scaler.load_state_dict(content["scaler"])
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook ends it; collective."""
+        _check_devices(self._device)
+        self._move(self._device)
         hvd.broadcast_parameters(_tensors(self._model), root_rank=0)
         hvd.broadcast_optimizer_state(self._plain_optimizer, root_rank=0)
-        optimizer = hvd.DistributedOptimizer(self._plain_optimizer)
+        optimizer = hvd.DistributedOptimizer(self._plain_optimizer, compression=self._package.stepping.compression)
+        run = TorchRun(self._model, optimizer, self._world.rank, self._world.size, self._spec.epochs)
+        callbacks = self._package.callbacks
         try:
+            for callback in callbacks:
+                callback.on_train_begin(run)
             for epoch in range(hooks.first_epoch, self._spec.epochs):
-                # From the epoch, so that a resumed run draws what an undisturbed one would.
-                torch.manual_seed((self._spec.seed * 100_003 + epoch) * 10_007 + self._world.rank)
-                watch = Stopwatch()
-                sums = self._train(train, epoch, optimizer, watch)
-                validation = {} if val is None else self._validate(val, epoch).report()
-                report = EpochReport(epoch, sums.report(), validation, watch.step_times(), train.steps())
-                if not hooks.on_epoch_end(report, self):
+                if not self._epoch(epoch, train, val, hooks, run):
                     break
+            for callback in callbacks:
+                callback.on_train_end(run)
         finally:
             optimizer.close()
             # Some optimizers replace what they hold instead of changing it; the plain one is what is saved.
@@ -128,79 +119,82 @@ class TorchTrainer:
 
     def export(self, folder: Path) -> None:
         """Write the model, and the optimizer with the user's unscaled learning rate."""
+        self._move(torch.device("cpu"))
         _scale_lr(self._plain_optimizer, 1.0 / self._lr_scale)
         try:
             artifact.save(folder, self._model.eval(), self._plain_optimizer, self._inputs)
         finally:
             _scale_lr(self._plain_optimizer, self._lr_scale)
 
-    def _train(self, source: BatchSource, epoch: int, optimizer: ExchangingOptimizer, watch: Stopwatch) -> Sums:
+    def _epoch(self, epoch: int, train: BatchSource, val: BatchSource | None, hooks: TrainHooks, run: TorchRun) -> bool:
+        """One epoch; returns whether there is another one."""
+        first = epoch == hooks.first_epoch
+        self._seed(epoch, hooks, first)
+        for callback in self._package.callbacks:
+            callback.on_epoch_begin(run, epoch)
+        watch = Stopwatch()
+        measures = self._train(train, epoch, hooks, run, watch)
+        validation = {} if val is None else self._validate(val, epoch).report(session.current())
+
+        def on_record(record: EpochRecord) -> bool:
+            self._schedule.after_epoch(record)
+            logs = {**record.train, **{f"val_{name}": value for name, value in record.validation.items()}}
+            for callback in self._package.callbacks:
+                callback.on_epoch_end(run, epoch, logs)
+            return run.stop
+
+        found = measures.report(session.current())
+        report = EpochReport(epoch, found, validation, watch.step_times(), train.steps(), on_record)
+        return hooks.on_epoch_end(report, self)
+
+    def _seed(self, epoch: int, hooks: TrainHooks, first: bool) -> None:
+        state = hooks.rank_state if first else None
+        # From the epoch, so that a resumed run draws what an undisturbed one would.
+        torch.manual_seed((self._spec.seed * 100_003 + epoch) * 10_007 + self._world.rank)
+        if state is not None:
+            _restore_random(state, self._device)
+
+    def _train(self, source: BatchSource, epoch: int, hooks: TrainHooks, run: TorchRun, watch: Stopwatch) -> Measures:
         self._model.train()
-        sums = Sums(self._objective.names())
-        with closing(_closable(source.epoch(epoch))) as batches:
+        measures = Measures(self._package.objective, self._device)
+        first = epoch == hooks.first_epoch
+        step = hooks.first_step if first else 0
+        steps = (hooks.first_epoch_batches if first else None) or source.steps()
+        optimizer: Any = run.optimizer
+        watch.lap("other")
+        with closing(_closable(source.epoch(epoch, step))) as batches:
             while group := _take(batches, self._spec.backward_passes_per_step):
                 watch.lap("data_wait")
-                self._step(group, optimizer, sums, watch)
-        self._adopt(optimizer)
-        return sums
-
-    def _step(self, group: Sequence[Batch], optimizer: ExchangingOptimizer, sums: Sums, watch: Stopwatch) -> None:
-        """One optimizer step over the global rows of all batches of ``group``."""
-        total = sum(batch.global_rows for batch in group)
-        optimizer.set_backward_passes_per_step(len(group))
-        optimizer.zero_grad()
-        for batch in group:
-            if batch.rows == 0:
-                optimizer.contribute_nothing()
-                continue
-            outputs = self._forward(batch)
-            labels = self._objective.labels(outputs, batch.columns)
-            loss = self._objective.loss(outputs, labels, batch.columns)
-            optimizer.weight_next(batch.rows / total)
-            loss.backward()  # type: ignore[no-untyped-call]
-            sums.add(self._objective.measure(loss, outputs, labels), batch.rows)
-        watch.lap("compute")
-        optimizer.synchronize()
-        watch.lap("communication")
-        optimizer.step()
-        watch.lap("compute")
+                loss = self._stepper.step(group, optimizer, measures, step, watch.lap)
+                step += len(group)
+                self._schedule.after_step()
+                self._adopt(optimizer)
+                for callback in self._package.callbacks:
+                    callback.on_step_end(run, epoch, step, loss)
+                report = StepReport(epoch, step, steps, loss, measures.sums, lambda: _random_state(self._device))
+                hooks.on_step_end(report, self)
+                watch.lap("compute")
+        return measures
 
     @torch.no_grad()
-    def _validate(self, source: BatchSource, epoch: int) -> Sums:
+    def _validate(self, source: BatchSource, epoch: int) -> Measures:
         self._model.eval()
-        sums = Sums(self._objective.names())
+        measures = Measures(self._package.objective, self._device)
         with closing(_closable(source.epoch(epoch))) as batches:
             for batch in batches:
-                if batch.rows == 0:
-                    continue
-                outputs = self._forward(batch)
-                labels = self._objective.labels(outputs, batch.columns)
-                loss = self._objective.loss(outputs, labels, batch.columns)
-                sums.add(self._objective.measure(loss, outputs, labels), batch.rows)
-        return sums
-
-    def _forward(self, batch: Batch) -> list[torch.Tensor]:
-        return outputs_of(self._model(*(part.tensor(batch.columns, batch.rows) for part in self._inputs)))
+                if batch.rows:
+                    measures.add(*self._forward(batch), batch.rows)
+        return measures
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
         self._plain_optimizer.state = optimizer.state
         self._plain_optimizer.param_groups = optimizer.param_groups
 
-
-def outputs_of(result: object) -> list[torch.Tensor]:
-    """A model's result as the list of its outputs.
-
-    Raises:
-        DataError: it is neither a tensor nor a tuple or list of tensors.
-    """
-    outputs: list[Any] = list(result) if isinstance(result, tuple | list) else [result]
-    for output in outputs:
-        if not isinstance(output, torch.Tensor):
-            raise DataError(
-                f"The model returned {type(output).__name__}; it must return a tensor, or a tuple or list with one "
-                "tensor per label column."
-            )
-    return outputs
+    def _move(self, device: torch.device) -> None:
+        if device.type != "cpu" or next((p.device.type for p in self._model.parameters()), "cpu") != "cpu":
+            self._model.to(device)
+            # Loading puts the state where the parameters are.
+            self._plain_optimizer.load_state_dict(self._plain_optimizer.state_dict())
 
 
 def _take(batches: Iterator[T], count: int) -> list[T]:
@@ -222,6 +216,36 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _scale_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
     for group in optimizer.param_groups:
-        for name in ("lr", "initial_lr"):
+        for name in RATES:
             if factor != 1.0 and name in group:
                 group[name] = group[name] * factor
+
+
+def _device(use_gpu: bool, world: World) -> torch.device:
+    if not use_gpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+
+
+def _check_devices(device: torch.device) -> None:
+    communicator = session.current()
+    kinds = objects.allgather_object(communicator, device.type, name="devices of the ranks")
+    if len(set(kinds)) > 1:
+        without = [rank for rank, kind in enumerate(kinds) if kind == "cpu"]
+        raise ParamError(
+            f"Ranks {without} see no GPU while the others do, so they would train at different speeds. Ask Spark for a "
+            "GPU per task, or pass use_gpu=False."
+        )
+
+
+def _random_state(device: torch.device) -> bytes:
+    state = torch.get_rng_state().numpy().tobytes()
+    return state if device.type == "cpu" else state + torch.cuda.get_rng_state(device).numpy().tobytes()
+
+
+def _restore_random(state: bytes, device: torch.device) -> None:
+    size = len(torch.get_rng_state())
+    numbers = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
+    torch.set_rng_state(numbers[:size])
+    if device.type == "cuda" and len(numbers) > size:
+        torch.cuda.set_rng_state(numbers[size:], device)

@@ -9,7 +9,8 @@ import numpy as np
 
 from sparkhvd.data.batches import Batch
 from sparkhvd.data.schema import ColumnSpec, DataSchema
-from sparkhvd.estimators.plugin import EpochReport, TrainSpec
+from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.plugin import EpochReport, StepReport, TrainSpec
 
 
 def schema(**columns: tuple[str, str, tuple[int, ...] | None, str]) -> DataSchema:
@@ -43,10 +44,18 @@ class Hooks:
 
     first_epoch: int = 0
     reports: list[EpochReport] = field(default_factory=list)
+    first_step: int = 0
+    first_epoch_batches: int | None = None
+    rank_state: bytes | None = None
+    steps: list[StepReport] = field(default_factory=list)
+
+    def on_step_end(self, report: StepReport, trainer: object) -> None:
+        self.steps.append(report)
 
     def on_epoch_end(self, report: EpochReport, trainer: object) -> bool:
         self.reports.append(report)
-        return True
+        means = {name: total / max(rows, 1) for name, (total, rows) in report.train.items()}
+        return report.on_record is None or not report.on_record(EpochRecord(report.epoch, means))
 
 
 def spec(data: DataSchema, epochs: int = 1, **more: object) -> TrainSpec:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,6 +147,43 @@ def continue_from_state():
 
 def test_a_resumed_training_equals_an_undisturbed_one(group):
     group.run(continue_from_state)
+
+
+def continue_within_an_epoch():
+    """Three epochs in one go; and up to the middle of the second, then on from there by another trainer."""
+    world = session.current().world
+
+    def make():
+        return PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA, epochs=3), world)
+
+    class Interrupted(Hooks):
+        def on_step_end(self, report, trainer):
+            if (report.epoch, report.step) == (1, 4):
+                self.kept = trainer.state(), report.sums()
+                raise InterruptedError
+
+    undisturbed, whole = make(), Hooks()
+    undisturbed.fit(source(PARTIAL_END, world.rank), None, whole)
+    first, hooks = make(), Interrupted()
+    with contextlib.suppress(InterruptedError):
+        first.fit(source(PARTIAL_END, world.rank), None, hooks)
+    resumed, again = make(), Hooks(first_epoch=1, first_step=4)
+    resumed.restore(hooks.kept[0])
+    resumed.fit(source(PARTIAL_END, world.rank), None, again)
+    assert [(step.epoch, step.step, step.steps) for step in again.steps[:7]] == [
+        *((1, step, 10) for step in range(5, 11)),
+        (2, 1, 10),
+    ]
+    for one, two in zip(undisturbed._model.get_weights(), resumed._model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+    (before, count), (after, rest) = hooks.kept[1]["loss"], again.reports[0].train["loss"]
+    total, rows_of_all = whole.reports[1].train["loss"]
+    assert count + rest == rows_of_all
+    assert before + after == pytest.approx(total, rel=1e-4)
+
+
+def test_going_on_within_an_epoch_equals_never_having_stopped(group):
+    group.run(continue_within_an_epoch)
 
 
 @dataclass

@@ -13,11 +13,13 @@ def test_names_of_a_dataset_and_of_a_run():
     assert layout.model_folder("r") == "runs/r/model"
 
 
-def test_checkpoints_sort_by_epoch_and_tell_it():
-    paths = [layout.checkpoint_path("r", epoch) for epoch in (0, 2, 10, 99_999)]
-    assert sorted(paths) == paths
-    assert [layout.checkpoint_epoch(path) for path in paths] == [0, 2, 10, 99_999]
-    assert layout.checkpoint_epoch(layout.model_folder("r")) is None
+def test_places_of_checkpoints_come_in_the_order_of_the_training():
+    places = [(0, None), (2, 7), (2, 120), (2, None), (3, 4), (10, None), (99_999, None)]
+    paths = [layout.checkpoint_path("r", epoch, step) for epoch, step in places]
+    assert sorted(paths, key=layout.checkpoint_place) == paths
+    assert sorted(paths) != paths, "names alone do not tell the order"
+    assert layout.checkpoint_place(paths[1]) == (2, 7)
+    assert layout.checkpoint_place(layout.model_folder("r")) is None
 
 
 @pytest.mark.parametrize("epoch", [-1, 100_000])

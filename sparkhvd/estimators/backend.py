@@ -1,0 +1,117 @@
+"""Who starts the ranks of a ``fit``: a launcher by name, or an object of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from sparkhvd.driver.run import run
+from sparkhvd.errors import ParamError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+LAUNCHERS = ("auto", "barrier", "mpi", "local")  # those that need no arguments of their own
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Runs a function once per rank; Horovod's interface, which needs no base class."""
+
+    def num_processes(self) -> int:
+        """The number of ranks."""
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank, where ``hvd.init()`` works, with ``env`` in the environment.
+
+        Returns:
+            What it returned, in rank order.
+        """
+
+
+class SparkBackend:
+    """Starts the ranks with ``sparkhvd.run``.
+
+    Args:
+        num_proc: number of ranks.
+        env: added to the ranks' environment.
+        **options: more arguments of ``sparkhvd.run``: ``launcher``, ``gpus_per_task``, ``nics`` and the others.
+
+    Example:
+        >>> TorchEstimator(backend=SparkBackend(4, launcher="mpi"), store=store, ...)  # doctest: +SKIP
+    """
+
+    def __init__(self, num_proc: int, env: Mapping[str, str | None] | None = None, **options: Any) -> None:
+        self._num_proc = num_proc
+        self._env = dict(env or {})
+        self._options = options
+
+    def num_processes(self) -> int:
+        """The number of ranks."""
+        return self._num_proc
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """See ``Backend.run``."""
+        return run(fn, args, kwargs, num_proc=self._num_proc, env={**self._env, **(env or {})}, **self._options)
+
+
+def a_backend(name: str, value: Any) -> Backend | str:
+    """A launcher's name, or an object with ``run`` and ``num_processes``."""
+    if isinstance(value, str) and value in LAUNCHERS:
+        return value
+    if not isinstance(value, str) and isinstance(value, Backend):
+        return value
+    raise ParamError(
+        f"{name}={value!r} must be one of {', '.join(map(repr, LAUNCHERS))}, or an object with run(fn, args, kwargs, "
+        "env) and num_processes(), such as sparkhvd.SparkBackend."
+    )
+
+
+def check_backend(params: Mapping[str, Any]) -> None:
+    """Raise ``ParamError`` for what a backend cannot do, or what contradicts it."""
+    backend = params["backend"]
+    if params["num_proc"] is not None and not isinstance(backend, str):
+        raise ParamError(
+            'At most one of the parameters "backend" and "num_proc" may be specified; the backend has one.'
+        )
+    if params["data"] == "direct" and backend not in {"auto", "barrier"}:
+        raise ParamError(f"backend={backend!r} cannot give the rows of a DataFrame to the ranks. Pass a Store.")
+
+
+def run_ranks(
+    params: Mapping[str, Any],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    spark: SparkSession,
+    env: Mapping[str, str | None],
+    preload: Sequence[str],
+    rows: DataFrame | None,
+) -> list[Any]:
+    """Run ``fn`` on every rank, by the backend in ``params``."""
+    backend = params["backend"]
+    if not isinstance(backend, str):
+        return list(backend.run(fn, args, None, env))
+    return run(
+        fn,
+        args,
+        num_proc=params["num_proc"],
+        spark=spark,
+        env=env,
+        preload=preload,
+        verbose=params["verbose"],
+        rows=rows,
+        launcher=backend,
+    )

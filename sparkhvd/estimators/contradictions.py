@@ -1,0 +1,97 @@
+"""Parameters that contradict each other, or that need what is not given: said before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.backend import check_backend
+
+_HOW = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
+
+
+def check(params: Mapping[str, Any]) -> None:
+    """Refuse parameters that cannot be together.
+
+    Raises:
+        ParamError: the message names both, and what to do.
+    """
+    check_backend(params)
+    cache_of(params)
+    if params["store"] is None:
+        _refuse_what_needs_a_store(params)
+    if params["resume"] is not None and params["run_id"] is not None:
+        raise ParamError(
+            f"resume='auto' finds the run by its content; leave run_id={params['run_id']!r} out, or resume."
+        )
+    if params["data"] == "direct":
+        _refuse_what_needs_prepared_rows(params)
+    if params["reader"] == "petastorm":
+        _refuse_what_petastorm_cannot(params)
+    for name in ("early_stopping", "checkpoints"):
+        watched = getattr(params[name], "monitor", None) or getattr(params[name], "best", None)
+        if watched is not None and watched.startswith("val_") and params["validation"] is None:
+            raise ParamError(f"{name} watches {watched!r}, but nothing is held out to validate with; give validation=.")
+
+
+def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
+    if params["reader"] != "native":
+        raise ParamError(
+            f"reader={params['reader']!r} reads rows of a Store; on the direct path they come from Spark. Pass a Store "
+            "and data='store', or leave it out."
+        )
+    if params["compress_sparse_cols"]:
+        raise ParamError(
+            "compress_sparse_cols=True makes prepared rows smaller; on the direct path none are written. Pass a Store "
+            "and data='store', or leave it out."
+        )
+    if params["checkpoints"].every_steps is not None:
+        raise ParamError(
+            f"checkpoints=Checkpoints(every_steps={params['checkpoints'].every_steps}) goes on within an epoch, which "
+            "needs the same rows again; on the direct path Spark deals them out anew. Pass a Store and "
+            "data='store', or leave every_steps out."
+        )
+
+
+def _refuse_what_petastorm_cannot(params: Mapping[str, Any]) -> None:
+    for name in ("train_steps_per_epoch", "validation_steps_per_epoch", "transformation_fn"):
+        if params[name] is not None:
+            raise ParamError(f"{name} needs reader='native'; petastorm's reader goes over all rows as they are.")
+    for name in ("inmemory_cache_all", "local_cache"):
+        if params[name]:
+            raise ParamError(f"{name}=True needs reader='native'; petastorm's reader reads the Store in every epoch.")
+
+
+def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
+    if params["data"] == "store":
+        raise ParamError(f"data='store' sends the rows through a Store, but none is given. {_HOW}, or data='auto'.")
+    if params["run_id"] is not None:
+        raise ParamError(
+            f"run_id={params['run_id']!r} names a run whose checkpoints a later fit continues from; without a Store "
+            f"nothing is kept but the trained model. {_HOW}, or leave run_id out."
+        )
+    if params["resume"] is not None:
+        raise ParamError(f"resume='auto' finds its run in a Store, but none is given. {_HOW}, or leave resume out.")
+    if params["checkpoints"].every_steps is not None or params["checkpoints"].keep != 1:
+        raise ParamError(
+            f"checkpoints={params['checkpoints']} keeps states of the run in a Store, but none is given. {_HOW}, or "
+            "leave every_steps and keep out."
+        )
+
+
+def cache_of(params: Mapping[str, Any]) -> str | None:
+    """Where ranks keep their rows after the first epoch.
+
+    Raises:
+        ParamError: two places were asked for, or there is nothing to keep.
+    """
+    asked = [name for name in ("inmemory_cache_all", "local_cache") if params[name]]
+    if len(asked) > 1:
+        raise ParamError("inmemory_cache_all and local_cache keep the same rows in two places; take one of them.")
+    if asked and params["data"] == "direct":
+        raise ParamError(
+            f"{asked[0]}=True keeps rows that are read from a Store; on the direct path they lie on the executors' "
+            "disks from the start. Leave it out, or pass data='store' with a Store."
+        )
+    return {"inmemory_cache_all": "memory", "local_cache": "disk"}[asked[0]] if asked else None

@@ -1,0 +1,215 @@
+"""What happens around every step and every epoch of a training, whatever the framework."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from sparkhvd.comm import objects
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.errors import DataError
+from sparkhvd.estimators import checkpoint
+from sparkhvd.estimators.checkpoint import Checkpoint, Within
+from sparkhvd.estimators.history import EpochRecord, averaged
+from sparkhvd.estimators.plugin import EpochReport, StepReport, Trainer, TrainSpec
+from sparkhvd.store.protocol import Store
+
+logger = logging.getLogger(__name__)
+
+
+class RunHooks:
+    """Averages, the line, early stopping, checkpoints; and where a run that was interrupted goes on.
+
+    Construction is collective: rank 0 looks for a checkpoint of the run, and all ranks continue from that one.
+
+    Args:
+        store: where the run is kept; None keeps nothing.
+        run_id: names the run.
+        spec: how to train.
+        communicator: with the other ranks.
+        division: of the rows that are trained on, see ``checkpoint.Within``; empty where there is no telling.
+    """
+
+    def __init__(
+        self, store: Store | None, run_id: str, spec: TrainSpec, communicator: Communicator, division: str = ""
+    ) -> None:
+        self._store = store if store is not None and store.save_runs else None
+        self._run_id = run_id
+        self._spec = spec
+        self._communicator = communicator
+        self._division = division
+        self.resumed = None if store is None else _resumed(store, run_id, communicator)
+        self.history: list[EpochRecord] = [] if self.resumed is None else list(self.resumed.history)
+        self.first_epoch_batches: int | None = None
+        self._redealt = False
+        self._last_step = 0 if self.within is None else self.within.step
+        self._best: tuple[int, bytes] | None = None  # without a Store, on rank 0
+        if self.resumed is not None and communicator.world.rank == 0:
+            _say_where_it_continues(run_id, self.resumed, spec.epochs)
+
+    @property
+    def first_epoch(self) -> int:
+        """See ``TrainHooks``; beyond the last epoch where nothing is left to do."""
+        if self.stopped():
+            return self._spec.epochs
+        return 0 if self.resumed is None else self.resumed.first_epoch
+
+    @property
+    def within(self) -> Within | None:
+        """How far the first epoch had come when the run was interrupted."""
+        return None if self.resumed is None else self.resumed.within
+
+    @property
+    def first_step(self) -> int:
+        """See ``TrainHooks``; 0 where the rest of the epoch was dealt out anew."""
+        return 0 if self.within is None or self._redealt else self.within.step
+
+    @property
+    def rank_state(self) -> bytes | None:
+        """See ``TrainHooks``."""
+        if self.within is None or self._redealt or not self.within.rank_states:
+            return None
+        return self.within.rank_states[self._communicator.world.rank]
+
+    def deal_anew(self, batches: int) -> None:
+        """The first epoch is the rest of one that was begun by other ranks, in so many batches."""
+        self._redealt = True
+        self.first_epoch_batches = batches
+
+    def stopped(self) -> bool:
+        """Whether early stopping has ended the training."""
+        rule = self._spec.early_stopping
+        return rule is not None and bool(self.history) and rule.ends(self.history)
+
+    def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
+        """See ``TrainHooks``."""
+        spec, rank = self._spec, self._communicator.world.rank
+        where = f"epoch {report.epoch + 1} of {spec.epochs}, step {report.step} of {report.steps}"
+        self._communicator.note_progress(where)
+        if spec.terminate_on_nan and report.loss is not None and not math.isfinite(report.loss):
+            raise DataError(
+                f"The loss of {where} is {report.loss} on rank {rank}, and terminate_on_nan is set. Lower the learning "
+                "rate, clip the gradients, or look for such values in the rows."
+            )
+        if rank == 0 and self._is_due(spec.log_every_n_steps, report):
+            logger.info("%s%s", where, "" if report.loss is None else f"  loss {report.loss:.4g}")
+        due = report.step < report.steps and self._is_due(spec.checkpoints.every_steps, report)
+        redealt_now = self._redealt and report.epoch == self.within_epoch
+        if due and self._store is not None and not redealt_now:
+            self._keep_within(self._store, report, trainer)
+        self._last_step = report.step
+
+    def _is_due(self, every: int | None, report: StepReport) -> bool:
+        """Whether a multiple of ``every`` was reached since the last step."""
+        return every is not None and report.step // every > self._last_step // every
+
+    def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
+        """See ``TrainHooks``."""
+        before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
+        record = averaged(report, self._communicator, before)
+        self.history.append(record)
+        self._last_step = 0
+        wants_end = report.on_record is not None and report.on_record(record)
+        best = self._spec.checkpoints.best_epoch(self.history)
+        if self._communicator.world.rank == 0:
+            logger.info("%s", record.line(self._spec.epochs))
+            self._keep(record.epoch, best, trainer)
+        if self.stopped():
+            self._say_why_it_ends()
+            return False
+        return not self._anybody(wants_end, report.epoch)
+
+    def _say_why_it_ends(self) -> None:
+        rule = self._spec.early_stopping
+        if rule is not None and self._communicator.world.rank == 0:
+            logger.info("no better %s for %d epochs: the training ends", rule.monitor, rule.patience)
+
+    @property
+    def within_epoch(self) -> int:
+        """The epoch of ``within``; -1 where there is none."""
+        return -1 if self.resumed is None or self.resumed.within is None else self.resumed.epoch
+
+    def restore_best(self, trainer: Trainer) -> None:
+        """Make the trainer's model that of the best epoch, where that one is asked for; on rank 0."""
+        best = self._spec.checkpoints.best_epoch(self.history)
+        if best is None or best == len(self.history) - 1:
+            return
+        if self._best is not None and self._best[0] == best:
+            trainer.restore(self._best[1])
+        elif self._store is not None:
+            path = checkpoint.path_of(self._store, self._run_id, best)
+            trainer.restore(checkpoint.load(self._store, path).state)
+        logger.info("the model is that of epoch %d, the best by %s", best + 1, self._spec.checkpoints.best)
+
+    def _anybody(self, wants: bool, epoch: int) -> bool:
+        total = self._communicator.allreduce(np.array([float(wants)]), ReduceOp.SUM, name=f"epoch {epoch} stop")
+        return bool(total[0] > 0)
+
+    def _keep(self, epoch: int, best: int | None, trainer: Trainer) -> None:
+        policy = self._spec.checkpoints
+        if self._store is not None:
+            content = Checkpoint(epoch, self._spec.seed, tuple(self.history), trainer.state())
+            also = () if best is None else (best,)
+            checkpoint.save(self._store, self._run_id, content, policy.keep, also)
+        elif best == epoch and policy.best is not None:
+            self._best = (epoch, trainer.state())
+
+    def _keep_within(self, store: Store, report: StepReport, trainer: Trainer) -> None:
+        communicator = self._communicator
+        before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
+        sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
+        own = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
+        if communicator.world.rank == 0:
+            within = Within(
+                step=report.step,
+                num_proc=communicator.world.size,
+                batch_size=self._spec.batch_size,
+                division=self._division,
+                sums=sums,
+                rank_states=tuple(own),
+            )
+            policy = self._spec.checkpoints
+            best = policy.best_epoch(self.history)
+            content = Checkpoint(report.epoch, self._spec.seed, tuple(self.history), trainer.state(), within)
+            checkpoint.save(store, self._run_id, content, policy.keep, () if best is None else (best,))
+
+
+def _totals(
+    mine: Mapping[str, tuple[float, float]],
+    before: Mapping[str, tuple[float, float]],
+    communicator: Communicator,
+    name: str,
+) -> dict[str, tuple[float, float]]:
+    """Sums and rows over all ranks, and over what was before."""
+    numbers = np.array([number for pair in mine.values() for number in pair], np.float64)
+    total = communicator.allreduce(numbers, ReduceOp.SUM, name=name).reshape(-1, 2)
+    pairs = {metric: (float(pair[0]), float(pair[1])) for metric, pair in zip(mine, total, strict=True)}
+    return {
+        metric: (pair[0] + before.get(metric, (0.0, 0.0))[0], pair[1] + before.get(metric, (0.0, 0.0))[1])
+        for metric, pair in pairs.items()
+    }
+
+
+def _resumed(store: Store, run_id: str, communicator: Communicator) -> Checkpoint | None:
+    found = checkpoint.latest(store, run_id) if communicator.world.rank == 0 else None
+    path = objects.broadcast_object(communicator, found, 0, name="checkpoint to resume")
+    return None if path is None else checkpoint.load(store, path)
+
+
+def _say_where_it_continues(run_id: str, resumed: Checkpoint, epochs: int) -> None:
+    if resumed.within is not None:
+        logger.info("run %s continues in epoch %d after step %d", run_id, resumed.epoch + 1, resumed.within.step)
+    elif resumed.first_epoch < epochs:
+        logger.info("run %s continues after epoch %d", run_id, resumed.first_epoch)
+    else:
+        logger.warning(
+            "Run %s has been trained for %d epochs already and epochs=%d, so nothing is left to train; its model is "
+            "returned. Raise epochs, or choose another run_id to train anew.",
+            run_id,
+            resumed.first_epoch,
+            epochs,
+        )

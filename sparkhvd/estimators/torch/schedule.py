@@ -1,0 +1,137 @@
+"""Learning rate schedules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.policies import measured
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+# The numbers of a parameter group that are learning rates.
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")
+# Schedulers with learning rates of their own, which scale_lr cannot know.
+_OWN_RATES = ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau")
+
+
+@dataclass(frozen=True)
+class LRSchedule:
+    """A learning rate scheduler, and when it takes a step.
+
+    Attributes:
+        scheduler: makes the scheduler from the optimizer, on every rank; or one made from the estimator's optimizer.
+        every: ``epoch``, or ``step`` for after every optimizer step.
+        monitor: for ``ReduceLROnPlateau``: the metric that it gets, ``val_`` before those of the validation.
+
+    Example:
+        >>> LRSchedule(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000), every="step")
+        ... # doctest: +SKIP
+    """
+
+    scheduler: Callable[[torch.optim.Optimizer], Scheduler] | Scheduler
+    every: Literal["epoch", "step"] = "epoch"
+    monitor: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every not in {"epoch", "step"}:
+            raise ParamError(f"LRSchedule(every={self.every!r}): it is 'epoch' or 'step'.")
+        if not callable(self.scheduler) and not isinstance(self.scheduler, Scheduler):
+            raise ParamError(
+                f"LRSchedule(scheduler={self.scheduler!r}): give a scheduler of torch.optim.lr_scheduler, or a "
+                "function that makes one from the optimizer."
+            )
+
+
+def a_schedule(name: str, value: Any) -> LRSchedule:
+    """An ``LRSchedule``, or what becomes one that takes a step every epoch."""
+    if isinstance(value, LRSchedule):
+        return value
+    if isinstance(value, Scheduler) or callable(value):
+        return LRSchedule(value)
+    raise ParamError(
+        f"{name}={value!r} must be an LRSchedule, a scheduler of torch.optim.lr_scheduler, or a function that makes "
+        "one from the optimizer."
+    )
+
+
+class RunningSchedule:
+    """The schedule of a training on one rank.
+
+    Args:
+        schedule: what the user asked for; None never changes the rate.
+        optimizer: what it is made for, after its learning rate was scaled.
+        lr_scale: by how much.
+    """
+
+    def __init__(self, schedule: LRSchedule | None, optimizer: torch.optim.Optimizer, lr_scale: float) -> None:
+        self._every = None if schedule is None else schedule.every
+        self._monitor = None if schedule is None else schedule.monitor
+        self._scheduler = None if schedule is None else _made(schedule, optimizer, lr_scale)
+
+    def after_step(self) -> None:
+        """An optimizer step was taken."""
+        if self._every == "step":
+            self._advance(())
+
+    def after_epoch(self, record: EpochRecord) -> None:
+        """An epoch ended."""
+        if self._every == "epoch":
+            self._advance(() if self._monitor is None else (measured(record, self._monitor),))
+
+    def state(self) -> dict[str, Any] | None:
+        """What ``restore`` takes."""
+        if self._scheduler is None:
+            return None
+        return {name: value for name, value in self._scheduler.state_dict().items() if _is_plain(value)}
+
+    def restore(self, state: dict[str, Any] | None, factor: float) -> None:
+        """Go on from ``state``, with learning rates ``factor`` times as high."""
+        if self._scheduler is not None and state is not None:
+            self._scheduler.load_state_dict(state)
+            _scale_base(self._scheduler, factor)
+
+    def _advance(self, arguments: tuple[float, ...]) -> None:
+        if self._scheduler is None:
+            return
+        with warnings.catch_warnings():
+            # It looks for the step of the optimizer that it was made with, while its distributed form takes the steps.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+            cast("Any", self._scheduler).step(*arguments)  # of ReduceLROnPlateau: the metric
+
+
+def _made(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: float) -> Scheduler:
+    if not isinstance(schedule.scheduler, Scheduler):
+        made = schedule.scheduler(optimizer)
+        if not isinstance(made, Scheduler):
+            raise ParamError(
+                f"lr_scheduler made a {type(made).__name__}; it must make one of torch.optim.lr_scheduler."
+            )
+        return made
+    if lr_scale != 1.0 and type(schedule.scheduler).__name__ in _OWN_RATES:
+        raise ParamError(
+            f"scale_lr=True cannot scale the learning rates that {type(schedule.scheduler).__name__} was made with. "
+            "Scale its numbers instead and leave scale_lr out."
+        )
+    _scale_base(schedule.scheduler, lr_scale)
+    return schedule.scheduler
+
+
+def _scale_base(scheduler: Scheduler, factor: float) -> None:
+    if factor != 1.0 and hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * factor for rate in cast("list[float]", scheduler.base_lrs)]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a file that runs no code can hold it."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in value.values())
+    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)

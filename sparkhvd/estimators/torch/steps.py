@@ -1,0 +1,208 @@
+"""One training step of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sparkhvd.data.batches import Batch
+from sparkhvd.errors import DataError
+from sparkhvd.estimators.torch.inputs import ModelInput
+from sparkhvd.estimators.torch.measures import Measures
+from sparkhvd.estimators.torch.objective import Objective
+from sparkhvd.estimators.torch.package import Stepping
+from sparkhvd.torch.exchanging import ExchangingOptimizer
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Result = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]  # loss, outputs, labels
+
+
+class Forward:
+    """From a batch to its loss, in the precision that was asked for.
+
+    Args:
+        model: the module.
+        inputs: how columns become its inputs.
+        objective: its losses.
+        stepping: how a step is computed.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inputs: Sequence[ModelInput],
+        objective: Objective,
+        stepping: Stepping,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.device = device
+        self._inputs = inputs
+        self._dtype = _DTYPES.get(stepping.mixed_precision or "")
+        # Compiled on its first call.
+        self._call: Callable[..., Any] = model if stepping.compile is None else torch.compile(model, **stepping.compile)
+
+    def __call__(self, batch: Batch) -> Result:
+        with self.precision():
+            outputs = outputs_of(self._call(*self.inputs(batch)))
+            labels = self.objective.labels(outputs, batch.columns)
+            return self.objective.loss(outputs, labels, batch.columns), outputs, labels
+
+    def precision(self) -> torch.autocast:
+        """What the model computes in."""
+        return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype is not None)
+
+    def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """The arguments of ``forward``."""
+        return tuple(part.tensor(batch.columns, batch.rows).to(self.device) for part in self._inputs)
+
+
+class Stepper:
+    """Takes optimizer steps.
+
+    Args:
+        forward: from a batch to its loss.
+        stepping: how a step is computed.
+    """
+
+    def __init__(self, forward: Forward, stepping: Stepping) -> None:
+        self._forward = forward
+        self._stepping = stepping
+        # Without fp16 it does nothing.
+        self.scaler = torch.amp.GradScaler(forward.device.type, enabled=stepping.mixed_precision == "fp16")
+
+    def step(
+        self,
+        group: Sequence[Batch],
+        optimizer: ExchangingOptimizer,
+        measures: Measures,
+        first: int,
+        lap: Callable[[str], None],
+    ) -> float | None:
+        """One optimizer step over the global rows of all batches of ``group``.
+
+        Args:
+            group: batches whose gradients make the step.
+            optimizer: exchanges the gradients.
+            measures: takes up losses and metrics.
+            first: the number of the first batch within its epoch.
+            lap: books the time since the last call.
+
+        Returns:
+            The loss of the last batch that had rows on this rank; None without any.
+        """
+        optimizer.set_backward_passes_per_step(len(group))
+        optimizer.zero_grad()
+        if self._stepping.minibatch_fn is not None:
+            loss = _MinibatchSteps(self._forward, self._stepping.minibatch_fn, len(group)).run(
+                group, optimizer, measures, first
+            )
+            lap("compute")
+            return loss
+        loss = None
+        total = sum(batch.global_rows for batch in group)
+        self.scaler.scale(torch.zeros((), device=self._forward.device))  # ranks without rows need its scale too
+        for batch in group:
+            if batch.rows == 0:
+                optimizer.contribute_nothing()
+                continue
+            found, outputs, labels = self._forward(batch)
+            optimizer.weight_next(batch.rows / total)
+            self.scaler.scale(found).backward()  # type: ignore[no-untyped-call]
+            loss = measures.add(found, outputs, labels, batch.rows)
+        lap("compute")
+        optimizer.synchronize()
+        lap("communication")
+        self._apply(optimizer)
+        lap("compute")
+        return loss
+
+    def _apply(self, optimizer: ExchangingOptimizer) -> None:
+        stepping, parameters = self._stepping, list(self._forward.model.parameters())
+        if stepping.clip_norm is not None or stepping.clip_value is not None:
+            self.scaler.unscale_(optimizer)
+        if stepping.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, stepping.clip_value)
+        if stepping.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, stepping.clip_norm)
+        # All ranks have the same gradients, so they agree on whether a step overflowed and is left out.
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+
+class _MinibatchSteps:
+    """Steps that a function of the user's takes: Horovod's ``train_minibatch_fn``."""
+
+    def __init__(self, forward: Forward, function: Callable[..., Any], passes: int) -> None:
+        self._forward = forward
+        self._function = function
+        self._passes = passes
+
+    def run(
+        self, group: Sequence[Batch], optimizer: ExchangingOptimizer, measures: Measures, first: int
+    ) -> float | None:
+        taken: list[object] = []
+        counting = optimizer.register_step_post_hook(lambda *_: taken.append(None))
+        total = sum(batch.global_rows for batch in group)
+        loss = None
+        try:
+            for index, batch in enumerate(group):
+                if batch.rows == 0:
+                    optimizer.contribute_nothing()
+                    continue
+                optimizer.weight_next(batch.rows / total)
+                loss = self._one(batch, optimizer, measures, first + index)
+            if not taken:  # a rank without rows in the last batch, or the shorter group at the end of an epoch
+                optimizer.step()
+        finally:
+            counting.remove()
+        return loss
+
+    def _one(self, batch: Batch, optimizer: ExchangingOptimizer, measures: Measures, index: int) -> float:
+        forward, objective = self._forward, self._forward.objective
+
+        def transform_outputs(outputs: Any, _labels: Any = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            found = outputs_of(outputs)
+            return found, objective.labels(found, batch.columns)
+
+        def loss_fn(outputs: Any, labels: Any, _weights: Any = None) -> torch.Tensor:
+            return objective.loss(outputs_of(outputs), labels, batch.columns)
+
+        raw = [torch.from_numpy(batch.columns[name]).to(forward.device) for name in objective.label_cols]
+        column = objective.weight_col
+        weights = None if column is None else torch.from_numpy(batch.columns[column]).to(forward.device)
+        with forward.precision():
+            outputs, loss = self._function(
+                forward.model,
+                optimizer,
+                transform_outputs,
+                loss_fn,
+                forward.inputs(batch),
+                raw,
+                weights,
+                self._passes,
+                index,
+            )
+        found = outputs_of(outputs)
+        return measures.add(loss, found, objective.labels(found, batch.columns), batch.rows)
+
+
+def outputs_of(result: object) -> list[torch.Tensor]:
+    """A model's result as the list of its outputs.
+
+    Raises:
+        DataError: it is neither a tensor nor a tuple or list of tensors.
+    """
+    outputs: list[Any] = list(result) if isinstance(result, tuple | list) else [result]
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            raise DataError(
+                f"The model returned {type(output).__name__}; it must return a tensor, or a tuple or list with one "
+                "tensor per label column."
+            )
+    return outputs

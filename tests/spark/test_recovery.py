@@ -1,0 +1,222 @@
+"""Runs that are interrupted and gone on with, and other ways to start the ranks of a fit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pyspark.sql import functions
+from torch.nn import functional
+
+from sparkhvd import Checkpoints, EarlyStopping, SparkBackend, Store, TorchEstimator
+from sparkhvd.errors import DataError, ParamError, RankFailedError
+from sparkhvd.estimators import checkpoint
+from sparkhvd.estimators.torch import LRSchedule, TorchCallback
+from sparkhvd.store import layout
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder_for_compiled_code(tmp_path_factory):
+    """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return Store.create(str(tmp_path_factory.mktemp("a store")))
+
+
+@pytest.fixture(scope="module")
+def df(spark):
+    """200 rows of numbers, a word and what follows from both."""
+    return spark.range(200).selectExpr(
+        "id / 200.0D AS a", "id % 7 / 7.0D AS b", "IF(id % 2 = 0, 'up', 'down') AS word", "a * 2 - b AS y"
+    )
+
+
+def network(inputs=2):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(inputs, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+
+
+def schedule(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+
+
+def estimator(store, **more):
+    model = network(len(more.get("feature_cols", "ab")))
+    given = {
+        "num_proc": 2,
+        "store": store,
+        "model": model,
+        "optimizer": torch.optim.Adam(model.parameters(), lr=0.03),
+        "lr_scheduler": LRSchedule(schedule, every="step"),
+        "loss": functional.mse_loss,
+        "feature_cols": ["a", "b"],
+        "label_cols": ["y"],
+        "batch_size": 10,
+        "epochs": 3,
+        "random_seed": 3,
+        "verbose": 0,
+    }
+    return TorchEstimator(**{**given, **more})
+
+
+def parameters(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+class KillOnce(TorchCallback):
+    """Kills rank 1 after a step of an epoch, the first time."""
+
+    def __init__(self, marker, epoch, step):
+        self.marker, self.epoch, self.step = marker, epoch, step
+
+    def on_step_end(self, run, epoch, step, loss):
+        if run.rank == 1 and (epoch, step) == (self.epoch, self.step) and not Path(self.marker).exists():
+            Path(self.marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(store, df):
+    return estimator(store).fit(df)
+
+
+@pytest.fixture(scope="module")
+def interrupted(store, df, tmp_path_factory):
+    """A run that lost a rank at a random step of its second epoch, as it is in the Store; and its estimator."""
+    step = int(np.random.default_rng().integers(3, 10))
+    kill = KillOnce(str(tmp_path_factory.mktemp("killed") / "once"), 1, step)
+    broken = estimator(store, run_id="broken", checkpoints=Checkpoints(every_steps=2), callbacks=[kill])
+    with pytest.raises(RankFailedError, match=r"Rank 1 on host .* was killed"):
+        broken.fit(df)
+    kept = checkpoint.load(store, checkpoint.latest(store, "broken"))
+    assert (kept.epoch, kept.within.step) == (1, (step - 1) // 2 * 2), f"rank 1 was killed after step {step}"
+    runs = Path(store.arrow(layout.run_folder("broken"))[1])
+    shutil.copytree(runs, runs.with_name("copy"))
+    return broken
+
+
+def test_a_run_that_lost_a_rank_ends_like_one_that_did_not(interrupted, undisturbed, df):
+    """With dropout and a schedule by step: random numbers and learning rate go on too."""
+    fitted = interrupted.fit(df)
+    assert torch.equal(parameters(fitted.getModel()), parameters(undisturbed.getModel()))
+    for mine, theirs in zip(fitted.getHistory(), undisturbed.getHistory(), strict=True):
+        assert mine["train"]["loss"] == pytest.approx(theirs["train"]["loss"], rel=1e-6)
+
+
+def test_an_interrupted_epoch_is_finished_by_another_number_of_ranks(store, df, interrupted, undisturbed):
+    """Every row once, so the loss is that of the whole epoch; later epochs are those of three ranks."""
+    fitted = estimator(store, num_proc=3, run_id="copy").fit(df)
+    assert [entry["epoch"] for entry in fitted.getHistory()] == [0, 1, 2]
+    losses = [entry["train"]["loss"] for entry in fitted.getHistory()]
+    wanted = [entry["train"]["loss"] for entry in undisturbed.getHistory()]
+    assert losses[0] == wanted[0]
+    assert losses[1] == pytest.approx(wanted[1], rel=0.5)
+    assert losses[2] < losses[0] / 2
+
+
+def test_other_rows_are_not_mixed_into_an_interrupted_epoch(store, df, interrupted):
+    kept = checkpoint.load(store, checkpoint.latest(store, "copy"))
+    within = checkpoint.Within(4, 2, 10, "another division")
+    checkpoint.save(store, "elsewhere", checkpoint.Checkpoint(1, 3, kept.history[:1], kept.state, within))
+    with pytest.raises(
+        RankFailedError, match="interrupted in epoch 2 after step 4, on rows that were divided in another"
+    ):
+        estimator(store, run_id="elsewhere").fit(df)
+
+
+def with_words(columns):
+    """A text becomes a number beside the others."""
+    up = (columns["word"] == "up").astype("float32")
+    return {**columns, "word": up, "y": columns["y"] + up}
+
+
+@pytest.mark.parametrize("backend", ["local", "mpi"])
+def test_a_fit_runs_beside_the_driver_and_under_open_mpi(store, df, backend):
+    """Through the Store; with a transformation of the rows, early stopping and the best model."""
+    fitted = estimator(
+        store,
+        backend=backend,
+        backend_env={"SPARKHVD_TEST_WORD": "here"},
+        callbacks=[Environment()],
+        mp_start_method="spawn",
+        transformation_fn=with_words,
+        feature_cols=["a", "b", "word"],
+        validation=0.2,
+        epochs=4,
+        early_stopping=EarlyStopping("val_loss", patience=1, min_delta=1e9),
+        checkpoints=Checkpoints(best="val_loss"),
+        gradient_compression="bf16",
+        compress_sparse_cols=True,
+    ).fit(df)
+    history = fitted.getHistory()
+    assert len(history) == 2, "no epoch can be so much better than the first"
+    best = min(range(2), key=lambda epoch: history[epoch]["validation"]["loss"])
+    model, optimizer = fitted.getModelAndOptimizer()
+    assert int(optimizer.state[model[0].weight]["step"]) == (best + 1) * -(-_train_rows(fitted, df) // 20)
+
+
+def _train_rows(fitted, df):
+    return fitted.trained.rows if hasattr(fitted.trained, "rows") else 160
+
+
+class Environment(TorchCallback):
+    def on_train_begin(self, run):
+        import multiprocessing  # noqa: PLC0415
+
+        assert os.environ["SPARKHVD_TEST_WORD"] == "here"
+        assert multiprocessing.get_start_method() == "spawn"
+
+
+def test_a_transformation_works_without_a_store_and_for_a_list_of_parameter_maps(df):
+    one = estimator(None, num_proc=1, transformation_fn=with_words, feature_cols=["a", "word"], epochs=1)
+    backend = SparkBackend(1, launcher="barrier", verbose=0)
+    first, second = one.fit(df, [{one.batch_size: 50}, {one.batch_size: 100, one.epochs: 2}])
+    assert [len(first.getHistory()), len(second.getHistory())] == [1, 2]
+    assert first.getModel()[0].in_features == 2
+    assert backend.num_processes() == 1
+    with pytest.raises(DataError, match=r"transformation_fn returned the columns \['a'\] without 'word'"):
+        estimator(
+            None, num_proc=1, transformation_fn=lambda columns: {"a": columns["a"]}, feature_cols=["a", "word"]
+        ).fit(df)
+
+
+def test_a_fit_finds_its_own_run_by_content(store, spark):
+    df = spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b", "a - b AS y")
+    given = {"num_proc": 1, "resume": "auto", "epochs": 1}
+    first = estimator(store, **given).fit(df)
+    again = estimator(store, **{**given, "epochs": 2}).fit(df)
+    assert again.getRunId() == first.getRunId()
+    assert again.getHistory()[0] == first.getHistory()[0]
+    assert len(again.getHistory()) == 2
+    others = [estimator(store, **given, batch_size=20), estimator(store, **given, loss=functional.l1_loss)]
+    ids = {other._run_of(df) for other in [*others, estimator(store, **given)]}
+    assert len(ids) == 3
+    assert first.getRunId() in ids
+    assert estimator(store, **given)._run_of(df.where("a < 0.5")) not in ids
+    with pytest.raises(ParamError, match="recognises a run by its rows, and what these are made of cannot be told"):
+        estimator(store, **given).fit(df.withColumn("a", functions.udf(lambda a: a, "double")("a")))
+
+
+def test_what_contradicts_itself_is_refused(store, df):
+    with pytest.raises(ParamError, match=r'At most one of the parameters "backend" and "num_proc"'):
+        estimator(store, backend=SparkBackend(2)).fit(df)
+    with pytest.raises(ParamError, match="backend='mpi' cannot give the rows of a DataFrame to the ranks"):
+        estimator(None, backend="mpi").fit(df)
+    with pytest.raises(ParamError, match="checkpoints watches 'val_loss', but nothing is held out"):
+        estimator(store, checkpoints=Checkpoints(best="val_loss")).fit(df)
+    with pytest.raises(ParamError, match="goes on within an epoch, which needs the same rows again"):
+        estimator(store, data="direct", checkpoints=Checkpoints(every_steps=3)).fit(df)
+    with pytest.raises(ParamError, match="train_steps_per_epoch needs reader='native'"):
+        estimator(store, reader="petastorm", train_steps_per_epoch=3).fit(df)

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.backend import SparkBackend
+from sparkhvd.estimators.params import EstimatorParams
+from sparkhvd.estimators.policies import Checkpoints
+from sparkhvd.estimators.torch import TorchEstimator
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("shuffle_buffer_size", 5, "shuffle_buffer_size has no meaning in TorchEstimator: rows are shuffled within"),
+        ("reader_pool_type", "dummy", "reader_pool_type has no meaning in TorchEstimator: rows are always decoded by"),
+        ("continuous_cols", ["a"], "it was for NVTabular's loaders"),
+    ],
+)
+def test_a_parameter_of_horovods_without_a_meaning_says_why(name, value, message):
+    with pytest.raises(ParamError, match=message):
+        TorchEstimator(**{name: value})
+
+
+def test_the_odd_names_of_horovods_setters_are_there():
+    estimator = TorchEstimator().setTrainReaderNumWorker(3).setValReaderNumWorker(4).setInMemoryCacheAll(True)
+    assert (estimator.getTrainReaderNumWorkers(), estimator.getValReaderNumWorker()) == (3, 4)
+    assert estimator.getInmemoryCacheAll() is estimator.getInMemoryCacheAll() is True
+    assert estimator.setUseGpu(False).setMpStartMethod("spawn").setBackendEnv({"A": None}).getBackendEnv() == {
+        "A": None
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "backend",
+            "slurm",
+            r"backend='slurm' must be one of 'auto', 'barrier', 'mpi', 'local', or an object with run",
+        ),
+        ("backend", object(), "or an object with run"),
+        ("backend_env", {"A": 1}, "backend_env must be a dict from names of environment variables to strings"),
+        (
+            "mp_start_method",
+            "thread",
+            "mp_start_method='thread' does not exist; there are 'fork', 'spawn', 'forkserver'",
+        ),
+        ("transformation_fn", 3, "transformation_fn=3 must be a function"),
+        ("reader", "csv", "reader='csv' does not exist; there are 'native', 'petastorm'"),
+        ("early_stopping", "val_loss", r"early_stopping='val_loss' must be a EarlyStopping, such as EarlyStopping\("),
+        ("data", "both", "data='both' does not exist; there are 'auto', 'direct', 'store'"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message):
+    with pytest.raises(ParamError, match=message):
+        EstimatorParams(**{name: value})
+
+
+def test_an_object_with_run_and_num_processes_is_a_backend():
+    class Own:
+        def num_processes(self):
+            return 3
+
+        def run(self, fn, args=(), kwargs=None, env=None):
+            return [fn(*args)]
+
+    own = Own()
+    assert EstimatorParams(backend=own).getBackend() is own
+    assert EstimatorParams(backend=SparkBackend(3)).getBackend().num_processes() == 3
+    assert EstimatorParams().getCheckpoints() == Checkpoints()

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.errors import DataError
+from sparkhvd.estimators import checkpoint
+from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.hooks import RunHooks
+from sparkhvd.estimators.plugin import EpochReport, StepReport
+from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
+from sparkhvd.store import Store, layout
+from tests.ranks import RankGroup
+from tests.unit.estimators.arrays import schema, spec
+
+DATA = schema(x=("feature", "float64", (), "scalar"))
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(2, imports=("sparkhvd.estimators.hooks",)) as started:
+        yield started
+
+
+class Counting:
+    """A trainer whose state is the last step."""
+
+    def __init__(self):
+        self.now = b"start"
+        self.restored = None
+
+    def state(self):
+        return self.now
+
+    def restore(self, state):
+        self.restored = state
+
+
+def step(number, trainer, loss=1.0, epoch=0):
+    trainer.now = b"step %d" % number
+    rank = session.current().world.rank
+    return StepReport(epoch, number, 9, loss, lambda: {"loss": (loss * number, number)}, lambda: b"rank %d" % rank)
+
+
+def run_within_an_epoch(url):
+    store, trainer = Store.create(url), Counting()
+    how = spec(DATA, epochs=3, checkpoints=Checkpoints(every_steps=4))
+    hooks = RunHooks(store, "run", how, session.current(), "blocks")
+    hooks.on_epoch_end(EpochReport(0, {"loss": (2.0, 2)}), trainer)
+    for number in (2, 5, 7):  # two batches to a step now and then
+        hooks.on_step_end(step(number, trainer, epoch=1), trainer)
+    again = RunHooks(store, "run", how, session.current(), "blocks")
+    kept = (again.first_epoch, again.first_step, again.rank_state, again.resumed.state, again.within.sums)
+    again.on_epoch_end(EpochReport(1, {"loss": (11.0, 1)}), trainer)
+    return kept, again.history[-1].train["loss"], [path.rpartition("/")[2] for path in store.list("runs/run")]
+
+
+def test_a_run_goes_on_within_an_epoch_with_what_every_rank_had(group, tmp_path):
+    found = group.run(run_within_an_epoch, str(tmp_path))
+    for rank, (kept, loss, files) in enumerate(found):
+        assert kept == (1, 5, b"rank %d" % rank, b"step 5", {"loss": (10.0, 10.0)})
+        assert loss == pytest.approx((10.0 + 22.0) / 12.0), "the part before the interruption counts"
+        assert files == ["epoch-00001"]
+
+
+def run_with_the_best(url):
+    store = Store.create(url) if url else None
+    policy = Checkpoints(best="val_loss", keep=2)
+    rule = EarlyStopping("val_loss", patience=3)
+    how = spec(DATA, epochs=9, checkpoints=policy if url else Checkpoints(best="val_loss"), early_stopping=rule)
+    hooks, trainer, goes_on = RunHooks(store, "best", how, session.current()), Counting(), []
+    for epoch, loss in enumerate((3.0, 1.0, 2.0, 2.5, 4.0)):
+        trainer.now = b"epoch %d" % epoch
+        # The ranks see other losses, but decide on their mean.
+        own = loss + (1 if session.current().world.rank else -1)
+        goes_on.append(hooks.on_epoch_end(EpochReport(epoch, {"loss": (1.0, 1)}, {"loss": (own, 1)}), trainer))
+    if session.current().world.rank == 0:
+        hooks.restore_best(trainer)
+    files = store.list(layout.checkpoints_folder("best")) if store else []
+    ended = RunHooks(store, "best", how, session.current()).first_epoch if store else 9
+    return goes_on, trainer.restored, [path.rpartition("/")[2] for path in files], ended
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_the_best_epoch_is_kept_and_the_ranks_stop_together(group, tmp_path, with_store):
+    first, second = group.run(run_with_the_best, str(tmp_path) if with_store else "")
+    assert first[0] == second[0] == [True, True, True, True, False]
+    assert (first[1], second[1]) == (b"epoch 1", None)
+    if with_store:
+        assert first[2] == ["epoch-00001", "epoch-00003", "epoch-00004"]
+    assert first[3] == 9, "a run that was ended early is not gone on with"
+
+
+def stop_where_one_callback_wants_it():
+    hooks = RunHooks(None, "r", spec(DATA, epochs=9), session.current())
+    wants = session.current().world.rank == 1
+    report = EpochReport(0, {"loss": (1.0, 1)}, on_record=lambda record: wants)
+    return hooks.on_epoch_end(report, Counting())
+
+
+def test_what_one_rank_wants_to_stop_stops_on_all(group):
+    assert group.run(stop_where_one_callback_wants_it) == [False, False]
+
+
+@pytest.fixture
+def alone():
+    session.init()
+    yield session.current()
+    session.shutdown()
+
+
+def test_a_loss_that_is_no_number_ends_the_training_where_that_is_asked_for(alone):
+    trainer = Counting()
+    RunHooks(None, "r", spec(DATA), alone).on_step_end(step(3, trainer, math.nan), trainer)
+    strict = RunHooks(None, "r", spec(DATA, terminate_on_nan=True), alone)
+    strict.on_step_end(step(2, trainer, 5.0), trainer)
+    with pytest.raises(DataError, match=r"loss of epoch 1 of 1, step 3 of 9 is nan on rank 0, and terminate_on_nan"):
+        strict.on_step_end(step(3, trainer, math.nan), trainer)
+    with pytest.raises(DataError, match="is inf on rank 0"):
+        strict.on_step_end(step(3, trainer, math.inf), trainer)
+
+
+def test_a_line_comes_every_so_many_steps(alone, caplog):
+    hooks, trainer = RunHooks(None, "r", spec(DATA, log_every_n_steps=3), alone), Counting()
+    with caplog.at_level(logging.INFO, "sparkhvd"):
+        for number in (1, 2, 4, 5, 6, 9):
+            hooks.on_step_end(step(number, trainer, 0.5), trainer)
+    assert [message.partition("step ")[2] for message in caplog.messages] == [
+        "4 of 9  loss 0.5",
+        "6 of 9  loss 0.5",
+        "9 of 9  loss 0.5",
+    ]
+
+
+def test_a_checkpoint_within_an_epoch_is_read_as_it_was_written(tmp_path):
+    within = checkpoint.Within(3, 2, 4, "blocks", {"loss": (1.0, 2.0)}, (b"a", b"bc"))
+    content = checkpoint.Checkpoint(1, 5, (EpochRecord(0, {"loss": 1.0}),), b"state\n", within)
+    store = Store.create(str(tmp_path))
+    checkpoint.save(store, "r", content)
+    assert checkpoint.load(store, checkpoint.latest(store, "r")) == content
