@@ -25,7 +25,7 @@ test-python: .venv/.core-built ## Python tests
 
 test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment of its own (build/petastorm)
 	@tools/petastorm-venv build/petastorm
-	@PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
+	@JAVA_HOME="$$(tools/java-home)" PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
 
 lint: lint-python lint-types lint-imports lint-cpp ## Formatting, lint, types and layers
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import errno
 import re
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store.local import LocalStore, absolute_path
 
 _WAYS_TO_SAY_IT = re.compile(
     r"(?:file:(?://)?)?(?P<mounted>/dbfs(?:/.*)?|/Volumes/.+)|dbfs:(?P<folder>/(?!/).*)", re.DOTALL
 )
+
+_CLAIM_SECONDS = 60.0  # longer than looking and renaming takes
+_LOOK_SECONDS = 0.05  # nothing tells when a folder goes
 
 
 def mounted_path(url: str) -> str | None:
@@ -36,7 +42,7 @@ class DBFSStore(LocalStore):
     """A Store at ``dbfs:/folder``, ``/dbfs/folder``, ``file:/dbfs/folder`` or ``/Volumes/catalog/schema/volume``.
 
     Python reads and writes through the mounted folder, Spark through ``dbfs:``. These mounts know no links, so
-    ``publish`` looks and then renames: of writers on several machines at the same instant the last one may win.
+    ``publish`` looks and then renames, while a folder beside the file keeps others from doing the same.
 
     Attributes:
         prefix_path: the folder; see ``LocalStore`` for the others.
@@ -56,9 +62,47 @@ class DBFSStore(LocalStore):
         return absolute_path(mounted)
 
     def _give_name(self, temporary: Path, target: Path) -> None:
-        if target.exists():
-            raise FileExistsError(errno.EEXIST, "File exists", str(target))
+        rename_once(temporary, target)
+
+
+def rename_once(temporary: Path, target: Path) -> None:
+    """Give a file a name that nothing has yet, where neither links nor exclusive renames are to be had.
+
+    Only one writer can make a folder, and who has made ``.<name>.claim`` may look and rename. The claim of a writer
+    that was killed is taken away after a minute.
+
+    Raises:
+        FileExistsError: something has the name.
+        DeadlineExceededError: others keep claiming it.
+    """
+    claim = target.with_name(f".{target.name}.claim")
+    deadline = Deadline.after(3 * _CLAIM_SECONDS)
+    while not _made(claim):
+        _refuse_existing(target)
+        deadline.check(f"the end of {claim}")
+        with suppress(FileNotFoundError):
+            if time.time() - claim.stat().st_mtime > _CLAIM_SECONDS:
+                claim.rmdir()
+        time.sleep(_LOOK_SECONDS)
+    try:
+        _refuse_existing(target)
         temporary.rename(target)
+    finally:
+        with suppress(FileNotFoundError):
+            claim.rmdir()
+
+
+def _made(folder: Path) -> bool:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, "File exists", str(target))
 
 
 DBFSLocalStore = DBFSStore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,32 @@ def test_the_same_seed_is_the_same_order_and_every_epoch_has_its_own(plain):
     whole = order(0)
     resumed = [batch.columns["x"].tolist() for batch in source_of(plain, shuffle=True).epoch(0, first_step=2)]
     assert resumed == whole[2:]
+
+
+def test_the_ranks_of_a_spark_job_share_the_rows(monkeypatch):
+    from pyspark.sql import SparkSession  # noqa: PLC0415
+
+    import sparkhvd  # noqa: PLC0415
+
+    def rows_of_rank(path):
+        from sparkhvd.comm import session  # noqa: PLC0415
+
+        session.init()
+        files = open_existing(path, feature_cols=["id", "image"], label_cols=["y"])
+        source = PetastormSource(files.store, files.manifest, "train", session.current().world, 3, seed=1, shuffle=True)
+        batches = list(source.epoch(0))
+        session.shutdown()
+        return [number for batch in batches for number in batch.columns["id"].tolist()], len(batches)
+
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    try:
+        ranks = sparkhvd.run(rows_of_rank, (str(DATASET),), num_proc=2)
+    finally:
+        spark.stop()
+    assert sorted(number for rows, _ in ranks for number in rows) == list(range(10))
+    assert [steps for _, steps in ranks] == [2, 2]
 
 
 def test_rows_that_petastorm_loses_are_noticed(plain, monkeypatch):
