@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.backend import SparkBackend as SparkBackend
     from sparkhvd.estimators.keras import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras import KerasModel as KerasModel
+    from sparkhvd.estimators.lightning import LightningEstimator as LightningEstimator
+    from sparkhvd.estimators.lightning import LightningModel as LightningModel
     from sparkhvd.estimators.policies import Checkpoints as Checkpoints
     from sparkhvd.estimators.policies import EarlyStopping as EarlyStopping
     from sparkhvd.estimators.torch import TorchEstimator as TorchEstimator
@@ -30,6 +32,8 @@ _HOME_OF = {
     "KerasEstimator": "sparkhvd.estimators.keras",
     "KerasModel": "sparkhvd.estimators.keras",
     "preflight": "sparkhvd.driver.preflight",
+    "LightningEstimator": "sparkhvd.estimators.lightning",
+    "LightningModel": "sparkhvd.estimators.lightning",
     "prepare_data": "sparkhvd.data.prepared",
     "run": "sparkhvd.driver.run",
     "Store": "sparkhvd.store",
@@ -42,6 +46,8 @@ __all__ = [
     "EarlyStopping",
     "KerasEstimator",
     "KerasModel",
+    "LightningEstimator",
+    "LightningModel",
     "SparkBackend",
     "Store",
     "TorchEstimator",

@@ -43,7 +43,14 @@ _LASTING_THREAD_MODULES = ("py4j", "pyspark")
 # fsspec's event loop and its pool: one for the life of the process.
 _LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")
 _OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # threads of the compiled core are known by their name to the kernel
-_PYTEST_AND_SPARK_VARIABLES = ("PYTEST_", "SPARK_AUTH_SOCKET_TIMEOUT", "SPARK_BUFFER_SIZE", "SPARK_ENV_LOADED")
+# Set for the life of a process by pytest, by pyspark, and by the import of Lightning.
+_PYTEST_AND_SPARK_VARIABLES = (
+    "PYTEST_",
+    "SPARK_AUTH_SOCKET_TIMEOUT",
+    "SPARK_BUFFER_SIZE",
+    "SPARK_ENV_LOADED",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
 # The client of HDFS keeps connections with data nodes for reuse, as long as the process lives.
 _ports_of_data_nodes: set[int] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})

@@ -230,6 +230,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """What the framework needs in the environment of the ranks."""
         return {}
 
+    def _imports(self) -> tuple[str, ...]:
+        """What the ranks import while they wait for each other."""
+        return self.preload
+
     def _new_run_id(self) -> str:
         framework = self.preload[0]
         return f"{framework}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
@@ -258,7 +262,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         environment = {**self._environment(), **(params["backend_env"] or {})}
         try:
             results = run_ranks(
-                params, train_worker, (job,), spark=spark, env=environment, preload=self.preload, rows=given
+                params, train_worker, (job,), spark=spark, env=environment, preload=self._imports(), rows=given
             )
         finally:
             if job.payload.file is not None:

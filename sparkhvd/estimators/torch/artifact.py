@@ -26,8 +26,10 @@ from sparkhvd.estimators.torch.package import PicklerWithScripts
 STATE, MODULE, OPTIMIZER, INPUTS = "state_dict.pt", "module.pkl", "optimizer.pkl", "inputs.json"
 
 
-def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: Sequence[ModelInput]) -> None:
-    """Write a model, its optimizer and how columns become its inputs into ``folder``."""
+def save(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, inputs: Sequence[ModelInput]
+) -> None:
+    """Write a model, its optimizer, if it has one, and how columns become its inputs into ``folder``."""
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     torch.save(state, folder / STATE)
     names: dict[int, str] = {}
@@ -35,7 +37,9 @@ def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
         if name in state and type(tensor) in {torch.nn.Parameter, torch.Tensor}:
             names.setdefault(id(tensor), name)
     (folder / MODULE).write_bytes(_dump(model, model, names))
-    (folder / OPTIMIZER).write_bytes(_dump(optimizer, model, {id(p): name for name, p in model.named_parameters()}))
+    if optimizer is not None:
+        parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        (folder / OPTIMIZER).write_bytes(_dump(optimizer, model, parameters))
     described = [{**asdict(part), "dtype": str(part.dtype).removeprefix("torch.")} for part in inputs]
     (folder / INPUTS).write_text(json.dumps(described))
 

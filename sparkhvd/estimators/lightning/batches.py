@@ -1,0 +1,168 @@
+"""A rank's rows as Lightning takes them: an iterable of batches that knows how much of the global batch each one is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparkhvd.data import columns as columns_of
+from sparkhvd.data.batches import Batch, BatchSource
+from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.estimators.torch.inputs import ModelInput, model_dtype, plan_inputs
+
+Columns = Mapping[str, npt.NDArray[np.generic]]
+
+_MADE_UP_ROWS = 2  # batch normalization refuses a single one
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """How columns become what ``training_step`` is given.
+
+    Attributes:
+        kind: ``"dict"`` gives tensors by column; ``"tuple"`` the features, the labels and, if there is a weight column,
+            the weights: each a tensor, or a tuple of them where there are several.
+        columns: one input per column, for ``"dict"``.
+        features: the inputs of ``forward``, for ``"tuple"``.
+        labels: names of the label columns.
+        weights: names of the weight columns: one or none.
+    """
+
+    kind: str
+    columns: tuple[ModelInput, ...]
+    features: tuple[ModelInput, ...]
+    labels: tuple[str, ...]
+    weights: tuple[str, ...]
+
+    def __call__(self, columns: Columns) -> Any:
+        """The batch of some rows."""
+        rows = len(next(iter(columns.values())))
+        tensors = {part.columns[0]: part.tensor(columns, rows) for part in self.columns}
+        if self.kind == "dict":
+            return tensors
+        parts = [
+            tuple(part.tensor(columns, rows) for part in self.features),
+            tuple(tensors[name] for name in self.labels),
+            *([tuple(tensors[name] for name in self.weights)] if self.weights else []),
+        ]
+        return tuple(part[0] if len(part) == 1 else part for part in parts)
+
+
+def batch_form(
+    kind: str,
+    model: torch.nn.Module,
+    schema: DataSchema,
+    input_shapes: Sequence[Sequence[int]] | None,
+    label_shapes: Sequence[Sequence[int]] | None,
+) -> BatchForm:
+    """The form for a model: floating point columns get its dtype, whole numbers become int64, the rest stays."""
+    features, labels, weights = schema.of("feature"), schema.of("label"), schema.of("weight")
+    shapes = dict(zip([c.name for c in features], input_shapes or (), strict=False))
+    shapes |= dict(zip([c.name for c in labels], label_shapes or (), strict=False))
+    floating = model_dtype(model)
+    return BatchForm(
+        kind,
+        tuple(_of_column(c, floating, shapes.get(c.name)) for c in (*features, *labels, *weights)),
+        plan_inputs(model, features, input_shapes) if kind == "tuple" else (),
+        tuple(column.name for column in labels),
+        tuple(column.name for column in weights),
+    )
+
+
+def _of_column(column: ColumnSpec, floating: torch.dtype, shape: Sequence[int] | None) -> ModelInput:
+    kind = np.dtype(column.dtype).kind
+    dtype = floating if kind == "f" else torch.bool if kind == "b" else torch.int64
+    row_shape = None if shape is None else tuple(shape[1:] if shape and shape[0] == -1 else shape)
+    size = (column.shape[0] if column.shape else 0) if column.sparse else None
+    return ModelInput((column.name,), row_shape, dtype, size)
+
+
+@dataclass
+class Share:
+    """What the batch that was given last is of its step.
+
+    Attributes:
+        rows: rows of this rank that count.
+        weight: what the gradient of their mean loss has to be multiplied by, before ranks are averaged and after
+            Lightning has divided the loss by the batches that it accumulates.
+        borrowed: whether the rank has no rows in this step, and the batch is another one that must leave no trace.
+    """
+
+    rows: int = 0
+    weight: float = 1.0
+    borrowed: bool = False
+
+
+class RankLoader:
+    """The batches of one rank, epoch by epoch; a loader for a Lightning Trainer.
+
+    A rank without rows in a step gets a batch all the same, the one before or a made-up one, so that it takes part in
+    what the others do together in that step.
+
+    Attributes:
+        share: of the batch that was given last.
+        rows: rows given in the present epoch.
+        waited: seconds waited for them.
+    """
+
+    def __init__(self, source: BatchSource, form: Callable[[Columns], Any], size: int) -> None:
+        self._source = source
+        self._form = form
+        self._size = size
+        self._batches: Iterator[Any] | None = None
+        self.epoch: Callable[[], int] = lambda: 0
+        self.passes: Callable[[], int] = lambda: 1
+        self.on_epoch: Callable[[int], None] = lambda _epoch: None
+        self.used = False
+        self.share, self.rows, self.waited, self.started = Share(), 0, 0.0, time.monotonic()
+
+    def __len__(self) -> int:
+        """Steps per epoch, the same on every rank."""
+        return self._source.steps()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        self._batches = self._given()
+        return self._batches
+
+    def close(self) -> None:
+        """End the reading of the present epoch."""
+        if (close := getattr(self._batches, "close", None)) is not None:
+            close()
+        self._batches = None
+
+    def _given(self) -> Iterator[Any]:
+        epoch = self.epoch()
+        self.on_epoch(epoch)
+        self.used, self.rows, self.waited, self.started = True, 0, 0.0, time.monotonic()
+        batches = self._source.epoch(epoch)
+        last: Columns | None = None
+        try:
+            while group := self._next(batches):
+                total, passes = sum(batch.global_rows for batch in group), self.passes()
+                for batch in group:
+                    borrowed = batch.rows == 0
+                    last = batch.columns if not borrowed else self._made_up() if last is None else last
+                    self.rows += batch.rows
+                    self.share = Share(batch.rows, batch.rows * self._size * passes / total, borrowed)
+                    yield self._form(last)
+        finally:
+            if (close := getattr(batches, "close", None)) is not None:
+                close()
+
+    def _next(self, batches: Iterator[Batch]) -> list[Batch]:
+        """The batches of one optimizer step."""
+        before = time.monotonic()
+        group = list(islice(batches, self.passes()))
+        self.waited += time.monotonic() - before
+        return group
+
+    def _made_up(self) -> Columns:
+        return {column.name: columns_of.blank(column, _MADE_UP_ROWS) for column in self._source.schema.columns}

@@ -1,0 +1,151 @@
+"""``LightningEstimator`` and ``LightningModel``."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.base import DistributedEstimator
+from sparkhvd.estimators.declare import Declared, declared
+from sparkhvd.estimators.files import fetched
+from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
+from sparkhvd.estimators.model import TrainedModel
+from sparkhvd.estimators.params import numbers, shapes
+from sparkhvd.estimators.torch import artifact
+
+_PLUGIN = "sparkhvd.estimators.lightning.plugin:PLUGIN"
+_BATCH_FORMATS = ("dict", "tuple")
+
+Measure = Callable[..., torch.Tensor]
+
+
+def batch_format(name: str, value: Any) -> str:
+    """A form of batches."""
+    if value not in _BATCH_FORMATS:
+        raise ParamError(f"{name}={value!r} does not exist; there are {', '.join(map(repr, _BATCH_FORMATS))}.")
+    return str(value)
+
+
+def trainer_arguments(name: str, value: Any) -> dict[str, Any]:
+    """Arguments by name."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ParamError(f"{name}={value!r} must be a dict of Trainer arguments, such as {{'gradient_clip_val': 1.0}}.")
+    return dict(value)
+
+
+class LightningModel(TrainedModel):
+    """A trained LightningModule (or plain module) as a Spark Transformer; ``transform`` calls its ``forward``."""
+
+    plugin: ClassVar[str] = _PLUGIN
+
+    def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
+        """The trained module in evaluation mode, every call gives another copy."""
+        with fetched(self._trained.store, self._trained.files) as folder:
+            return artifact.load_model(folder)
+
+    def save_checkpoint(self, path: str) -> None:
+        """Write Lightning's checkpoint of the trained module, for ``MyModule.load_from_checkpoint(path)``."""
+        with fetched(self._trained.store, self._trained.files) as folder:
+            Path(path).write_bytes((folder / CHECKPOINT).read_bytes())
+
+    def save_logs(self, folder: str) -> list[str]:
+        """Unpack what loggers with a relative folder wrote; returns the files' names within ``folder``."""
+        with fetched(self._trained.store, self._trained.files) as source:
+            if not (source / LOGS).exists():
+                return []
+            with zipfile.ZipFile(source / LOGS) as archive:
+                archive.extractall(folder)
+                return [name for name in archive.namelist() if not name.endswith("/")]
+
+
+class LightningEstimator(DistributedEstimator):
+    """Trains a LightningModule on a Spark DataFrame, with one process per rank and Lightning's own Trainer in each.
+
+    ``training_step`` is given a dict of tensors by column, or ``(features, labels)`` with ``batch_format="tuple"``.
+    Floating point columns have the dtype of the module's parameters, whole numbers are int64. The gradient of a step is
+    the mean over the rows of all ranks, and what is logged for an epoch is over the rows of all ranks. The module is
+    copied, not changed.
+
+    The model that comes back is that of the last epoch, or with a ``ModelCheckpoint(monitor=...)`` the best one.
+
+    Example:
+        >>> estimator = LightningEstimator(
+        ...     num_proc=2,
+        ...     store=Store.create("/tmp/experiments"),
+        ...     model=MyLightningModule(),
+        ...     feature_cols=["pixels"],
+        ...     label_cols=["digit"],
+        ...     validation=0.1,
+        ...     callbacks=[EarlyStopping("val_loss")],
+        ...     trainer_args={"gradient_clip_val": 1.0},
+        ...     epochs=3,
+        ... )
+        >>> predicted = estimator.fit(train_df).transform(test_df)  # doctest: +SKIP
+    """
+
+    plugin: ClassVar[str] = _PLUGIN
+    model_class: ClassVar[type[TrainedModel]] = LightningModel
+    preload: ClassVar[tuple[str, ...]] = (
+        "torch",
+        "torch._dynamo",  # Lightning imports it
+        "sparkhvd.estimators.worker",
+    )
+    required: ClassVar[tuple[str, ...]] = ("model", "feature_cols", "label_cols")
+
+    model: Declared[torch.nn.Module | None] = declared(
+        "The LightningModule to train, or a plain module with optimizer and loss; it is copied, not changed.",
+        default=None,
+    )
+    batch_format: Declared[str] = declared(
+        "What training_step is given: 'dict' of tensors by column, or 'tuple' of features and labels (and weights).",
+        batch_format,
+        default="dict",
+    )
+    trainer_args: Declared[Mapping[str, Any] | None] = declared(
+        "Further arguments of Lightning's Trainer, by name.", trainer_arguments, default=None
+    )
+    callbacks: Declared[Sequence[Any] | None] = declared(
+        "Callbacks of the Trainer, copied to every rank.", default=None
+    )
+    logger: Declared[Any] = declared(
+        "Lightning's logger, or a list of them; files in a relative folder come back with the model (save_logs).",
+        default=None,
+    )
+    data_module: Declared[Callable[..., Any] | None] = declared(
+        "Class or function that makes a LightningDataModule on every rank; it is called with the rank's loaders of "
+        "training and validation batches (None without validation).",
+        default=None,
+    )
+    input_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
+        "Shape of one row of every feature column, with or without a leading -1 for the rows.", shapes, default=None
+    )
+    label_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
+        "Shape of one row of every label column.", shapes, default=None
+    )
+    optimizer: Declared[torch.optim.Optimizer | None] = declared(
+        "Of a plain module: an optimizer over its parameters.", default=None
+    )
+    loss: Declared[Measure | Sequence[Measure] | None] = declared(
+        "Of a plain module: loss of (output, label) that is a mean over the rows; one, or a list with one per label.",
+        default=None,
+    )
+    loss_weights: Declared[Sequence[float] | None] = declared(
+        "Of a plain module: weights of the losses in their sum; by default all the same.", numbers, default=None
+    )
+    metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
+        "Of a plain module: functions of (output, label) that are means over the rows.", default=None
+    )
+
+    def _imports(self) -> tuple[str, ...]:
+        from sparkhvd.lightning.flavour import chosen, flavour_of  # noqa: PLC0415  (imports Lightning)
+
+        lightning = flavour_of(self.getOrDefault("model")) or chosen()
+        return (*self.preload, lightning, "sparkhvd.estimators.lightning.plugin")
+
+    def _new_run_id(self) -> str:
+        return super()._new_run_id().replace("torch", "lightning", 1)

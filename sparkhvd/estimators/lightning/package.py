@@ -1,0 +1,103 @@
+"""The user's Lightning objects on their way to the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparkhvd.estimators.torch.objective import Objective
+from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
+
+
+@dataclass(frozen=True)
+class LightningPackage:
+    """The user's objects, pickled together.
+
+    Attributes:
+        model: a LightningModule; or a plain module, which then comes with ``optimizer`` and ``objective``.
+        optimizer: over the parameters of a plain module.
+        objective: of a plain module.
+        input_shapes: see the estimator's parameter.
+        label_shapes: see the estimator's parameter.
+        batch_format: see the estimator's parameter.
+        callbacks: of the Trainer.
+        logger: of the Trainer.
+        trainer_args: further arguments of the Trainer.
+        data_module: makes a LightningDataModule of the ranks' loaders.
+        compression: what gradients travel as.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer | None
+    objective: Objective | None
+    input_shapes: Sequence[Sequence[int]] | None
+    label_shapes: Sequence[Sequence[int]] | None
+    batch_format: str
+    callbacks: tuple[Any, ...]
+    logger: Any
+    trainer_args: Mapping[str, Any]
+    data_module: Callable[..., Any] | None
+    compression: Any = None
+
+    @property
+    def flavour(self) -> FlavourName:
+        """Under which of its names Lightning is used: that of the module's class, else of the callbacks'."""
+        found = [flavour_of(part) for part in (self.model, *self.callbacks)]
+        return next((name for name in found if name is not None), None) or chosen()
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model is no LightningModule."""
+        return flavour_of(self.model) is None
+
+
+def lightning_module(given: LightningPackage, inputs: Sequence[Any]) -> Any:
+    """The LightningModule to train: the user's own, or one around a plain module."""
+    if not given.plain:
+        return given.model
+    lightning = package(given.flavour)
+    kind = type("PlainModule", (PlainSteps, lightning.LightningModule), {"__module__": __name__})
+    module: Any = kind()
+    module.model, module.given, module.inputs = given.model, given, tuple(inputs)
+    return module
+
+
+class PlainSteps:
+    """A plain module's training, before ``LightningModule`` among the bases; batches are arrays by column."""
+
+    model: torch.nn.Module
+    given: LightningPackage
+    inputs: tuple[Any, ...]
+    device: torch.device
+    log: Callable[..., None]
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.model(*inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002  (Lightning's signature)
+        return self._loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002
+        return self._loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return self.given.optimizer
+
+    def _loss(self, columns: Any) -> torch.Tensor:
+        from sparkhvd.estimators.torch.steps import outputs_of  # noqa: PLC0415
+
+        objective = self.given.objective
+        if objective is None:
+            raise AssertionError("a plain module has an objective")
+        rows = len(next(iter(columns.values())))
+        outputs = outputs_of(self.model(*(part.tensor(columns, rows).to(self.device) for part in self.inputs)))
+        outputs = [output.cpu() for output in outputs]  # labels are made of arrays
+        labels = objective.labels(outputs, columns)
+        loss = objective.loss(outputs, labels, columns)
+        measured = objective.measure(loss, outputs, labels)
+        for name in objective.names()[1:]:
+            self.log(name, measured[name], on_step=False, on_epoch=True)
+        return loss

@@ -1,0 +1,215 @@
+"""Lightning behind the estimators' plug-in protocol."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import cloudpickle
+import numpy as np
+import torch
+
+from sparkhvd.data import columns
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.driver.pickling import by_value
+from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
+from sparkhvd.estimators.lightning.package import LightningPackage
+from sparkhvd.estimators.lightning.trainer import LightningTrainer
+from sparkhvd.estimators.plugin import Arrays, TrainSpec
+from sparkhvd.estimators.policies import Checkpoints
+from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.inputs import plan_inputs
+from sparkhvd.estimators.torch.objective import objective_of
+from sparkhvd.estimators.torch.plugin import TorchPredictor
+from sparkhvd.estimators.torch.steps import outputs_of
+from sparkhvd.lightning.flavour import flavour_of, package
+from sparkhvd.torch import Compression
+from sparkhvd.world import World
+
+_MADE_UP_ROWS = 2
+_COMPRESSIONS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
+_OF_PLAIN_MODULES = ("optimizer", "loss", "loss_weights", "metrics")
+# What the estimator tells the Trainer, and the parameter to use in its place.
+_OWN = {
+    "strategy": "num_proc",
+    "devices": "num_proc",
+    "num_nodes": "num_proc",
+    "max_epochs": "epochs",
+    "callbacks": "callbacks",
+    "logger": "logger",
+    "use_distributed_sampler": "data_module",
+}
+
+
+class LightningPlugin:
+    """Trains LightningModules, and plain modules with a loss and an optimizer."""
+
+    def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
+        """See ``FrameworkPlugin.check``; runs a copy of the model in evaluation mode, without gradients.
+
+        Raises:
+            ParamError: a parameter is of the wrong kind, or the objects cannot be sent to the ranks.
+            ModelOutputError: ``forward`` cannot take such rows, or gives another number of outputs than there are
+                labels.
+        """
+        _check_kinds(params)
+        payload = self.pack({**params, "schema": schema})
+        known = all(column.shape is not None for column in schema.columns)
+        if rows is None and not known:
+            return []
+        made_up = {column.name: columns.blank(column, _MADE_UP_ROWS) for column in schema.columns} if known else {}
+        return self.try_out(payload, schema, made_up if rows is None else rows)
+
+    def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
+        """See ``FrameworkPlugin.try_out``.
+
+        Raises:
+            ModelOutputError: as ``check``.
+        """
+        given = _unpack(payload)
+        sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
+        outputs = _forward(given, schema, sample)
+        labels = [column.name for column in schema.of("label")]
+        if len(outputs) != len(labels):
+            raise ModelOutputError(
+                f"The model's forward gives {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but "
+                f"label_cols has {len(labels)}: {labels}. transform adds one column per label: give one output each."
+            )
+        if given.objective is not None:
+            given.objective.try_out(outputs, sample)
+        return [tuple(output.shape[1:]) for output in outputs]
+
+    def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
+        """Which columns go where, for the log."""
+        shapes = cast("Sequence[Sequence[int]] | None", params.get("input_shapes"))
+        inputs = plan_inputs(cast("torch.nn.Module", params["model"]), schema.of("feature"), shapes)
+        labels = ", ".join(f"output {i} is {column.name}" for i, column in enumerate(schema.of("label")))
+        return f"{', '.join(f'input {i} is {each}' for i, each in enumerate(inputs))}; {labels}"
+
+    def pack(self, params: Mapping[str, object]) -> bytes:
+        """The model with all that the Trainer needs, in one pickle."""
+        model: Any = params["model"]
+        plain = flavour_of(model) is None
+        given = LightningPackage(
+            model=model,
+            optimizer=cast("torch.optim.Optimizer | None", params["optimizer"]),
+            objective=objective_of(params) if plain else None,
+            input_shapes=cast("Sequence[Sequence[int]] | None", params["input_shapes"]),
+            label_shapes=cast("Sequence[Sequence[int]] | None", params["label_shapes"]),
+            batch_format=str(params["batch_format"]),
+            callbacks=tuple(cast("Sequence[Any]", params["callbacks"] or ())),
+            logger=params["logger"],
+            trainer_args=dict(cast("Mapping[str, Any]", params["trainer_args"] or {})),
+            data_module=cast("Callable[..., Any] | None", params["data_module"]),
+            compression=_compression(params.get("gradient_compression")),
+        )
+        loggers = given.logger if isinstance(given.logger, list | tuple) else [given.logger]
+        own = [*model.modules(), *given.callbacks, *loggers, *given.trainer_args.values(), given.data_module]
+        if given.objective is not None:
+            own += [*given.objective.losses, *(metric.function for metric in given.objective.metrics)]
+        try:
+            with by_value([part for part in own if part is not None]):
+                return bytes(cloudpickle.dumps(given))
+        except SparkHvdError:
+            raise
+        except Exception as error:
+            raise ParamError(
+                f"The model, callbacks, logger, trainer_args or data_module cannot be pickled to send them to the "
+                f"ranks: {error} Make what cannot be pickled (locks, open files, sessions) in a hook such as setup()."
+            ) from error
+
+    def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
+        """The trainer of one rank."""
+        return LightningTrainer(_unpack(payload), spec, world)
+
+    def predictor(self, folder: Path) -> TorchPredictor:
+        """The model in a folder that ``LightningTrainer.export`` wrote."""
+        return TorchPredictor(artifact.load_model(folder), artifact.load_inputs(folder))
+
+
+PLUGIN = LightningPlugin()
+
+
+def _unpack(payload: bytes) -> LightningPackage:
+    return cast("LightningPackage", cloudpickle.loads(payload))
+
+
+def _compression(given: object) -> Any:
+    if given is None or not isinstance(given, str):
+        return given
+    if given not in _COMPRESSIONS:
+        raise ParamError(f"gradient_compression={given!r} does not exist; there are {', '.join(_COMPRESSIONS)}.")
+    return _COMPRESSIONS[given]
+
+
+def _check_kinds(params: Mapping[str, object]) -> None:
+    model = params["model"]
+    if not isinstance(model, torch.nn.Module):
+        raise ParamError(f"model is a {type(model).__name__}; it must be a LightningModule or a torch.nn.Module.")
+    flavour = flavour_of(model)
+    if flavour is not None:
+        for name in _OF_PLAIN_MODULES:
+            if params.get(name) not in (None, (), [], {}):
+                raise ParamError(
+                    f"{name} belongs to plain modules; a LightningModule brings its own in training_step and "
+                    "configure_optimizers. Leave it out."
+                )
+    else:
+        for name in ("optimizer", "loss"):
+            if params.get(name) is None:
+                raise ParamError(
+                    f"model is a plain {type(model).__name__}, which needs {name}=; only a LightningModule brings its "
+                    "own."
+                )
+    for callback in cast("Sequence[object]", params["callbacks"] or ()):
+        other = flavour_of(callback)
+        if other is None or (flavour is not None and other != flavour):
+            raise ParamError(
+                f"callbacks holds a {type(callback).__name__}, which is no callback of {flavour or 'Lightning'}"
+                + (f" but of {other}: import both from one of them." if other else ".")
+            )
+    checkpoints = cast("Checkpoints | None", params.get("checkpoints"))
+    if checkpoints is not None and checkpoints.every_steps is not None:
+        raise ParamError(
+            "checkpoints has every_steps, but LightningEstimator continues runs after whole epochs only. Leave it out."
+        )
+    _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
+
+
+def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) -> None:
+    if not given:
+        return
+    for name, instead in _OWN.items():
+        if name in given:
+            raise ParamError(f"trainer_args has {name!r}, which the estimator decides; see its parameter {instead}.")
+    flavour = next((f for f in map(flavour_of, (params["model"],)) if f), None) or "lightning.pytorch"
+    known = set(inspect.signature(package(flavour).Trainer.__init__).parameters) - {"self"}
+    for name in given:
+        if name not in known:
+            raise ParamError(f"trainer_args has {name!r}, which Lightning's Trainer does not take.")
+
+
+def _forward(given: LightningPackage, schema: DataSchema, sample: Arrays) -> list[torch.Tensor]:
+    """The outputs of ``forward`` for some rows."""
+    rows = len(next(iter(sample.values())))
+    inputs = plan_inputs(given.model, schema.of("feature"), given.input_shapes)
+    tensors = [part.tensor(sample, rows) for part in inputs]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            outputs = outputs_of(given.model.eval()(*tensors))
+        except Exception as error:
+            shown = "; ".join(f"{list(t.shape)} from {part}" for t, part in zip(tensors, inputs, strict=True))
+            raise ModelOutputError(
+                f"The model's forward cannot take the feature columns: called with {shown} it raised "
+                f"{type(error).__name__}: {error} transform uses forward, so it has to be there; give input_shapes if "
+                "the columns need another shape."
+            ) from error
+    for index, output in enumerate(outputs):
+        if output.dim() == 0 or len(output) != rows:
+            raise ModelOutputError(
+                f"Output {index} of the model has shape {list(output.shape)} for {rows} rows; its first dimension must "
+                "be the rows."
+            )
+    return outputs

@@ -1,0 +1,160 @@
+"""What an estimator's training adds to the strategy and to the user's module: N ranks are one big batch."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sparkhvd.estimators.lightning.batches import RankLoader, Share
+
+
+@dataclass
+class Feed:
+    """What a rank is given in an epoch, and what comes of it.
+
+    Attributes:
+        train: the rows to train on.
+        validation: the rows to validate with.
+        sums: by stage, the sum over rows of the losses that steps returned, and these rows.
+        logged: by stage, the names that were logged for whole epochs.
+        communicated: seconds spent waiting for the other ranks' gradients.
+        validated: whether there was a validation since the last report.
+        loss: that the present step returned; None where the rank has no rows in it.
+    """
+
+    train: RankLoader
+    validation: RankLoader | None
+    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    logged: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
+    communicated: float = 0.0
+    validated: bool = False
+    loss: float | None = None
+
+    def share(self, stage: str) -> Share:
+        """The share of the present batch; a plain one where the rows are not ours, but of the user's own loader."""
+        loader = self.train if stage == "train" else self.validation
+        return loader.share if loader is not None and loader.used else Share(1)
+
+    def add(self, stage: str, loss: float, rows: int) -> None:
+        total, count = self.sums.get(stage, (0.0, 0))
+        self.sums[stage] = (total + loss * rows, count + rows)
+
+
+class EstimatorSteps:
+    """Comes before the strategy's class among the bases."""
+
+    feed: Feed
+    lr_scale: float
+    lightning_module: Any
+    optimizers: Any
+    lr_scheduler_configs: Any
+    alone = False
+
+    def weight_of_pass(self) -> float:
+        """See ``RankStrategy``."""
+        return self.feed.share("train").weight
+
+    def training_step(self, *batch: Any, **named: Any) -> Any:
+        return self._step("train", super().training_step, batch, named)  # type: ignore[misc]
+
+    def validation_step(self, *batch: Any, **named: Any) -> Any:
+        return self._step("validation", super().validation_step, batch, named)  # type: ignore[misc]
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        if self.lr_scale != 1.0:
+            scale_lr(self.optimizers, [config.scheduler for config in self.lr_scheduler_configs], self.lr_scale)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Nothing while only this rank saves a checkpoint."""
+        if not self.alone:
+            super().barrier(name)  # type: ignore[misc]
+
+    def _synchronize(self, exchange: Any) -> None:
+        before = time.monotonic()
+        super()._synchronize(exchange)  # type: ignore[misc]
+        self.feed.communicated += time.monotonic() - before
+
+    def _step(self, stage: str, step: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        share = self.feed.share(stage)
+        self.feed.loss = None
+        if share.borrowed:
+            with unchanged(self.lightning_module):
+                return step(*batch, **named)
+        result = step(*batch, **named)
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            value = float(loss.detach())
+            if stage == "train":
+                self.feed.loss = value
+            self.feed.add(stage, value, share.rows)
+        return result
+
+
+@contextmanager
+def unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Put back, at the end, what a step changes beside gradients: buffers and the states of torchmetrics."""
+    from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
+
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [(part, copy.deepcopy(part.__dict__)) for part in module.modules() if isinstance(part, Metric)]
+    try:
+        yield
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        for metric, state in metrics:
+            metric.__dict__.update({name: state[name] for name in (*metric._defaults, "_update_count", "_computed")})  # noqa: SLF001
+
+
+class SharedLog:
+    """Stands in for ``LightningModule.log``: what is logged for a whole epoch is that of all ranks' rows."""
+
+    def __init__(self, module: Any, feed: Feed) -> None:
+        self._module = module
+        self._log = module.log
+        self._feed = feed
+        module.log = self
+
+    def __call__(self, name: str, value: Any, *rest: Any, **options: Any) -> None:
+        trainer = self._module.trainer
+        stage = "validation" if trainer.validating or trainer.sanity_checking else "train"
+        within_step = _within_step(self._module._current_fx_name or "")  # noqa: SLF001  (how Lightning decides too)
+        of_epoch = options.get("on_epoch")
+        of_epoch = not (within_step and stage == "train") if of_epoch is None else of_epoch
+        if of_epoch:
+            self._feed.logged[stage].add(name)
+        if of_epoch and not options.get("rank_zero_only"):
+            options["sync_dist"] = True
+        share = self._feed.share(stage)
+        if within_step and (share.borrowed or options.get("batch_size") is None):
+            options["batch_size"] = share.rows
+        self._log(name, value, *rest, **options)
+
+    def close(self) -> None:
+        """Give the module its own method back."""
+        del self._module.log
+
+
+def _within_step(hook: str) -> bool:
+    """Whether a hook of Lightning's belongs to one batch."""
+    return not hook.startswith("on_") or any(part in hook for part in ("batch", "backward", "zero_grad", "step"))
+
+
+def scale_lr(optimizers: Any, schedulers: Any, factor: float) -> None:
+    """Multiply the learning rates, and what schedulers compute them from."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name in ("lr", "initial_lr", "max_lr", "min_lr"):
+                if name in group:
+                    group[name] = group[name] * factor
+    for scheduler in schedulers:
+        for name in ("base_lrs", "_last_lr"):
+            if hasattr(scheduler, name):
+                setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])

@@ -1,0 +1,258 @@
+"""One rank's training of a LightningModule, by Lightning's own Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparkhvd.data.batches import BatchSource
+from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
+from sparkhvd.estimators.lightning.batches import RankLoader, batch_form
+from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
+from sparkhvd.estimators.lightning.steps import EstimatorSteps, Feed, SharedLog, scale_lr
+from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
+from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.inputs import plan_inputs
+from sparkhvd.lightning import strategy_class
+from sparkhvd.lightning.flavour import package
+from sparkhvd.world import World
+
+
+class LightningTrainer:
+    """Trains on this rank's part of every global batch; see ``RankLoader`` and ``EstimatorSteps`` for how."""
+
+    def __init__(self, given: LightningPackage, spec: TrainSpec, world: World) -> None:
+        self._given = given
+        self._spec = spec
+        self._world = world
+        self._inputs = plan_inputs(given.model, spec.schema.of("feature"), given.input_shapes)
+        self._module = lightning_module(given, self._inputs)
+        self._lightning = package(given.flavour)
+        self._trainer: Any = None
+        self._resumed: bytes | None = None
+        self._logs: bytes | None = None
+
+    def state(self) -> bytes:
+        """A checkpoint of Lightning's; called on rank 0 alone."""
+        with tempfile.TemporaryDirectory(prefix="sparkhvd-state-") as folder:
+            path = Path(folder) / CHECKPOINT
+            self._save(path)
+            return path.read_bytes()
+
+    def restore(self, state: bytes) -> None:
+        """Continue from ``state`` when ``fit`` begins; after ``fit``, take its weights."""
+        self._resumed = state
+        if self._trainer is not None:
+            self._take_weights(state)
+
+    def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
+        """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback ends it; collective."""
+        form = dict if self._given.plain else self._batch_form()
+        size = self._world.size
+        validation = None if val is None else RankLoader(val, form, size)
+        feed = Feed(RankLoader(train, form, size), validation)
+        with tempfile.TemporaryDirectory(prefix="sparkhvd-lightning-") as folder, contextlib.chdir(folder):
+            trainer = self._trainer = self._made(feed, hooks, Path(folder))
+            feed.train.epoch = lambda: int(trainer.current_epoch)
+            feed.train.passes = lambda: int(trainer.accumulate_grad_batches)
+            feed.train.on_epoch = self._seed
+            if validation is not None:
+                validation.epoch = feed.train.epoch
+            log = SharedLog(self._module, feed)
+            try:
+                self._run(trainer, feed, Path(folder))
+            finally:
+                log.close()
+                feed.train.close()
+                if validation is not None:
+                    validation.close()
+            self._keep_results(trainer, Path(folder))
+
+    def export(self, folder: Path) -> None:
+        """Write the model, and beside it Lightning's checkpoint and what loggers wrote."""
+        self._module.cpu().eval()
+        self._save(folder / CHECKPOINT)
+        artifact.save(folder, self._given.model, self._given.optimizer, self._inputs)
+        if self._logs is not None:
+            (folder / LOGS).write_bytes(self._logs)
+
+    def _batch_form(self) -> Any:
+        given = self._given
+        return batch_form(given.batch_format, given.model, self._spec.schema, given.input_shapes, given.label_shapes)
+
+    def _made(self, feed: Feed, hooks: TrainHooks, folder: Path) -> Any:
+        """The Trainer."""
+        kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._given.flavour)), {})
+        strategy = kind(**({} if self._given.compression is None else {"compression": self._given.compression}))
+        strategy.feed = feed
+        strategy.lr_scale = float(self._world.size) if self._spec.scale_lr else 1.0
+        callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
+        ends = callback(self, feed, hooks, strategy.lr_scale)
+        own = {
+            "strategy": strategy,
+            "devices": 1,
+            "max_epochs": self._spec.epochs,
+            "callbacks": [*self._given.callbacks, ends],
+            "use_distributed_sampler": self._given.data_module is not None,
+        }
+        arguments = {
+            "accelerator": "gpu" if self._uses_gpu() else "cpu",
+            "logger": self._given.logger if self._given.logger is not None else False,
+            "num_sanity_val_steps": 0,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(folder),
+        }
+        return self._lightning.Trainer(**{**arguments, **self._given.trainer_args, **own})
+
+    def _uses_gpu(self) -> bool:
+        return self._spec.use_gpu and torch.cuda.is_available()
+
+    def _run(self, trainer: Any, feed: Feed, folder: Path) -> None:
+        source: dict[str, Any] = {"train_dataloaders": feed.train, "val_dataloaders": feed.validation}
+        if self._given.data_module is not None:
+            source = {"datamodule": self._given.data_module(feed.train, feed.validation)}
+        if self._resumed is not None:
+            path = folder / "resumed.ckpt"
+            path.write_bytes(self._resumed)
+            source["ckpt_path"] = str(path)
+            if "weights_only" in inspect.signature(trainer.fit).parameters:
+                source["weights_only"] = True  # whoever can write to the Store must not make a rank run code
+        trainer.fit(self._module, **source)
+
+    def _seed(self, epoch: int) -> None:
+        # From the epoch, so that a resumed run draws what an undisturbed one would.
+        torch.manual_seed((self._spec.seed * 100_003 + epoch) * 10_007 + self._world.rank)
+
+    def _save(self, path: Path) -> None:
+        with _alone(self._trainer.strategy):
+            self._trainer.save_checkpoint(path)
+
+    def _take_weights(self, state: bytes) -> None:
+        content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
+        self._module.load_state_dict(content["state_dict"])
+
+    def _keep_results(self, trainer: Any, folder: Path) -> None:
+        """On rank 0: the best model, where the user's ModelCheckpoint looks for it, and the files of loggers."""
+        if self._world.rank != 0:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            best = getattr(callback, "best_model_path", "")
+            if getattr(callback, "monitor", None) is not None and best:
+                self._take_weights(Path(best).read_bytes())
+                break
+        written = [file for logger in trainer.loggers if logger.log_dir for file in Path(logger.log_dir).rglob("*")]
+        if any(file.resolve().is_relative_to(folder.resolve()) for file in written):
+            with tempfile.TemporaryDirectory(prefix="sparkhvd-logs-") as packed:
+                for logger in trainer.loggers:
+                    source = Path(logger.log_dir or "").resolve()
+                    if logger.log_dir and source.is_relative_to(folder.resolve()) and source.is_dir():
+                        relative = source.relative_to(folder.resolve())
+                        shutil.copytree(source, Path(packed) / "logs" / relative, dirs_exist_ok=True)
+                archive = shutil.make_archive(str(Path(packed) / "packed"), "zip", Path(packed) / "logs")
+                self._logs = Path(archive).read_bytes()
+
+
+@contextlib.contextmanager
+def _alone(strategy: Any) -> Iterator[None]:
+    """Within this block only this rank does something."""
+    strategy.alone = True
+    try:
+        yield
+    finally:
+        strategy.alone = False
+
+
+class RunCallback:
+    """The last of all callbacks, before ``Checkpoint`` among the bases: so its checkpoint holds what others changed."""
+
+    def __init__(self, owner: LightningTrainer, feed: Feed, hooks: TrainHooks, lr_scale: float) -> None:
+        super().__init__()
+        self._owner = owner
+        self._feed = feed
+        self._hooks = hooks
+        self._lr_scale = lr_scale
+        self._loaded: dict[str, Any] = {}
+        self._metrics: dict[str, float] = {}
+        self._ended = 0.0
+
+    @property
+    def state_key(self) -> str:
+        return "sparkhvd"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr_scale": self._lr_scale, "metrics": dict(self._metrics)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loaded = state
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Finish what the checkpoint was made before: schedulers that read a metric come after it in an epoch."""
+        if not self._loaded:
+            return
+        for config in trainer.lr_scheduler_configs:
+            value = self._loaded["metrics"].get(config.monitor)
+            if config.reduce_on_plateau and config.interval == "epoch" and value is not None:
+                module.lr_scheduler_step(config.scheduler, value)
+        factor = self._lr_scale / self._loaded["lr_scale"]
+        if factor != 1.0:
+            scale_lr(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs], factor)
+        self._loaded = {}
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        """Say how far the rank is; ends for a loss that is no number where that is asked for."""
+        self._ended = time.monotonic()
+        feed, step = self._feed, int(rest[-1]) + 1
+        report = StepReport(
+            int(trainer.current_epoch),
+            step,
+            int(trainer.num_training_batches),
+            feed.loss,
+            lambda: {"loss": feed.sums.get("train", (0.0, 0))},
+            bytes,
+        )
+        self._hooks.on_step_end(report, self._owner)
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        self._feed.validated = True
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+        """Report the epoch; collective."""
+        feed = self._feed
+        feed.train.close()
+        self._metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        rows = max(1, feed.train.rows)
+        train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
+        validation = {}
+        if feed.validated:
+            validation = self._logged("validation", rows)
+            if "validation" in feed.sums or "loss" not in validation:
+                validation = {"loss": feed.sums.get("validation", (0.0, 0)), **validation}
+        epoch = int(trainer.current_epoch)
+        report = EpochReport(epoch, train, validation, self._times(), int(trainer.num_training_batches))
+        feed.sums, feed.communicated, feed.validated = {}, 0.0, False
+        if not self._hooks.on_epoch_end(report, self._owner):
+            trainer.should_stop = True
+
+    def _logged(self, stage: str, rows: int) -> dict[str, tuple[float, int]]:
+        """What was logged for the epoch: over all ranks already, so every rank reports the same mean."""
+        found = {}
+        for name in sorted(self._feed.logged[stage]):
+            short = name.removeprefix("val_") if stage == "validation" else name
+            if name in self._metrics:
+                found[short] = (self._metrics[name] * rows, rows)
+        return found
+
+    def _times(self) -> StepTimes:
+        whole = max(self._ended - self._feed.train.started, 0.0)
+        waited, communicated = self._feed.train.waited, self._feed.communicated
+        return StepTimes(waited, max(whole - waited - communicated, 0.0), communicated)

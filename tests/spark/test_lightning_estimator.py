@@ -1,0 +1,123 @@
+"""``LightningEstimator`` through Spark: one fit that is continued, and what is true of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.functions import vector_to_array
+
+from sparkhvd import LightningEstimator, LightningModel, Store
+from sparkhvd.errors import ParamError
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*"),  # within Lightning 2.6 with torch 2.13
+]
+
+ROWS = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _folder_for_compiled_code(tmp_path_factory):
+    """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def frame(spark):
+    random = np.random.default_rng(0)
+    x = random.normal(size=(ROWS, 3))
+    data = [([float(v) for v in row], int(row[0] > row[1])) for row in x]
+    return spark.createDataFrame(data, "x array<double>, y int").coalesce(3)
+
+
+def module():
+    import lightning.pytorch as lightning  # noqa: PLC0415  (it is slow, and other tests do without it)
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self, width=8):
+            super().__init__()
+            self.save_hyperparameters()
+            torch.manual_seed(1)
+            self.layers = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Tanh(), torch.nn.Linear(width, 2))
+
+        def forward(self, x):
+            return self.layers(x)
+
+        def training_step(self, batch, _index):
+            x, y = batch
+            loss = torch.nn.functional.cross_entropy(self(x), y)
+            self.log("accuracy", (self(x).argmax(1) == y).float().mean(), on_step=False, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, _index):
+            self.log("val_loss", torch.nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), lr=0.05)
+
+    return Classifier()
+
+
+@pytest.fixture(scope="module")
+def fitted(frame, tmp_path_factory):
+    """The model of three epochs, the last of them by a fit that continues the first one's run."""
+    estimator = LightningEstimator(
+        num_proc=2,
+        store=Store.create(str(tmp_path_factory.mktemp("a store"))),
+        model=module(),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_format="tuple",
+        validation=0.2,
+        batch_size=16,
+        epochs=2,
+        run_id="a-run",
+        random_seed=5,
+        trainer_args={"gradient_clip_val": 5.0},
+        verbose=0,
+    )
+    estimator.fit(frame)
+    return estimator.setEpochs(3).fit(frame)
+
+
+def test_a_continued_run_has_one_history_of_all_epochs(fitted):
+    history = fitted.getHistory()
+    assert [record["epoch"] for record in history] == [0, 1, 2]
+    losses = [record["train"]["loss"] for record in history]
+    assert losses[2] < losses[1] < losses[0]
+    assert all(0 < record["train"]["all_metrics"][0]["accuracy"] <= 1 for record in history)
+    assert all(record["validation"]["loss"] > 0 for record in history)
+
+
+def test_transform_gives_what_the_module_and_its_checkpoint_give(fitted, frame, tmp_path):
+    rows = fitted.transform(frame).select("x", vector_to_array("y__output").alias("scores")).collect()
+    x = torch.tensor([row["x"] for row in rows])
+    fitted.save_checkpoint(str(tmp_path / "trained.ckpt"))
+    again = type(module()).load_from_checkpoint(tmp_path / "trained.ckpt").eval()
+    with torch.no_grad():
+        wanted, by_checkpoint = fitted.getModel()(x), again(x)
+    assert torch.equal(wanted, by_checkpoint)
+    assert np.allclose([row["scores"] for row in rows], wanted.numpy(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_saved_model_is_the_same_inside_a_pipeline(fitted, frame, tmp_path):
+    path = str(tmp_path / "saved")
+    Pipeline(stages=[fitted]).fit(frame).write().overwrite().save(path)
+    again = PipelineModel.load(path).stages[0]
+    assert isinstance(again, LightningModel)
+    assert again.getHistory() == fitted.getHistory()
+    row = frame.limit(1)
+    assert again.transform(row).collect() == fitted.transform(row).collect()
+
+
+def test_what_the_estimator_decides_is_refused_in_trainer_args(frame):
+    estimator = LightningEstimator(
+        num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"], trainer_args={"devices": 4}
+    )
+    with pytest.raises(ParamError, match="trainer_args has 'devices', which the estimator decides"):
+        estimator.fit(frame)

@@ -1,0 +1,319 @@
+"""An estimator's training with Lightning in real ranks, without Spark."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.estimators.history import averaged
+from sparkhvd.estimators.policies import Checkpoints
+from tests.ranks import RankGroup
+from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
+
+SIZE = 2
+DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
+
+# Rows of every rank in the steps of an epoch.
+EVEN = [(4, 4)] * 12
+SOME_EMPTY = [(5, 0), (3, 7), (4, 4), (3, 2), (1, 6), (6, 1), (4, 0)]
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(
+        SIZE, imports=("torch._dynamo", "lightning.pytorch", "sparkhvd.estimators.lightning.plugin")
+    ) as started:
+        yield started
+
+
+def network():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+
+def rows(count):
+    random = np.random.default_rng(5)
+    x = random.normal(size=(count, 6))
+    return {"x": x, "y": (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)}
+
+
+def source(sizes, rank):
+    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
+    mine, start = [], 0
+    for step in sizes:
+        first = start + sum(step[:rank])
+        mine.append(list(range(first, first + step[rank])))
+        start += sum(step)
+    return ArraySource(DATA, rows(start), mine, [sum(step) for step in sizes])
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+
+
+def module(kind="simple"):
+    import lightning.pytorch as lightning  # noqa: PLC0415
+    from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415
+
+    class Simple(lightning.LightningModule):
+        def __init__(self, kind="simple"):
+            super().__init__()
+            self.save_hyperparameters()
+            self.layers = network()
+            self.accuracy = MulticlassAccuracy(3, average="micro")
+            self.automatic_optimization = kind != "by hand"
+
+        def forward(self, x):
+            return self.layers(x)
+
+        def training_step(self, batch, _index):
+            x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+            output = self(x)
+            loss = torch.nn.functional.cross_entropy(output, y)
+            self.accuracy(output, y)
+            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            self.log("twice", 2 * loss, on_step=True, on_epoch=True)
+            if not self.automatic_optimization:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def validation_step(self, batch, _index):
+            loss = torch.nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+            self.log("val_loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+            if self.hparams["kind"] != "plateau":
+                return optimizer
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.3)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+    return Simple(kind)
+
+
+def trainer_of(model, epochs=1, **more):
+    from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
+
+    names = ("optimizer", "input_shapes", "label_shapes", "trainer_args", "logger", "data_module", "loss", "callbacks")
+    params = {**dict.fromkeys(names), "model": model, "batch_format": "dict", "label_cols": ("y",), "schema": DATA}
+    return PLUGIN.trainer(PLUGIN.pack({**params, **more}), spec(DATA, epochs), session.current().world)
+
+
+def trained(sizes, kind, epochs, more):
+    """Parameters, and the record of the last epoch over all ranks."""
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(module(kind), epochs, **more), Hooks()
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
+    assert [report.epoch for report in hooks.reports] == list(range(epochs))
+    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current())
+
+
+def trained_plainly(steps, epochs=1, clip=None):
+    """Plain PyTorch on the global batches; parameters, and loss and accuracy of the last epoch."""
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    data = rows(sum(steps))
+    for _ in range(epochs):
+        start, losses, right = 0, 0.0, 0
+        for size in steps:
+            x = torch.from_numpy(data["x"][start : start + size]).float()
+            y = torch.from_numpy(data["y"][start : start + size])
+            start += size
+            optimizer.zero_grad()
+            output = model(x)
+            loss = torch.nn.functional.cross_entropy(output, y)
+            loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses += loss.item() * size
+            right += int((output.argmax(dim=1) == y).sum())
+    return flat(model), losses / sum(steps), right / sum(steps)
+
+
+def relative_error(found, wanted):
+    assert np.linalg.norm(wanted - flat(network())) > 0.05 * np.linalg.norm(wanted)  # it has learned something
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("sizes", [EVEN, SOME_EMPTY], ids=["even", "some empty"])
+def test_all_ranks_together_are_one_big_batch_and_what_they_log_is_over_all_rows(group, sizes):
+    wanted, loss, accuracy = trained_plainly([sum(step) for step in sizes], epochs=2)
+    found = group.run(trained, sizes, "simple", 2, {})
+    for parameters, record in found:
+        assert relative_error(parameters, wanted) < 1e-5
+        assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+        assert record.train["accuracy"] == pytest.approx(accuracy)
+        assert record.train["twice"] == pytest.approx(2 * loss, rel=1e-5)
+        assert math.isfinite(record.validation["loss"])
+    assert np.array_equal(found[0][0], found[1][0])
+
+
+def test_accumulated_and_clipped_batches_make_one_bigger_batch_also_at_the_end_of_the_epoch(group):
+    """Seven steps are no multiple of three: the last one makes a step of its own."""
+    each = [sum(step) for step in SOME_EMPTY]
+    wanted, *_ = trained_plainly([sum(each[i : i + 3]) for i in range(0, 7, 3)], clip=0.2)
+    arguments = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}
+    for parameters, _ in group.run(trained, SOME_EMPTY, "simple", 1, {"trainer_args": arguments}):
+        assert relative_error(parameters, wanted) < 1e-5
+
+
+def test_an_optimizer_by_hand_gets_the_gradient_of_the_big_batch_too(group):
+    wanted, loss, _ = trained_plainly([sum(step) for step in SOME_EMPTY])
+    for parameters, record in group.run(trained, SOME_EMPTY, "by hand", 1, {}):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def plain_module(sizes):
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    loss = torch.nn.functional.cross_entropy
+    rank, hooks = session.current().world.rank, Hooks()
+    accuracy = {"accuracy": lambda output, label: (output.argmax(dim=1) == label).float().mean()}
+    trainer = trainer_of(model, optimizer=optimizer, loss=loss, metrics=accuracy)
+    trainer.fit(source(sizes, rank), None, hooks)
+    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current())
+
+
+def test_a_plain_module_trains_towards_its_loss(group):
+    wanted, loss, accuracy = trained_plainly([sum(step) for step in SOME_EMPTY])
+    for parameters, record in group.run(plain_module, SOME_EMPTY):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert record.train == pytest.approx({"loss": loss, "accuracy": accuracy}, rel=1e-5)
+
+
+class Keeping(Hooks):
+    """Takes the state as a checkpoint does: on rank 0 alone, at the end of an epoch."""
+
+    def on_epoch_end(self, report, trainer):
+        self.state = trainer.state() if session.current().world.rank == 0 else None
+        return super().on_epoch_end(report, trainer)
+
+
+def continued(kind):
+    """The parameters of an undisturbed run of four epochs, and those of one that stops after two and goes on."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, found = session.current().world.rank, []
+    for stops in ((4,), (2, 4)):
+        state, first = None, 0
+        for epochs in stops:
+            trainer, hooks = trainer_of(module(kind), epochs), Keeping(first_epoch=first)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
+            assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs  # as all ranks read it from the Store
+        found.append(flat(trainer._given.model))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["simple", "plateau"])
+def test_a_resumed_run_equals_an_undisturbed_one(group, kind):
+    for undisturbed, resumed in group.run(continued, kind):
+        assert np.array_equal(undisturbed, resumed)
+
+
+def exported(folder):
+    """With a logger, a checkpoint of the best epoch, early stopping and a data module of the user's."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: PLC0415
+    from lightning.pytorch.loggers import CSVLogger  # noqa: PLC0415
+
+    class Data(lightning.LightningDataModule):
+        def __init__(self, train, validation):
+            super().__init__()
+            self.train, self.validation = train, validation
+
+        def train_dataloader(self):
+            return self.train
+
+        def val_dataloader(self):
+            return self.validation
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return {**batch, "x": batch["x"] * 1.5}
+
+    rank = session.current().world.rank
+    best = ModelCheckpoint(monitor="val_loss", mode="max", filename="best")
+    stop = EarlyStopping("val_loss", mode="max", patience=1)
+    more = {"callbacks": [best, stop], "logger": CSVLogger("written"), "data_module": Data}
+    trainer, hooks = trainer_of(module(), 6, trainer_args={"log_every_n_steps": 1}, **more), Hooks()
+    trainer.fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
+    if rank == 0:
+        trainer.export(Path(folder))
+    return len(hooks.reports), flat(trainer._given.model) if rank == 0 else None
+
+
+def opened(folder):
+    """What Lightning itself, and a transform, make of the files."""
+    from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
+
+    again = type(module()).load_from_checkpoint(Path(folder) / "lightning.ckpt", weights_only=False)
+    predicted = PLUGIN.predictor(Path(folder)).predict({"x": rows(5)["x"]})
+    with torch.no_grad():
+        wanted = again.eval()(torch.from_numpy(rows(5)["x"]).float()).numpy()
+    return flat(again), np.array_equal(predicted[0], wanted)
+
+
+def test_callbacks_agree_loggers_write_and_the_files_open_without_spark(group, tmp_path):
+    (epochs, parameters), (others_epochs, _) = group.run(exported, str(tmp_path))
+    assert epochs == others_epochs == 2, "the loss falls, so a fit for the highest one ends after the second epoch"
+    again, same = group.run(opened, str(tmp_path))[0]
+    assert np.array_equal(again, parameters)
+    assert same, "a transform predicts something else than the checkpoint's module"
+    names = zipfile.ZipFile(tmp_path / "logs.zip").namelist()
+    assert any(name.endswith("metrics.csv") for name in names), names
+
+
+def losses_by_step():
+    trainer, hooks = trainer_of(module()), Hooks()
+    trainer.fit(source(SOME_EMPTY, session.current().world.rank), None, hooks)
+    return [(report.step, report.steps, report.loss is None) for report in hooks.steps]
+
+
+def test_every_step_is_reported_with_its_loss_where_the_rank_has_rows(group):
+    found = group.run(losses_by_step)
+    for rank in range(SIZE):
+        assert found[rank] == [(step + 1, 7, sizes[rank] == 0) for step, sizes in enumerate(SOME_EMPTY)]
+
+
+def refused(more):
+    from sparkhvd.errors import SparkHvdError  # noqa: PLC0415
+    from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
+
+    names = ("optimizer", "input_shapes", "label_shapes", "trainer_args", "logger", "data_module", "loss", "callbacks")
+    params = {**dict.fromkeys(names), "model": module(), "batch_format": "dict", "label_cols": ("y",)}
+    try:
+        return PLUGIN.check({**params, **more}, DATA, None)
+    except SparkHvdError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"loss": torch.nn.functional.cross_entropy}, "loss belongs to plain modules"),
+        ({"model": torch.nn.Linear(6, 3)}, "plain Linear, which needs optimizer="),
+        ({"checkpoints": Checkpoints(every_steps=2)}, "after whole epochs only"),
+        ({"trainer_args": {"max_epochs": 3}}, "see its parameter epochs"),
+        ({"trainer_args": {"max_epoch": 3}}, "'max_epoch', which Lightning's Trainer does not take"),
+        ({"callbacks": [print]}, "is no callback"),
+        ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
+        ({"label_cols": ("y",)}, [(3,)]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_trained_is_said_on_the_driver(group, more, said):
+    found = group.run(refused, more)[0]
+    assert said == found or (isinstance(said, str) and said in found)
