@@ -62,6 +62,7 @@ def _ports(content: dict[str, Any]) -> Ports:
             columns=tuple(port["columns"]),
             shape=None if port["shape"] is None else tuple(port["shape"]),
             dtype=port["dtype"],
+            sparse=port.get("sparse"),
         )
         for port in content["ports"]
     ]

@@ -14,7 +14,7 @@ elements.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -36,15 +36,21 @@ class Port:
         columns: the columns that it is made of; several are put side by side.
         shape: shape of one row; None keeps the column's own.
         dtype: what the values are cast to; None keeps the column's own.
+        sparse: length of the rows of a sparse column; None for any other.
     """
 
     name: str
     columns: tuple[str, ...]
     shape: tuple[int, ...] | None
     dtype: str | None
+    sparse: int | None = None
 
-    def array(self, arrays: Arrays, rows: int) -> npt.NDArray[np.generic]:
-        """The values for these rows."""
+    def array(self, arrays: Arrays, rows: int) -> Any:
+        """The values for these rows: an array, or TensorFlow's sparse tensor."""
+        if self.sparse is not None:
+            from sparkhvd.data.tf_data import sparse_tensor  # noqa: PLC0415  (imports TensorFlow)
+
+            return sparse_tensor(arrays[self.columns[0]], self.sparse, self.dtype or "float32")
         parts = [arrays[name] for name in self.columns]
         joined = parts[0] if len(parts) == 1 else np.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
         if self.dtype is not None:
@@ -86,11 +92,37 @@ class Ports:
 
 
 def plan_inputs(model: Any, columns: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
-    """The inputs of ``model``.
+    """The inputs of ``model``; a sparse column needs one of its own.
 
     Raises:
         ParamError: the columns do not fit the inputs; the message names both.
     """
+    found = _plan_dense(model, columns, shapes)
+    sparse = {column.name: column for column in columns if column.sparse}
+    return replace(found, ports=tuple(_sparse(port, sparse) if sparse else port for port in found.ports))
+
+
+def _sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:
+    wanted = [name for name in port.columns if name in sparse]
+    if not wanted:
+        return port
+    import keras  # noqa: PLC0415
+
+    if keras.config.backend() != "tensorflow":
+        raise ParamError(
+            f"The column {wanted[0]!r} is in sparse_cols; of Keras' backends only TensorFlow takes sparse tensors here."
+        )
+    if len(port.columns) > 1:
+        raise ParamError(
+            f"The sparse column {wanted[0]!r} cannot go side by side with others into the input {port.name!r}. Give "
+            "the model one input per column, or leave the column out of sparse_cols."
+        )
+    # Before the data have been seen the size is not known; what is planned then is only looked at.
+    (size,) = sparse[wanted[0]].shape or (0,)
+    return replace(port, shape=None, sparse=size)
+
+
+def _plan_dense(model: Any, columns: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
     known = _tensors(getattr(model, "inputs", None))
     names = [column.name for column in columns]
     if shapes is not None and len(shapes) != len(columns):

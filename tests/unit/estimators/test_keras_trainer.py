@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
+from sparkhvd.data import ColumnSpec, DataSchema, columns
 from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.history import averaged
 from sparkhvd.estimators.keras import artifact
@@ -235,6 +236,39 @@ def two_ended():
         {"first": first, "second": second},
         {"small": keras.layers.Dense(1, name="small")(joined), "large": keras.layers.Dense(3, name="large")(joined)},
     )
+
+
+def train_on_vectors(sparse):
+    """The weights after training on vectors half of whose elements are 0; "refused" where that cannot be."""
+    vector = ColumnSpec("x", "float64", (6,), "feature", "vector", sparse=sparse, entries=6 if sparse else None)
+    data = DataSchema((vector, DATA["y"]))
+    made = source(PARTIAL_END, session.current().world.rank)
+    dense = made.columns["x"] * (np.arange(6) % 2 == np.arange(len(made.columns["x"]))[:, None] % 2)
+    if sparse:
+        made.columns["x"] = columns.empty(vector, len(dense))
+        made.columns["x"]["indices"] = np.where(dense != 0, np.arange(6), -1)
+        made.columns["x"]["values"] = dense
+    else:
+        made.columns["x"] = dense
+    on_tensorflow = keras.config.backend() == "tensorflow"
+    model = keras.Sequential([keras.Input((6,), sparse=sparse and on_tensorflow), keras.layers.Dense(3)])
+    model.set_weights([np.full(weight.shape, 0.1) for weight in model.get_weights()])
+    try:
+        payload = PLUGIN.pack(parameters(data, model=model))
+    except ParamError as error:
+        return str(error)
+    trainer = PLUGIN.trainer(payload, spec(data, epochs=2), session.current().world)
+    trainer.fit(ArraySource(data, made.columns, made.mine, made.everyones), None, Hooks())
+    return trainer._model.get_weights()
+
+
+def test_sparse_columns_train_the_same_weights_on_tensorflow_and_are_refused_elsewhere(group):
+    on_sparse, on_dense = (group.run(train_on_vectors, sparse)[0] for sparse in (True, False))
+    if isinstance(on_sparse, str):
+        assert "'x' is in sparse_cols; of Keras' backends only TensorFlow takes sparse tensors here" in on_sparse
+        return
+    for one, other in zip(on_sparse, on_dense, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_columns_are_matched_by_name_before_order():
