@@ -28,6 +28,7 @@ class Orphans {
     orphans_.push_back(Orphan{std::move(operation), std::move(keep_alive)});
   }
   void ReleaseDone() {
+    if (orphans_.empty()) return;
     const auto done =
         std::stable_partition(orphans_.begin(), orphans_.end(),
                               [](const Orphan& orphan) { return !orphan.operation->done(); });
@@ -84,6 +85,7 @@ class Handle {
   bool done() const { return operation_->done(); }
 
   void Wait(double timeout_s) {
+    if (operation_->done()) return Check(operation_->Wait(Deadline::AfterSeconds(0)));
     const Status status = WaitInSlices(
         timeout_s, [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
         [&] { return operation_->done(); });

@@ -18,6 +18,10 @@ using Clock = Deadline::Clock;
 constexpr std::chrono::microseconds kShortestPause{50};
 constexpr std::chrono::microseconds kLongestPause{5000};
 
+// How long submissions that nobody waits for are gathered, unless they come to so many bytes.
+constexpr std::chrono::microseconds kGathering{150};
+constexpr size_t kEnoughBytes = size_t{1} << 20;
+
 // Long enough for a server on another host, short enough not to hold up the failure of an
 // operation.
 constexpr double kBoardSeconds = 2.0;
@@ -142,11 +146,16 @@ Status Engine::Enqueue(Span<const OperationPointer> operations, Start start) {
       joined_ = joined_ || request.kind == OperationKind::kJoin;
       if (timeline_.on()) timeline_.Begin(request.name, Name(request.kind), operation->bytes());
       queue_.push_back(operation);
+      queued_bytes_ += operation->bytes();
     }
     // Whoever steers looks at the queue again before he leaves.
     if (steered_ || (start == Start::kWithWaiter && negotiation_->interruptible())) {
       return Status();
     }
+    const bool at_once = start == Start::kWithWaiter || queued_bytes_ >= kEnoughBytes;
+    if (gathering_ && !at_once) return Status();  // the engine's thread knows when to take it
+    gathering_ = !at_once;
+    gathered_ = at_once ? Clock::time_point{} : Clock::now() + kGathering;
   }
   wake_.notify_one();
   return Status();
@@ -162,14 +171,24 @@ Status Engine::Refusal(const Request& request) const {
 }
 
 Status Engine::Wait(Operation& operation, Deadline deadline) {
-  if (!operation.done() && negotiation_->interruptible()) SteerUntilDone(operation, deadline);
+  if (operation.done()) return operation.Wait(deadline);
+  if (negotiation_->interruptible()) {
+    SteerUntilDone(operation, deadline);
+  } else {
+    Hurry();
+  }
   return operation.Wait(deadline);
 }
 
-void Engine::StartNow() {
-  // The lock orders this after the engine thread's last look at the queue.
+void Engine::StartNow() { Hurry(); }
+
+// Ends the gathering.
+void Engine::Hurry() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (queue_.empty() || steered_) return;
+    gathering_ = false;
+    gathered_ = Clock::time_point{};
   }
   wake_.notify_one();
 }
@@ -268,8 +287,11 @@ bool Engine::AwaitWork(std::unique_lock<std::mutex>& lock) {
       wake_.wait(lock);
     } else if (end_) {
       return false;
-    } else if (!queue_.empty() || entered_) {
+    } else if (entered_) {
       return true;
+    } else if (!queue_.empty()) {
+      if (Clock::now() >= gathered_) return true;
+      wake_.wait_until(lock, gathered_);
     } else if (pending_.empty()) {
       wake_.wait(lock);
     } else if (Clock::now() >= pause_end_) {
@@ -314,8 +336,11 @@ Status Engine::EnterCycle() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     submitted = std::exchange(queue_, {});
+    queued_bytes_ = 0;
+    gathering_ = false;
   }
   std::vector<const Request*> requests;
+  requests.reserve(submitted.size());
   for (const OperationPointer& operation : submitted) {
     requests.push_back(&operation->request());
     pending_[operation->request().name] = operation;
@@ -327,12 +352,13 @@ Status Engine::EnterCycle() {
                      submitted.size(), false};
   counters_.cache_hits += report.cached.size();
   const Bytes room = negotiation_->Announce(report);
-  if (!submitted.empty() && report.requests.empty()) {
+  if (report.requests.empty() && execution_.MayDeposit(submitted, room)) {
     std::vector<OperationPointer> in_order;
     for (const uint32_t id : report.cached) {
       in_order.push_back(pending_[negotiation_->cache().Own(id).name]);
     }
-    entered_->deposited = execution_.Deposit(in_order, room);
+    execution_.Deposit(in_order, room);
+    entered_->deposited = true;
   }
   return negotiation_->Enter();
 }
@@ -386,7 +412,7 @@ Result<std::vector<Engine::Ready>> Engine::Resolve(const ResponseMessage& respon
 Result<Engine::OperationPointer> Engine::Accept(const Agreement& agreement) {
   OperationPointer operation = TakePending(agreement.name);
   if (agreement.code != StatusCode::kOk) {
-    if (operation) Complete(operation, Status(agreement.code, agreement.message));
+    if (operation) Complete({&operation, 1}, Status(agreement.code, agreement.message));
     return OperationPointer();
   }
   if (operation) {
@@ -420,7 +446,7 @@ Status Engine::Execute(const std::vector<Ready>& ready) {
       if (!failure.ok()) failure = FirstFailure(failure);
       if (group.size() > 1) ++counters_.fused_buffers;
     }
-    for (const OperationPointer& operation : group) Complete(operation, failure);
+    Complete({group.data(), group.size()}, failure);
   }
   return failure;
 }
@@ -430,10 +456,10 @@ void Engine::CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps:
   for (const Ready& entry : ready) group.push_back(entry.operation);
   execution_.CombineDeposits(group, round);
   if (group.size() > 1) ++counters_.fused_buffers;
-  for (const OperationPointer& operation : group) Complete(operation, Status());
+  Complete({group.data(), group.size()}, Status());
 }
 
-Engine::OperationPointer Engine::TakePending(const std::string& name) {
+Engine::OperationPointer Engine::TakePending(std::string_view name) {
   const auto found = pending_.find(name);
   if (found == pending_.end()) return nullptr;
   OperationPointer operation = std::move(found->second);
@@ -441,15 +467,21 @@ Engine::OperationPointer Engine::TakePending(const std::string& name) {
   return operation;
 }
 
-void Engine::Complete(const OperationPointer& operation, const Status& status) {
-  if (status.ok()) CountOperation(operation->request().kind, operation->bytes());
+void Engine::Complete(Span<const OperationPointer> operations, const Status& status) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    in_flight_.erase(operation->request().name);
-    if (operation->request().kind == OperationKind::kJoin) joined_ = false;
+    for (const OperationPointer& operation : operations) {
+      in_flight_.erase(operation->request().name);
+      if (operation->request().kind == OperationKind::kJoin) joined_ = false;
+    }
   }
-  if (timeline_.on()) timeline_.End(operation->request().name, status.message());
-  operation->Complete(config_.label.empty() ? status : status.Annotate(config_.label));
+  const Status outcome = config_.label.empty() ? status : status.Annotate(config_.label);
+  for (const OperationPointer& operation : operations) {
+    const Request& request = operation->request();
+    if (status.ok()) CountOperation(request.kind, operation->bytes());
+    if (timeline_.on()) timeline_.End(request.name, status.message());
+    operation->Complete(outcome);
+  }
 }
 
 void Engine::CountOperation(OperationKind kind, size_t bytes) {
@@ -486,7 +518,7 @@ void Engine::FailEverything() {
   }
   for (const auto& [name, operation] : pending_) left.push_back(operation);
   pending_.clear();
-  for (const OperationPointer& operation : left) Complete(operation, why);
+  Complete({left.data(), left.size()}, why);
 }
 
 Status Engine::FirstFailure(const Status& own) {

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
@@ -59,7 +60,9 @@ enum class Start {
 //
 // One thread at a time runs cycles; it is said to steer. The engine's own thread steers when there
 // is work and nobody else does. A thread that waits for an operation steers instead while it waits:
-// handing a small operation over to another thread and back takes longer than the operation.
+// handing a small operation over to another thread and back takes longer than the operation. What
+// nobody waits for is gathered for up to kGathering, so that the tensors of a burst travel together
+// and the engine's thread is not in the way of the one that submits them.
 class Engine {
  public:
   Engine(const EngineConfig& config, Mesh mesh, FailureBoard board);
@@ -140,13 +143,14 @@ class Engine {
   Status Enqueue(Span<const OperationPointer> operations, Start start);  // all or none
   Status Refusal(const Request& request) const;                          // mutex_ is held
   Result<OperationPointer> Accept(const Agreement& agreement);
-  OperationPointer TakePending(const std::string& name);
-  void Complete(const OperationPointer& operation, const Status& status);
+  OperationPointer TakePending(std::string_view name);
+  void Complete(Span<const OperationPointer> operations, const Status& status);
   void CountOperation(OperationKind kind, size_t bytes);
   void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
   void End(const Status& why);
   void FailEverything();
   Status FirstFailure(const Status& own);
+  void Hurry();
   std::string PendingTitles() const;
 
   const EngineConfig config_;
@@ -164,7 +168,7 @@ class Engine {
   std::optional<ArenaSteps> steps_;  // where one arena holds all ranks of the job
   std::unique_ptr<Negotiation> negotiation_;
   Execution execution_;
-  std::unordered_map<std::string, OperationPointer> pending_;
+  std::unordered_map<std::string_view, OperationPointer> pending_;  // by their names
   std::optional<Entered> entered_;
   std::chrono::microseconds pause_{0};
   Deadline::Clock::time_point pause_end_{};
@@ -174,9 +178,12 @@ class Engine {
   std::condition_variable finished_changed_;
   bool steered_ = false;  // somebody runs a cycle
   std::vector<OperationPointer> queue_;
-  std::unordered_set<std::string> in_flight_;
-  bool joined_ = false;        // a join is in flight
-  std::optional<Status> end_;  // why nothing can be submitted any more
+  std::unordered_set<std::string_view> in_flight_;  // names of what is queued, pending or running
+  size_t queued_bytes_ = 0;
+  bool gathering_ = false;  // the engine's thread knows that something is queued and will take it
+  Deadline::Clock::time_point gathered_{};  // then
+  bool joined_ = false;                     // a join is in flight
+  std::optional<Status> end_;               // why nothing can be submitted any more
   bool finished_ = false;
 
   std::mutex direct_mutex_;  // one direct call at a time; taken before mutex_

@@ -85,8 +85,9 @@ void Execution::Enter(const Operation& operation, Phase phase) const {
   if (timeline_.on()) timeline_.Enter(operation.request().name, phase);
 }
 
-bool Execution::Deposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const {
-  if (algorithm_ != Algorithm::kArena) return false;
+bool Execution::MayDeposit(const std::vector<std::shared_ptr<Operation>>& group,
+                           Bytes room) const {
+  if (algorithm_ != Algorithm::kArena || group.empty()) return false;
   const size_t limit = std::min(room.size(), SmallAllreduceBytes(*steps_));
   size_t total = 0;
   for (const auto& operation : group) {
@@ -95,13 +96,16 @@ bool Execution::Deposit(const std::vector<std::shared_ptr<Operation>>& group, By
     total += operation->bytes();
     if (total > limit) return false;
   }
+  return true;
+}
+
+void Execution::Deposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const {
   std::byte* target = room.data();
   for (const auto& operation : group) {
     CopyPrescaled(ReductionOf(operation->request()), target, operation->source(),
                   operation->count());
     target += operation->bytes();
   }
-  return true;
 }
 
 void Execution::CombineDeposits(const std::vector<std::shared_ptr<Operation>>& group,

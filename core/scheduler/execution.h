@@ -26,9 +26,12 @@ class Execution {
   // Runs one allreduce over all the operations together. They compute the same.
   Status Allreduce(const std::vector<std::shared_ptr<Operation>>& group, Deadline deadline);
 
-  // Puts this rank's contributions to an allreduce into `room`, beside a message of the
-  // negotiation, if they are small enough: true. All ranks come to the same answer.
-  bool Deposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const;
+  // Whether these are allreduces of which the contributions of a rank are small enough for `room`,
+  // beside a message of the negotiation. All ranks come to the same answer.
+  bool MayDeposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const;
+
+  // Puts this rank's contributions there.
+  void Deposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const;
 
   // Completes such an allreduce from what all ranks have put there.
   void CombineDeposits(const std::vector<std::shared_ptr<Operation>>& group,

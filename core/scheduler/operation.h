@@ -21,11 +21,15 @@ namespace sparkhvd {
 class Operation {
  public:
   Operation(Request request, const std::byte* source, std::byte* target)
-      : request_(std::move(request)), source_(source), target_(target) {}
+      : request_(std::move(request)),
+        count_(ElementCount(request_.shape).value_or(0)),
+        source_(source),
+        target_(target) {}
 
   // Reads from and writes to `content`, which it owns.
   Operation(Request request, std::vector<std::byte> content)
       : request_(std::move(request)),
+        count_(ElementCount(request_.shape).value_or(0)),
         content_(std::move(content)),
         source_(content_.data()),
         target_(content_.data()) {}
@@ -33,7 +37,7 @@ class Operation {
   const Request& request() const { return request_; }
   const std::byte* source() const { return source_; }
   std::byte* target() const { return target_; }
-  size_t count() const { return ElementCount(request_.shape).value_or(0); }
+  size_t count() const { return count_; }
   size_t bytes() const { return count() * SizeOf(request_.dtype); }
   Deadline::Clock::time_point submitted() const { return submitted_; }
 
@@ -42,6 +46,7 @@ class Operation {
   // The outcome; kTimeout naming the tensor when there is none by the deadline (the operation goes
   // on).
   Status Wait(Deadline deadline) {
+    if (done()) return status_;
     std::unique_lock<std::mutex> lock(mutex_);
     if (!changed_.wait_until(lock, deadline.at(), [this] { return done(); })) {
       return Status(StatusCode::kTimeout,
@@ -63,13 +68,14 @@ class Operation {
   }
   void Complete(const Status& status) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    status_ = status.Annotate(request_.Title());
+    if (!status.ok()) status_ = status.Annotate(request_.Title());
     done_.store(true, std::memory_order_release);
     changed_.notify_all();
   }
 
  private:
   const Request request_;
+  const size_t count_;
   std::vector<std::byte> content_;
   const std::byte* const source_;
   std::byte* const target_;
@@ -78,7 +84,9 @@ class Operation {
   size_t output_bytes_ = 0;
   std::vector<int64_t> rows_;
 
-  std::mutex mutex_;  // guards status_; a leaf: nothing else is locked while it is held
+  // Guards status_ until done_, after which it does not change. A leaf: nothing else is locked while
+  // it is held.
+  std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> done_{false};
   Status status_;

@@ -1,7 +1,8 @@
 """Collectives on numpy arrays: methods of ``Communicator``.
 
-All take a ``name``, a ``process_set`` and ``with_waiter`` as in ``sparkhvd.comm.raw``. Each comes in two forms:
-``..._async`` returns a ``Handle``, the other one its result. Results raise
+All take the keywords ``name``, ``process_set`` and ``with_waiter`` of ``sparkhvd.comm.options.Way``, reductions also
+``prescale`` and ``postscale`` of ``Reduction``. Each comes in two forms: ``..._async`` returns a ``Handle``, the other
+one its result. Results raise
 
 - ``MismatchError`` on every rank when the ranks disagree,
 - ``PeerLostError`` when a rank is gone,
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar, Unpack
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from sparkhvd.comm import raw
 from sparkhvd.comm.buffers import Array, ReduceOp, buffer_of
 from sparkhvd.comm.channel import HasChannels
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.options import Options, ReduceOptions, Way, asked
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.raw import Gathered
 
@@ -44,12 +46,8 @@ def allreduce_async(
     array: Array,
     op: ReduceOp = ReduceOp.AVERAGE,
     *,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
     out: Array | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    **options: Unpack[ReduceOptions],
 ) -> Handle[Array]:
     """Combine the arrays of all ranks element by element; the result is the same on every rank.
 
@@ -57,12 +55,7 @@ def allreduce_async(
         me: the communicator.
         array: the same shape and dtype on all ranks.
         op: the reduction.
-        name: the operation's name.
-        prescale: multiplies this rank's values before the reduction; may differ among ranks.
-        postscale: multiplies the result; equal on all ranks.
         out: receives the result, a new array by default; ``array`` itself works in place.
-        process_set: the ranks that take part.
-        with_waiter: begin when the result is waited for.
     """
     array = _contiguous(array)
     target = np.empty_like(array) if out is None else out
@@ -70,26 +63,13 @@ def allreduce_async(
         me,
         buffer_of(array, "The array to reduce"),
         buffer_of(target, "The array for the result"),
-        op,
-        name=name,
-        prescale=prescale,
-        postscale=postscale,
-        process_set=process_set,
-        with_waiter=with_waiter,
+        *asked(op, **options),
     )
-    return handle.then(_always(target))
+    return handle.bringing(target)
 
 
 def grouped_allreduce_async(
-    me: HasChannels,
-    arrays: Sequence[Array],
-    op: ReduceOp = ReduceOp.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
 ) -> Handle[list[Array]]:
     """Allreduce several arrays that run together: all of them or, where the ranks disagree about one, none."""
     arrays = [_contiguous(array) for array in arrays]
@@ -98,29 +78,12 @@ def grouped_allreduce_async(
         (buffer_of(array, f"Array {i} to reduce"), buffer_of(target, "The array for the result"))
         for i, (array, target) in enumerate(zip(arrays, targets, strict=True))
     ]
-    handle = raw.reduce_buffers(
-        me,
-        pairs,
-        op,
-        name=name,
-        prescale=prescale,
-        postscale=postscale,
-        process_set=process_set,
-        with_waiter=with_waiter,
-    )
-    return handle.then(_always(targets))
+    handle = raw.reduce_buffers(me, pairs, *asked(op, **options))
+    return handle.bringing(targets)
 
 
 def reducescatter_async(
-    me: HasChannels,
-    array: Array,
-    op: ReduceOp = ReduceOp.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    me: HasChannels, array: Array, op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
 ) -> Handle[Array]:
     """Combine the arrays of all ranks; each rank gets some rows of the result, the first ranks one more if need be.
 
@@ -128,95 +91,57 @@ def reducescatter_async(
         me: the communicator.
         array: the same shape and dtype on all ranks.
         op: the reduction.
-        name: the operation's name.
-        prescale: multiplies this rank's values before the reduction; may differ among ranks.
-        postscale: multiplies the result; equal on all ranks.
-        process_set: the ranks that take part.
-        with_waiter: begin when the result is waited for.
     """
     array = _contiguous(array)
-    target = _own_rows(me, array, process_set)
+    target = _own_rows(me, array, options.get("process_set"))
     handle = raw.reducescatter_buffer(
         me,
         buffer_of(array, "The array to reduce"),
         buffer_of(target, "The array for the result"),
-        op,
-        name=name,
-        prescale=prescale,
-        postscale=postscale,
-        process_set=process_set,
-        with_waiter=with_waiter,
+        *asked(op, **options),
     )
-    return handle.then(_always(target))
+    return handle.bringing(target)
 
 
 def grouped_reducescatter_async(
-    me: HasChannels,
-    arrays: Sequence[Array],
-    op: ReduceOp = ReduceOp.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
 ) -> Handle[list[Array]]:
     """Reducescatter several arrays that run together: all of them or, where the ranks disagree about one, none."""
     arrays = [_contiguous(array) for array in arrays]
-    targets = [_own_rows(me, array, process_set) for array in arrays]
+    targets = [_own_rows(me, array, options.get("process_set")) for array in arrays]
     pairs = [
         (buffer_of(array, f"Array {i} to reduce"), buffer_of(target, "The array for the result"))
         for i, (array, target) in enumerate(zip(arrays, targets, strict=True))
     ]
-    handle = raw.reducescatter_buffers(
-        me,
-        pairs,
-        op,
-        name=name,
-        prescale=prescale,
-        postscale=postscale,
-        process_set=process_set,
-        with_waiter=with_waiter,
-    )
-    return handle.then(_always(targets))
+    handle = raw.reducescatter_buffers(me, pairs, *asked(op, **options))
+    return handle.bringing(targets)
 
 
 def allgather_async(
     me: HasChannels,
     array: Array,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    **options: Unpack[Options],
 ) -> Handle[Array]:
     """Join the arrays of all ranks along the first dimension, in rank order.
 
     Args:
         me: the communicator.
         array: the same dtype and shape on all ranks but for the first dimension.
-        name: the operation's name.
-        process_set: the ranks that take part.
-        with_waiter: begin when the result is waited for.
     """
     array = _contiguous(array)
-    handle = raw.gather_buffer(
-        me, buffer_of(array, "The array to gather"), name=name, process_set=process_set, with_waiter=with_waiter
-    )
+    handle = raw.gather_buffer(me, buffer_of(array, "The array to gather"), Way(**options))
     return handle.then(lambda gathered: _joined(gathered, array))
 
 
 def grouped_allgather_async(
     me: HasChannels,
     arrays: Sequence[Array],
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    **options: Unpack[Options],
 ) -> Handle[list[Array]]:
     """Allgather several arrays that run together: all of them or, where the ranks disagree about one, none."""
     kept = [_contiguous(array) for array in arrays]
     sources = [buffer_of(array, f"Array {i} to gather") for i, array in enumerate(kept)]
-    handle = raw.gather_buffers(me, sources, name=name, process_set=process_set, with_waiter=with_waiter)
+    handle = raw.gather_buffers(me, sources, Way(**options))
     return handle.then(lambda all_gathered: [_joined(*pair) for pair in zip(all_gathered, kept, strict=True)])
 
 
@@ -224,10 +149,7 @@ def alltoall_async(
     me: HasChannels,
     array: Array,
     splits: Sequence[int] | None = None,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    **options: Unpack[Options],
 ) -> Handle[tuple[Array, tuple[int, ...]]]:
     """Send some rows of the array to every rank; the result is what came from all, and how many rows from each.
 
@@ -235,13 +157,10 @@ def alltoall_async(
         me: the communicator.
         array: the rows for all ranks, in rank order; the number of rows may differ among ranks.
         splits: how many rows go to each rank; equal numbers when None.
-        name: the operation's name.
-        process_set: the ranks that take part.
-        with_waiter: begin when the result is waited for.
     """
     array = _contiguous(array)
     source = buffer_of(array, "The array to send")
-    handle = raw.alltoall_buffer(me, source, splits, name=name, process_set=process_set, with_waiter=with_waiter)
+    handle = raw.alltoall_buffer(me, source, splits, Way(**options))
     return handle.then(lambda gathered: (_joined(gathered, array), gathered.first_dims))
 
 
@@ -250,10 +169,8 @@ def broadcast_async(
     array: Array,
     root: int = 0,
     *,
-    name: str | None = None,
     out: Array | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    **options: Unpack[Options],
 ) -> Handle[Array]:
     """The array of rank ``root``, on every rank; all ranks pass one of its shape and dtype.
 
@@ -261,18 +178,13 @@ def broadcast_async(
         me: the communicator.
         array: what the root sends.
         root: a rank of the job, also where a process set is given.
-        name: the operation's name.
         out: receives the result, a new array by default; ``array`` itself works in place.
-        process_set: the ranks that take part.
-        with_waiter: begin when the result is waited for.
     """
     array = _contiguous(array)
     target = np.empty_like(array) if out is None else out
     source, destination = buffer_of(array, "The array to send"), buffer_of(target, "The array for the result")
-    handle = raw.broadcast_buffer(
-        me, source, destination, root, name=name, process_set=process_set, with_waiter=with_waiter
-    )
-    return handle.then(_always(target))
+    handle = raw.broadcast_buffer(me, source, destination, root, Way(**options))
+    return handle.bringing(target)
 
 
 def _own_rows(me: HasChannels, array: Array, process_set: ProcessSet | None) -> Array:
@@ -289,7 +201,3 @@ def _joined(gathered: Gathered, like: Array) -> Array:
 def _contiguous(array: Array) -> Array:
     # numpy.ascontiguousarray would make a scalar one-dimensional.
     return np.require(array, requirements="C")
-
-
-def _always(value: T) -> Callable[[None], T]:
-    return lambda _: value

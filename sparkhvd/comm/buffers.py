@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,8 @@ class ReduceOp(StrEnum):
     ADASUM = "adasum"
 
 
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Contiguous memory that a collective reads or writes.
+class Buffer(NamedTuple):
+    """Contiguous memory that a collective reads or writes; one is made for every tensor, so it has to cost little.
 
     Attributes:
         address: of the first element.
@@ -42,7 +41,7 @@ class Buffer:
     address: int
     shape: tuple[int, ...]
     dtype: str
-    owner: object = field(repr=False)
+    owner: object
 
 
 def buffer_of(array: Array, what: str) -> Buffer:

@@ -60,9 +60,9 @@ class Channel:
         named = f"the {self.size} ranks 0..{self.size - 1}" if self.ranks[-1] < self.size else f"ranks {self.ranks}"
         raise ConfigError(f"Root rank {rank} is not among {named}.")
 
-    def handle(self, name: str, operation: Pending, finish: Callable[[], T]) -> Handle[T]:
-        """The handle of a submitted operation."""
-        return Handle(name, operation, self.timeout, finish)
+    def handle(self, name: str, operation: Pending, finish: Callable[[], T] | None = None) -> Handle[T]:
+        """The handle of a submitted operation, and what makes its result if it has one."""
+        return Handle(name, operation, self.timeout, None, finish)
 
 
 class HasChannels(Protocol):

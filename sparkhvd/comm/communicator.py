@@ -17,6 +17,7 @@ from sparkhvd.comm.channel import Channel, connect_rendezvous, open_channel
 from sparkhvd.comm.doctor import HangDoctor
 from sparkhvd.comm.failures import translated
 from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, Proposal, Registration, agreed_sets
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.stall_report import StallReport
@@ -140,6 +141,7 @@ class Communicator:
     # Collectives on raw memory, for the framework adapters; see sparkhvd.comm.raw.
 
     reduce_buffer = raw.reduce_buffer
+    reduce_in_place = raw.reduce_in_place
     reduce_buffers = raw.reduce_buffers
     reducescatter_buffer = raw.reducescatter_buffer
     reducescatter_buffers = raw.reducescatter_buffers
@@ -296,7 +298,7 @@ class Communicator:
     def _exchange(self, own: Proposal) -> list[Proposal]:
         """What every rank proposes."""
         content = np.array([own.split, *own.ranks], np.int64)
-        gathered = self.gather_buffer(buffer_of(content, "The process set"), name="process_sets.add").wait()
+        gathered = self.gather_buffer(buffer_of(content, "The process set"), Way("process_sets.add")).wait()
         numbers = np.frombuffer(gathered.content, np.int64)
         parts = np.split(numbers, np.cumsum(gathered.first_dims)[:-1])
         return [Proposal(tuple(part[1:].tolist()), bool(part[0])) for part in parts]

@@ -50,9 +50,12 @@ class PendingGroup:
             raise failure
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Handle(Generic[T]):
-    """A submitted collective; ``wait()`` returns its result, as often as it is asked.
+    """A submitted collective; ``wait()`` returns its result, as often as it is asked. Not to be changed.
+
+    Thousands may wait at a time, so one costs as few objects as it can: a result that is known before the operation is
+    done, being memory of the caller, needs no function.
 
     Attributes:
         name: what the ranks know the operation by.
@@ -61,7 +64,8 @@ class Handle(Generic[T]):
     name: str
     operation: Pending = field(repr=False)
     timeout: float = field(repr=False)
-    finish: Callable[[], T] = field(repr=False)
+    known: T | None = field(default=None, repr=False)
+    finish: Callable[[], T] | None = field(default=None, repr=False)  # makes the result where it is not known
 
     def done(self) -> bool:
         """Whether ``wait()`` would return or raise at once."""
@@ -87,9 +91,16 @@ class Handle(Generic[T]):
                 reason = f"{self.name!r} was pending when its communicator was closed: {failure}"
                 raise CollectiveError(reason) from error
             raise failure from error
-        return self.finish()
+        return self._result()
 
     def then(self, step: Callable[[T], U]) -> Handle[U]:
         """The same operation with ``step`` applied to its result by ``wait()``."""
-        finish = self.finish
-        return Handle(self.name, self.operation, self.timeout, lambda: step(finish()))
+        result = self._result
+        return Handle(self.name, self.operation, self.timeout, finish=lambda: step(result()))
+
+    def bringing(self, result: U) -> Handle[U]:
+        """The same operation with a result that is known already."""
+        return Handle(self.name, self.operation, self.timeout, result)
+
+    def _result(self) -> T:
+        return self.known if self.finish is None else self.finish()  # type: ignore[return-value]  # T may be None

@@ -12,6 +12,7 @@ import numpy as np
 
 from sparkhvd.comm.buffers import buffer_of
 from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import CollectiveError
 
@@ -70,7 +71,7 @@ def allgather_object(
     pickled, problem = _pickled(value)
     payload = np.frombuffer(pickled, np.uint8)
     content = buffer_of(payload, "The pickled object")
-    gathered = communicator.gather_buffer(content, name=name, process_set=process_set).wait()
+    gathered = communicator.gather_buffer(content, Way(name, process_set)).wait()
     if problem is not None:
         raise CollectiveError(f"A {type(value).__name__} cannot be sent to other ranks: {problem}") from problem
     if silent := [rank for rank, size in enumerate(gathered.first_dims) if size == 0]:

@@ -1,25 +1,28 @@
 """Collectives on raw memory, for the framework adapters: methods of ``Communicator``.
 
-All take
-
-- a ``name`` by which the ranks match their submissions, made by counting when None;
-- a ``process_set``, all ranks by default;
-- ``with_waiter``: begin when the handle is waited for, on the thread that waits, which saves handing the operation over
-  to another thread; for callers who wait at once.
+All take a ``Way``: the name, the ranks, and when to begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
-from sparkhvd._core import Operation
-from sparkhvd.comm.buffers import Buffer, ReduceOp
+from sparkhvd._core import CoreError, Operation
+from sparkhvd.comm.buffers import Buffer
 from sparkhvd.comm.channel import Channel, HasChannels
-from sparkhvd.comm.failures import translated
+from sparkhvd.comm.failures import translate, translated
 from sparkhvd.comm.handle import Handle, PendingGroup
+from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
+
+T = TypeVar("T")
+Pairs = Sequence[tuple[Buffer, Buffer]]
+
+_ANY = Way()
+_MEAN = Reduction()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,188 +44,78 @@ def rows_of(total: int, size: int) -> list[int]:
 
 
 def reduce_buffer(
-    me: HasChannels,
-    source: Buffer,
-    target: Buffer,
-    op: ReduceOp = ReduceOp.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, way: Way = _ANY
 ) -> Handle[None]:
-    """Start an allreduce of ``source`` into ``target``, which may be the same memory.
-
-    Args:
-        me: the communicator.
-        source: this rank's values.
-        target: receives the result; shape and dtype of ``source``.
-        op: the reduction.
-        name: the operation's name.
-        prescale: multiplies this rank's values before the reduction; may differ among ranks.
-        postscale: multiplies the result; equal on all ranks.
-        process_set: the ranks that take part.
-        with_waiter: see above.
-    """
+    """Start an allreduce of ``source`` into ``target`` of the same shape and dtype, which may be the same memory."""
     _require_same_form(source, target)
-    channel = me.channel(process_set)
-    name = channel.named("allreduce", name)
-    with translated():
-        operation = channel.engine.allreduce(
-            name,
-            source.address,
-            target.address,
-            source.shape,
-            source.dtype,
-            ReduceOp(op).value,
-            prescale,
-            postscale,
-            (source.owner, target.owner),
-            with_waiter,
-        )
-    return channel.handle(name, operation, _nothing)
+    channel = me.channel(way.process_set)
+    return channel.handle(*_submitted("allreduce", channel, source, target, reduction, way))
 
 
-def reduce_buffers(
-    me: HasChannels,
-    pairs: Sequence[tuple[Buffer, Buffer]],
-    op: ReduceOp = ReduceOp.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
-) -> Handle[None]:
+def reduce_in_place(
+    me: HasChannels, buffer: Buffer, result: T, reduction: Reduction = _MEAN, way: Way = _ANY
+) -> Handle[T]:
+    """Start an allreduce within ``buffer``; the handle brings ``result``, which is what owns it, say."""
+    channel = me.channel(way.process_set)
+    name, operation = _submitted("allreduce", channel, buffer, buffer, reduction, way)
+    return Handle(name, operation, channel.timeout, result)
+
+
+def reduce_buffers(me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, way: Way = _ANY) -> Handle[None]:
     """Start an allreduce of every source into its target; all run together, or none where the ranks disagree."""
     for source, target in pairs:
         _require_same_form(source, target)
-    channel = me.channel(process_set)
-    name = channel.named("grouped_allreduce", name)
-    with translated():
-        operations = channel.engine.grouped_allreduce(
-            name, _tensors(name, pairs), ReduceOp(op).value, prescale, postscale, with_waiter
-        )
-    return channel.handle(name, PendingGroup(tuple(operations)), _nothing)
+    return _reduced_together("grouped_allreduce", me.channel(way.process_set), pairs, reduction, way)
 
 
 def reducescatter_buffer(
-    me: HasChannels,
-    source: Buffer,
-    target: Buffer,
-    op: ReduceOp = ReduceOp.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, way: Way = _ANY
 ) -> Handle[None]:
     """Start a reduction of ``source`` whose first dimension is divided among the ranks, see ``rows_of``.
 
-    Args:
-        me: the communicator.
-        source: this rank's values.
-        target: receives this rank's rows; must not overlap the source.
-        op: the reduction.
-        name: the operation's name.
-        prescale: multiplies this rank's values before the reduction; may differ among ranks.
-        postscale: multiplies the result; equal on all ranks.
-        process_set: the ranks that take part.
-        with_waiter: see above.
+    ``target`` receives this rank's rows and must not overlap the source.
     """
-    channel = me.channel(process_set)
+    channel = me.channel(way.process_set)
     _require_own_rows(channel, source, target)
-    name = channel.named("reducescatter", name)
-    with translated():
-        operation = channel.engine.reducescatter(
-            name,
-            source.address,
-            target.address,
-            source.shape,
-            source.dtype,
-            ReduceOp(op).value,
-            prescale,
-            postscale,
-            (source.owner, target.owner),
-            with_waiter,
-        )
-    return channel.handle(name, operation, _nothing)
+    return channel.handle(*_submitted("reducescatter", channel, source, target, reduction, way))
 
 
-def reducescatter_buffers(
-    me: HasChannels,
-    pairs: Sequence[tuple[Buffer, Buffer]],
-    op: ReduceOp = ReduceOp.AVERAGE,
-    *,
-    name: str | None = None,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
-) -> Handle[None]:
+def reducescatter_buffers(me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, way: Way = _ANY) -> Handle[None]:
     """Start a reducescatter of every source into its target; all run together, or none where the ranks disagree."""
-    channel = me.channel(process_set)
+    channel = me.channel(way.process_set)
     for source, target in pairs:
         _require_own_rows(channel, source, target)
-    name = channel.named("grouped_reducescatter", name)
-    with translated():
-        operations = channel.engine.grouped_reducescatter(
-            name, _tensors(name, pairs), ReduceOp(op).value, prescale, postscale, with_waiter
-        )
-    return channel.handle(name, PendingGroup(tuple(operations)), _nothing)
+    return _reduced_together("grouped_reducescatter", channel, pairs, reduction, way)
 
 
-def gather_buffer(
-    me: HasChannels,
-    source: Buffer,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
-) -> Handle[Gathered]:
+def gather_buffer(me: HasChannels, source: Buffer, way: Way = _ANY) -> Handle[Gathered]:
     """Start an allgather of ``source`` along its first dimension, which may differ between the ranks."""
     _require_rows(source, "An allgather", "join")
-    channel = me.channel(process_set)
-    name = channel.named("allgather", name)
+    channel = me.channel(way.process_set)
+    name = channel.named("allgather", way.name)
     with translated():
         operation = channel.engine.allgather(
-            name, source.address, source.shape, source.dtype, source.owner, with_waiter
+            name, source.address, source.shape, source.dtype, source.owner, way.with_waiter
         )
     return channel.handle(name, operation, lambda: _gathered(operation))
 
 
-def gather_buffers(
-    me: HasChannels,
-    sources: Sequence[Buffer],
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
-) -> Handle[list[Gathered]]:
+def gather_buffers(me: HasChannels, sources: Sequence[Buffer], way: Way = _ANY) -> Handle[list[Gathered]]:
     """Start an allgather of every source; all run together, or none where the ranks disagree."""
     for source in sources:
         _require_rows(source, "An allgather", "join")
-    channel = me.channel(process_set)
-    name = channel.named("grouped_allgather", name)
+    channel = me.channel(way.process_set)
+    name = channel.named("grouped_allgather", way.name)
     with translated():
-        operations = channel.engine.grouped_allgather(
-            name, _tensors(name, [(source, source) for source in sources]), with_waiter
-        )
+        tensors = _tensors(name, [(source, source) for source in sources])
+        operations = channel.engine.grouped_allgather(name, tensors, way.with_waiter)
     return channel.handle(
         name, PendingGroup(tuple(operations)), lambda: [_gathered(operation) for operation in operations]
     )
 
 
 def alltoall_buffer(
-    me: HasChannels,
-    source: Buffer,
-    splits: Sequence[int] | None = None,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
+    me: HasChannels, source: Buffer, splits: Sequence[int] | None = None, way: Way = _ANY
 ) -> Handle[Gathered]:
     """Start sending a part of ``source`` to every rank.
 
@@ -230,12 +123,10 @@ def alltoall_buffer(
         me: the communicator.
         source: the rows for all ranks, in rank order; the number of rows may differ among ranks.
         splits: how many rows go to each rank; equal numbers when None.
-        name: the operation's name.
-        process_set: the ranks that take part.
-        with_waiter: see above.
+        way: see above.
     """
     _require_rows(source, "An alltoall", "divide")
-    channel = me.channel(process_set)
+    channel = me.channel(way.process_set)
     if splits is None:
         if source.shape[0] % channel.size:
             raise ConfigError(
@@ -243,40 +134,25 @@ def alltoall_buffer(
                 "give splits."
             )
         splits = [source.shape[0] // channel.size] * channel.size
-    name = channel.named("alltoall", name)
+    name = channel.named("alltoall", way.name)
     with translated():
         operation = channel.engine.alltoall(
-            name, source.address, source.shape, list(splits), source.dtype, source.owner, with_waiter
+            name, source.address, source.shape, list(splits), source.dtype, source.owner, way.with_waiter
         )
     return channel.handle(name, operation, lambda: _gathered(operation))
 
 
-def broadcast_buffer(
-    me: HasChannels,
-    source: Buffer,
-    target: Buffer,
-    root: int = 0,
-    *,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
-    with_waiter: bool = False,
-) -> Handle[None]:
+def broadcast_buffer(me: HasChannels, source: Buffer, target: Buffer, root: int = 0, way: Way = _ANY) -> Handle[None]:
     """Start copying the ``source`` of rank ``root``, a rank of the job, into the ``target`` of all ranks."""
-    channel = me.channel(process_set)
+    channel = me.channel(way.process_set)
     place = channel.place_of(root)
-    name = channel.named("broadcast", name)
+    name = channel.named("broadcast", way.name)
+    owners = (source.owner, target.owner)
     with translated():
         operation = channel.engine.broadcast(
-            name,
-            source.address,
-            target.address,
-            source.shape,
-            source.dtype,
-            place,
-            (source.owner, target.owner),
-            with_waiter,
+            name, source.address, target.address, source.shape, source.dtype, place, owners, way.with_waiter
         )
-    return channel.handle(name, operation, _nothing)
+    return channel.handle(name, operation)
 
 
 def barrier_async(
@@ -287,7 +163,7 @@ def barrier_async(
     name = channel.named("barrier", name)
     with translated():
         operation = channel.engine.barrier(name, with_waiter)
-    return channel.handle(name, operation, _nothing)
+    return channel.handle(name, operation)
 
 
 def join_async(me: HasChannels, *, process_set: ProcessSet | None = None, with_waiter: bool = False) -> Handle[int]:
@@ -301,6 +177,44 @@ def join_async(me: HasChannels, *, process_set: ProcessSet | None = None, with_w
     with translated():
         operation = channel.engine.join(with_waiter)
     return channel.handle("join", operation, lambda: channel.ranks[operation.rows()[0]])
+
+
+def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
+    kind: Literal["allreduce", "reducescatter"],
+    channel: Channel,
+    source: Buffer,
+    target: Buffer,
+    reduction: Reduction,
+    way: Way,
+) -> tuple[str, Operation]:
+    name = channel.named(kind, way.name)
+    engine = channel.engine
+    submit = engine.allreduce if kind == "allreduce" else engine.reducescatter
+    address, shape, dtype, owner = source
+    op, prescale, postscale = reduction
+    owners = owner if source is target else (owner, target.owner)
+    try:
+        operation = submit(
+            name, address, target.address, shape, dtype, op, prescale, postscale, owners, way.with_waiter
+        )
+    except CoreError as error:
+        raise translate(error) from error
+    return name, operation
+
+
+def _reduced_together(
+    kind: Literal["grouped_allreduce", "grouped_reducescatter"],
+    channel: Channel,
+    pairs: Pairs,
+    reduction: Reduction,
+    way: Way,
+) -> Handle[None]:
+    name = channel.named(kind, way.name)
+    engine = channel.engine
+    submit = engine.grouped_allreduce if kind == "grouped_allreduce" else engine.grouped_reducescatter
+    with translated():
+        operations = submit(name, _tensors(name, pairs), *reduction, way.with_waiter)
+    return channel.handle(name, PendingGroup(tuple(operations)))
 
 
 def _require_same_form(source: Buffer, target: Buffer) -> None:
@@ -327,17 +241,11 @@ def _require_own_rows(channel: Channel, source: Buffer, target: Buffer) -> None:
         )
 
 
-def _tensors(
-    name: str, pairs: Sequence[tuple[Buffer, Buffer]]
-) -> list[tuple[str, int, int, tuple[int, ...], str, object]]:
+def _tensors(name: str, pairs: Pairs) -> list[tuple[str, int, int, tuple[int, ...], str, object]]:
     return [
         (f"{name}.{i}", source.address, target.address, source.shape, source.dtype, (source.owner, target.owner))
         for i, (source, target) in enumerate(pairs)
     ]
-
-
-def _nothing() -> None:
-    """The result of an operation that writes into the caller's memory."""
 
 
 def _gathered(operation: Operation) -> Gathered:

@@ -9,32 +9,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.options import Way
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
+T = TypeVar("T")
 
 Tensors = tuple[torch.Tensor, ...]
 Rows = tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a collective came to.
-
-    Attributes:
-        tensors: its outputs.
-        rows: for each input, the rows that every rank gave or took, where that differs between ranks.
-    """
-
-    tensors: Tensors
-    rows: Rows = ()
+# What is made of the outputs of a collective, and of the rows that every rank gave or took (for each input; nothing
+# where ranks do not differ in that).
+Finish = Callable[[Tensors, Rows], T]
 
 
 class Collective(Protocol):
@@ -44,10 +37,11 @@ class Collective(Protocol):
     def tensors(self) -> Tensors:
         """The inputs."""
 
-    def start(self, *, in_place: bool, waits: bool) -> Handle[Outcome]:
+    def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
         """Submit it.
 
         Args:
+            finish: makes the handle's result.
             in_place: write the outputs into the inputs.
             waits: whether the caller waits for the handle at once.
         """
@@ -56,44 +50,62 @@ class Collective(Protocol):
         """The gradients of the inputs from those of the outputs; collective too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[R]):
+class Call(NamedTuple, Generic[R]):
     """A collective with what the user gets from its outputs."""
 
     collective: Collective
-    result: Callable[[Tensors], R]
+    result: Finish[R]
 
     def run(self) -> R:
         """Wait for the result, on the way of autograd where an input needs a gradient."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.collective.tensors):
-            return self.result(_apply(self.collective, *self.collective.tensors))
-        return self.result(self.collective.start(in_place=False, waits=True).wait().tensors)
+            return self.result(_apply(self.collective, *self.collective.tensors), ())
+        return self.start(in_place=False, waits=True).wait()
 
     def start(self, *, in_place: bool, waits: bool = False) -> Handle[R]:
         """Submit it."""
-        return self.collective.start(in_place=in_place, waits=waits).then(lambda outcome: self.result(outcome.tensors))
+        return self.collective.start(self.result, in_place=in_place, waits=waits)
 
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collective: Collective, *_tensors: torch.Tensor) -> Tensors:
-        outcome = collective.start(in_place=False, waits=True).wait()
-        ctx.collective, ctx.rows = collective, outcome.rows
-        ctx.mark_non_differentiable(*(each for each in outcome.tensors if not each.is_floating_point()))
-        return outcome.tensors
+        tensors, rows = collective.start(_with_rows, in_place=False, waits=True).wait()
+        ctx.collective, ctx.rows = collective, rows
+        ctx.mark_non_differentiable(*(each for each in tensors if not each.is_floating_point()))
+        return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *ctx.collective.gradients(gradients, ctx.rows)
 
 
+def _with_rows(tensors: Tensors, rows: Rows) -> tuple[Tensors, Rows]:
+    return tensors, rows
+
+
+def first(tensors: Tensors, _rows: Rows) -> torch.Tensor:
+    """The one tensor there is."""
+    return tensors[0]
+
+
+def every(tensors: Tensors, _rows: Rows) -> Tensors:
+    """All tensors."""
+    return tensors
+
+
+def as_list(tensors: Tensors, _rows: Rows) -> list[torch.Tensor]:
+    """All tensors, as users get them."""
+    return list(tensors)
+
+
 # torch leaves `Function.apply` without types.
 _apply: Callable[..., Tensors] = _Differentiable.apply
 
 
-def of_gradient(name: str | None) -> str | None:
-    """The name of the collective that computes the gradient of another one."""
-    return None if name is None else f"{name}.gradient"
+def of_gradient(way: Way) -> Way:
+    """The way of the collective that computes the gradient of another one."""
+    return way if way.name is None else way._replace(name=f"{way.name}.gradient")
 
 
 def blocking(describe: Callable[P, Call[R]]) -> Callable[P, R]:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.calls import Call, Tensors
+from sparkhvd.torch.calls import Call, Tensors, as_list, first
 from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.movements import Allgather, Alltoall, Broadcast
-from sparkhvd.torch.reductions import Allreduce, Reduction
+from sparkhvd.torch.reductions import Allreduce
 from sparkhvd.torch.scatter import Reducescatter
 
 
@@ -42,8 +43,8 @@ def allreduce(
         postscale_factor: multiplies the result; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(_chosen(average, op), prescale_factor, postscale_factor, compression, process_set)
-    return Call(Allreduce((tensor,), name, asked), _first)
+    asked = Reduction(_chosen(average, op), prescale_factor, postscale_factor)
+    return Call(Allreduce((tensor,), asked, Way(name, process_set), compression), first)
 
 
 def grouped_allreduce(
@@ -69,8 +70,8 @@ def grouped_allreduce(
         postscale_factor: multiplies the results; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(_chosen(average, op), prescale_factor, postscale_factor, compression, process_set)
-    return Call(Allreduce(_some(tensors), name, asked, grouped=True), list)
+    asked = Reduction(_chosen(average, op), prescale_factor, postscale_factor)
+    return Call(Allreduce(_some(tensors), asked, Way(name, process_set), compression, grouped=True), as_list)
 
 
 def reducescatter(
@@ -98,8 +99,8 @@ def reducescatter(
         postscale_factor: multiplies the result; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(_chosen(None, op), prescale_factor, postscale_factor, compression, process_set)
-    return Call(Reducescatter((tensor,), name, asked), _first)
+    asked = Reduction(_chosen(None, op), prescale_factor, postscale_factor)
+    return Call(Reducescatter((tensor,), asked, Way(name, process_set), compression), first)
 
 
 def grouped_reducescatter(
@@ -123,8 +124,8 @@ def grouped_reducescatter(
         postscale_factor: multiplies the results; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(_chosen(None, op), prescale_factor, postscale_factor, compression, process_set)
-    return Call(Reducescatter(_some(tensors), name, asked, grouped=True), list)
+    asked = Reduction(_chosen(None, op), prescale_factor, postscale_factor)
+    return Call(Reducescatter(_some(tensors), asked, Way(name, process_set), compression, grouped=True), as_list)
 
 
 def allgather(
@@ -139,7 +140,7 @@ def allgather(
         name: what the ranks know the operation by; made by counting when None.
         process_set: the ranks that take part, all by default.
     """
-    return Call(Allgather((tensor,), name, process_set), _first)
+    return Call(Allgather((tensor,), Way(name, process_set)), first)
 
 
 def grouped_allgather(
@@ -152,7 +153,7 @@ def grouped_allgather(
         name: what the ranks know the group by; made by counting when None.
         process_set: the ranks that take part, all by default.
     """
-    return Call(Allgather(_some(tensors), name, process_set, grouped=True), list)
+    return Call(Allgather(_some(tensors), Way(name, process_set), grouped=True), as_list)
 
 
 def broadcast(
@@ -168,7 +169,7 @@ def broadcast(
         name: what the ranks know the operation by; made by counting when None.
         process_set: the ranks that take part, all by default.
     """
-    return Call(Broadcast(tensor, root_rank, name, process_set), _first)
+    return Call(Broadcast(tensor, root_rank, Way(name, process_set)), first)
 
 
 def alltoall(
@@ -190,17 +191,17 @@ def alltoall(
         process_set: the ranks that take part, all by default.
     """
     if splits is None:
-        return Call(Alltoall(tensor, None, name, process_set), _first)
+        return Call(Alltoall(tensor, None, Way(name, process_set)), first)
     given = tuple(splits.tolist() if isinstance(splits, torch.Tensor) else splits)
     if any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 0 for rows in given):
         raise ConfigError(f"splits={list(given)} holds something that is not a number of rows; give one per rank.")
-    return Call(Alltoall(tensor, given, name, process_set), lambda outputs: (outputs[0], outputs[1]))
+    return Call(Alltoall(tensor, given, Way(name, process_set)), lambda outputs, _: (outputs[0], outputs[1]))
 
 
 def _chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     """The reduction that the arguments ask for: the mean unless they say otherwise."""
     if average is None:
-        return ReduceOp.AVERAGE if op is None else ReduceOp(op)
+        return ReduceOp.AVERAGE if op is None else op if type(op) is ReduceOp else ReduceOp(op)
     if op is not None:
         raise ConfigError(f"average={average} and op={op} were both given; give op alone, average is deprecated.")
     warnings.warn("average= is deprecated; pass op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=4)
@@ -211,7 +212,3 @@ def _some(tensors: Sequence[torch.Tensor]) -> Tensors:
     if isinstance(tensors, torch.Tensor) or not tensors:
         raise ConfigError("A grouped collective takes a list of at least one tensor; pass a list.")
     return tuple(tensors)
-
-
-def _first(outputs: Tensors) -> torch.Tensor:
-    return outputs[0]

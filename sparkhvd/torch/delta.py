@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.calls import Call
+from sparkhvd.torch.calls import Call, first
 from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.exchanging import ExchangingOptimizer
 from sparkhvd.torch.parameters import checked_passes, names_by_position
-from sparkhvd.torch.reductions import Allreduce, Reduction
+from sparkhvd.torch.reductions import Allreduce
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,6 @@ class DeltaSettings:
 
     compression: Compressor = NoneCompressor
     process_set: ProcessSet | None = None
-
-    @property
-    def reduction(self) -> Reduction:
-        """What is asked of the core."""
-        return Reduction(ReduceOp.ADASUM, compression=self.compression, process_set=self.process_set)
 
 
 class DeltaOptimizer(ExchangingOptimizer):
@@ -60,12 +56,16 @@ class DeltaOptimizer(ExchangingOptimizer):
         with torch.no_grad():
             deltas = [parameter - start for (parameter, _), start in zip(moving, starts, strict=True)]
             handles = [
-                Call(Allreduce((delta,), name, self._settings.reduction), _only).start(in_place=True)
+                self._combined(delta, name).start(in_place=True)
                 for delta, (_, name) in zip(deltas, moving, strict=True)
             ]
             for handle, (parameter, _), start in zip(handles, moving, starts, strict=True):
                 parameter.copy_(start.add_(handle.wait()))
         return result
+
+    def _combined(self, delta: torch.Tensor, name: str) -> Call[torch.Tensor]:
+        way = Way(name, self._settings.process_set)
+        return Call(Allreduce((delta,), Reduction(ReduceOp.ADASUM), way, self._settings.compression), first)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; the ranks know them by position."""
@@ -99,7 +99,3 @@ class DeltaOptimizer(ExchangingOptimizer):
         """Refused: a step without the other ranks would leave them apart."""
         raise AssertionError("Adasum combines the steps in step() itself; there is nothing to skip.")
         yield
-
-
-def _only(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return outputs[0]

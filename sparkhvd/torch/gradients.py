@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.errors import ConfigError, DeadlineExceededError, SparkHvdError
 from sparkhvd.torch.tensors import buffer_of
 from sparkhvd.torch.transfer import ExchangeSettings, Transfer, Weight, send, send_nothing
@@ -206,14 +207,13 @@ class GradientExchange:
         flags = [layout is torch.strided for layout in layouts] + [layout is torch.sparse_coo for layout in layouts]
         self._flags = torch.tensor(flags, dtype=self._settings.dtype_on_the_way(first.parameter.dtype))
         op = self._weight().op
-        buffer = buffer_of(self._flags, "The vector of what is there")
-        self._presence = session.current().reduce_buffer(
-            buffer,
-            buffer,
-            op if op in {ReduceOp.AVERAGE, ReduceOp.SUM} else ReduceOp.MAX,
-            name=f"{first.name}.presence",
-            postscale=self._settings.predivide,
-            process_set=self._settings.process_set,
+        self._presence = session.current().reduce_in_place(
+            buffer_of(self._flags, "The vector of what is there"),
+            None,
+            Reduction(
+                op if op in {ReduceOp.AVERAGE, ReduceOp.SUM} else ReduceOp.MAX, postscale=self._settings.predivide
+            ),
+            Way(f"{first.name}.presence", self._settings.process_set),
         )
         return self._presence
 

@@ -9,6 +9,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
@@ -88,7 +89,7 @@ def sparse_allreduce_async(
         return sparse.summed(gathered, like, scale, what)
 
     content = buffer_of(sparse.packed(tensor), what)
-    return communicator.gather_buffer(content, name=name, process_set=process_set).then(add_up)
+    return communicator.gather_buffer(content, Way(name, process_set)).then(add_up)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

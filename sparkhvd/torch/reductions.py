@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import Buffer, ReduceOp
 from sparkhvd.comm.handle import Handle
-from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.calls import Call, Outcome, Rows, Tensors, of_gradient
+from sparkhvd.torch.calls import Call, Finish, Rows, Tensors, every, of_gradient
 from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.tensors import buffer_of, called, is_plain, require_contiguous, stage
+
+T = TypeVar("T")
 
 _LINEAR = frozenset({ReduceOp.AVERAGE, ReduceOp.SUM})
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """What is asked of a reduction.
-
-    Attributes:
-        op: how the ranks' values are combined.
-        prescale: multiplies them before.
-        postscale: multiplies the result.
-        compression: the form of the tensors on their way.
-        process_set: the ranks that take part.
-    """
-
-    op: ReduceOp = ReduceOp.AVERAGE
-    prescale: float = 1.0
-    postscale: float = 1.0
-    compression: Compressor = NoneCompressor
-    process_set: ProcessSet | None = None
-
-    def options(self, name: str | None, *, waits: bool) -> dict[str, Any]:
-        """What the communicator is told beside the tensors."""
-        return {
-            "op": self.op,
-            "name": name,
-            "prescale": self.prescale,
-            "postscale": self.postscale,
-            "process_set": self.process_set,
-            "with_waiter": waits,
-        }
-
-    def require_gradient(self, what: str) -> None:
-        """Raise ``ConfigError`` when the reduction is not linear."""
-        if self.op not in _LINEAR:
-            raise ConfigError(f"{what} with op={self.op} has no gradient; use Average or Sum, or detach its input.")
+def require_gradient(reduction: Reduction, what: str) -> None:
+    """Raise ``ConfigError`` when the reduction is not linear."""
+    if reduction.op not in _LINEAR:
+        raise ConfigError(f"{what} with op={reduction.op} has no gradient; use Average or Sum, or detach its input.")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a reduction on its way: what is sent, where the result comes, and how it is taken from there."""
 
     source: Buffer
@@ -65,41 +35,44 @@ class Part:
     receive: Callable[[], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Allreduce:
+class Allreduce(NamedTuple):
     """The sum, mean and so on of each of the tensors; ``grouped`` ones run together or not at all."""
 
     tensors: Tensors
-    name: str | None
     reduction: Reduction
+    way: Way
+    compression: Compressor = NoneCompressor
     grouped: bool = False
 
-    def start(self, *, in_place: bool, waits: bool) -> Handle[Outcome]:
+    def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
         """Submit it."""
+        way = self.way.waiting() if waits else self.way
+        if in_place and not self.grouped and self.compression is NoneCompressor:
+            # The short way of most tensors: nothing to convert, nothing to bring back.
+            tensors = self.tensors
+            what = called("Tensor", way.name)
+            require_contiguous(tensors[0], what)
+            if is_plain(tensors[0]):
+                own = buffer_of(tensors[0], what)
+                return session.current().reduce_in_place(own, finish(tensors, ()), self.reduction, way)
         parts = [self._part(tensor, in_place=in_place) for tensor in self.tensors]
-        pairs = [(part.source, part.target) for part in parts]
-        communicator, options = session.current(), self.reduction.options(self.name, waits=waits)
         if self.grouped:
-            handle = communicator.reduce_buffers(pairs, **options)
+            pairs = [(part.source, part.target) for part in parts]
+            handle = session.current().reduce_buffers(pairs, self.reduction, way)
         else:
-            handle = communicator.reduce_buffer(*pairs[0], **options)
-        return handle.then(lambda _: Outcome(tuple(part.receive() for part in parts)))
+            handle = session.current().reduce_buffer(parts[0].source, parts[0].target, self.reduction, way)
+        return handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """Those of a sum or mean are the sums or means of the ranks' gradients."""
         del rows
-        self.reduction.require_gradient("An allreduce")
-        return Call(dataclasses.replace(self, tensors=gradients, name=of_gradient(self.name)), tuple).run()
+        require_gradient(self.reduction, "An allreduce")
+        return Call(self._replace(tensors=gradients, way=of_gradient(self.way)), every).run()
 
     def _part(self, tensor: torch.Tensor, *, in_place: bool) -> Part:
-        what, compression = called("Tensor", self.name), self.reduction.compression
+        what, compression = called("Tensor", self.way.name), self.compression
         if in_place:
             require_contiguous(tensor, what)
-            if compression is NoneCompressor and is_plain(tensor):
-                own = buffer_of(
-                    tensor, what
-                )  # the short way of most tensors: nothing to convert, nothing to bring back
-                return Part(own, own, lambda: tensor)
         compressed, context = compression.compress(tensor.detach())
         memory = stage(compressed, what).memory
         source = buffer_of(memory, what)

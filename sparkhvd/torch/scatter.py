@@ -2,59 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.comm.raw import rows_of
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.calls import Call, Outcome, Rows, Tensors, of_gradient
+from sparkhvd.torch.calls import Call, Finish, Rows, Tensors, every, of_gradient
+from sparkhvd.torch.compression import Compressor, NoneCompressor
 from sparkhvd.torch.movements import Allgather
-from sparkhvd.torch.reductions import Part, Reduction
+from sparkhvd.torch.reductions import Part, require_gradient
 from sparkhvd.torch.tensors import buffer_of, called, stage
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
-class Reducescatter:
+
+class Reducescatter(NamedTuple):
     """This rank's rows of the sum or mean of each of the tensors; ``grouped`` ones run together or not at all."""
 
     tensors: Tensors
-    name: str | None
     reduction: Reduction
+    way: Way
+    compression: Compressor = NoneCompressor
     grouped: bool = False
 
-    def start(self, *, in_place: bool, waits: bool) -> Handle[Outcome]:
+    def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
         """Submit it."""
         del in_place
+        way = self.way.waiting() if waits else self.way
         parts = [self._part(tensor) for tensor in self.tensors]
-        pairs = [(part.source, part.target) for part in parts]
-        communicator, options = session.current(), self.reduction.options(self.name, waits=waits)
+        communicator = session.current()
         if self.grouped:
-            handle = communicator.reducescatter_buffers(pairs, **options)
+            pairs = [(part.source, part.target) for part in parts]
+            handle = communicator.reducescatter_buffers(pairs, self.reduction, way)
         else:
-            handle = communicator.reducescatter_buffer(*pairs[0], **options)
-        return handle.then(lambda _: Outcome(tuple(part.receive() for part in parts)))
+            handle = communicator.reducescatter_buffer(parts[0].source, parts[0].target, self.reduction, way)
+        return handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """Those of a mean are the ranks' gradients joined; a sum's are the number of ranks times as large."""
         del rows
-        asked = self.reduction
-        asked.require_gradient("A reducescatter")
-        ranks = session.current().channel(asked.process_set).size if asked.op is ReduceOp.SUM else 1
+        asked, way = self.reduction, self.way
+        require_gradient(asked, "A reducescatter")
+        ranks = session.current().channel(way.process_set).size if asked.op is ReduceOp.SUM else 1
         scale = ranks * asked.prescale * asked.postscale
         scaled = gradients if scale == 1.0 else tuple(gradient * scale for gradient in gradients)
-        return Call(Allgather(scaled, of_gradient(self.name), asked.process_set, self.grouped), tuple).run()
+        return Call(Allgather(scaled, of_gradient(way), self.grouped), every).run()
 
     def _part(self, tensor: torch.Tensor) -> Part:
-        what, compression = called("Tensor", self.name), self.reduction.compression
+        what, compression = called("Tensor", self.way.name), self.compression
         if not tensor.dim():
             raise ConfigError(f"{what} is a scalar; a reducescatter divides the first dimension, reshape it to (1,).")
         compressed, context = compression.compress(tensor.detach())
         memory = stage(compressed, what).memory
-        channel = session.current().channel(self.reduction.process_set)
+        channel = session.current().channel(self.way.process_set)
         own = rows_of(memory.shape[0], channel.size)[channel.engine.rank]
         result = torch.empty((own, *memory.shape[1:]), dtype=memory.dtype)
         return Part(

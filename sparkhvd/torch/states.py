@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 import torch
 
 from sparkhvd.comm import objects, session
+from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
+from sparkhvd.torch.calls import Call, every
 from sparkhvd.torch.movements import Broadcast
 
 T = TypeVar("T")
@@ -100,8 +102,8 @@ def broadcast_optimizer_state(
 
 def _overwrite(named: Sequence[tuple[str, torch.Tensor]], root: int, process_set: ProcessSet | None) -> None:
     """Broadcast tensors of any strides and element types in place, all at once."""
-    calls = [Broadcast(tensor, root, name, process_set, any_memory=True) for name, tensor in named]
-    for handle in [call.start(in_place=True, waits=False) for call in calls]:
+    calls = [Call(Broadcast(tensor, root, Way(name, process_set), any_memory=True), every) for name, tensor in named]
+    for handle in [call.start(in_place=True) for call in calls]:
         handle.wait()
 
 

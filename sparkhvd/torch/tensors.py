@@ -59,6 +59,8 @@ def stage(tensor: torch.Tensor, what: str) -> Staged:
         raise ConfigError(f"{what} has layout {tensor.layout}; collectives take dense tensors, call to_dense() first.")
     if tensor.is_meta:
         raise ConfigError(f"{what} is on the meta device and has no values; materialize it first.")
+    if tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
+        return Staged(tensor, tensor)
     if tensor.is_cuda:
         return Staged(tensor, _pinned(tensor.detach()))
     return Staged(tensor, tensor.detach().contiguous().cpu())
@@ -74,7 +76,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a contiguous tensor's own memory is what the core reads and writes."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor.is_cpu and tensor.layout is torch.strided
 
 
 def require_contiguous(tensor: torch.Tensor, what: str) -> None:
@@ -95,7 +97,7 @@ def buffer_of(memory: torch.Tensor, what: str) -> Buffer:
     name = _NAME_OF.get(memory.dtype)
     if name is None:
         raise ConfigError(f"{what} has dtype {memory.dtype}; collectives take {', '.join(_NAME_OF.values())}.")
-    return Buffer(memory.data_ptr(), tuple(memory.shape), name, memory)
+    return Buffer(memory.data_ptr(), memory.shape, name, memory)
 
 
 def bytes_of(memory: torch.Tensor) -> Buffer:

@@ -9,6 +9,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
@@ -96,18 +97,16 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
     what = f"The gradient {name!r}"
     compressed, context = settings.compression.compress(gradient)
     staged = stage(compressed, what)
-    buffer = buffer_of(staged.memory, what)
-    handle = session.current().reduce_buffer(
-        buffer,
-        buffer,
-        weight.op,
-        name=name,
-        prescale=weight.share / settings.predivide,
-        postscale=settings.predivide,
-        process_set=settings.process_set,
+    handle = session.current().reduce_in_place(
+        buffer_of(staged.memory, what),
+        gradient,
+        Reduction(weight.op, weight.share / settings.predivide, settings.predivide),
+        Way(name, settings.process_set),
     )
+    if staged.memory is gradient:
+        return Transfer(gradient, handle, sparse=False)
 
-    def receive(_: None) -> torch.Tensor:
+    def receive(_: torch.Tensor) -> torch.Tensor:
         reduced = staged.write_back()
         if reduced is not gradient:
             with torch.no_grad():
@@ -132,7 +131,5 @@ def _send_sparse(
     def receive(gathered: Gathered) -> torch.Tensor:
         return sparse.summed(gathered, parameter.detach(), scale, f"The gradient {name!r}")
 
-    handle = communicator.gather_buffer(buffer_of(content, name), name=name, process_set=settings.process_set).then(
-        receive
-    )
+    handle = communicator.gather_buffer(buffer_of(content, name), Way(name, settings.process_set)).then(receive)
     return Transfer(gradient, handle, sparse=True)
