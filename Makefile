@@ -42,9 +42,10 @@ lint-imports: .venv/.installed
 lint-cpp: .venv/.installed
 	@$(RUN) clang-format --dry-run -Werror $(CPP)
 
-bench: .venv/.core-built ## Measure collectives beside their peers, over a network and at rest, and the way of the data
+bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, and the way of the data
 	@$(RUN) python -m bench.collectives
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.network; fi
+	@$(RUN) python -m bench.training_step
 	@$(RUN) python -m bench.idle
 	@$(RUN) python -m bench.data
 

@@ -12,15 +12,19 @@ from typing import Any
 import keras
 
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.session import (
+    add_process_set,
     cross_rank,
     cross_size,
+    global_process_set,
     init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
     rank,
+    remove_process_set,
     shutdown,
     size,
 )
@@ -39,9 +43,15 @@ _OF_BACKEND = (
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "barrier",
     "broadcast",
     "broadcast_object",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "join",
+    "reducescatter",
 )
 
 __all__ = [
@@ -49,12 +59,15 @@ __all__ = [
     "DistributedOptimizer",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "broadcast_variables",
     "callbacks",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -62,6 +75,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "remove_process_set",
     "shutdown",
     "size",
 ]

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import Array, ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.tensors import array_of, as_written, graph_name, outside_graph
@@ -42,6 +42,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
+    process_set: ProcessSet | None = None,
 ) -> Any:
     """Combine the tensors of all ranks into a new tensor.
 
@@ -56,6 +57,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
         name: what the ranks know the operation by; made by counting (in a graph, from the tensor's name) when None.
+        process_set: the ranks that take part, all by default.
 
     Raises:
         ConfigError: slices with another reduction than a sum or mean, or a dtype that collectives do not have.
@@ -63,7 +65,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     """
     op = reduction(average, op)
     if isinstance(tensor, tf.IndexedSlices):
-        return _reduce_slices(tensor, op, prescale_factor * postscale_factor, name)
+        return _reduce_slices(tensor, op, prescale_factor * postscale_factor, name, process_set)
     return grouped_allreduce(
         [tensor],
         compression=compression,
@@ -71,6 +73,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
         name=name,
+        process_set=process_set,
     )[0]
 
 
@@ -83,6 +86,7 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
+    process_set: ProcessSet | None = None,
 ) -> list[tf.Tensor]:
     """``allreduce`` of several dense tensors at once; see there."""
     if not tensors:
@@ -103,6 +107,7 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
                     name=each and each + suffix,
                     prescale=prescale_factor,
                     postscale=postscale_factor,
+                    process_set=process_set,
                 )
                 for value, each in zip(eager, names, strict=True)
             ]
@@ -124,43 +129,7 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
 
 
 @as_written
-def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
-    """Join the tensors of all ranks along the first dimension, in rank order.
-
-    The gradient is this rank's part of the mean of the ranks' gradients.
-
-    Args:
-        tensor: the same dtype and shape on all ranks but for the first dimension.
-        name: what the ranks know the operation by; made by counting (in a graph, from the tensor's name) when None.
-    """
-    tensor = tf.convert_to_tensor(tensor)
-    name = graph_name("allgather", name, tensor)
-    joined_shape = tf.TensorShape([None, *tensor.shape[1:]]) if tensor.shape.rank else tensor.shape
-
-    def run(value: tf.Tensor) -> Sequence[Any]:
-        communicator = session.current()
-        array = array_of(value, "The tensor to gather")
-        joined = communicator.allgather(array, name=name)
-        rows = communicator.allgather(np.array([len(array)]), name=name and f"{name}.rows")
-        return [joined, rows]
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        joined, rows = outside_graph(run, [value], [(value.dtype, joined_shape), (tf.int64, tf.TensorShape([None]))])
-
-        def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            mean = allreduce(upstream, name=name and f"{name}.gradient")
-            rank = session.current().world.rank
-            start = tf.reduce_sum(rows[:rank])
-            return mean[start : start + rows[rank]]
-
-        return joined, gradient
-
-    return differentiable(tensor)
-
-
-@as_written
-def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
+def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> tf.Tensor:
     """The tensor of ``root_rank``, as a new tensor on every rank.
 
     The gradient on the root is the mean of the ranks' gradients, elsewhere zero.
@@ -169,17 +138,19 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor
         tensor: the same shape and dtype on all ranks.
         root_rank: the rank whose tensor counts.
         name: what the ranks know the operation by; made by counting (in a graph, from the tensor's name) when None.
+        process_set: the ranks that take part, all by default.
     """
     tensor = tf.convert_to_tensor(tensor)
     name = graph_name("broadcast", name, tensor)
 
     def run(value: tf.Tensor) -> Sequence[Array]:
-        return [session.current().broadcast(array_of(value, "The tensor to send"), root_rank, name=name)]
+        array = array_of(value, "The tensor to send")
+        return [session.current().broadcast(array, root_rank, name=name, process_set=process_set)]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(value: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            mean = allreduce(upstream, name=name and f"{name}.gradient")
+            mean = allreduce(upstream, name=name and f"{name}.gradient", process_set=process_set)
             return mean if session.current().world.rank == root_rank else tf.zeros_like(mean)
 
         return outside_graph(run, [value], [(value.dtype, value.shape)])[0], gradient
@@ -188,21 +159,38 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None) -> tf.Tensor
 
 
 @as_written
-def barrier() -> None:
-    """Return once every rank has called it; inside a graph, at every run."""
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Return once every rank of the process set, all ranks by default, has called it; inside a graph, at every run."""
 
     def run() -> Sequence[tf.Tensor]:
-        session.current().barrier()
+        session.current().barrier(process_set=process_set)
         return [tf.constant(True)]
 
     outside_graph(run, [], [(tf.bool, tf.TensorShape([]))])
 
 
-def _reduce_slices(slices: tf.IndexedSlices, op: ReduceOp, scale: float, name: str | None) -> tf.IndexedSlices:
+@as_written
+def join(process_set: ProcessSet | None = None) -> tf.Tensor:
+    """Tell that this rank has no more data, and wait until all ranks have; the rank that joined last.
+
+    Until then it takes part in the others' allreduces with zeros (an average still divides by the number of all ranks),
+    in their allgathers without rows, and in their barriers; other collectives fail.
+    """
+
+    def run() -> Sequence[tf.Tensor]:
+        return [tf.constant(session.current().join(process_set=process_set), tf.int64)]
+
+    return outside_graph(run, [], [(tf.int64, tf.TensorShape([]))])[0]
+
+
+def _reduce_slices(
+    slices: tf.IndexedSlices, op: ReduceOp, scale: float, name: str | None, process_set: ProcessSet | None
+) -> tf.IndexedSlices:
     """The rows of all ranks side by side, which is their sum once they are applied."""
+    from sparkhvd.tensorflow.movements import grouped_allgather  # noqa: PLC0415  its gradient is an allreduce
+
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
         raise ConfigError(f"tf.IndexedSlices can be averaged or summed, not combined with op={op}; make them dense.")
-    factor = scale / session.current().world.size if op is ReduceOp.AVERAGE else scale
-    values = allgather(slices.values, name=name and f"{name}.values")
-    indices = allgather(slices.indices, name=name and f"{name}.indices")
+    factor = scale / session.current().channel(process_set).size if op is ReduceOp.AVERAGE else scale
+    values, indices = grouped_allgather([slices.values, slices.indices], name, process_set)
     return tf.IndexedSlices(values * tf.cast(factor, values.dtype), indices, dense_shape=slices.dense_shape)

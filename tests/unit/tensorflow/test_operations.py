@@ -60,6 +60,44 @@ def gather_and_broadcast():
     hvd.barrier()
 
 
+def move_rows():
+    rank = hvd.rank()
+    mine = tf.reshape(tf.range(6), [3, 2]) * (rank + 1)
+    assert agree(lambda t: hvd.reducescatter(t, op=hvd.Sum), mine) == ([[0, 3], [6, 9]] if rank == 0 else [[12, 15]])
+    halved = agree(lambda t: hvd.reducescatter(t, hvd.Compression.fp16, postscale_factor=0.5), tf.ones([2]))
+    assert halved == [0.5]
+    assert agree(hvd.alltoall, tf.range(4) + 10 * rank) == ([0, 1, 10, 11] if rank == 0 else [2, 3, 12, 13])
+    splits = [1, 2] if rank == 0 else [0, 3]
+    sent = lambda t: hvd.alltoall(t, splits)[0]  # noqa: E731
+    assert agree(sent, mine) == ([[0, 1]] if rank == 0 else [[2, 3], [4, 5], [0, 2], [4, 6], [8, 10]])
+    assert hvd.alltoall(mine, tf.constant(splits))[1].numpy().tolist() == ([1, 0] if rank == 0 else [2, 3])
+
+
+def move_in_groups():
+    rank = hvd.rank()
+    both = lambda t: hvd.grouped_allgather([t, tf.cast(t, tf.float32)[:rank]])  # noqa: E731
+    for found in (both(tf.range(2)), graph(both)(tf.range(2))):
+        assert [each.numpy().tolist() for each in found] == [[0, 1, 0, 1], [0.0]]
+    parts = hvd.grouped_reducescatter([tf.range(2), tf.fill([2, 1], 4.0)], op=hvd.Max, name="parts")
+    assert [each.numpy().tolist() for each in parts] == [[rank], [[4.0]]]
+
+
+def use_process_sets_and_join():
+    rank = hvd.rank()
+    mine = hvd.add_process_set([1])
+    if rank == 1:
+        assert hvd.allreduce(tf.constant(3.0), op=hvd.Sum, process_set=mine).numpy() == 3
+        assert hvd.allgather(tf.constant([3.0]), process_set=mine).numpy().tolist() == [3]
+        assert hvd.broadcast(tf.constant(2), 1, process_set=mine).numpy() == 2
+        assert hvd.reducescatter(tf.range(2), op=hvd.Sum, process_set=mine).numpy().tolist() == [0, 1]
+        assert hvd.alltoall(tf.range(2), process_set=mine).numpy().tolist() == [0, 1]
+        hvd.barrier(process_set=mine)
+    hvd.remove_process_set(mine)
+    if rank == 0:
+        assert hvd.allreduce(tf.constant(2.0), op=hvd.Sum, name="alone").numpy() == 2
+    assert hvd.join().numpy() in {0, 1}
+
+
 def differentiate(in_graph):
     """Every rank's loss is `rank + 1` times a weighted sum of the result, so gradients differ between ranks."""
     factor = hvd.rank() + 1.0
@@ -79,6 +117,10 @@ def differentiate(in_graph):
     assert gathered == ([1.5, 3.0] if hvd.rank() == 0 else [4.5, 6.0])
     sent = run(lambda t: hvd.broadcast(t, 0)).numpy().tolist()
     assert sent == ([1.5, 3.0, 4.5] if hvd.rank() == 0 else [0.0] * 3)
+    assert run(hvd.reducescatter).numpy().tolist() == [1.0, 2.0, 2.0]
+    assert run(lambda t: hvd.reducescatter(t, op=hvd.Sum)).numpy().tolist() == [2.0, 4.0, 4.0]
+    exchanged = run(lambda t: hvd.alltoall(t, [1, 2])[0]).numpy().tolist()
+    assert exchanged == ([1.0, 2.0, 4.0] if hvd.rank() == 0 else [2.0, 6.0, 8.0])
 
 
 def reduce_slices():
@@ -137,6 +179,15 @@ def test_every_dtype_is_reduced_by_every_operator(group):
 def test_eager_mode_and_graphs_give_the_same(group):
     group.run(reduce_in_every_mode)
     group.run(gather_and_broadcast)
+
+
+def test_rows_move_alike_in_eager_mode_and_graphs(group):
+    group.run(move_rows)
+    group.run(move_in_groups)
+
+
+def test_every_collective_takes_a_process_set_and_ranks_may_join_early(group):
+    group.run(use_process_sets_and_join)
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
