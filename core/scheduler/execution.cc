@@ -85,8 +85,7 @@ void Execution::Enter(const Operation& operation, Phase phase) const {
   if (timeline_.on()) timeline_.Enter(operation.request().name, phase);
 }
 
-bool Execution::MayDeposit(const std::vector<std::shared_ptr<Operation>>& group,
-                           Bytes room) const {
+bool Execution::MayDeposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const {
   if (algorithm_ != Algorithm::kArena || group.empty()) return false;
   const size_t limit = std::min(room.size(), SmallAllreduceBytes(*steps_));
   size_t total = 0;

@@ -84,8 +84,8 @@ class Operation {
   size_t output_bytes_ = 0;
   std::vector<int64_t> rows_;
 
-  // Guards status_ until done_, after which it does not change. A leaf: nothing else is locked while
-  // it is held.
+  // Guards status_ until done_, after which it does not change. A leaf: nothing else is locked
+  // while it is held.
   std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> done_{false};
