@@ -217,8 +217,6 @@ def test_publish_refuses_to_overwrite_and_says_so(store):
 
 
 def test_of_publishers_in_a_race_exactly_one_wins(store):
-    if store.url.startswith("file:///dbfs"):
-        pytest.skip("the mounts of Databricks know no exclusive rename; the class says so")
     count = 8
     barrier = threading.Barrier(count)
     outcomes = []
