@@ -20,7 +20,9 @@ def log_hosts(session: SparkSession) -> tuple[str, str]:
         return address, address
     master = str(session.sparkContext.master)
     own_host = str(session.conf.get("spark.driver.host", LOOPBACK))
+    # The master may be beside the driver, and the workers are elsewhere all the same.
     cluster_host = urlsplit(master).hostname if master.startswith("spark://") else ""
+    towards = cluster_host if cluster_host and cluster_host != own_host else "192.0.2.1"
     if master.startswith("local") or is_loopback(own_host):
         return LOOPBACK, LOOPBACK
-    return own_host, address_to_bind(own_host, [cluster_host or "192.0.2.1"])
+    return own_host, address_to_bind(own_host, [towards])

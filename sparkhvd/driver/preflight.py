@@ -30,8 +30,6 @@ from sparkhvd.task.examine import Examination, Question, examine_task, versions
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# Executors that register late are waited for this long only: the answer is wanted now.
-_SLOTS_SECONDS = 5.0
 _SAMPLE_ROWS = 5
 
 
@@ -87,7 +85,7 @@ def preflight(
         df: five of its rows go through the model of ``estimator`` on the driver.
         gpus_per_task: as in ``run``.
         cpus_per_task: as in ``run``.
-        timeout: how many seconds to wait for slots that other jobs keep busy.
+        timeout: how many seconds to wait for executors that are not there yet, or whose slots other jobs keep busy.
         stdout: where the report is printed; None is ``sys.stdout``.
     """
     began = time.monotonic()
@@ -115,7 +113,7 @@ def _slots(asked: _Asked) -> tuple[int, Check]:
     except LaunchError as error:
         return 0, Check("slots", Verdict.FAIL, str(error))
     try:
-        count = reserve(cluster, asked.num_proc, Deadline.after(min(asked.timeout, _SLOTS_SECONDS)))
+        count = reserve(cluster, asked.num_proc, Deadline.after(asked.timeout))
     except LaunchError as error:
         return cluster.count(), Check("slots", Verdict.FAIL, str(error))
     wanted = "as many as there are" if asked.num_proc is None else f"{asked.num_proc} asked for"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
+from sparkhvd.rpc.messages import Attending
 from sparkhvd.task.job import FAILURE
 from sparkhvd.task.report import LAUNCH, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.supervise import Outcome
@@ -52,7 +53,7 @@ def results_in_order(contents: Mapping[int, bytes | Outcome], num_proc: int) -> 
 
 def failure_of(report: FailureReport) -> LaunchError:
     """The exception that says what a report says."""
-    message = f"{report.sentence()}."
+    message = f"{report.sentence().removesuffix('.')}."
     if report.traceback:
         message += f"\n\nTraceback of rank {report.rank}:\n{report.traceback}"
     elif report.stderr_tail:
@@ -67,6 +68,17 @@ def failure_of(report: FailureReport) -> LaunchError:
         host=report.host,
         remote_traceback=report.traceback,
         stderr_tail=report.stderr_tail,
+    )
+
+
+def cut_off(task: Attending) -> LaunchError:
+    """The exception for a host that does not answer any more."""
+    why = "no sign of life came from it for 9 s. See whether the host runs and what is between it and the driver"
+    if task.rank >= 0:
+        cause = f"was cut off from the network while it ran: {why}"
+        return failure_of(FailureReport(task.rank, task.host, cause))
+    return LaunchError(
+        f"Task {task.task_index} on host {task.host} was cut off from the network before its rank was assigned: {why}."
     )
 
 

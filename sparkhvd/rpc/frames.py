@@ -14,6 +14,7 @@ before anything is allocated.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import math
@@ -131,7 +132,9 @@ def receive_exactly(connection: socket.socket, count: int, deadline: Deadline, m
         _limit(connection, deadline, f"{count - len(received)} more bytes of {count}")
         try:
             piece = connection.recv(min(count - len(received), 1 << 16))
-        except TimeoutError:
+        except TimeoutError as error:
+            if is_cut_off(error):
+                raise
             continue  # _limit says whether the time is up
         if not piece:
             if may_end and not received:
@@ -148,8 +151,9 @@ def send_all(connection: socket.socket, content: bytes, deadline: Deadline) -> N
         _limit(connection, deadline, f"the other side to take {len(view)} bytes")
         try:
             view = view[connection.send(view) :]
-        except TimeoutError:
-            continue
+        except TimeoutError as error:
+            if is_cut_off(error):
+                raise
 
 
 def notice_lost_peer(connection: socket.socket) -> None:
@@ -158,6 +162,14 @@ def notice_lost_peer(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def is_cut_off(error: BaseException) -> bool:
+    """Whether the kernel gave a connection up because nothing came from the other host any more.
+
+    The end of a process on a host that can be reached is another error, or none. What ends our own waits has no number.
+    """
+    return isinstance(error, OSError) and error.errno in {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 def shut_down(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:

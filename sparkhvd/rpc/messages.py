@@ -24,6 +24,15 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Attending:
+    """Task to driver: this connection lasts as long as the task; ``rank`` is -1 before the ranks are assigned."""
+
+    task_index: int
+    rank: int
+    host: str
+
+
+@dataclass(frozen=True)
 class Output:
     """Whole lines that a rank wrote; ``content`` is what it wrote, without the last newline."""
 
@@ -112,11 +121,12 @@ class Refused:
 
 
 _KINDS = (
-    *(Started, Output, Flush, Acknowledged),
+    *(Started, Attending, Output, Flush, Acknowledged),
     *(Register, Probe, Reachable, Assign, Attend, FindTask, TaskAddress, ExecuteOrted, Executed, Refused),
 )
 Message = (
     Started
+    | Attending
     | Output
     | Flush
     | Acknowledged

@@ -6,13 +6,14 @@ import logging
 import math
 import socket
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
-from sparkhvd.rpc.frames import FrameSocket, accept_handshake, notice_lost_peer, shut_down, stop_receiving
-from sparkhvd.rpc.messages import Message, decode, encode
+from sparkhvd.rpc.frames import FrameSocket, accept_handshake, is_cut_off, notice_lost_peer, shut_down, stop_receiving
+from sparkhvd.rpc.messages import Attending, Message, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +40,20 @@ class Server:
         host: the local address to bind; no other interface listens.
         port: 0 takes a free one.
         name: prefix of the threads' names.
+        on_cut_off: called with the last ``Attending`` of a connection whose other host does not answer any more.
     """
 
-    def __init__(
-        self, secret: bytes, handler: Handler, host: str = "127.0.0.1", port: int = 0, name: str = "sparkhvd-rpc"
+    def __init__(  # noqa: PLR0917
+        self,
+        secret: bytes,
+        handler: Handler,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        name: str = "sparkhvd-rpc",
+        on_cut_off: Callable[[Attending], None] | None = None,
     ) -> None:
         self._secret = secret
+        self._on_cut_off = on_cut_off
         self._handler = handler
         self._name = name
         self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
@@ -120,8 +129,18 @@ class Server:
             connection.close()
 
     def _converse(self, frames: FrameSocket) -> None:
-        # A rank may be silent for hours; close() ends this wait.
-        while (payload := frames.receive(idle=Deadline(math.inf))) is not None:
-            reply = self._handler.handle(decode(payload))
-            if reply is not None:
-                frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
+        attending: Attending | None = None
+        try:
+            # A rank may be silent for hours; close() ends this wait.
+            while (payload := frames.receive(idle=Deadline(math.inf))) is not None:
+                message = decode(payload)
+                if isinstance(message, Attending):
+                    attending = message
+                    continue
+                reply = self._handler.handle(message)
+                if reply is not None:
+                    frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
+        except OSError as error:
+            if attending is not None and self._on_cut_off is not None and is_cut_off(error):
+                self._on_cut_off(attending)
+            raise

@@ -43,6 +43,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         log = DriverLog(job)
         stack.callback(log.close)
         place = place_of_task()
+        log.attend(place.index, place.host)
         defaults = thread_defaults(place.cpus)
         worker = WorkerProcess(spawn_worker(dict(job.env), defaults, job.preload, job.executable), log)
         stack.callback(worker.close)
@@ -51,6 +52,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         plan = _gather(context, place, job.nics, stack)
         slot = next(one for one in plan.slots if one.offer.task_index == place.index)
         log.rank = slot.world.rank
+        log.attend(place.index, place.host)
         worker.output.start()
         if slot.world.rank == 0:
             log.started()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from contextlib import ExitStack
 
 from sparkhvd.deadline import Deadline
@@ -10,13 +11,17 @@ from sparkhvd.driver.driver_address import log_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import results_of, spark_failure
-from sparkhvd.driver.slots import reserve_tasks
+from sparkhvd.driver.results import cut_off, results_of, spark_failure
+from sparkhvd.driver.slots import is_connect, reserve_tasks
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import LaunchError
+from sparkhvd.rpc.messages import Attending
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.job import Job
 from sparkhvd.task.main import run_task
+
+# What is on its way when a host is cut off may still come.
+_ROWS_SECONDS = 1.0
 
 
 class BarrierLauncher:
@@ -40,13 +45,19 @@ class BarrierHandle:
         spark = request.session()
         self._job = job
         self._stream = stream
+        self._wake = threading.Event()  # set when the stage has ended or a task was cut off
+        self._cut_off: Attending | None = None  # written before _wake is set
         own_host, bind_host = log_hosts(spark)
+        # A Connect client may sleep or change its network while its job runs.
+        on_cut_off = None if is_connect(spark) else self._lose
         with ExitStack() as stack:
-            server = stack.enter_context(Server(job.log_secret, stream, bind_host, name="sparkhvd-log"))
+            server = stack.enter_context(
+                Server(job.log_secret, stream, bind_host, name="sparkhvd-log", on_cut_off=on_cut_off)
+            )
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
             task = functools.partial(run_task, job.with_log_addresses(addresses))
             profile = profile_of(spark, request.resources)
-            self._stage = BarrierStage(spark, job.num_proc, task, profile, stream.started.set, request.rows)
+            self._stage = BarrierStage(spark, job.num_proc, task, profile, self._ended, request.rows)
             stack.callback(self._stage.close)
             self._stack = stack.pop_all()
 
@@ -54,10 +65,21 @@ class BarrierHandle:
         self._stage.wait_started(self._stream.started, deadline, self._job.start_timeout)
 
     def results(self) -> list[bytes]:
-        self._stage.wait()
+        self._wake.wait()
+        if not self._stage.wait(_ROWS_SECONDS if self._cut_off is not None else None) and self._cut_off is not None:
+            raise cut_off(self._cut_off)
         if self._stage.error is not None:
             raise LaunchError(spark_failure(self._stage.error)) from self._stage.error
         return results_of(self._stage.rows, self._job.num_proc)
 
     def close(self) -> None:
         self._stack.close()
+
+    def _ended(self) -> None:
+        self._stream.started.set()
+        self._wake.set()
+
+    def _lose(self, task: Attending) -> None:
+        """Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
+        self._cut_off = self._cut_off or task
+        self._ended()

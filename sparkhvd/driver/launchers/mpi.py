@@ -22,13 +22,14 @@ from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, 
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts, routable, with_address
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import failure_of, results_of, spark_failure
+from sparkhvd.driver.results import cut_off, failure_of, results_of, spark_failure
 from sparkhvd.driver.slots import is_connect, reserve_tasks
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, SparkHvdError
 from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.interfaces import interfaces
-from sparkhvd.rpc.messages import Assign, Attend, Message, Output, Probe, Reachable
+from sparkhvd.rpc.messages import Assign, Attend, Attending, Message, Output, Probe, Reachable
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import TaskOffer, assign
 from sparkhvd.task.devices import device_map, mixed_devices
@@ -236,8 +237,9 @@ class MpiHandle:
             raise
         if text := device_map(assign(offers)):
             self._stream.handle(Output(0, "stdout", text.encode()))
+        ranks = {slot.offer.task_index: slot.world.rank for slot in assign(offers)}
         for task, client in zip(tasks, clients, strict=True):
-            self._attend(task.offer, client)
+            self._attend(ranks[task.offer.task_index], task.offer, client)
         by_index = {task.offer.task_index: next(s for s in task.servers if s.interface == interface) for task in tasks}
         hosts = mpi_hosts(offers)
         self._service.serve_hosts({host.name: by_index[min(host.tasks)] for host in hosts})
@@ -269,13 +271,15 @@ class MpiHandle:
             )
         return common[0]
 
-    def _attend(self, offer: TaskOffer, client: Client) -> None:
+    def _attend(self, rank: int, offer: TaskOffer, client: Client) -> None:
         """Learn at once when a task is lost: its connection breaks before it has said that it is over."""
 
         def watch() -> None:
             try:
                 client.ask(Attend(), Deadline.after(400 * 86400.0))
             except OSError as error:
+                if is_cut_off(error):
+                    self._fail(str(cut_off(Attending(offer.task_index, rank, offer.host))))
                 self._fail(
                     f"Task {offer.task_index} on host {offer.host} was lost while its ranks were starting or running: "
                     f"{error}. Its executor's log says why."

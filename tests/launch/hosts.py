@@ -1,0 +1,151 @@
+"""Network namespaces as hosts: a bridge, a cable to each, and a Spark worker with an address of its own in each.
+
+Needs root, ``ip`` and the right to make namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pyspark
+
+SPARK_HOME = Path(pyspark.__file__).parent
+_START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """A namespace and its address."""
+
+    namespace: str
+    address: str
+
+    def cut_off(self) -> None:
+        """Pull its cable."""
+        _ip("-n", self.namespace, "link", "set", "cable", "down")
+
+    def connect(self) -> None:
+        """Put the cable back in."""
+        _ip("-n", self.namespace, "link", "set", "cable", "up")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A standalone cluster: the driver's address, the master's URL, the hosts."""
+
+    address: str
+    master: str
+    hosts: tuple[Host, ...]
+
+
+@cache
+def why_not() -> str:
+    """Why there can be no namespaces here; empty when there can."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return "network namespaces need root and ip (Debian: iproute2)"
+    name = f"shvd-try-{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode != 0:
+        return f"network namespaces cannot be made here: {tried.stderr.strip()}"
+    _ip("netns", "del", name)
+    return ""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[tuple[str, tuple[Host, ...]]]:
+    """The address of this machine on the bridge, and the hosts at its other ports."""
+    number = os.getpid()
+    bridge, net = f"shvd{number}", f"10.{200 + number % 50}.{number // 50 % 250}"
+    made = tuple(Host(f"{bridge}-{index}", f"{net}.{index + 2}") for index in range(count))
+    with ExitStack() as stack:
+        _ip("link", "add", bridge, "type", "bridge")
+        stack.callback(_ip, "link", "del", bridge)
+        _ip("addr", "add", f"{net}.1/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for index, host in enumerate(made):
+            _ip("netns", "add", host.namespace)
+            stack.callback(_ip, "netns", "del", host.namespace)
+            port = f"{bridge}p{index}"
+            _ip("link", "add", port, "type", "veth", "peer", "name", "cable", "netns", host.namespace)
+            _ip("link", "set", port, "master", bridge, "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "cable")
+            _ip("-n", host.namespace, "link", "set", "cable", "up")
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _ip("-n", host.namespace, "route", "add", "default", "via", f"{net}.1")
+        yield f"{net}.1", made
+
+
+@contextmanager
+def cluster(count: int, folder: Path) -> Iterator[Cluster]:
+    """A standalone cluster with one core on each of ``count`` hosts; the files of its daemons are in ``folder``."""
+    with hosts(count) as (address, made), ExitStack() as stack:
+        log = _serve(stack, "master.Master", address, [], folder / "master.log", ())
+        master = _await_line(log, r"Starting Spark master at (spark://\S+)")
+        logs = [
+            _serve(
+                stack,
+                "worker.Worker",
+                host.address,
+                ["ip", "netns", "exec", host.namespace],
+                folder / f"worker{index}.log",
+                ("--cores", "1", "--memory", "600m", "--work-dir", str(folder), master),
+            )
+            for index, host in enumerate(made)
+        ]
+        for one in logs:
+            _await_line(one, r"(Successfully registered) with master")
+        yield Cluster(address, master, made)
+
+
+def _serve(  # noqa: PLR0917
+    stack: ExitStack, name: str, address: str, prefix: list[str], log: Path, arguments: tuple[str, ...]
+) -> Path:
+    environment = {
+        **os.environ,
+        "SPARK_LOCAL_IP": address,
+        "SPARK_LOCAL_DIRS": str(log.parent),
+        "SPARK_DAEMON_MEMORY": "128m",
+        "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "SPARK_NO_DAEMONIZE": "1",
+    }
+    command = [*prefix, str(SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "--host", address, "--port", "0", "--webui-port", "0", *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+    stack.callback(_end, process)
+    return log
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _await_line(log: Path, pattern: str) -> str:
+    deadline, pause = time.monotonic() + _START_SECONDS, threading.Event()
+    while not (found := re.search(pattern, log.read_text())):
+        assert time.monotonic() < deadline, f"{pattern} did not appear in time:\n{log.read_text()}"
+        pause.wait(0.1)
+    return found[1]

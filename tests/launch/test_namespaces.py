@@ -1,0 +1,63 @@
+"""Four network namespaces as four hosts, each with a Spark worker and an address of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.hosts import why_not
+
+ROOT = Path(__file__).parents[2]
+# Keepalive gives a silent host up after 9 s; the rest is Spark's way to the error, on a busy machine.
+CUT_OFF_SECONDS = 9.0 + 2.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
+
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    if why_not():
+        pytest.skip(why_not())
+    folder = tmp_path_factory.mktemp("hosts")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.launch.namespaces_script", folder],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+    assert said, done.stdout + done.stderr
+    return json.loads(said[1])
+
+
+def test_the_preflight_asks_every_host(found):
+    assert found["preflight"] == []
+    assert sorted(found["hosts"]) == sorted(found["addresses"])
+
+
+@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
+def test_every_host_is_one_to_the_ranks_and_all_reach_each_other(found, launcher):
+    assert [one["cross"] for one in found[launcher]] == [[rank, 4, rank, 1] for rank in range(4)]
+    assert [one["sum"] for one in found[launcher]] == [10.0] * 4
+
+
+def test_an_estimator_trains_on_four_hosts(found):
+    assert len(found["errors"]) == 64
+    assert max(found["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+
+
+def test_a_host_that_is_cut_off_is_named_soon_and_nothing_is_left(found):
+    cut = found["barrier cut"]
+    words = rf"RankFailedError: Rank \d on host {re.escape(cut['host'])} was cut off from the network while it ran"
+    assert re.match(words, cut["error"])
+    assert cut["seconds"] < CUT_OFF_SECONDS
+    assert cut["left"] == []
