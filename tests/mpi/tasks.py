@@ -5,6 +5,7 @@ Each has a container id of its own choice, so that one machine is as many hosts 
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
@@ -14,11 +15,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+from sparkhvd.config import changed_environment, from_environment
+from sparkhvd.driver.launchers.mpi import MpiHandle, MpiSetup
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.mpi.command import find_mpirun
+from sparkhvd.driver.payload import pickle_call
+from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
 from sparkhvd.task.mpi.task import serve
 from sparkhvd.task.place import TaskPlace
 from sparkhvd.task.rows import result_rows
 
+SECONDS = 100.0
 _ROOT = Path(__file__).parents[2]
 
 
@@ -81,6 +89,28 @@ class ProcessStage:
             else:
                 self.error = RuntimeError(f"tasks ended with {codes}")
         self._on_end()
+
+
+class Launched:
+    """One job on task processes; ``handle`` is the driver's side of it."""
+
+    def __init__(self, fn, *args, containers=("a", "b"), environments=None, extra=(), env=(), stdout=None):
+        job = Job(
+            payload=pickle_call(fn, args, {}),
+            num_proc=len(containers),
+            env=tuple(dict(env).items()),
+            config=from_environment(changed_environment(dict(env))),
+            start_timeout=SECONDS,
+            log_secret=b"s" * 32,
+        )
+        self.stage: ProcessStage | None = None
+
+        def stage(mpi_job, on_end):
+            self.stage = ProcessStage(mpi_job, on_end, containers, environments or {})
+            return self.stage
+
+        stream = LogStream(stdout or io.StringIO(), stdout or io.StringIO(), timestamps=False)
+        self.handle = MpiHandle(job, stream, stage, MpiSetup("127.0.0.1", "127.0.0.1", find_mpirun(), tuple(extra)))
 
 
 def main() -> None:

@@ -16,38 +16,11 @@ import psutil
 import pytest
 
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.launchers.mpi import MpiHandle, MpiSetup
-from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.mpi.command import find_mpirun
-from sparkhvd.driver.payload import pickle_call
 from sparkhvd.errors import LaunchError, RankFailedError
-from sparkhvd.task.job import Job
-from tests.mpi.tasks import ProcessStage
+from tests.mpi.tasks import SECONDS, Launched
 
-SECONDS = 100.0
 # From the moment of a loss to the error, with nothing left behind.
 ENDS_WITHIN = 10.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
-
-
-class Launched:
-    """One job on task processes; ``handle`` is the driver's side of it."""
-
-    def __init__(self, fn, *args, containers=("a", "b"), environments=None, extra=(), env=(), stdout=None):
-        job = Job(
-            payload=pickle_call(fn, args, {}),
-            num_proc=len(containers),
-            env=tuple(dict(env).items()),
-            start_timeout=SECONDS,
-            log_secret=b"s" * 32,
-        )
-        self.stage: ProcessStage | None = None
-
-        def stage(mpi_job, on_end):
-            self.stage = ProcessStage(mpi_job, on_end, containers, environments or {})
-            return self.stage
-
-        stream = LogStream(stdout or io.StringIO(), stdout or io.StringIO(), timestamps=False)
-        self.handle = MpiHandle(job, stream, stage, MpiSetup("127.0.0.1", "127.0.0.1", find_mpirun(), tuple(extra)))
 
 
 def run(*args, **options):

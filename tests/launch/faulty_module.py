@@ -1,0 +1,17 @@
+"""Imported by ranks before they register: the first one that gets here goes wrong as the environment says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.launch.misbehaviour import go_wrong, note_pid
+
+_FOLDER = Path(os.environ["FAULT_FOLDER"])
+note_pid(_FOLDER)
+try:
+    (_FOLDER / "first").touch(exist_ok=False)
+except FileExistsError:
+    pass
+else:
+    go_wrong(os.environ["FAULT"], _FOLDER)
