@@ -1,19 +1,28 @@
 """Endurance: a hundred kills, a thousand cycles of init and shutdown, ten minutes of fuzzing, strangers all the while.
 
+And every row of the fault matrix of the launchers.
+
 Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its full length.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+from pyspark.sql import SparkSession
+
 from tests.endurance import come_and_go, cycles, kill_one_of, strangers
+from tests.launch.faults import FAULTS, complaints, produced
+from tests.launch.hosts import why_not
 from tests.ranks import RankGroup
 
 _ROOT = Path(__file__).parents[1]
@@ -68,18 +77,65 @@ def fuzzing(minutes: float) -> str:
     )
 
 
+def faults() -> str:
+    """Produce every row of the fault matrix, and hosts that are cut off."""
+    lines = ["the fault matrix: seconds from the fault to the driver's error; no process was left behind:"]
+    with tempfile.TemporaryDirectory() as folder:
+        spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
+        try:
+            for number, fault in enumerate(FAULTS):
+                place = Path(folder, str(number))
+                place.mkdir()
+                ended = produced(fault, place, spark)
+                wrong = complaints(fault, ended)
+                verdict = f"FAILED: {wrong}" if wrong else type(ended.error).__name__
+                lines.append(f"  {fault.name:<40} {ended.seconds:6.2f}  {verdict}")
+        finally:
+            spark.stop()
+        lines += _cut_off(Path(folder, "hosts"))
+    return "\n".join(lines)
+
+
+def _cut_off(folder: Path) -> list[str]:
+    """A host of four whose cable is pulled in mid-training, by launcher."""
+    if why_not():
+        return [f"  host cut off: not run, {why_not()}"]
+    folder.mkdir()
+    command = [sys.executable, "-m", "tests.launch.namespaces_script", str(folder), "thoroughly"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=1200)
+    said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+    if said is None:
+        return [f"  host cut off: FAILED: {done.stderr[-3000:]}"]
+    lines = []
+    for launcher in ("barrier", "mpi"):
+        cut = json.loads(said[1])[f"{launcher} cut"]
+        fine = "was cut off from the network" in cut["error"] and not cut["left"]
+        name, error = f"host cut off, in mid-training, {launcher}", cut["error"].partition(":")[0]
+        ended = f"its own ranks had ended after {cut['ended']:.1f} s"
+        lines.append(f"  {name:<40} {cut['seconds']:6.2f}  {error if fine else 'FAILED: ' + cut['error']}; {ended}")
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--fuzz-minutes", type=float, default=10.0)
+    parser.add_argument("--only-faults", action="store_true", help="the fault matrix alone, into faults.txt")
     parser.add_argument("--report", type=Path, default=_ROOT / "bench" / "results" / "soak.txt")
     options = parser.parse_args()
     started = time.monotonic()
+    title = f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores"
+    if options.only_faults:
+        report = f"{title}\n\n{faults()}\n"
+        options.report.with_name("faults.txt").write_text(report)
+        sys.stdout.write(report)
+        return int("FAILED" in report)
     parts = [
-        f"Endurance, {time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores",
+        title,
         kills(options.kills),
         comings_and_goings(options.cycles),
+        faults(),
         fuzzing(options.fuzz_minutes),
     ]
     parts.append(f"{time.monotonic() - started:.0f} s in all")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.torch import TorchEstimator as TorchEstimator
     from sparkhvd.estimators.torch import TorchModel as TorchModel
     from sparkhvd.store import Store as Store
+    from sparkhvd.task.log_files import LogFiles as LogFiles
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _HOME_OF = {
     "SparkBackend": "sparkhvd.estimators.backend",
     "KerasEstimator": "sparkhvd.estimators.keras",
     "KerasModel": "sparkhvd.estimators.keras",
+    "LogFiles": "sparkhvd.task.log_files",
     "preflight": "sparkhvd.driver.preflight",
     "LightningEstimator": "sparkhvd.estimators.lightning",
     "LightningModel": "sparkhvd.estimators.lightning",
@@ -48,6 +50,7 @@ __all__ = [
     "KerasModel",
     "LightningEstimator",
     "LightningModel",
+    "LogFiles",
     "SparkBackend",
     "Store",
     "TorchEstimator",

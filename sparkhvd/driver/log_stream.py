@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from sparkhvd.errors import StoreError
 from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started
+from sparkhvd.task.log_files import LogFiles, LogFileWriter
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +20,8 @@ class LogStream:
     """Writes the workers' lines, each under its rank; a handler for ``sparkhvd.rpc.server.Server``.
 
     Args:
-        stdout: where stdout lines go; None is ``sys.stdout`` as it is when a line arrives.
+        stdout: where stdout lines go; None is ``sys.stdout`` as it is when a line arrives. Into files of a Store they
+            go without prefixes.
         stderr: the same for stderr.
         timestamps: whether a line starts with the time of its arrival.
         folder: where each rank's output is kept as well, without prefixes, in ``rank.<number>/stdout`` and
@@ -31,8 +34,8 @@ class LogStream:
 
     def __init__(
         self,
-        stdout: TextIO | None,
-        stderr: TextIO | None,
+        stdout: TextIO | LogFiles | None,
+        stderr: TextIO | LogFiles | None,
         timestamps: bool,
         folder: Path | None = None,
         num_proc: int = 1,
@@ -42,6 +45,7 @@ class LogStream:
         self._files: dict[tuple[int, str], BinaryIO] = {}  # guarded by _lock
         self.started = threading.Event()
         self._given = {"stdout": stdout, "stderr": stderr}
+        self._writers: dict[tuple[int, str], LogFileWriter] = {}  # guarded by _lock
         self._timestamps = timestamps
         self._lock = threading.Lock()  # keeps lines whole
 
@@ -55,13 +59,31 @@ class LogStream:
         return None
 
     def _write(self, output: Output) -> None:
+        given = self._given.get(output.stream)
+        if isinstance(given, LogFiles):
+            self._store(given, output)
+        else:
+            self._show(given, output)
+
+    def _store(self, files: LogFiles, output: Output) -> None:
+        key = output.rank, output.stream
+        with self._lock:
+            self._keep(output)
+            if key not in self._writers:
+                self._writers[key] = LogFileWriter(files, output.rank, output.stream)
+            try:
+                self._writers[key].write(output.content)
+            except StoreError as error:
+                logger.warning("Output of rank %d cannot be written: %s", output.rank, error)
+
+    def _show(self, given: TextIO | None, output: Output) -> None:
         text = output.content.decode("utf-8", "replace")
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
         prefix = f"{stamp}[{output.rank}]<{output.stream}>:"
         lines = "".join(f"{prefix}{line}\n" for line in text.split("\n"))
         with self._lock:
             self._keep(output)
-            target = self._target(output.stream)
+            target = given or (sys.stderr if output.stream == "stderr" else sys.stdout)
             try:
                 target.write(lines)
                 target.flush()
@@ -74,6 +96,12 @@ class LogStream:
             for file in self._files.values():
                 file.close()
             self._files.clear()
+            for (rank, _), writer in self._writers.items():
+                try:
+                    writer.close()
+                except StoreError as error:
+                    logger.warning("Output of rank %d cannot be written: %s", rank, error)
+            self._writers.clear()
 
     def _keep(self, output: Output) -> None:
         if self._folder is None:
@@ -85,9 +113,3 @@ class LogStream:
             file = self._files[output.rank, output.stream] = path.open("wb")
         file.write(output.content + b"\n")
         file.flush()
-
-    def _target(self, stream: str) -> TextIO:
-        given = self._given.get(stream)
-        if given is not None:
-            return given
-        return sys.stderr if stream == "stderr" else sys.stdout

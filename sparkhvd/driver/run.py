@@ -22,6 +22,7 @@ from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import ConfigError
 from sparkhvd.task.job import Job
+from sparkhvd.task.log_files import LogFiles
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -39,8 +40,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     use_gloo: bool | None = None,
     extra_mpi_args: str | Sequence[str] | None = None,
     env: Mapping[str, str | None] | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
+    stdout: TextIO | LogFiles | None = None,
+    stderr: TextIO | LogFiles | None = None,
     verbose: int = 1,
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
@@ -82,6 +83,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         env: added to the executors' own environment; None as a value removes a variable. The ``SPARKHVD_*`` settings of
             the driver hold on all ranks.
         stdout: where the ranks' stdout goes, each line as ``[rank]<stdout>:line``; None is ``sys.stdout``.
+            ``sparkhvd.LogFiles`` puts it into files of a Store, also where executors cannot reach the driver.
         stderr: the same for stderr.
         verbose: 0 leaves the ranks' output in the executors' logs, 1 streams it, 2 adds sparkhvd's own debug lines.
         nics: network interfaces whose addresses the ranks use; None finds out which ones all hosts can reach.
@@ -152,8 +154,8 @@ def run_with(
     launcher: str,
     start_timeout: float | None = None,
     env: Mapping[str, str | None] | None = None,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
+    stdout: TextIO | LogFiles | None = None,
+    stderr: TextIO | LogFiles | None = None,
     verbose: int = 1,
     nics: Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
@@ -179,6 +181,7 @@ def run_with(
         start_timeout=timeout,
         log_secret=secrets.token_bytes(32),
         stream_output=verbose > 0,
+        log_files=_log_files(stdout=stdout, stderr=stderr),
         log_level=_log_level(verbose) if config.log_level is None else config.log_level,
         executable=executable or "",
         nics=tuple(nics or ()),
@@ -189,6 +192,10 @@ def run_with(
     with closing(stream), closing(chosen.launch(job, stream)) as handle:
         handle.wait_started(deadline)
         return [cloudpickle.loads(content) for content in handle.results()]
+
+
+def _log_files(**streams: TextIO | LogFiles | None) -> tuple[tuple[str, LogFiles], ...]:
+    return tuple((name, given) for name, given in streams.items() if isinstance(given, LogFiles))
 
 
 def _words(arguments: str | Sequence[str] | None) -> tuple[str, ...]:

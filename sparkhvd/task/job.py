@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from sparkhvd.config import Config
+from sparkhvd.task.log_files import LogFiles
 
 # What all ranks together may return: results pass through the driver's memory.
 RESULT_CAP_BYTES = 256 * 1024 * 1024
@@ -31,6 +32,7 @@ class Job:
         log_addresses: where the driver takes the workers' output; empty leaves it in the executors' logs.
         log_secret: proves to the driver that a connection comes from this job. It travels inside the closure, which is
             as private as Spark's own channels.
+        log_files: by ``stdout`` and ``stderr``, where that output goes into a Store instead of to the driver.
         log_level: level of the ``sparkhvd`` logger in the workers.
         executable: the Python of the workers; empty is that of whoever starts them.
         nics: network interfaces to use; empty finds the right ones.
@@ -46,6 +48,7 @@ class Job:
     log_addresses: tuple[tuple[str, int], ...] = ()
     log_secret: bytes = field(default=b"", repr=False)
     stream_output: bool = True
+    log_files: tuple[tuple[str, LogFiles], ...] = field(default=(), repr=False)
     log_level: int = logging.INFO
     executable: str = ""
     nics: tuple[str, ...] = ()

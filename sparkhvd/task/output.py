@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sparkhvd.deadline import Deadline
+from sparkhvd.errors import StoreError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.messages import Attending, Flush, Message, Output, Started
 from sparkhvd.task.job import Job
+from sparkhvd.task.log_files import LogFiles, LogFileWriter
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +87,14 @@ class HandlerLog:
 
 
 class DriverLog:
-    """Connection to the driver's log stream, made on first use; falls back to this task's stderr for good."""
+    """Connection to the driver's log stream, made on first use; falls back to this task's stderr for good.
+
+    What is to go into files of a Store goes there from here, and to this task's stderr when the Store fails.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._files: dict[str, LogFileWriter | None] = {}  # of the pump's thread, until close
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._unreachable = not job.log_addresses  # guarded by _lock
@@ -109,12 +115,19 @@ class DriverLog:
 
     def write(self, stream: str, content: bytes) -> None:
         """Pass whole lines on."""
-        if not self._job.stream_output or not self._send(Output(self.rank, stream, content)):
-            text = content.decode("utf-8", "replace")
-            sys.stderr.writelines(f"[{self.rank}]<{stream}>:{line}\n" for line in text.split("\n"))
+        where = dict(self._job.log_files).get(stream)
+        if where is not None:
+            passed_on = self._keep(where, stream, content)
+        else:
+            passed_on = self._job.stream_output and self._send(Output(self.rank, stream, content))
+        if not passed_on:
+            self._write_here(stream, content)
 
     def close(self) -> None:
-        """Wait until the driver has written everything, then hang up."""
+        """Wait until the driver and the Store have everything, then hang up."""
+        for stream, writer in self._files.items():
+            if writer is not None:
+                self._finish(stream, writer)
         if self._attending is not None:
             self._attending.join()
         with self._lock:
@@ -127,6 +140,33 @@ class DriverLog:
             logger.warning("The driver did not confirm the last output of rank %d: %s", self.rank, error)
         finally:
             client.close()
+
+    def _keep(self, where: LogFiles, stream: str, content: bytes) -> bool:
+        if stream not in self._files:
+            self._files[stream] = LogFileWriter(where, self.rank, stream)
+        writer = self._files[stream]
+        if writer is None:
+            return False
+        try:
+            writer.write(content)
+        except StoreError:
+            self._files[stream] = None
+            self._finish(stream, writer)
+            return False
+        return True
+
+    def _finish(self, stream: str, writer: LogFileWriter) -> None:
+        try:
+            writer.close()
+        except StoreError as error:
+            sys.stderr.write(
+                f"sparkhvd: the Store does not take the {stream} of rank {self.rank}, so it goes here: {error}\n"
+            )
+            self._write_here(stream, writer.unwritten().removesuffix(b"\n"))
+
+    def _write_here(self, stream: str, content: bytes) -> None:
+        text = content.decode("utf-8", "replace")
+        sys.stderr.writelines(f"[{self.rank}]<{stream}>:{line}\n" for line in text.split("\n"))
 
     def _send(self, message: Message) -> bool:
         with self._lock:

@@ -29,9 +29,9 @@ from tests.mpi.tasks import Launched
 PHASES = ("before registration", "at rendezvous", "in mid-training", "at the end")
 LAUNCHERS = ("local", "barrier", "mpi")
 NUM_PROC = 2
-# From the fault to the error; the issue of it is the same on a busy machine, only later.
+# From the fault to the error, on a machine that is not busy.
 SECONDS = 15.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
-# Waits that a row needs to come to its end.
+# What a hanging rank is given.
 _START_SECONDS = 6.0
 _LONG = 300.0
 
@@ -82,6 +82,11 @@ _SAID = {
     "memory": ("raised MemoryError", "MemoryError", _UNPACKED),
     "disk": (f"raised OSError: {_NO_SPACE}", _NO_SPACE, f"{_UNPACKED}: {_NO_SPACE}"),
 }
+_HANGING: dict[str, tuple[type[Exception], str]] = {
+    "before registration": (StartTimeoutError, r"Rank \d on host \S+ was not ready for fn in time"),
+    "at rendezvous": (RankFailedError, r"Rank 0 on host \S+ raised DeadlineExceededError: .*the address of rank 1"),
+    "in mid-training": (RankFailedError, r"Rank 0 on host \S+ raised PeerLostError: .*not submitted by rank 1"),
+}
 _ALWAYS = {
     *(("local", how, phase) for how in ("raise", "exit", "kill") for phase in PHASES),
     *(("local", how, "in mid-training") for how in ("memory", "disk")),
@@ -101,12 +106,9 @@ def _rows() -> list[Fault]:
                     of_any = rf"Rank \d on host \S+ {said}"
                     words = of_any if how in {"exit", "kill"} else _IMPORTING + importing
                 rows.append(Fault(how, phase, launcher, RankFailedError, words, (launcher, how, phase) in _ALWAYS))
-            if phase == "before registration":
-                hang = (StartTimeoutError, r"Rank \d on host \S+ was not ready for fn in time")
-            elif phase == "at the end":
+            if phase == "at the end":
                 continue  # a rank that packs its result for ever breaks no promise: nobody waits for it in a collective
-            else:
-                hang = (RankFailedError, r"Rank 0 on host \S+ raised \w+: [\s\S]*(rank 1|ranks 1)")
+            hang = _HANGING[phase]
             rows.append(Fault("hang", phase, launcher, *hang, (launcher, "hang", phase) in _ALWAYS))
     # Open MPI starts no rank whose Python does not get as far as registering.
     return [row for row in rows if (row.launcher, row.phase) != ("mpi", "before registration")]
@@ -118,7 +120,8 @@ FAULTS = _rows()
 def produced(fault: Fault, folder: Path, spark: SparkSession) -> Ended:
     """Run a job in which the fault happens."""
     environment = {"FAULT": fault.how, "FAULT_FOLDER": str(folder)}
-    if fault.how == "hang" and fault.phase != "before registration":
+    if fault.how == "hang":  # what bounds the waits of the others, long by default
+        environment |= {"SPARKHVD_START_TIMEOUT": str(_START_SECONDS)}
         environment |= {"SPARKHVD_STALL_CHECK_SECONDS": "1", "SPARKHVD_STALL_SHUTDOWN_SECONDS": "2"}
     early = fault.phase == "before registration"
     preload = ("tests.launch.faulty_module",) if early else ()

@@ -61,6 +61,18 @@ def test_every_rank_knows_its_place_and_its_output_arrives_while_it_still_runs(s
     assert sorted(stderr.getvalue().splitlines()) == [f"[{rank}]<stderr>:warned" for rank in range(3)]
 
 
+def say(rank_and_more: str) -> None:
+    print(os.environ["SPARKHVD_RANK"], rank_and_more)
+
+
+def test_output_goes_into_files_of_a_store_where_asked(spark, tmp_path):
+    store = sparkhvd.Store.create(str(tmp_path))
+    sparkhvd.run(say, ("and more",), num_proc=2, stdout=sparkhvd.LogFiles(store, "logs/first"))
+    assert store.list("logs") == [f"logs/first/rank.{rank}/stdout.000000" for rank in range(2)]
+    with store.open("logs/first/rank.1/stdout.000000", "rb") as file:
+        assert file.read() == b"1 and more\n"
+
+
 def sum_over_ranks(offset: int, *, scale: int) -> tuple[int, int, float]:
     import torch  # noqa: PLC0415
 

@@ -1,0 +1,109 @@
+"""Output of ranks as files in a Store, written by whoever watches over the rank: the driver need not be reached."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store.protocol import Store
+
+# What a rank may write before a file is made of it; more is never in memory.
+_PART_BYTES = 4 * 1024 * 1024
+# The longest that a line waits in memory for the next file.
+_PART_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class LogFiles:
+    """A folder of a Store for the output of ranks, to be given to ``run`` as ``stdout`` or ``stderr``.
+
+    Each rank has a folder ``rank.<number>`` with files ``stdout.000000``, ``stdout.000001`` and so on: what it wrote,
+    without prefixes, cut between lines. A new file comes every ten seconds, and after 4 MiB. In a folder that has
+    files already the numbers go on, so nothing is replaced when Spark runs a stage again.
+
+    Attributes:
+        store: a Store that the executors reach.
+        folder: where in it.
+    """
+
+    store: Store
+    folder: str
+
+
+class LogFileWriter:
+    """Writes one stream of one rank into files; safe for use from several threads.
+
+    Args:
+        files: where they go.
+        rank: whose output it is.
+        stream: ``stdout`` or ``stderr``.
+    """
+
+    def __init__(self, files: LogFiles, rank: int, stream: str) -> None:
+        self._store = files.store
+        self._folder = f"{files.folder}/rank.{rank}"
+        self._stream = stream
+        self._changed = threading.Condition()  # guards all below
+        self._lines: list[bytes] = []
+        self._size = 0
+        self._number: int | None = None
+        self._closed = False
+        self._error: StoreError | None = None
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-log-files", daemon=True)
+        self._thread.start()
+
+    def write(self, content: bytes) -> None:
+        """Take whole lines, given without the last newline.
+
+        Raises:
+            StoreError: an earlier file could not be written. ``unwritten`` has its lines; these are not taken.
+        """
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            self._lines.append(content + b"\n")
+            self._size += len(content) + 1
+            if self._size >= _PART_BYTES:
+                self._write_part()  # the rank waits meanwhile, so nothing piles up
+
+    def close(self) -> None:
+        """Write what is left.
+
+        Raises:
+            StoreError: it could not be written; ``unwritten`` has it.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def unwritten(self) -> bytes:
+        """The whole lines that were taken and are in no file."""
+        with self._changed:
+            return b"".join(self._lines)
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._closed:
+                self._changed.wait(_PART_SECONDS)
+                self._write_part()
+            self._write_part()
+
+    def _write_part(self) -> None:
+        if not self._lines or self._error is not None:
+            return
+        try:
+            if self._number is None:
+                there = self._store.list(self._folder)
+                self._number = sum(path.startswith(f"{self._folder}/{self._stream}.") for path in there)
+            with self._store.open(f"{self._folder}/{self._stream}.{self._number:06d}", "wb") as file:
+                file.writelines(self._lines)
+        except StoreError as error:
+            self._error = error
+            return
+        self._number += 1
+        self._lines.clear()
+        self._size = 0
