@@ -10,6 +10,5 @@ pytestmark = pytest.mark.spark
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.always], ids=lambda fault: fault.name)
-def test_the_driver_says_soon_what_went_wrong_and_nothing_is_left(fault, request, tmp_path):
-    spark = request.getfixturevalue("spark") if fault.launcher == "barrier" else None
+def test_the_driver_says_soon_what_went_wrong_and_nothing_is_left(fault, spark, tmp_path):
     assert complaints(fault, produced(fault, tmp_path, spark)) == []
