@@ -52,12 +52,3 @@ def test_synthetic_benchmark_tells_images_per_second_of_every_rank_and_of_all(tm
     assert re.search(r"^rank 0: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)
     assert re.search(r"^rank 1: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)
     assert re.search(r"^total of 2 ranks: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)
-
-
-@pytest.mark.spark
-def test_lightning_digits_leaves_a_checkpoint_and_logs(tmp_path: Path) -> None:
-    shown = _run(tmp_path, "lightning_digits.py", "--rows", "150", "--epochs", "2", "--folder", "out")
-    assert "epochs trained:       2" in shown
-    assert "held-out accuracy:" in shown
-    assert (tmp_path / "out" / "digits.ckpt").stat().st_size > 0
-    assert [path.name for path in (tmp_path / "out").rglob("metrics.csv")] == ["metrics.csv"]
