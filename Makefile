@@ -62,7 +62,7 @@ clean: ## Remove what the targets made, .venv included
 	find sparkhvd -name '_core*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.installed: pyproject.toml setup.py tools/make-venv
+.venv/.installed: pyproject.toml setup.py tools/make-venv tools/constraints.txt
 	@tools/make-venv
 	@touch $@ .venv/.core-built
 
