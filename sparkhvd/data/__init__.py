@@ -27,8 +27,16 @@ if TYPE_CHECKING:
     from sparkhvd.data.selection import expressions as expressions
     from sparkhvd.data.selection import schema_of as schema_of
     from sparkhvd.data.selection import select as select
+    from sparkhvd.data.user_loaders import AsyncDataLoaderMixin as AsyncDataLoaderMixin
+    from sparkhvd.data.user_loaders import BaseDataLoader as BaseDataLoader
+    from sparkhvd.data.user_loaders import DataContext as DataContext
+    from sparkhvd.data.user_loaders import DataModule as DataModule
 
 _HOME_OF = {
+    "AsyncDataLoaderMixin": "sparkhvd.data.user_loaders",
+    "BaseDataLoader": "sparkhvd.data.user_loaders",
+    "DataContext": "sparkhvd.data.user_loaders",
+    "DataModule": "sparkhvd.data.user_loaders",
     "Batch": "sparkhvd.data.batches",
     "BatchSource": "sparkhvd.data.batches",
     "ColumnSpec": "sparkhvd.data.schema",
@@ -50,9 +58,13 @@ _HOME_OF = {
 }
 
 __all__ = [
+    "AsyncDataLoaderMixin",
+    "BaseDataLoader",
     "Batch",
     "BatchSource",
     "ColumnSpec",
+    "DataContext",
+    "DataModule",
     "DataSchema",
     "Manifest",
     "ParquetSource",

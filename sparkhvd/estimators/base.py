@@ -257,7 +257,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             payload=files.payload(params["store"], path, packed),
             spec=_train_spec(params, schema),
             start_method=params["mp_start_method"],
-            transformation=_pickled(params["transformation_fn"]),
+            transformation=_pickled(params["transformation_fn"], "transformation_fn"),
+            data_module=_pickled(params["data_module"], "data_module"),
         )
         environment = {**self._environment(), **(params["backend_env"] or {})}
         try:
@@ -298,14 +299,14 @@ def _selection(dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
     )
 
 
-def _pickled(function: Any) -> bytes:
-    if function is None:
+def _pickled(value: Any, name: str) -> bytes:
+    if value is None:
         return b""
     try:
-        with by_value([function]):
-            return bytes(cloudpickle.dumps(function))
+        with by_value([value]):
+            return bytes(cloudpickle.dumps(value))
     except Exception as error:
-        raise ParamError(f"transformation_fn cannot be pickled to send it to the ranks: {error}") from error
+        raise ParamError(f"{name} cannot be pickled to send it to the ranks: {error}") from error
 
 
 def _ranks(spark: SparkSession, params: Mapping[str, Any]) -> int:

@@ -28,7 +28,9 @@ def check(params: Mapping[str, Any]) -> None:
     if params["data"] == "direct":
         _refuse_what_needs_prepared_rows(params)
     if params["reader"] == "petastorm":
-        _refuse_what_petastorm_cannot(params)
+        _refuse_what_needs_own_readers(params, "reader='petastorm'", "reader")
+    if params["data_module"] is not None:
+        _refuse_what_needs_own_readers(params, "data_module", "data_module")
     for name in ("early_stopping", "checkpoints"):
         watched = getattr(params[name], "monitor", None) or getattr(params[name], "best", None)
         if watched is not None and watched.startswith("val_") and params["validation"] is None:
@@ -40,6 +42,11 @@ def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
         raise ParamError(
             f"reader={params['reader']!r} reads rows of a Store; on the direct path they come from Spark. Pass a Store "
             "and data='store', or leave it out."
+        )
+    if params["data_module"] is not None:
+        raise ParamError(
+            "data_module loads prepared rows; on the direct path none are written. Pass a Store and data='store', or "
+            "leave it out."
         )
     if params["compress_sparse_cols"]:
         raise ParamError(
@@ -54,13 +61,19 @@ def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_what_petastorm_cannot(params: Mapping[str, Any]) -> None:
-    for name in ("train_steps_per_epoch", "validation_steps_per_epoch", "transformation_fn"):
-        if params[name] is not None:
-            raise ParamError(f"{name} needs reader='native'; petastorm's reader goes over all rows as they are.")
-    for name in ("inmemory_cache_all", "local_cache"):
-        if params[name]:
-            raise ParamError(f"{name}=True needs reader='native'; petastorm's reader reads the Store in every epoch.")
+def _refuse_what_needs_own_readers(params: Mapping[str, Any], other: str, itself: str) -> None:
+    nothing = {"reader": "native"}
+    for name in (
+        "train_steps_per_epoch",
+        "validation_steps_per_epoch",
+        "transformation_fn",
+        "inmemory_cache_all",
+        "local_cache",
+        "reader",
+        "data_module",
+    ):
+        if name != itself and params[name] not in {None, False, nothing.get(name)}:
+            raise ParamError(f"{name} needs the native reader, but {other} takes its place; leave one of them out.")
 
 
 def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:

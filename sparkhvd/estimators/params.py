@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+from sparkhvd.data.user_loaders import DataModule
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import Backend, a_backend
 from sparkhvd.estimators.declare import Declarations, Declared, declared
@@ -81,6 +82,13 @@ def a_function(name: str, value: Any) -> Any:
     if not callable(value):
         raise ParamError(f"{name}={value!r} must be a function.")
     return value
+
+
+def a_data_module(name: str, value: Any) -> type[DataModule]:
+    """A subclass of ``DataModule``."""
+    if isinstance(value, type) and issubclass(value, DataModule):
+        return value
+    raise ParamError(f"{name}={value!r} must be a class made from sparkhvd.data.DataModule, not an object of it.")
 
 
 def positive_number(name: str, value: Any) -> float:
@@ -238,6 +246,11 @@ class EstimatorParams(Declarations):
         "Function that makes a dict of numpy arrays by column, with the rows of a batch, into another one with as many "
         "rows, before they are trained on; called on the ranks, by reader threads.",
         a_function,
+        default=None,
+    )
+    data_module: Declared[type[DataModule] | None] = declared(
+        "A subclass of sparkhvd.data.DataModule that loads the prepared rows in place of the readers, on every rank.",
+        a_data_module,
         default=None,
     )
     reader: Declared[str] = declared(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import uuid
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Literal, cast
@@ -24,6 +25,7 @@ from sparkhvd.data.rest import RestOfEpoch
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection
 from sparkhvd.data.transformed import transformed
+from sparkhvd.data.user_loaders import DataContext, DataModule, LoaderSource
 from sparkhvd.errors import DataError, ParamError, SparkHvdError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.files import KeptFiles
@@ -63,6 +65,7 @@ class TrainJob:
         spec: how to train.
         start_method: of multiprocessing, in the ranks.
         transformation: a pickled function that makes other columns of those that are read; empty for none.
+        data_module: a pickled ``DataModule`` class that gives the batches; empty for none.
     """
 
     plugin: str
@@ -73,6 +76,7 @@ class TrainJob:
     spec: TrainSpec
     start_method: str | None = None
     transformation: bytes = b""
+    data_module: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Rows:
         validation: the rows to validate with.
         shapes: see ``TrainResult``.
         division: see ``checkpoint.division``; empty where rows were dealt out before.
+        opened: to be closed after the training.
     """
 
     schema: DataSchema
@@ -118,6 +123,7 @@ class Rows:
     validation: BatchSource | None
     shapes: list[tuple[int, ...]]
     division: str = ""
+    opened: ExitStack = field(default_factory=ExitStack)
 
 
 def find_plugin(name: str) -> FrameworkPlugin:
@@ -149,7 +155,8 @@ def train_worker(job: TrainJob) -> TrainResult | Refused | None:
     hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division)
     if hooks.resumed is not None:
         trainer.restore(hooks.resumed.state)
-    trainer.fit(_continued(job, rows, hooks, communicator.world), rows.validation, hooks)
+    with rows.opened:
+        trainer.fit(_continued(job, rows, hooks, communicator.world), rows.validation, hooks)
     if communicator.world.rank != 0:
         return None
     hooks.restore_best(trainer)
@@ -198,7 +205,32 @@ def _parts(spec: TrainSpec) -> tuple[_Part, _Part]:
 def _rows(job: TrainJob, payload: bytes, communicator: Communicator) -> Rows:
     if isinstance(job.rows, Selection):
         return _given_rows(job, job.rows, payload, communicator)
+    if job.data_module:
+        return _module_rows(job.rows, job.spec, cloudpickle.loads(job.data_module), communicator)
     return _stored_rows(job.rows, job.spec, communicator.world)
+
+
+def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], communicator: Communicator) -> Rows:
+    manifest, world = stored.manifest, communicator.world
+    held_out = () if manifest.validation is None else manifest.validation.files
+    context = DataContext(
+        store=stored.store,
+        train_files=tuple(f"{manifest.folder}/{file.path}" for file in manifest.train.files),
+        val_files=tuple(f"{manifest.folder}/{file.path}" for file in held_out),
+        schema=manifest.schema,
+        rank=world.rank,
+        size=world.size,
+        batch_size=spec.batch_size,
+        val_batch_size=spec.val_batch_size,
+        shuffle=spec.shuffle,
+        seed=spec.seed,
+    )
+    opened = ExitStack()
+    module = opened.enter_context(kind(context))
+    train = LoaderSource(module.train_data(), manifest.schema, "train", communicator)
+    loader = module.val_data() if held_out else None
+    validation = None if loader is None else LoaderSource(loader, manifest.schema, "validation", communicator)
+    return Rows(spec.schema, train, validation, [], checkpoint.division(manifest), opened)
 
 
 def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> Rows:
@@ -247,7 +279,7 @@ def _continued(job: TrainJob, rows: Rows, hooks: RunHooks, world: World) -> Batc
     if not isinstance(train, ParquetSource):
         raise DataError(
             f"Run {job.run_id!r} was interrupted with {within.num_proc} ranks and batch_size={within.batch_size}; "
-            "petastorm's reader goes on with the same numbers only. Take these, or reader='native'."
+            "petastorm's reader and data modules go on with the same numbers only. Take these, or train anew."
         )
     stored, seed, part = job.rows, job.spec.seed, replace(_parts(job.spec)[0], batch_size=within.batch_size)
 

@@ -14,6 +14,7 @@ from pyspark.sql import functions
 from torch.nn import functional
 
 from sparkhvd import Checkpoints, EarlyStopping, SparkBackend, Store, TorchEstimator
+from sparkhvd.data import AsyncDataLoaderMixin, BaseDataLoader, DataModule
 from sparkhvd.errors import DataError, ParamError, RankFailedError
 from sparkhvd.estimators import checkpoint
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback
@@ -209,6 +210,46 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
         estimator(store, **given).fit(df.withColumn("a", functions.udf(lambda a: a, "double")("a")))
 
 
+class OwnLoader(AsyncDataLoaderMixin, BaseDataLoader):
+    """One file after the other, every other one on this rank, a batch each."""
+
+    def __init__(self, context, files):
+        super().__init__(async_loader_queue_size=2)
+        self.context, self.files = context, files[context.rank :: context.size]
+
+    def __len__(self):
+        return len(self.files)
+
+    def _iterate(self):
+        import pyarrow.parquet  # noqa: PLC0415
+
+        for path in self.files:
+            with self.context.store.open(path, "rb") as file:
+                table = pyarrow.parquet.read_table(file, columns=self.context.schema.names())
+            yield {name: table[name].to_numpy() for name in table.column_names}
+
+
+class OwnModule(DataModule):
+    def train_data(self):
+        return OwnLoader(self.context, self.context.train_files)
+
+    def val_data(self):
+        return OwnLoader(self.context, self.context.val_files)
+
+
+def test_a_loader_of_the_users_own_gives_the_batches(store, df):
+    """Three files for two ranks: two steps, in the last of which one rank has nothing."""
+    own = estimator(store, backend="local", data_module=OwnModule, validation=0.2, epochs=2)
+    fitted = own.fit(df.coalesce(3))
+    model, optimizer = fitted.getModelAndOptimizer()
+    steps = int(optimizer.state[model[0].weight]["step"])
+    assert steps % 2 == 0
+    history = fitted.getHistory()
+    assert len(history) == 2
+    held_out = history[-1]["validation"]["loss"]
+    assert 0 < held_out < history[0]["validation"]["loss"]
+
+
 def test_what_contradicts_itself_is_refused(store, df):
     with pytest.raises(ParamError, match=r'At most one of the parameters "backend" and "num_proc"'):
         estimator(store, backend=SparkBackend(2)).fit(df)
@@ -218,5 +259,9 @@ def test_what_contradicts_itself_is_refused(store, df):
         estimator(store, checkpoints=Checkpoints(best="val_loss")).fit(df)
     with pytest.raises(ParamError, match="goes on within an epoch, which needs the same rows again"):
         estimator(store, data="direct", checkpoints=Checkpoints(every_steps=3)).fit(df)
-    with pytest.raises(ParamError, match="train_steps_per_epoch needs reader='native'"):
+    with pytest.raises(ParamError, match="data_module loads prepared rows; on the direct path none are written"):
+        estimator(None, data_module=OwnModule).fit(df)
+    with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module takes its place"):
+        estimator(store, data_module=OwnModule, transformation_fn=with_words).fit(df)
+    with pytest.raises(ParamError, match="train_steps_per_epoch needs the native reader, but reader='petastorm'"):
         estimator(store, reader="petastorm", train_steps_per_epoch=3).fit(df)
