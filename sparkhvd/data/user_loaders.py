@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +147,11 @@ class DataModule(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Let go of what the module holds."""
+
+
+def loads_rows(value: object) -> TypeGuard[type[DataModule]]:
+    """Whether ``data_module`` takes the place of the readers: frameworks may take other kinds for what they do."""
+    return isinstance(value, type) and issubclass(value, DataModule)
 
 
 class LoaderSource:

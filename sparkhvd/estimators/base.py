@@ -27,6 +27,7 @@ from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import Selection, select
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.data.transformed import transformed
+from sparkhvd.data.user_loaders import DataModule, loads_rows
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchRequest, launcher_for
 from sparkhvd.driver.pickling import by_value
@@ -258,7 +259,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             spec=_train_spec(params, schema),
             start_method=params["mp_start_method"],
             transformation=_pickled(params["transformation_fn"], "transformation_fn"),
-            data_module=_pickled(params["data_module"], "data_module"),
+            data_module=_pickled(_loader_of_rows(params), "data_module"),
         )
         environment = {**self._environment(), **(params["backend_env"] or {})}
         try:
@@ -297,6 +298,12 @@ def _selection(dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
         fill=params["fill"],
         transformed=params["transformation_fn"] is not None,
     )
+
+
+def _loader_of_rows(params: Mapping[str, Any]) -> type[DataModule] | None:
+    """What takes the place of the readers."""
+    module = params["data_module"]
+    return module if loads_rows(module) else None
 
 
 def _pickled(value: Any, name: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import check_backend
 
@@ -29,7 +30,7 @@ def check(params: Mapping[str, Any]) -> None:
         _refuse_what_needs_prepared_rows(params)
     if params["reader"] == "petastorm":
         _refuse_what_needs_own_readers(params, "reader='petastorm'", "reader")
-    if params["data_module"] is not None:
+    if loads_rows(params["data_module"]):
         _refuse_what_needs_own_readers(params, "data_module", "data_module")
     for name in ("early_stopping", "checkpoints"):
         watched = getattr(params[name], "monitor", None) or getattr(params[name], "best", None)
@@ -43,7 +44,7 @@ def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
             f"reader={params['reader']!r} reads rows of a Store; on the direct path they come from Spark. Pass a Store "
             "and data='store', or leave it out."
         )
-    if params["data_module"] is not None:
+    if loads_rows(params["data_module"]):
         raise ParamError(
             "data_module loads prepared rows; on the direct path none are written. Pass a Store and data='store', or "
             "leave it out."
@@ -63,6 +64,8 @@ def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
 
 def _refuse_what_needs_own_readers(params: Mapping[str, Any], other: str, itself: str) -> None:
     nothing = {"reader": "native"}
+    others = {} if loads_rows(params["data_module"]) else {"data_module": None}
+    given = {**params, **others}
     for name in (
         "train_steps_per_epoch",
         "validation_steps_per_epoch",
@@ -72,7 +75,7 @@ def _refuse_what_needs_own_readers(params: Mapping[str, Any], other: str, itself
         "reader",
         "data_module",
     ):
-        if name != itself and params[name] not in {None, False, nothing.get(name)}:
+        if name != itself and given[name] not in {None, False, nothing.get(name)}:
             raise ParamError(f"{name} needs the native reader, but {other} takes its place; leave one of them out.")
 
 

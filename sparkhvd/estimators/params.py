@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from sparkhvd.data.user_loaders import DataModule
+from sparkhvd.data.user_loaders import DataModule, loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import Backend, a_backend
 from sparkhvd.estimators.declare import Declarations, Declared, declared
@@ -86,7 +86,7 @@ def a_function(name: str, value: Any) -> Any:
 
 def a_data_module(name: str, value: Any) -> type[DataModule]:
     """A subclass of ``DataModule``."""
-    if isinstance(value, type) and issubclass(value, DataModule):
+    if loads_rows(value):
         return value
     raise ParamError(f"{name}={value!r} must be a class made from sparkhvd.data.DataModule, not an object of it.")
 
@@ -248,7 +248,7 @@ class EstimatorParams(Declarations):
         a_function,
         default=None,
     )
-    data_module: Declared[type[DataModule] | None] = declared(
+    data_module: Declared[Callable[..., Any] | None] = declared(
         "A subclass of sparkhvd.data.DataModule that loads the prepared rows in place of the readers, on every rank.",
         a_data_module,
         default=None,

@@ -38,6 +38,17 @@ def trainer_arguments(name: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def lightning_data(name: str, value: Any) -> Callable[..., Any]:
+    """A ``sparkhvd.data.DataModule`` class, or what makes a LightningDataModule."""
+    if not callable(value):
+        raise ParamError(
+            f"{name}={value!r} must be a class or function that makes a LightningDataModule, or a class made from "
+            "sparkhvd.data.DataModule; objects of them are made on the ranks."
+        )
+    made: Callable[..., Any] = value
+    return made
+
+
 class LightningModel(TrainedModel):
     """A trained LightningModule (or plain module) as a Spark Transformer; ``transform`` calls its ``forward``."""
 
@@ -118,7 +129,9 @@ class LightningEstimator(DistributedEstimator):
     )
     data_module: Declared[Callable[..., Any] | None] = declared(
         "Class or function that makes a LightningDataModule on every rank; it is called with the rank's loaders of "
-        "training and validation batches (None without validation).",
+        "training and validation batches (None without validation). Or a subclass of sparkhvd.data.DataModule that "
+        "loads the prepared rows in place of the readers.",
+        lightning_data,
         default=None,
     )
     input_shapes: Declared[Sequence[Sequence[int]] | None] = declared(

@@ -13,6 +13,7 @@ import torch
 
 from sparkhvd.data import columns
 from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.lightning.package import LightningPackage
@@ -102,7 +103,7 @@ class LightningPlugin:
             callbacks=tuple(cast("Sequence[Any]", params["callbacks"] or ())),
             logger=params["logger"],
             trainer_args=dict(cast("Mapping[str, Any]", params["trainer_args"] or {})),
-            data_module=cast("Callable[..., Any] | None", params["data_module"]),
+            data_module=_maker_of_data(params),
             compression=_compression(params.get("gradient_compression")),
         )
         loggers = given.logger if isinstance(given.logger, list | tuple) else [given.logger]
@@ -134,6 +135,12 @@ PLUGIN = LightningPlugin()
 
 def _unpack(payload: bytes) -> LightningPackage:
     return cast("LightningPackage", cloudpickle.loads(payload))
+
+
+def _maker_of_data(params: Mapping[str, object]) -> Callable[..., Any] | None:
+    """What makes the LightningDataModule; a module that loads rows gives its batches through the rank's rows."""
+    given = params["data_module"]
+    return None if loads_rows(given) else cast("Callable[..., Any] | None", given)
 
 
 def _compression(given: object) -> Any:

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import pytest
 
+from sparkhvd import LightningEstimator
+from sparkhvd.data import DataModule
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import SparkBackend
+from sparkhvd.estimators.base import _loader_of_rows
+from sparkhvd.estimators.contradictions import check
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.policies import Checkpoints
 from sparkhvd.estimators.torch import TorchEstimator
@@ -69,3 +73,31 @@ def test_an_object_with_run_and_num_processes_is_a_backend():
     assert EstimatorParams(backend=own).getBackend() is own
     assert EstimatorParams(backend=SparkBackend(3)).getBackend().num_processes() == 3
     assert EstimatorParams().getCheckpoints() == Checkpoints()
+
+
+class Rows(DataModule):
+    def train_data(self):
+        raise NotImplementedError
+
+
+def made_by_lightning(train, validation):
+    raise NotImplementedError
+
+
+def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place():
+    given = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
+    values = LightningEstimator(**given, data_module=made_by_lightning)._checked_values()
+    assert _loader_of_rows(values) is None
+    assert values["data_module"] is made_by_lightning
+    with pytest.raises(ParamError, match="data_module loads prepared rows; on the direct path none are written"):
+        LightningEstimator(**given, data_module=Rows)._checked_values()
+    with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module takes its place"):
+        check({**values, "data": "store", "store": object(), "data_module": Rows})
+
+
+def test_what_data_module_takes_depends_on_the_framework():
+    assert LightningEstimator(data_module=Rows).getDataModule() is Rows
+    with pytest.raises(ParamError, match="must be a class or function that makes a LightningDataModule"):
+        LightningEstimator(data_module=3)
+    with pytest.raises(ParamError, match=r"must be a class made from sparkhvd\.data\.DataModule"):
+        TorchEstimator(data_module=made_by_lightning)

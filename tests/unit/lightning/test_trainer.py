@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparkhvd.comm import session
+from sparkhvd.data import DataModule
 from sparkhvd.estimators.history import averaged
 from sparkhvd.estimators.policies import Checkpoints
 from tests.ranks import RankGroup
@@ -253,6 +254,15 @@ def exported(folder):
     if rank == 0:
         trainer.export(Path(folder))
     return len(hooks.reports), flat(trainer._given.model) if rank == 0 else None
+
+
+def kept_data_module(given):
+    return trainer_of(module(), data_module=given)._given.data_module
+
+
+def test_a_module_that_loads_rows_is_not_asked_for_a_lightning_data_module(group):
+    assert group.run(kept_data_module, DataModule) == [None] * SIZE
+    assert group.run(kept_data_module, dict) == [dict] * SIZE
 
 
 def opened(folder):
