@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, runtime_checkable
 
 from sparkhvd.driver.run import run
 from sparkhvd.errors import ParamError
@@ -99,6 +99,7 @@ def run_ranks(
     env: Mapping[str, str | None],
     preload: Sequence[str],
     rows: DataFrame | None,
+    stdout: TextIO | None = None,
 ) -> list[Any]:
     """Run ``fn`` on every rank, by the backend in ``params``."""
     backend = params["backend"]
@@ -113,5 +114,6 @@ def run_ranks(
         preload=preload,
         verbose=params["verbose"],
         rows=rows,
+        stdout=stdout,
         launcher=backend,
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import secrets
+import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO, cast
 
 import cloudpickle
 from pyspark.ml import Estimator
@@ -23,7 +23,7 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.prepare import Writing
 from sparkhvd.data.prepared import PreparedData, acquire
 from sparkhvd.data.readers import Reading, head
-from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection, select
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.data.transformed import transformed
@@ -38,14 +38,18 @@ from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.backend import run_ranks
 from sparkhvd.estimators.checkpoint import Checkpoint
 from sparkhvd.estimators.contradictions import cache_of, check
+from sparkhvd.estimators.describe import description
 from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.identity import run_id_by_content
-from sparkhvd.estimators.model import Trained, TrainedModel
+from sparkhvd.estimators.model import TrainedModel
+from sparkhvd.estimators.named_inputs import columns_of
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
-from sparkhvd.estimators.predict import OutputSpec
+from sparkhvd.estimators.progress import ProgressOutput, somebody_looks
 from sparkhvd.estimators.sample import sampled
+from sparkhvd.estimators.tracking import track
+from sparkhvd.estimators.trained import Trained, output_spec
 from sparkhvd.estimators.worker import (
     SAMPLE_ROWS,
     ReaderName,
@@ -116,6 +120,15 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
         gave = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
         return f"{plugin.mapping(params, schema)}; {shapes} gave {gave}"
+
+    def describe(self, df: DataFrame) -> None:
+        """Print which columns go to which input and output, and what the model makes of five rows; trains nothing.
+
+        Raises:
+            SparkHvdError: as ``fit`` would, where the rows cannot be trained on.
+        """
+        params = self._checked_values()
+        sys.stdout.write(description(type(self).__name__, self.plugin, params, df, _selection(df, params)))
 
     def write(self) -> MLWriter:
         """A writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
@@ -208,6 +221,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _checked_values(self) -> dict[str, Any]:
         params = self.values()
+        if params["feature_cols"] is None and params["inputs"] is not None:
+            params["feature_cols"] = columns_of(params["inputs"])
         if params["data"] == "auto":
             params["data"] = "direct" if params["store"] is None else "store"
         check(params)
@@ -260,13 +275,24 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             start_method=params["mp_start_method"],
             transformation=_pickled(params["transformation_fn"], "transformation_fn"),
             data_module=_pickled(_loader_of_rows(params), "data_module"),
+            progress=params["verbose"] > 0 and somebody_looks(),
         )
         environment = {**self._environment(), **(params["backend_env"] or {})}
+        shown = ProgressOutput(params["run_id"]) if job.progress else None
         try:
             results = run_ranks(
-                params, train_worker, (job,), spark=spark, env=environment, preload=self._imports(), rows=given
+                params,
+                train_worker,
+                (job,),
+                spark=spark,
+                env=environment,
+                preload=self._imports(),
+                rows=given,
+                stdout=cast("TextIO | None", shown),
             )
         finally:
+            if shown is not None:
+                shown.close()
             if job.payload.file is not None:
                 params["store"].delete(path)
         # Only rank 0 returns one.
@@ -277,14 +303,16 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
         labels = result.schema.of("label")
-        outputs = tuple(_output(shape, label) for shape, label in zip(result.shapes, labels, strict=True))
+        outputs = tuple(output_spec(shape, label) for shape, label in zip(result.shapes, labels, strict=True))
         trained = Trained(result.kept or params["store"], result.files, result.schema, outputs, result.history)
-        return self.model_class(
+        model = self.model_class(
             trained,
             feature_columns=params["feature_cols"],
             label_columns=params["label_cols"],
             run_id=params["run_id"],
         )
+        track(model, params)
+        return model
 
 
 def _selection(dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
@@ -354,9 +382,3 @@ def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
         log_every_n_steps=params["log_every_n_steps"],
         use_gpu=params["use_gpu"],
     )
-
-
-def _output(shape: tuple[int, ...], label: ColumnSpec) -> OutputSpec:
-    """A column of numbers for one value per row, of vectors for several or where the label is one."""
-    vector = math.prod(shape) != 1 or label.kind != "scalar"
-    return OutputSpec(shape, "float32" if label.dtype == "float32" and not vector else "float64", vector)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Below what a job itself may hold (100 MB), with room for the rest of it.
 INLINE_BYTES = 64 * 1024 * 1024
+_PIECE_BYTES = 8 * 1024 * 1024
 
 
 class Source(Protocol):
@@ -114,14 +115,32 @@ class StoredFile:
         Raises:
             StoreError: it cannot be read, or was changed since.
         """
+        content = BytesIO()
+        self.copy_to(content, store)
+        return content.getvalue()
+
+    def copy_to(self, target: BinaryIO, store: Source) -> None:
+        """Write the content, piece by piece, so that a model may be larger than the memory.
+
+        Raises:
+            StoreError: it cannot be read, or was changed since; part of it has been written then.
+        """
         with store.open(self.path, "rb") as file:
-            content = file.read()
-        if hashlib.sha256(content).hexdigest() != self.sha256:
+            digest = _copied(file, target)
+        if digest != self.sha256:
             raise StoreError(
                 f"{store.url}/{self.path} is not what was written there: its SHA-256 differs. It was changed or cut "
                 "off afterwards; train again."
             )
-        return content
+
+
+def _copied(source: BinaryIO, target: BinaryIO) -> str:
+    """Copy all of a file; the SHA-256 of its content."""
+    digest = hashlib.sha256()
+    while piece := source.read(_PIECE_BYTES):
+        digest.update(piece)
+        target.write(piece)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -168,8 +187,13 @@ def keep_folder(source: Path) -> tuple[tuple[StoredFile, ...], KeptFiles]:
 
 
 def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, ...]:
-    """Publish all files of a local folder."""
-    return tuple(write(store, f"{folder}/{file.name}", file.read_bytes()) for file in sorted(source.iterdir()))
+    """Write all files of a local folder, piece by piece."""
+    found = []
+    for file in sorted(source.iterdir()):
+        path = f"{folder}/{file.name}"
+        with file.open("rb") as content, store.open(path, "wb") as target:
+            found.append(StoredFile(path, _copied(content, target)))
+    return tuple(found)
 
 
 @contextmanager
@@ -183,5 +207,6 @@ def fetched(store: Source, files: tuple[StoredFile, ...], within: str | None = N
     """
     with tempfile.TemporaryDirectory(prefix="sparkhvd-model-", dir=within) as folder:
         for file in files:
-            (Path(folder) / file.path.rpartition("/")[2]).write_bytes(file.read(store))
+            with (Path(folder) / file.path.rpartition("/")[2]).open("wb") as target:
+                file.copy_to(target, store)
         yield Path(folder)

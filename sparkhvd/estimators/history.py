@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
+from sparkhvd.errors import ConfigError, ParamError
 from sparkhvd.estimators.plugin import EpochReport
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,77 @@ class EpochRecord:
     def to_json(self) -> dict[str, Any]:
         """The record as JSON knows it."""
         return asdict(self)
+
+
+class History(list[dict[str, Any]]):
+    """The records of a run, one entry per epoch in Horovod's form, the same for every framework."""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per epoch: loss and metrics, those of the validation with ``val_`` before, then where the time went.
+
+        Example:
+            >>> model.getHistory().to_pandas()[["loss", "val_loss"]]  # doctest: +SKIP
+        """
+        import pandas as pd  # noqa: PLC0415  (ranks do without)
+
+        rows = []
+        for entry in self:
+            row = {f"{sign}{name}": value for sign, part in _PARTS for name, value in _flat(entry[part]).items()}
+            seconds = {"rows_per_second": entry["rows_per_second"], "step_seconds": entry["step_seconds"]}
+            rows.append({**row, **seconds, **entry["shares"]})
+        return pd.DataFrame(rows, index=pd.Index([entry["epoch"] for entry in self], name="epoch"))
+
+    def plot(self) -> Figure:
+        """Loss and metrics by epoch, training and validation over each other; needs matplotlib.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+            ParamError: there is nothing to draw.
+        """
+        try:
+            from matplotlib import pyplot  # noqa: PLC0415  (optional)
+        except ImportError as error:
+            raise ConfigError("plot_history() draws with matplotlib: pip install matplotlib.") from error
+        if not self:
+            raise ParamError("This model has no history: it was not trained here but made by from_model.")
+        table = self.to_pandas()
+        names = [*_flat(self[0]["train"])]
+        figure, places = pyplot.subplots(
+            1, len(names), figsize=(4.5 * len(names), 3.5), layout="constrained", squeeze=False
+        )
+        for place, name in zip(places[0], names, strict=True):
+            for sign, part in _PARTS:
+                if f"{sign}{name}" in table:
+                    place.plot(table.index + 1, table[f"{sign}{name}"], marker=".", label=part)
+            place.set(title=name, xlabel="epoch")
+            place.legend()
+        pyplot.close(figure)  # it is shown by whoever gets it, once
+        return figure
+
+
+_PARTS = (("", "train"), ("val_", "validation"))
+
+
+def history_of(records: Iterable[EpochRecord]) -> History:
+    """The records in Horovod's form."""
+    return History(
+        {**record.to_json(), "train": _as_groups(record.train), "validation": _as_groups(record.validation)}
+        for record in records
+    )
+
+
+def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
+    if not values:
+        return {}
+    return {"loss": values["loss"], "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}
+
+
+def _flat(groups: Mapping[str, Any]) -> dict[str, float]:
+    """The inverse of ``_as_groups``."""
+    if not groups:
+        return {}
+    metrics = {name: value for group in groups["all_metrics"] for name, value in group.items()}
+    return {"loss": groups["loss"], **metrics}
 
 
 def record_from_json(content: dict[str, Any]) -> EpochRecord:

@@ -12,7 +12,7 @@ from sparkhvd.comm import objects
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.errors import DataError
-from sparkhvd.estimators import checkpoint
+from sparkhvd.estimators import checkpoint, run_log
 from sparkhvd.estimators.checkpoint import Checkpoint, Within
 from sparkhvd.estimators.history import EpochRecord, averaged
 from sparkhvd.estimators.plugin import EpochReport, StepReport, Trainer, TrainSpec
@@ -152,6 +152,7 @@ class RunHooks:
     def _keep(self, epoch: int, best: int | None, trainer: Trainer) -> None:
         policy = self._spec.checkpoints
         if self._store is not None:
+            run_log.write(self._store, self._run_id, self.history)
             content = Checkpoint(epoch, self._spec.seed, tuple(self.history), trainer.state())
             also = () if best is None else (best,)
             checkpoint.save(self._store, self._run_id, content, policy.keep, also)

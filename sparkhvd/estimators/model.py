@@ -2,54 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+import cloudpickle
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.schema import Fill
 from sparkhvd.data.selection import expressions, schema_of, source
+from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, SchemaError
-from sparkhvd.estimators.files import KeptFiles, Source, StoredFile
-from sparkhvd.estimators.history import EpochRecord
-from sparkhvd.estimators.params import ModelParams
+from sparkhvd.estimators.files import KeptFiles
+from sparkhvd.estimators.history import History, history_of
+from sparkhvd.estimators.named_inputs import columns_of, named_inputs
+from sparkhvd.estimators.outputs import AUTO, OutputColumn, output_column, spark_type
+from sparkhvd.estimators.params import ModelParams, shapes
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_model, write_model
-from sparkhvd.estimators.predict import OutputSpec, PredictSpec, arrow_function, field_of
+from sparkhvd.estimators.predict import PredictSpec, arrow_function, field_of
+from sparkhvd.estimators.trained import Trained, wrapped
+from sparkhvd.store import Store
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pyspark.sql import Column, DataFrame
-    from pyspark.sql.types import DataType
+    from pyspark.sql.types import StructField, StructType
 
 _PREDICTION = "sparkhvd_prediction"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What a training run left.
-
-    Attributes:
-        store: where the model lies: a Store, or this process where it was trained without one.
-        files: its files.
-        schema: the columns that it was trained on.
-        outputs: what it gives, one per label column.
-        history: one record per epoch.
-    """
-
-    store: Source
-    files: tuple[StoredFile, ...]
-    schema: DataSchema
-    outputs: tuple[OutputSpec, ...]
-    history: tuple[EpochRecord, ...]
 
 
 class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     """Adds the model's outputs to a DataFrame, one column per output.
 
     An output with one value per row is a number (float where the label was float, else double); one with several is a
-    dense ML vector that keeps them all. A NULL in a feature column is an error when the rows are evaluated.
+    dense ML vector that keeps them all. ``output_types`` asks for others, see ``sparkhvd.estimators.outputs``; with
+    ``prediction_fn`` more is done with the model than to call it. A NULL in a feature column is an error when the rows
+    are evaluated.
     """
 
     plugin: ClassVar[str]
@@ -72,23 +62,96 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         """A reader of what ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_model, cls))
 
-    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802  (Horovod's name)
-        """One entry per epoch, in Horovod's form and with where the time went.
+    def getHistory(self) -> History:  # noqa: N802  (Horovod's name)
+        """One entry per epoch, in Horovod's form and with where the time went; ``to_pandas()`` makes a table of it.
 
         Example:
             >>> model.getHistory()[0]  # doctest: +SKIP
             {'epoch': 0, 'train': {'loss': 0.7, 'all_metrics': [{'accuracy': 0.5}]}, 'validation': {}, ...}
         """
-        return [
-            {**record.to_json(), "train": _as_groups(record.train), "validation": _as_groups(record.validation)}
-            for record in self._trained.history
-        ]
+        return history_of(self._trained.history)
+
+    @property
+    def history(self) -> History:
+        """The same as ``getHistory()``."""
+        return self.getHistory()
+
+    def plot_history(self) -> Figure:
+        """A picture of loss and metrics by epoch; needs matplotlib.
+
+        Raises:
+            ConfigError: it is not installed.
+            ParamError: the model was not trained here.
+        """
+        return self.getHistory().plot()
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        df: DataFrame | StructType,
+        *,
+        feature_cols: Sequence[str] | None = None,
+        label_cols: Sequence[str] = (),
+        inputs: Mapping[str, Any] | None = None,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        sparse_cols: Sequence[str] = (),
+        fill: Mapping[str, Fill] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        store: Store | None = None,
+        **params: Any,
+    ) -> Self:
+        """A Transformer of a model that has been trained elsewhere.
+
+        The model is run once on a few rows of ``df``, to know the shape of its outputs; nothing is trained.
+
+        Args:
+            model: the framework's own model; it is copied, not changed.
+            df: rows as they will be predicted, of which two are read; or their schema, where all feature columns are
+                numbers. A streaming DataFrame counts as its schema.
+            feature_cols: the columns that the model reads, as for the estimator.
+            inputs: as for the estimator.
+            label_cols: columns that the outputs predict: they name the output columns, and ``"label"`` in
+                ``output_types`` means their types. Without them, the output columns are ``prediction`` (or
+                ``prediction_0`` and so on).
+            input_shapes: as for the estimator.
+            sparse_cols: as for the estimator.
+            fill: as for the estimator.
+            custom_objects: as for ``KerasEstimator``.
+            store: where the model's files go; without one, this process keeps them and sends them with the session.
+            params: parameters of the Transformer, such as ``output_cols`` and ``prediction_fn``.
+
+        Raises:
+            SchemaError: a column is missing or cannot be used.
+            ParamError: the model cannot take the columns.
+
+        Example:
+            >>> TorchModel.from_model(net, df, feature_cols=["pixels"]).transform(df)  # doctest: +SKIP
+        """
+        named = None if inputs is None else named_inputs("inputs", inputs)
+        feature_cols = columns_of(named) if feature_cols is None and named is not None else feature_cols
+        if feature_cols is None:
+            raise ParamError("from_model needs feature_cols: give the names of the columns that the model reads.")
+        estimated = {
+            "model": model,
+            "inputs": named,
+            "input_shapes": input_shapes and shapes("input_shapes", input_shapes),
+            "custom_objects": custom_objects,
+        }
+        trained = wrapped(cls.plugin, estimated, df, feature_cols, label_cols, sparse_cols, fill or {}, store)
+        names = {"feature_columns": feature_cols, "label_columns": label_cols or None}
+        return cls(trained, **names, **params)
 
     @property
     def output_names(self) -> list[str]:
         """The columns that ``transform`` adds."""
-        given = self.getOrDefault("output_cols")
-        return list(given) if given else [f"{name}__output" for name in self.getOrDefault("label_columns")]
+        given, labels = self.getOrDefault("output_cols"), self.getOrDefault("label_columns")
+        if given:
+            return list(given)
+        if labels:
+            return [f"{name}__output" for name in labels]
+        count = len(self.getOrDefault("output_types") or self._trained.outputs)
+        return ["prediction"] if count == 1 else [f"prediction_{place}" for place in range(count)]
 
     def getOutputCols(self) -> list[str]:  # noqa: N802  (Spark's name)
         """The columns that ``transform`` adds: ``<label>__output`` unless ``setOutputCols`` was called."""
@@ -98,21 +161,26 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         from pyspark.sql.pandas.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
         from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
 
-        names, spec = self._output_columns(dataset), self._predict_spec(dataset)
-        fields = [StructField(field_of(i), _element_type(output)) for i, output in enumerate(spec.outputs)]
+        columns = self._output_columns(dataset)
+        fields = [StructField(field_of(place), spark_type(column)) for place, column in enumerate(columns)]
+        spec = self._predict_spec(dataset, columns, fields)
         predict = arrow_udf(arrow_function(spec), StructType(fields))  # type: ignore[call-overload]  # it takes structs
         predicted = dataset.select("*", predict(*expressions(spec.features)).alias(_PREDICTION))
-        outputs = [
-            _output(i, output).alias(name) for i, (name, output) in enumerate(zip(names, spec.outputs, strict=True))
-        ]
+        outputs = [_output(place, column).alias(column.name) for place, column in enumerate(columns)]
         return predicted.select("*", *outputs).drop(_PREDICTION)
 
-    def _output_columns(self, dataset: DataFrame) -> list[str]:
-        names = self.output_names
-        if len(names) != len(self._trained.outputs):
+    def _output_columns(self, dataset: DataFrame) -> tuple[OutputColumn, ...]:
+        names, own = self.output_names, self._trained.outputs
+        changed = self.getOrDefault("prediction_fn") is not None
+        asked = self.getOrDefault("output_types")
+        kinds: Sequence[str] = asked or (AUTO,) * len(own)
+        if not changed and len(kinds) != len(own):
+            raise ParamError(f"output_types has {len(kinds)} types {list(kinds)} but the model has {len(own)} outputs.")
+        if len(names) != len(kinds):
+            of_labels = self.getOrDefault("label_columns")
             raise ParamError(
-                f"output_cols names {len(names)} columns {names} but the model has {len(self._trained.outputs)} "
-                f"outputs, for the labels {list(self.getOrDefault('label_columns'))}."
+                f"output_cols names {len(names)} columns {names} but there are {len(kinds)} outputs"
+                f"{f', for the labels {list(of_labels)}' if of_labels else ''}."
             )
         there = {column.lower() for column in dataset.columns}
         for name in names:
@@ -121,9 +189,22 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
                     f"The DataFrame has a column {name!r} already, where transform would put the model's output. Drop "
                     "it, or choose another name with setOutputCols."
                 )
-        return names
+        labels = self._trained.schema.of("label")
+        return tuple(
+            output_column(
+                name,
+                kind,
+                own[place] if (kind == AUTO and place < len(own)) or not changed else None,
+                labels[place] if place < len(labels) else None,
+            )
+            for place, (name, kind) in enumerate(zip(names, kinds, strict=True))
+        )
 
-    def _predict_spec(self, dataset: DataFrame) -> PredictSpec:
+    def _predict_spec(
+        self, dataset: DataFrame, outputs: tuple[OutputColumn, ...], fields: Sequence[StructField]
+    ) -> PredictSpec:
+        from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415
+
         trained = self._trained.schema.of("feature")
         chosen: Sequence[str] = self.getOrDefault("feature_columns")
         needs_numbers = all(column.is_number for column in trained)
@@ -148,8 +229,10 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             files=self._trained.files,
             features=tuple(features),
             names=tuple(column.name for column in trained),
-            outputs=self._trained.outputs,
-            batch_size=self.getOrDefault("batch_size"),
+            outputs=outputs,
+            types=tuple(to_arrow_type(field.dataType) for field in fields),
+            batch_size=self.getOrDefault("inference_batch_size"),
+            function=pickled_function(self.getOrDefault("prediction_fn")),
         )
 
 
@@ -157,21 +240,23 @@ def _article(kind: str) -> str:
     return {"scalar": "a number", "array": "an array", "vector": "a vector"}[kind]
 
 
-def _element_type(output: OutputSpec) -> DataType:
-    from pyspark.sql.types import ArrayType, DoubleType, FloatType  # noqa: PLC0415
+def pickled_function(function: Callable[..., Any] | None) -> bytes:
+    """A prediction function for the executors; empty where there is none.
 
-    element = FloatType() if output.element == "float32" else DoubleType()
-    return ArrayType(element, containsNull=False) if output.vector else element
+    Raises:
+        ParamError: it cannot be pickled.
+    """
+    if function is None:
+        return b""
+    try:
+        with by_value([function]):
+            return bytes(cloudpickle.dumps(function))
+    except Exception as error:
+        raise ParamError(f"prediction_fn cannot be pickled to send it to the executors: {error}") from error
 
 
-def _output(index: int, output: OutputSpec) -> Column:
+def _output(place: int, output: OutputColumn) -> Column:
     from pyspark.ml.functions import array_to_vector  # noqa: PLC0415
 
-    column = source(_PREDICTION).getField(field_of(index))
+    column = source(_PREDICTION).getField(field_of(place))
     return array_to_vector(column) if output.vector else column
-
-
-def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
-    if not values:
-        return {}
-    return {"loss": values["loss"], "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}

@@ -10,6 +10,7 @@ from sparkhvd.data.user_loaders import DataModule, loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import Backend, a_backend
 from sparkhvd.estimators.declare import Declarations, Declared, declared
+from sparkhvd.estimators.named_inputs import named_inputs
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.store import Store
 
@@ -182,6 +183,17 @@ def a_store(name: str, value: Any) -> Store:
     return value
 
 
+def output_kinds(name: str, value: Any) -> tuple[str, ...]:
+    """What every output becomes: a word of ``sparkhvd.estimators.outputs``, or a type of Spark's or its name."""
+    kinds = [value] if isinstance(value, str) or hasattr(value, "simpleString") else value
+    if not isinstance(kinds, Sequence) or not kinds:
+        raise ParamError(f"{name}={value!r} must be a list with one type per output column, such as ['vector'].")
+    found = [kind.simpleString() if hasattr(kind, "simpleString") else kind for kind in kinds]
+    if not all(isinstance(kind, str) and kind for kind in found):
+        raise ParamError(f"{name}={value!r} must hold types by name, such as 'array<float>', or types of Spark's.")
+    return tuple(found)
+
+
 class EstimatorParams(Declarations):
     """What every estimator can be told."""
 
@@ -220,6 +232,12 @@ class EstimatorParams(Declarations):
     )
     feature_cols: Declared[Sequence[str] | None] = declared(
         "Columns that the model reads, in the order of its inputs.", names, default=None
+    )
+    inputs: Declared[Mapping[str, Any] | None] = declared(
+        "Which columns make which input, by the model's own names, with shape and dtype where they matter; "
+        "feature_cols may then be left out.",
+        named_inputs,
+        default=None,
     )
     label_cols: Declared[Sequence[str] | None] = declared(
         "Columns that the model learns, in the order of its outputs.", names, default=None
@@ -359,5 +377,16 @@ class ModelParams(Declarations):
     output_cols: Declared[Sequence[str] | None] = declared(
         "Columns that transform adds, one per output; by default <label>__output.", names, default=None
     )
+    output_types: Declared[Sequence[str] | None] = declared(
+        "What every output becomes: 'auto', 'vector', 'array', 'scalar', 'label', or a type of Spark's such as "
+        "'array<float>' or 'struct<no float, yes float>'.",
+        output_kinds,
+        default=None,
+    )
+    prediction_fn: Declared[Callable[..., Any] | None] = declared(
+        "Function of (model, *inputs) that takes the place of the model's call and returns the outputs.",
+        a_function,
+        default=None,
+    )
     run_id: Declared[str | None] = declared("The run that trained the model.", text, default=None)
-    batch_size: Declared[int] = declared("Rows that are predicted at once.", positive_integer, default=1024)
+    inference_batch_size: Declared[int] = declared("Rows that are predicted at once.", positive_integer, default=1024)

@@ -2,7 +2,7 @@
 
 ==========================  =================================================================================
 ``metadata/part-00000``     one line of JSON as Spark ML writes it: class, uid, versions, parameters
-``objects.pkl``             of an estimator: the parameters that JSON does not know, in one cloudpickle
+``objects.pkl``             the parameters that JSON does not know, in one cloudpickle
 ``trained.json``            of a model: columns, outputs, history
 ``model/``                  of a model: the framework's own files, which open without Spark
 ==========================  =================================================================================
@@ -28,14 +28,15 @@ from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.declare import Declarations
 from sparkhvd.estimators.files import StoredFile
 from sparkhvd.estimators.history import record_from_json
-from sparkhvd.estimators.predict import OutputSpec
+from sparkhvd.estimators.outputs import OutputSpec
+from sparkhvd.estimators.trained import Trained
 from sparkhvd.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from sparkhvd.estimators.base import DistributedEstimator
-    from sparkhvd.estimators.model import Trained, TrainedModel
+    from sparkhvd.estimators.model import TrainedModel
 
 T = TypeVar("T")
 
@@ -93,14 +94,7 @@ def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, 
     """Write an estimator and all its parameters."""
     given = {param.name: value for param, value in estimator._paramMap.items()}  # noqa: SLF001  (pyspark's own way)
     own_store = given.pop("store", None)
-    plain = {name: value for name, value in given.items() if _is_json(value)}
-    objects = {name: value for name, value in given.items() if name not in plain}
-    try:
-        with by_value(_parts(objects)):
-            pickled = cloudpickle.dumps(objects)
-    except Exception as error:
-        raise ParamError(f"The parameters {sorted(objects)} cannot be pickled to be saved: {error}") from error
-    store.publish(f"{folder}/{_OBJECTS}", pickled)
+    plain = _write_objects(given, store, folder)
     extra = {"store": None if own_store is None else own_store.url}
     store.publish(f"{folder}/{_METADATA}", _metadata(estimator, spark_version, plain, extra))
 
@@ -108,9 +102,7 @@ def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, 
 def read_estimator(kind: type[DistributedEstimator], store: Store, folder: str) -> Any:
     """The estimator of ``write_estimator``. Its Store is opened anew by its URL; set it where that needs options."""
     metadata = _read_metadata(kind, store, folder)
-    with store.open(f"{folder}/{_OBJECTS}", "rb") as file:
-        objects = cloudpickle.loads(file.read())
-    estimator = kind(**metadata["paramMap"], **objects)
+    estimator = kind(**metadata["paramMap"], **_read_objects(store, folder))
     if (url := metadata["sparkhvd"]["store"]) is not None:
         estimator.setParams(store=Store.create(url))
     estimator._resetUid(metadata["uid"])  # noqa: SLF001  (pyspark's own way)
@@ -118,12 +110,13 @@ def read_estimator(kind: type[DistributedEstimator], store: Store, folder: str) 
 
 
 def write_model(model: TrainedModel, store: Store, folder: str, spark_version: str) -> None:
-    """Write a model: its files are copied one by one, so that no more than one is in memory."""
+    """Write a model; its files are copied piece by piece, whatever their size."""
     trained = model.trained
     digests = {}
     for source in trained.files:
         name = source.path.rpartition("/")[2]
-        store.publish(f"{folder}/{_MODEL}/{name}", source.read(trained.store))
+        with store.open(f"{folder}/{_MODEL}/{name}", "wb") as target:
+            source.copy_to(target, trained.store)
         digests[name] = source.sha256
     content = {
         "files": digests,
@@ -133,26 +126,44 @@ def write_model(model: TrainedModel, store: Store, folder: str, spark_version: s
     }
     store.publish(f"{folder}/{_TRAINED}", json.dumps(content).encode())
     given = {param.name: value for param, value in model._paramMap.items()}  # noqa: SLF001
-    store.publish(f"{folder}/{_METADATA}", _metadata(model, spark_version, given, {}))
+    plain = _write_objects(given, store, folder)
+    store.publish(f"{folder}/{_METADATA}", _metadata(model, spark_version, plain, {}))
 
 
 def read_model(kind: type[TrainedModel], store: Store, folder: str) -> Any:
     """The model of ``write_model``; its files stay where they are and are read by its users."""
-    from sparkhvd.estimators.model import Trained  # noqa: PLC0415  (model.py imports this module)
-
     metadata = _read_metadata(kind, store, folder)
     with store.open(f"{folder}/{_TRAINED}", "rb") as file:
         content = json.loads(file.read())
-    trained: Trained = Trained(
+    trained = Trained(
         store=store,
         files=tuple(StoredFile(f"{folder}/{_MODEL}/{name}", digest) for name, digest in content["files"].items()),
         schema=DataSchema(tuple(_from_json(ColumnSpec, column) for column in content["schema"])),
         outputs=tuple(_from_json(OutputSpec, output) for output in content["outputs"]),
         history=tuple(record_from_json(record) for record in content["history"]),
     )
-    model = kind(trained, **metadata["paramMap"])
+    model = kind(trained, **metadata["paramMap"], **_read_objects(store, folder))
     model._resetUid(metadata["uid"])  # noqa: SLF001
     return model
+
+
+def _write_objects(given: Mapping[str, Any], store: Store, folder: str) -> dict[str, Any]:
+    """Write the parameters that JSON does not know; the others."""
+    plain = {name: value for name, value in given.items() if _is_json(value)}
+    objects = {name: value for name, value in given.items() if name not in plain}
+    try:
+        with by_value(_parts(objects)):
+            pickled = cloudpickle.dumps(objects)
+    except Exception as error:
+        raise ParamError(f"The parameters {sorted(objects)} cannot be pickled to be saved: {error}") from error
+    store.publish(f"{folder}/{_OBJECTS}", pickled)
+    return plain
+
+
+def _read_objects(store: Store, folder: str) -> dict[str, Any]:
+    with store.open(f"{folder}/{_OBJECTS}", "rb") as file:
+        objects: dict[str, Any] = cloudpickle.loads(file.read())
+    return objects
 
 
 def _place(path: str, spark: SparkSession) -> tuple[Store, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -141,11 +141,30 @@ class Trainer(Protocol):
         """Write the trained model as files that ``FrameworkPlugin.predictor`` opens, without Spark."""
 
 
+@dataclass(frozen=True)
+class Inference:
+    """How a model is run in the executors of a transform.
+
+    Attributes:
+        gpu: the number that the framework knows Spark's GPU of this task by; None computes on the CPU.
+        function: takes the place of the model's call: ``function(model, *inputs)``, the inputs as the model gets them.
+    """
+
+    gpu: int | None = None
+    function: Callable[..., Any] | None = None
+
+
+ON_CPU = Inference()
+
+# One output for a batch: an array whose first dimension are the rows, or one such array per field of a struct.
+Predicted = npt.NDArray[np.generic] | Mapping[str, npt.NDArray[np.generic]]
+
+
 class Predictor(Protocol):
     """A trained model, ready for batches; used in the executors of a transform."""
 
-    def predict(self, columns: Arrays) -> Sequence[npt.NDArray[np.generic]]:
-        """One array per label column, first dimension = rows."""
+    def predict(self, columns: Arrays) -> Sequence[Predicted]:
+        """What it gives for these rows, by output."""
 
 
 class FrameworkPlugin(Protocol):
@@ -180,5 +199,8 @@ class FrameworkPlugin(Protocol):
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer: ...
 
-    def predictor(self, folder: Path) -> Predictor:
+    def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
+        """Write the model of ``params`` as it is, in the form of ``Trainer.export``; the schema may lack labels."""
+
+    def predictor(self, folder: Path, inference: Inference = ON_CPU) -> Predictor:
         """Open what ``Trainer.export`` wrote."""

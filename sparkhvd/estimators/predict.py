@@ -5,35 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import cloudpickle
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from sparkhvd.config import visible_devices
 from sparkhvd.data import columns as columns_of
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import DataError, ModelOutputError
 from sparkhvd.estimators.files import Source, StoredFile, fetched
-from sparkhvd.estimators.plugin import Predictor
+from sparkhvd.estimators.outputs import OutputColumn, encoded
+from sparkhvd.estimators.plugin import Inference, Predictor
 from sparkhvd.estimators.worker import find_plugin
 
 _LOADED_LIMIT = 4
-# The loaded models of this Python worker, by the digests of their files; Spark reuses the process for later tasks.
-_loaded: dict[tuple[StoredFile, ...], Predictor] = {}
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """One output of a model.
-
-    Attributes:
-        shape: shape of one row.
-        element: numpy name of the elements in Spark: float32 or float64.
-        vector: whether the column is an ML vector; else it is one number per row.
-    """
-
-    shape: tuple[int, ...]
-    element: str
-    vector: bool
+# The loaded models of this Python worker, by the digests of their files, the function that calls them and the GPU;
+# Spark reuses the process for later tasks.
+_loaded: dict[tuple[tuple[StoredFile, ...], bytes, int | None], Predictor] = {}
 
 
 @dataclass(frozen=True)
@@ -46,8 +35,10 @@ class PredictSpec:
         files: its files.
         features: the columns as they come, in the order of the model's inputs, with the shapes of the training.
         names: the names that the model knows these columns by.
-        outputs: what the model gives.
+        outputs: the columns to make.
+        types: their types in Arrow.
         batch_size: rows that are predicted at once.
+        function: the user's prediction function, pickled; empty where the model itself is called.
     """
 
     plugin: str
@@ -55,8 +46,10 @@ class PredictSpec:
     files: tuple[StoredFile, ...]
     features: tuple[ColumnSpec, ...]
     names: tuple[str, ...]
-    outputs: tuple[OutputSpec, ...]
+    outputs: tuple[OutputColumn, ...]
+    types: tuple[pa.DataType, ...]
     batch_size: int
+    function: bytes = b""
 
 
 def field_of(index: int) -> str:
@@ -75,17 +68,45 @@ def predict_batches(spec: PredictSpec, batches: Iterator[tuple[pa.Array, ...]]) 
         columns = dict(
             zip(spec.names, (_decoded(array, c) for array, c in zip(batch, spec.features, strict=True)), strict=True)
         )
-        yield _encoded(_predicted(predictor, columns, len(batch[0]), spec), spec.outputs)
+        arrays = _predicted(predictor, columns, len(batch[0]), spec)
+        yield pa.StructArray.from_arrays(arrays, [field_of(index) for index in range(len(arrays))])
 
 
 def _predictor(spec: PredictSpec) -> Predictor:
-    if spec.files not in _loaded:
+    gpu = _given_gpu()
+    key = (spec.files, spec.function, gpu)
+    if key not in _loaded:
+        function = cloudpickle.loads(spec.function) if spec.function else None
         with fetched(spec.store, spec.files, _application_folder()) as folder:
-            predictor = find_plugin(spec.plugin).predictor(folder)
+            predictor = find_plugin(spec.plugin).predictor(folder, Inference(gpu, function))
         while len(_loaded) >= _LOADED_LIMIT:
             _loaded.pop(next(iter(_loaded)))
-        _loaded[spec.files] = predictor
-    return _loaded[spec.files]
+        _loaded[key] = predictor
+    return _loaded[key]
+
+
+def _given_gpu() -> int | None:
+    """The GPU that Spark gave this task, as CUDA counts those that the process sees; None without one."""
+    from pyspark import TaskContext  # noqa: PLC0415  (decoding needs no Spark)
+
+    task = TaskContext.get()
+    given = None if task is None else task.resources().get("gpu")
+    return None if given is None else device_number(given.addresses, visible_devices())
+
+
+def device_number(addresses: Sequence[str], visible: str | None) -> int | None:
+    """The number by which CUDA knows Spark's first address; None where there is none that it could know.
+
+    Args:
+        addresses: what Spark assigned. A number counts among the devices that the process sees.
+        visible: the process's CUDA_VISIBLE_DEVICES, None when it has none.
+    """
+    if not addresses:
+        return None
+    if addresses[0].isdecimal():
+        return int(addresses[0])
+    listed = [name.strip() for name in (visible or "").split(",")]
+    return listed.index(addresses[0]) if addresses[0] in listed else None
 
 
 def _application_folder() -> str | None:
@@ -113,33 +134,28 @@ def _decoded(array: pa.Array, column: ColumnSpec) -> npt.NDArray[np.generic]:
 
 def _predicted(
     predictor: Predictor, columns: dict[str, npt.NDArray[np.generic]], rows: int, spec: PredictSpec
-) -> list[npt.NDArray[np.generic]]:
-    parts: list[list[npt.NDArray[np.generic]]] = []
+) -> list[pa.Array]:
+    """A column per output; one struct of chunks would be copied once more."""
+    parts: list[list[pa.Array]] = [[pa.array([], kind)] for kind in spec.types]
     for start in range(0, rows, spec.batch_size):
         # A copy, because Arrow's memory is read-only and frameworks alias what they are given.
         piece = {name: array[start : start + spec.batch_size].copy() for name, array in columns.items()}
-        parts.append(list(predictor.predict(piece)))
-    if not parts:
-        return [np.empty((0, *output.shape), output.element) for output in spec.outputs]
-    return [np.concatenate(pieces) for pieces in zip(*parts, strict=True)]
-
-
-def _encoded(predictions: list[npt.NDArray[np.generic]], outputs: Sequence[OutputSpec]) -> pa.Array:
-    arrays = []
-    for prediction, output in zip(predictions, outputs, strict=True):
-        if prediction.shape[1:] != output.shape:
+        predictions = predictor.predict(piece)
+        if len(predictions) != len(spec.outputs):
             raise ModelOutputError(
-                f"The model's output has rows of shape {list(prediction.shape[1:])}; at the training it was "
-                f"{list(output.shape)}."
+                f"There are {len(spec.outputs)} output columns {[column.name for column in spec.outputs]}, but "
+                f"{len(predictions)} outputs were predicted."
             )
-        flat = np.ascontiguousarray(prediction.reshape(-1), dtype=output.element)
-        values = pa.array(flat)
-        if output.vector:
-            width = int(np.prod(output.shape, dtype=int))
-            offsets = pa.array(np.arange(len(prediction) + 1, dtype=np.int32) * np.int32(width))
-            values = pa.ListArray.from_arrays(offsets, values)
-        arrays.append(values)
-    return pa.StructArray.from_arrays(arrays, [field_of(index) for index in range(len(arrays))])
+        count = len(next(iter(piece.values())))
+        for place, (prediction, column, kind) in enumerate(zip(predictions, spec.outputs, spec.types, strict=True)):
+            array = encoded(prediction, column, kind)
+            if len(array) != count:
+                raise ModelOutputError(
+                    f"Output column {column.name!r} has {len(array)} rows for {count} rows of the DataFrame; the first "
+                    "dimension of an output must be the rows."
+                )
+            parts[place].append(array)
+    return [pieces[1] if len(pieces) == 2 else pa.concat_arrays(pieces) for pieces in parts]
 
 
 def arrow_function(spec: PredictSpec) -> Callable[..., Iterator[pa.Array]]:

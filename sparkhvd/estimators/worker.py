@@ -32,6 +32,7 @@ from sparkhvd.estimators.files import KeptFiles
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.hooks import RunHooks
 from sparkhvd.estimators.plugin import FrameworkPlugin, TrainSpec
+from sparkhvd.estimators.progress import ReportingSource
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
@@ -66,6 +67,7 @@ class TrainJob:
         start_method: of multiprocessing, in the ranks.
         transformation: a pickled function that makes other columns of those that are read; empty for none.
         data_module: a pickled ``DataModule`` class that gives the batches; empty for none.
+        progress: whether somebody watches a bar on the driver.
     """
 
     plugin: str
@@ -77,6 +79,7 @@ class TrainJob:
     start_method: str | None = None
     transformation: bytes = b""
     data_module: bytes = b""
+    progress: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,10 @@ def train_worker(job: TrainJob) -> TrainResult | Refused | None:
     hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division)
     if hooks.resumed is not None:
         trainer.restore(hooks.resumed.state)
+    train = _continued(job, rows, hooks, communicator.world)
+    shown = job.progress and communicator.world.rank == 0
     with rows.opened:
-        trainer.fit(_continued(job, rows, hooks, communicator.world), rows.validation, hooks)
+        trainer.fit(ReportingSource(train, spec.epochs) if shown else train, rows.validation, hooks)
     if communicator.world.rank != 0:
         return None
     hooks.restore_best(trainer)

@@ -8,6 +8,8 @@
     fingerprints/<fingerprint>/<dataset id>     which dataset was prepared from which data
     runs/<run id>/checkpoints/epoch-00003       the trainer's state after epoch 3 (epochs count from 0)
     runs/<run id>/checkpoints/epoch-00004-step-00000120     the same within epoch 4, after 120 of its steps
+    runs/<run id>/history.json                  one record per epoch so far
+    runs/<run id>/logs/train/..., validation    the same for TensorBoard
     runs/<run id>/model/...                     the trained model's files
     probes/<probe id>/...                       a check that all machines reach the Store; removed after it
 
@@ -95,6 +97,16 @@ def checkpoint_place(path: str) -> tuple[int, float] | None:
     """
     match = _CHECKPOINT.fullmatch(path.rpartition("/")[2])
     return (int(match[1]), math.inf if match[2] is None else int(match[2])) if match else None
+
+
+def history_path(run_id: str) -> str:
+    """The history of a run, as JSON."""
+    return f"{run_folder(run_id)}/history.json"
+
+
+def events_path(run_id: str, part: str, epoch: int) -> str:
+    """TensorBoard's file of one epoch; it reads the files of a folder in the order of their names."""
+    return f"{run_folder(run_id)}/logs/{part}/events.out.tfevents.{epoch:010d}.sparkhvd"
 
 
 def model_folder(run_id: str) -> str:

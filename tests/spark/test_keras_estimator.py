@@ -6,7 +6,7 @@ import pytest
 from pyspark.ml import Pipeline
 from pyspark.ml.feature import VectorAssembler
 
-from sparkhvd import KerasEstimator, Store
+from sparkhvd import KerasEstimator, KerasModel, Store
 from sparkhvd.errors import ModelOutputError, ParamError
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]  # the ranks and the executors import TensorFlow
@@ -97,3 +97,18 @@ def test_what_cannot_work_is_refused_before_any_job(xor, store):
     ]:
         with pytest.raises(error, match=message):
             estimator(store, **changes).fit(xor)
+
+
+def test_a_wrapped_model_predicts_in_named_inputs_with_a_function_and_in_label_types(xor):
+    inputs = {name: keras.Input((1,), name=name) for name in ("b", "a")}
+    hidden = keras.layers.Concatenate()([inputs["a"], inputs["b"]])
+    native = keras.Model(inputs, keras.layers.Dense(2, name="scores")(hidden))
+    model = KerasModel.from_model(native, xor, feature_cols=["a", "b"], label_cols=["y"])
+    rows = model.transform(xor).select("a", "b", "y__output").collect()
+    given = {name: np.array([[row[name]] for row in rows], np.float32) for name in ("a", "b")}
+    wanted = native.predict(given, verbose=0)
+    np.testing.assert_allclose([row["y__output"].toArray() for row in rows], wanted, rtol=1e-5, atol=1e-6)
+    model.setPredictionFn(lambda model, x: keras.ops.softmax(model(x))).setOutputTypes(["label"])
+    best = model.transform(xor)
+    assert best.dtypes[-1] == ("y__output", "int")
+    assert [row["y__output"] for row in best.collect()] == wanted.argmax(axis=1).tolist()

@@ -219,7 +219,7 @@ def test_transform_serves_evaluators_sql_and_pipelines(spark, fitted, xor):
 def test_small_batches_predict_the_same(fitted, xor):
     few = xor.orderBy("id").limit(20)
     at_once = fitted.transform(few).collect()
-    in_threes = fitted.copy().setBatchSize(3).transform(few).collect()
+    in_threes = fitted.copy().setInferenceBatchSize(3).transform(few).collect()
     for one, other in zip(at_once, in_threes, strict=True):
         np.testing.assert_allclose(one.y__output.toArray(), other.y__output.toArray(), rtol=1e-5, atol=1e-6)
 
@@ -246,7 +246,7 @@ def test_transform_refuses_columns_that_do_not_fit(fitted, xor):
         fitted.transform(fitted.transform(xor))
     with pytest.raises(SchemaError, match="Feature column 'a' is a number; the model was trained on a vector"):
         fitted.copy().setFeatureColumns(["a"]).transform(xor)
-    with pytest.raises(ParamError, match=r"output_cols names 2 columns .* but the model has 1 outputs"):
+    with pytest.raises(ParamError, match=r"output_cols names 2 columns .* but there are 1 outputs, for the labels"):
         fitted.copy().setOutputCols(["one", "two"]).transform(xor)
 
 

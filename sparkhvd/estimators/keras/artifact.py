@@ -10,29 +10,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.estimators.keras.inputs import Port, Ports
 
-if TYPE_CHECKING:
-    from sparkhvd.estimators.keras.package import Package
-
 MODEL, OBJECTS, PORTS = "model.keras", "objects.pkl", "ports.json"
 
 
-def save(folder: Path, model: Any, package: Package) -> None:
-    """Write a compiled model and how columns become its inputs into ``folder``."""
+def save(folder: Path, model: Any, objects: Mapping[str, Any], inputs: Ports, outputs: Ports) -> None:
+    """Write a model, the objects that it knows by name, and how columns become its inputs into ``folder``."""
     import keras  # noqa: PLC0415  (reading needs Keras only once its backend is known)
 
     keras.saving.save_model(model, folder / MODEL)
-    with by_value(package.objects.values()):
-        (folder / OBJECTS).write_bytes(cloudpickle.dumps(package.objects))
-    content = {"backend": keras.config.backend(), "inputs": asdict(package.inputs), "outputs": asdict(package.outputs)}
+    with by_value(objects.values()):
+        (folder / OBJECTS).write_bytes(cloudpickle.dumps(dict(objects)))
+    content = {"backend": keras.config.backend(), "inputs": asdict(inputs), "outputs": asdict(outputs)}
     (folder / PORTS).write_text(json.dumps(content))
 
 

@@ -2,6 +2,7 @@
 
 Inputs, in the order in which the rules are tried:
 
+0. ``inputs`` given: what it says, see ``sparkhvd.estimators.named_inputs``; a subclassed model gets a dict.
 1. The model has as many inputs as there are feature columns: by name where the names are the same, else in order.
 2. The model has one input (or is a subclass whose inputs are not known): all feature columns side by side as
    ``(rows, k)``, scalars counting one; a single array or vector column as it is.
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.named_inputs import NamedInput, in_order
 from sparkhvd.estimators.shapes import row_shape
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -91,13 +93,18 @@ class Ports:
         return ", ".join(map(str, self.ports))
 
 
-def plan_inputs(model: Any, columns: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
-    """The inputs of ``model``; a sparse column needs one of its own.
+def plan_inputs(
+    model: Any,
+    columns: Sequence[ColumnSpec],
+    shapes: Sequence[Sequence[int]] | None,
+    named: Mapping[str, NamedInput] | None = None,
+) -> Ports:
+    """The inputs of ``model``; ``named`` says them by their names, and a sparse column needs one of its own.
 
     Raises:
         ParamError: the columns do not fit the inputs; the message names both.
     """
-    found = _plan_dense(model, columns, shapes)
+    found = _plan_dense(model, columns, shapes, named)
     sparse = {column.name: column for column in columns if column.sparse}
     return replace(found, ports=tuple(_sparse(port, sparse) if sparse else port for port in found.ports))
 
@@ -122,9 +129,16 @@ def _sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:
     return replace(port, shape=None, sparse=size)
 
 
-def _plan_dense(model: Any, columns: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
+def _plan_dense(
+    model: Any,
+    columns: Sequence[ColumnSpec],
+    shapes: Sequence[Sequence[int]] | None,
+    named: Mapping[str, NamedInput] | None,
+) -> Ports:
     known = _tensors(getattr(model, "inputs", None))
     names = [column.name for column in columns]
+    if named is not None:
+        return _by_name(model, known, columns, named)
     if shapes is not None and len(shapes) != len(columns):
         raise ParamError(f"input_shapes has {len(shapes)} shapes but feature_cols has {len(columns)} columns: {names}.")
     given = None if shapes is None else {name: row_shape(shape) for name, shape in zip(names, shapes, strict=True)}
@@ -151,6 +165,22 @@ def _plan_dense(model: Any, columns: Sequence[ColumnSpec], shapes: Sequence[Sequ
         shape = given[name] if given else _static(tensor)
         ports.append(Port(tensor.name, (name,), shape, tensor.dtype))
     return Ports(tuple(ports), structure)
+
+
+def _by_name(
+    model: Any, known: list[Any] | None, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
+) -> Ports:
+    if known is None:  # a subclass, which takes what it is given
+        found = in_order(named, list(named), len(named), columns)
+        ports = [Port(name, given.columns, given.shape, given.dtype) for name, given, _ in found]
+        return Ports(tuple(ports), "dict")
+    tensors = {tensor.name: tensor for tensor in known}
+    found = in_order(named, list(tensors), len(tensors), columns)
+    ports = [
+        Port(name, given.columns, given.shape or _static(tensors[name]), given.dtype or tensors[name].dtype)
+        for name, given, _ in found
+    ]
+    return Ports(tuple(ports), _structure(getattr(model, "_inputs_struct", None), len(known)))
 
 
 def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequence[int]] | None) -> Ports:
@@ -181,6 +211,16 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
         shape = rows[names.index(column.name)]
         ports.append(Port(output, (column.name,), shape if shape is not None else _fitting(column, tensor), None))
     return Ports(tuple(ports), _structure(getattr(model, "_outputs_struct", None), len(known)))
+
+
+def own_outputs(model: Any) -> Ports:
+    """The outputs of a model that nothing is learned with; one, if the model does not tell."""
+    known = _tensors(getattr(model, "outputs", None))
+    if known is None:
+        return Ports((Port("output", (), None, None),), "single")
+    names = list(getattr(model, "output_names", None) or [tensor.name for tensor in known])
+    structure = _structure(getattr(model, "_outputs_struct", None), len(known))
+    return Ports(tuple(Port(name, (), None, None) for name in names), structure)
 
 
 def _tensors(found: Any) -> list[Any] | None:

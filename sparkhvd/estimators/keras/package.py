@@ -45,6 +45,7 @@ class Package:
         inputs: how columns become inputs.
         outputs: how columns become targets.
         input_shapes: the user's, for columns that are known later.
+        named_inputs: the user's ``inputs``, for the same.
         label_shapes: the same of labels.
         compression: what gradients travel as: a name, or what sparkhvd.tensorflow.Compression has.
     """
@@ -60,6 +61,7 @@ class Package:
     callbacks: tuple[Any, ...] = ()
     compression: Any = None
     input_shapes: Any = None
+    named_inputs: Any = None
     label_shapes: Any = None
 
     def dumps(self) -> bytes:
@@ -81,7 +83,7 @@ class Package:
         """The package for other columns than it was made for."""
         return replace(
             self,
-            inputs=plan_inputs(model, schema.of("feature"), self.input_shapes),
+            inputs=plan_inputs(model, schema.of("feature"), self.input_shapes, self.named_inputs),
             outputs=plan_outputs(model, schema.of("label"), self.label_shapes),
         )
 

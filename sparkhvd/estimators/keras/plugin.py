@@ -6,8 +6,10 @@ Keras chooses its backend when it is imported, once per process; so nothing here
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,8 +21,9 @@ from sparkhvd.config import export
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
 from sparkhvd.estimators.keras import artifact
-from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
-from sparkhvd.estimators.plugin import Arrays, TrainSpec
+from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
+from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.estimators.plugin import ON_CPU, Arrays, Inference, Predicted, TrainSpec
 from sparkhvd.world import World
 
 if TYPE_CHECKING:
@@ -63,16 +66,33 @@ class KerasPlugin:
 
         return KerasTrainer(_unpack(payload), spec, world)
 
-    def predictor(self, folder: Path) -> KerasPredictor:
-        """The model in a folder that ``KerasTrainer.export`` wrote."""
+    def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
+        """Write the model of ``params``.
+
+        Raises:
+            ParamError: it is no Keras model, it is not built, or the columns do not fit its inputs.
+        """
+        from sparkhvd.estimators.keras.package import custom_objects_of  # noqa: PLC0415
+
+        model = _built(params["model"])
+        inputs = _inputs(params, schema)
+        outputs = _outputs(params, schema)
+        objects = custom_objects_of(model, cast("Mapping[str, Any] | None", params.get("custom_objects")))
+        artifact.save(folder, model, objects, inputs, outputs)
+
+    def predictor(self, folder: Path, inference: Inference = ON_CPU) -> KerasPredictor:
+        """The model in a folder that ``KerasTrainer.export`` wrote, on the GPU if there is one for it."""
         use_backend(artifact.load_backend(folder))
         inputs, outputs = artifact.load_ports(folder)
-        return KerasPredictor(artifact.load_model(folder, compiled=False), inputs, outputs)
+        place = _place(inference.gpu)
+        with place():
+            model = artifact.load_model(folder, compiled=False)
+        return KerasPredictor(model, inputs, outputs, place, inference.function)
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
         """Which columns go where, for the log."""
-        inputs = plan_inputs(params["model"], schema.of("feature"), _shapes(params, "input_shapes"))
-        outputs = plan_outputs(params["model"], schema.of("label"), _shapes(params, "label_shapes"))
+        inputs = _inputs(params, schema)
+        outputs = _outputs(params, schema)
         return f"inputs: {inputs}; outputs: {outputs}"
 
 
@@ -83,14 +103,45 @@ class KerasPredictor:
     model: Any
     inputs: Ports
     outputs: Ports
+    place: Callable[[], AbstractContextManager[object]] = nullcontext
+    function: Callable[..., Any] | None = None
 
-    def predict(self, columns: Arrays) -> list[npt.NDArray[np.generic]]:
-        """One array per output, first dimension = rows."""
+    def predict(self, columns: Arrays) -> list[Predicted]:
+        """One array per output, or one per field of an output, first dimension = rows."""
         rows = len(next(iter(columns.values())))
-        return [
-            np.asarray(each)
-            for each in self.outputs.flat(self.model.predict_on_batch(self.inputs.arrays(columns, rows)))
-        ]
+        given = self.inputs.arrays(columns, rows)
+        with self.place():
+            if self.function is None:
+                return [_array(each) for each in self.outputs.flat(self.model.predict_on_batch(given))]
+            result = self.function(self.model, given)
+            found = list(result) if isinstance(result, tuple | list) else [result]
+            return [
+                {name: _array(value) for name, value in each.items()} if isinstance(each, Mapping) else _array(each)
+                for each in found
+            ]
+
+
+def _array(value: Any) -> npt.NDArray[np.generic]:
+    if isinstance(value, np.ndarray):
+        return value
+    import keras  # noqa: PLC0415
+
+    return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+def _place(gpu: int | None) -> Callable[[], AbstractContextManager[object]]:
+    """Where a model is to be computed; TensorFlow would take every GPU that it sees, and all of its memory."""
+    import keras  # noqa: PLC0415
+
+    if keras.config.backend() != "tensorflow":
+        return nullcontext  # which leaves it to the backend
+    import tensorflow as tf  # noqa: PLC0415
+
+    gpus = tf.config.list_physical_devices("GPU")
+    with suppress(RuntimeError):  # TensorFlow runs already, with what an earlier model of this process chose
+        for device in gpus:
+            tf.config.experimental.set_memory_growth(device, True)
+    return partial(tf.device, "CPU:0" if gpu is None or gpu >= len(gpus) else f"GPU:{gpu}")
 
 
 PLUGIN = KerasPlugin()
@@ -119,19 +170,12 @@ def _package(params: Mapping[str, Any]) -> Package:
 
     from sparkhvd.estimators.keras.package import Package, bytes_of, custom_objects_of, frozen  # noqa: PLC0415
 
-    model = params["model"]
-    if not isinstance(model, keras.Model):
-        raise ParamError(f"model is a {type(model).__name__}; it must be a keras.Model.")
+    model = _built(params["model"])
     optimizer = params["optimizer"] or getattr(model, "optimizer", None)
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
-    if not model.built:
-        raise ParamError(
-            "The model is not built, so it has no weights to send to the ranks. Call it once on a few rows, or give it "
-            "a keras.Input."
-        )
     schema = cast("DataSchema", params["schema"])
     return Package(
         model=bytes_of(model),
@@ -140,10 +184,11 @@ def _package(params: Mapping[str, Any]) -> Package:
         loss=frozen(params["loss"]),
         loss_weights=None if params["loss_weights"] is None else list(params["loss_weights"]),
         metrics=frozen(list(params["metrics"] or ())) or None,
-        inputs=plan_inputs(model, schema.of("feature"), _shapes(params, "input_shapes")),
+        inputs=_inputs(params, schema),
         outputs=plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
         callbacks=tuple(params["callbacks"] or ()),
         input_shapes=_shapes(params, "input_shapes"),
+        named_inputs=params.get("inputs"),
         label_shapes=_shapes(params, "label_shapes"),
         compression=_compression(params.get("gradient_compression")),
     )
@@ -159,8 +204,33 @@ def _compression(given: Any) -> Any:
     return given
 
 
+def _built(model: Any) -> Any:
+    import keras  # noqa: PLC0415
+
+    if not isinstance(model, keras.Model):
+        raise ParamError(f"model is a {type(model).__name__}; it must be a keras.Model.")
+    if not model.built:
+        raise ParamError(
+            "The model is not built, so it has no weights to send anywhere. Call it once on a few rows, or give it a "
+            "keras.Input."
+        )
+    return model
+
+
 def _unpack(payload: bytes) -> Package:
     return cast("Package", cloudpickle.loads(payload))
+
+
+def _inputs(params: Mapping[str, object], schema: DataSchema) -> Ports:
+    named = cast("Mapping[str, NamedInput] | None", params.get("inputs"))
+    return plan_inputs(params["model"], schema.of("feature"), _shapes(params, "input_shapes"), named)
+
+
+def _outputs(params: Mapping[str, object], schema: DataSchema) -> Ports:
+    labels = schema.of("label")
+    if not labels:
+        return own_outputs(params["model"])
+    return plan_outputs(params["model"], labels, _shapes(params, "label_shapes"))
 
 
 def _shapes(params: Mapping[str, object], name: str) -> Sequence[Sequence[int]] | None:

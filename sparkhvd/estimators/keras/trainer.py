@@ -111,7 +111,8 @@ class KerasTrainer:
         """Write the model, its optimizer with the user's unscaled learning rate."""
         self._scale_lr(1.0 / self._lr_scale)
         try:
-            artifact.save(folder, self._model, self._package)
+            package = self._package
+            artifact.save(folder, self._model, package.objects, package.inputs, package.outputs)
         finally:
             self._scale_lr(self._lr_scale)
 

@@ -18,11 +18,11 @@ from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
-from sparkhvd.estimators.plugin import Arrays, TrainSpec
+from sparkhvd.estimators.plugin import ON_CPU, Arrays, Inference, TrainSpec
 from sparkhvd.estimators.policies import Checkpoints
-from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
+from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.torch.plugin import TorchPredictor
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.lightning.flavour import flavour_of, package
@@ -125,9 +125,13 @@ class LightningPlugin:
         """The trainer of one rank."""
         return LightningTrainer(_unpack(payload), spec, world)
 
-    def predictor(self, folder: Path) -> TorchPredictor:
-        """The model in a folder that ``LightningTrainer.export`` wrote."""
-        return TorchPredictor(artifact.load_model(folder), artifact.load_inputs(folder))
+    def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
+        """Write the model of ``params`` without an optimizer."""
+        TORCH.export(params, schema, folder)
+
+    def predictor(self, folder: Path, inference: Inference = ON_CPU) -> TorchPredictor:
+        """The model in a folder that ``LightningTrainer.export`` wrote, on the GPU if there is one for it."""
+        return TORCH.predictor(folder, inference)
 
 
 PLUGIN = LightningPlugin()

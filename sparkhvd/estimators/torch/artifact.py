@@ -3,7 +3,7 @@
 =================  ======================================================================================
 ``state_dict.pt``  the weights; ``torch.load(..., weights_only=True)`` opens it without running any code
 ``module.pkl``     the module without its weights, a cloudpickle
-``optimizer.pkl``  the optimizer; its parameters are those of the module, by name
+``optimizer.pkl``  the optimizer, if there is one; its parameters are those of the module, by name
 ``inputs.json``    which columns make which input
 =================  ======================================================================================
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.package import PicklerWithScripts
 
@@ -66,7 +67,13 @@ def load_inputs(folder: Path) -> tuple[ModelInput, ...]:
 
 
 def load_optimizer(folder: Path, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of ``save``, over the parameters of ``model``, which ``load_model`` gave."""
+    """The optimizer of ``save``, over the parameters of ``model``, which ``load_model`` gave.
+
+    Raises:
+        ParamError: there is none.
+    """
+    if not (folder / OPTIMIZER).exists():
+        raise ParamError("This model was not trained here but made by from_model, so it has no optimizer.")
     parameters = dict(model.named_parameters())
     with (folder / OPTIMIZER).open("rb") as file:
         optimizer: torch.optim.Optimizer = _WithTensors(file, lambda reference: parameters[reference[0]]).load()

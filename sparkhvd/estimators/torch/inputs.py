@@ -2,6 +2,7 @@
 
 The rule, in the order in which it is tried:
 
+0. ``inputs`` given: what it says (``sparkhvd.estimators.named_inputs``), by the names of ``forward``'s arguments.
 1. ``input_shapes`` given: one input per feature column, each reshaped to its shape; a leading -1 stands for the rows.
 2. ``forward`` takes as many arguments as there are feature columns (and more than one): one input per column, in order,
    each with the column's own shape; a scalar column is ``(rows,)``.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ import torch
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.data.torch_data import sparse_tensor
 from sparkhvd.errors import ParamError, SchemaError
+from sparkhvd.estimators.named_inputs import NamedInput, in_order
 from sparkhvd.estimators.shapes import row_shape
 
 
@@ -53,7 +55,8 @@ class ModelInput:
             return sparse_tensor(arrays[self.columns[0]], self.sparse_size, self.dtype)
         parts = [torch.from_numpy(arrays[name]) for name in self.columns]
         if len(parts) > 1:
-            return torch.cat([part.reshape(rows, -1).to(self.dtype) for part in parts], dim=1)
+            joined = torch.cat([part.reshape(rows, -1).to(self.dtype) for part in parts], dim=1)
+            return joined if self.shape is None or -1 in self.shape else joined.reshape(rows, *self.shape)
         part = parts[0].to(self.dtype)
         return part if self.shape is None else part.reshape(rows, *self.shape)
 
@@ -63,14 +66,19 @@ class ModelInput:
 
 
 def plan_inputs(
-    model: torch.nn.Module, columns: Sequence[ColumnSpec], input_shapes: Sequence[Sequence[int]] | None
+    model: torch.nn.Module,
+    columns: Sequence[ColumnSpec],
+    input_shapes: Sequence[Sequence[int]] | None,
+    named: Mapping[str, NamedInput] | None = None,
 ) -> tuple[ModelInput, ...]:
-    """The inputs of ``model``, in the order of ``forward``'s arguments.
+    """The inputs of ``model``, in the order of ``forward``'s arguments; ``named`` says them by their names.
 
     Raises:
         ParamError: ``input_shapes`` or the number of columns does not fit; the message names both.
         SchemaError: columns of different kinds cannot be put side by side.
     """
+    if named is not None:
+        return _by_name(model, columns, named)
     dtypes = {column.name: _dtype(model, column) for column in columns}
     sparse = [column.name for column in columns if column.sparse]
     if input_shapes is not None and sparse:
@@ -103,6 +111,22 @@ def plan_inputs(
     widths = [1 if column.kind == "scalar" else int(np.prod(column.shape or (-1,))) for column in columns]
     width = sum(widths) if min(widths) > 0 else -1
     return (ModelInput(tuple(dtypes), (width,), next(iter(dtypes.values()))),)
+
+
+def _by_name(
+    model: torch.nn.Module, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
+) -> tuple[ModelInput, ...]:
+    arguments = _positional(model)
+    needed = sum(argument.default is argument.empty for argument in arguments)
+    found = []
+    for _, given, own in in_order(named, [argument.name for argument in arguments], needed, columns):
+        dtype = _dtype(model, own[0]) if given.dtype is None else getattr(torch, given.dtype)
+        if len(own) == 1 and own[0].sparse:
+            found.append(_own_input(own[0], dtype))
+            continue
+        wide = given.shape if given.shape is not None or len(own) == 1 else (-1,)
+        found.append(ModelInput(given.columns, wide, dtype))
+    return tuple(found)
 
 
 def _own_input(column: ColumnSpec, dtype: torch.dtype) -> ModelInput:
@@ -144,11 +168,12 @@ def _dtype(model: torch.nn.Module, column: ColumnSpec) -> torch.dtype:
 
 
 def _argument_counts(model: torch.nn.Module) -> tuple[int, float]:
-    if isinstance(model, torch.jit.ScriptModule):
-        arguments = cast("Any", model.forward).schema.arguments[1:]  # the first is the module itself
-        return sum(not argument.has_default_value() for argument in arguments), len(arguments)
-    parameters: list[Any] = list(inspect.signature(model.forward).parameters.values())
-    positional = [p for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+    positional = _positional(model)
     least = sum(p.default is p.empty for p in positional)
-    endless = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    endless = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values())
     return least, float("inf") if endless else len(positional)
+
+
+def _positional(model: torch.nn.Module) -> list[inspect.Parameter]:
+    parameters: list[Any] = list(inspect.signature(model.forward).parameters.values())
+    return [p for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]

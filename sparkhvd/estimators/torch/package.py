@@ -12,6 +12,7 @@ from typing import Any, cast
 import cloudpickle
 import torch
 
+from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.schedule import LRSchedule
@@ -46,6 +47,7 @@ class Package:
     optimizer: torch.optim.Optimizer
     objective: Objective
     input_shapes: Sequence[Sequence[int]] | None = None
+    named_inputs: Mapping[str, NamedInput] | None = None
     schedule: LRSchedule | None = None
     stepping: Stepping = field(default_factory=Stepping)
     callbacks: tuple[TorchCallback, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,8 @@ from sparkhvd.data import columns
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
-from sparkhvd.estimators.plugin import Arrays, TrainSpec
+from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.estimators.plugin import ON_CPU, Arrays, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
@@ -64,6 +65,7 @@ class TorchPlugin:
             optimizer=cast("torch.optim.Optimizer", params["optimizer"]),
             objective=objective_of(params),
             input_shapes=_shapes(params),
+            named_inputs=_named(params),
             schedule=cast("LRSchedule | None", params.get("lr_scheduler")),
             stepping=_stepping(params),
             callbacks=tuple(cast("Sequence[TorchCallback]", params.get("callbacks") or ())),
@@ -72,7 +74,7 @@ class TorchPlugin:
         own: list[object] = [*objective.losses, *objective.constructors, *(m.function for m in objective.metrics)]
         own += [*package.callbacks, package.stepping.minibatch_fn, package.schedule and package.schedule.scheduler]
         if params.get("transformation_fn") is None:  # else the columns are those of now, not those of then
-            plan_inputs(model, cast("DataSchema", params["schema"]).of("feature"), package.input_shapes)
+            _inputs(params, cast("DataSchema", params["schema"]))
         try:
             with by_value([*model.modules(), *(part for part in own if part is not None), package.optimizer]):
                 return dumps(package)
@@ -88,15 +90,35 @@ class TorchPlugin:
         """The trainer of one rank."""
         return TorchTrainer(loads(payload), spec, world)
 
-    def predictor(self, folder: Path) -> TorchPredictor:
-        """The model in a folder that ``TorchTrainer.export`` wrote."""
-        return TorchPredictor(artifact.load_model(folder), artifact.load_inputs(folder))
+    def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
+        """Write the model of ``params`` without an optimizer.
+
+        Raises:
+            ParamError: it is no module, the columns do not fit its inputs, or it cannot be pickled.
+        """
+        model = params["model"]
+        if not isinstance(model, torch.nn.Module):
+            raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+        inputs = _inputs(params, schema)
+        try:
+            with by_value(model.modules()):
+                artifact.save(folder, model, None, inputs)
+        except Exception as error:
+            raise ParamError(f"The model cannot be pickled to send it to the executors: {error}") from error
+
+    def predictor(self, folder: Path, inference: Inference = ON_CPU) -> TorchPredictor:
+        """The model in a folder that ``TorchTrainer.export`` wrote, on the GPU if there is one for it."""
+        has_gpu = inference.gpu is not None and torch.cuda.is_available()
+        device = torch.device(f"cuda:{inference.gpu}" if has_gpu else "cpu")
+        model = artifact.load_model(folder).to(device)
+        return TorchPredictor(model, artifact.load_inputs(folder), device, inference.function)
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
         """Which columns go where, for the log."""
-        inputs = plan_inputs(cast("torch.nn.Module", params["model"]), schema.of("feature"), _shapes(params))
-        labels = ", ".join(f"output {i} is {column.name}" for i, column in enumerate(schema.of("label")))
-        return f"{', '.join(f'input {i} is {each}' for i, each in enumerate(inputs))}; {labels}"
+        inputs = _inputs(params, schema)
+        parts = [f"input {place} is {each}" for place, each in enumerate(inputs)]
+        labels = [f"output {place} is {column.name}" for place, column in enumerate(schema.of("label"))]
+        return "; ".join(", ".join(each) for each in (parts, labels) if each)
 
 
 @dataclass(frozen=True)
@@ -105,20 +127,45 @@ class TorchPredictor:
 
     model: torch.nn.Module
     inputs: tuple[ModelInput, ...]
+    device: torch.device
+    function: Callable[..., Any] | None = None
 
     @torch.no_grad()
-    def predict(self, columns: Arrays) -> list[npt.NDArray[np.generic]]:
-        """One array per output, first dimension = rows."""
+    def predict(self, columns: Arrays) -> list[Predicted]:
+        """One array per output, or one per field of an output, first dimension = rows."""
         rows = len(next(iter(columns.values())))
-        outputs = outputs_of(self.model(*(part.tensor(columns, rows) for part in self.inputs)))
-        return [output.numpy() for output in outputs]
+        inputs = [part.tensor(columns, rows).to(self.device) for part in self.inputs]
+        if self.function is None:
+            return [_array(output) for output in outputs_of(self.model(*inputs))]
+        result = self.function(self.model, *inputs)
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        return [
+            {name: _array(value) for name, value in output.items()} if isinstance(output, Mapping) else _array(output)
+            for output in outputs
+        ]
+
+
+def _array(value: object) -> npt.NDArray[np.generic]:
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    plain = value.detach().cpu()
+    return plain.float().numpy() if plain.dtype == torch.bfloat16 else plain.numpy()
 
 
 PLUGIN = TorchPlugin()
 
 
+def _inputs(params: Mapping[str, object], schema: DataSchema) -> tuple[ModelInput, ...]:
+    model = cast("torch.nn.Module", params["model"])
+    return plan_inputs(model, schema.of("feature"), _shapes(params), _named(params))
+
+
 def _shapes(params: Mapping[str, object]) -> Sequence[Sequence[int]] | None:
     return cast("Sequence[Sequence[int]] | None", params.get("input_shapes"))
+
+
+def _named(params: Mapping[str, object]) -> Mapping[str, NamedInput] | None:
+    return cast("Mapping[str, NamedInput] | None", params.get("inputs"))
 
 
 def _check_kinds(params: Mapping[str, object]) -> None:
@@ -179,7 +226,7 @@ def _at_least_two(rows: Arrays) -> Arrays:
 def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple[int, ...]]:
     rows = len(next(iter(sample.values())))
     model = package.model.eval()
-    planned = plan_inputs(package.model, schema.of("feature"), package.input_shapes)
+    planned = plan_inputs(package.model, schema.of("feature"), package.input_shapes, package.named_inputs)
     inputs = [part.tensor(sample, rows) for part in planned]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:

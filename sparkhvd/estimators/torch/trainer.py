@@ -62,7 +62,7 @@ class TorchTrainer:
         self._spec = spec
         self._world = world
         self._model = package.model
-        self._inputs = plan_inputs(package.model, spec.schema.of("feature"), package.input_shapes)
+        self._inputs = plan_inputs(package.model, spec.schema.of("feature"), package.input_shapes, package.named_inputs)
         self._plain_optimizer = package.optimizer
         self._lr_scale = float(world.size) if spec.scale_lr else 1.0
         _scale_lr(package.optimizer, self._lr_scale)

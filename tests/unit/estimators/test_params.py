@@ -112,4 +112,4 @@ def test_a_store_and_a_validation_column_are_taken(tmp_path):
 
 def test_the_declared_defaults_of_a_model_are_horovods():
     assert ModelParams(label_columns=["y"]).getLabelColumns() == ("y",)
-    assert ModelParams().getBatchSize() == 1024
+    assert ModelParams().getInferenceBatchSize() == 1024

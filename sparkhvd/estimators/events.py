@@ -1,0 +1,64 @@
+"""TensorBoard's event files, written without TensorBoard.
+
+A file is a sequence of records, each ``length, masked CRC-32C of the length, content, masked CRC-32C of the content``,
+all little-endian (TFRecord, https://www.tensorflow.org/tutorials/load_data/tfrecord). The content is an ``Event``
+message of protocol buffers: wall time (field 1, double), step (2, varint), file version (3, string) and summary (5, a
+message of values, field 1, each a tag, field 1, and a simple value, field 2, float).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+
+_VERSION = b"brain.Event:2"
+_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), reflected
+_MASK = 0xA282EAD8
+
+
+def event_file(wall_time: float, step: int, values: Mapping[str, float]) -> bytes:
+    """A whole event file that holds one step.
+
+    Args:
+        wall_time: seconds since 1970.
+        step: such as the number of the epoch.
+        values: numbers by tag.
+    """
+    summary = b"".join(
+        _message(0x0A, _message(0x0A, tag.encode()) + b"\x15" + struct.pack("<f", value))
+        for tag, value in values.items()
+    )
+    time = b"\x09" + struct.pack("<d", wall_time)
+    return _record(time + _message(0x1A, _VERSION)) + _record(time + b"\x10" + _varint(step) + _message(0x2A, summary))
+
+
+def crc32c(content: bytes) -> int:
+    """The CRC-32C of some bytes, bit by bit: there are few of them."""
+    register = 0xFFFFFFFF
+    for byte in content:
+        register ^= byte
+        for _ in range(8):
+            register = (register >> 1) ^ (_POLYNOMIAL if register & 1 else 0)
+    return register ^ 0xFFFFFFFF
+
+
+def _record(content: bytes) -> bytes:
+    length = struct.pack("<Q", len(content))
+    return length + _masked(length) + content + _masked(content)
+
+
+def _masked(content: bytes) -> bytes:
+    crc = crc32c(content)
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF)
+
+
+def _message(key: int, content: bytes) -> bytes:
+    return bytes([key]) + _varint(len(content)) + content
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*found, number])

@@ -1,0 +1,188 @@
+"""Transformers of models that were trained elsewhere, and where their expressions run."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml import PipelineModel
+from pyspark.ml.linalg import VectorUDT
+
+from sparkhvd import Store, TorchEstimator, TorchModel
+from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError
+
+pytestmark = pytest.mark.spark
+
+
+class Classifier(torch.nn.Module):
+    """Two outputs: scores of three classes, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.scores = torch.nn.Linear(3, 3)
+        self.number = torch.nn.Linear(3, 1)
+        self.drop = torch.nn.Dropout(0.9)
+
+    def forward(self, x):
+        return self.drop(self.scores(x)), self.number(x)
+
+
+def probabilities(model, x):
+    """As it would be written by hand: what comes of the first output alone, and a struct of two fields."""
+    scores = model(x)[0].softmax(dim=1)
+    return scores, {"best": scores.argmax(dim=1), "sure": scores.max(dim=1).values}
+
+
+@pytest.fixture(scope="module")
+def rows(spark, tmp_path_factory):
+    """Rows in a file, so that what is read of it can be seen."""
+    folder = str(tmp_path_factory.mktemp("rows") / "parquet")
+    columns = "id", "array(id / 8.0D, id % 3 - 1.0D, 0.5D) AS v", "id % 3 AS kind", "'text' AS unused"
+    spark.range(24).selectExpr(*columns).coalesce(1).write.parquet(folder)
+    return spark.read.parquet(folder)
+
+
+@pytest.fixture(scope="module")
+def native():
+    return Classifier()
+
+
+@pytest.fixture(scope="module")
+def model(native, rows):
+    return TorchModel.from_model(native, rows, feature_cols=["v"], output_cols=["scores", "number"])
+
+
+def test_a_wrapped_model_gives_what_the_native_one_gives_bit_for_bit_at_equal_batches(model, native, rows):
+    assert native.training, "the given model must not change"
+    found = model.copy().setInferenceBatchSize(7).transform(rows)
+    assert isinstance(found.schema["scores"].dataType, VectorUDT)
+    assert found.schema["number"].dataType.simpleString() == "double"
+    found = found.orderBy("id").collect()
+    features = torch.tensor([row.v for row in found], dtype=torch.float32)
+    with torch.no_grad():
+        wanted = [native.eval()(features[start : start + 7]) for start in range(0, 24, 7)]
+        native.train()
+    assert np.array_equal(np.stack([row.scores.toArray() for row in found]), torch.cat([w[0] for w in wanted]).numpy())
+    assert [row.number for row in found] == torch.cat([w[1] for w in wanted])[:, 0].tolist()
+    assert model.getHistory() == []
+    with pytest.raises(ParamError, match="made by from_model, so it has no optimizer"):
+        model.getOptimizer()
+
+
+def test_outputs_take_the_types_that_were_asked_for(model, native, rows):
+    labelled = TorchModel.from_model(native, rows, feature_cols=["v"], label_cols=["kind", "id"])
+    typed = labelled.copy().setOutputTypes(["label", "scalar"]).transform(rows)
+    assert typed.dtypes[-2:] == [("kind__output", "bigint"), ("id__output", "double")]
+    both = model.copy().setOutputTypes(["struct<a:float,b:float,c:double>", "array"]).transform(rows)
+    assert both.dtypes[-2:] == [("scores", "struct<a:float,b:float,c:double>"), ("number", "array<float>")]
+    scores = np.stack([row.scores.toArray() for row in model.transform(rows).orderBy("id").collect()])
+    assert [row.kind__output for row in typed.orderBy("id").collect()] == scores.argmax(axis=1).tolist()
+    assert [list(row.scores) for row in both.orderBy("id").collect()] == scores.tolist()
+
+
+def test_a_prediction_function_takes_the_place_of_the_models_call_and_is_saved(model, rows, tmp_path):
+    more = model.copy().setPredictionFn(probabilities)
+    more.setOutputCols(["p", "q"]).setOutputTypes(["vector", "struct<best int, sure float>"])
+    PipelineModel([more]).save(str(tmp_path / "saved"))
+    loaded = PipelineModel.load(str(tmp_path / "saved"))
+    for predicted in (more.transform(rows), loaded.transform(rows)):
+        for row in predicted.collect():
+            assert row.p.toArray().sum() == pytest.approx(1, rel=1e-6)
+            assert (row.q.best, row.q.sure) == (row.p.toArray().argmax(), pytest.approx(row.p.toArray().max()))
+    wrong = more.copy().setOutputTypes(["vector", "array<float>"])
+    with pytest.raises(Exception, match=r"type 'array<float>', but prediction_fn gave the fields \['best', 'sure'\]"):
+        wrong.transform(rows).collect()
+
+
+def test_spark_reads_only_the_columns_that_are_used_and_predicts_once(spark, model, rows):
+    """As the plan says: the other columns are pruned, and so is the model where no output is asked for."""
+
+    def plan(df):
+        return df._jdf.queryExecution().executedPlan().toString()
+
+    used = plan(model.transform(rows).select("scores", "number"))
+    assert re.findall(r"ReadSchema: (\S+)", used) == ["struct<v:array<double>>"]
+    assert used.count("ArrowEvalPython") == 1, "two outputs must not make two predictions"
+    assert used.count("predict_one(") == 1
+    without = plan(model.transform(rows).select("id"))
+    assert "ArrowEvalPython" not in without
+    assert re.findall(r"ReadSchema: (\S+)", without) == ["struct<id:bigint>"]
+
+
+def test_outputs_are_there_in_sql_and_in_structured_streaming(spark, model, rows, tmp_path):
+    model.transform(rows).createOrReplaceTempView("predictions")
+    best = spark.sql("SELECT kind, max(number) AS most FROM predictions WHERE id < 12 GROUP BY kind ORDER BY kind")
+    wanted = {row.id: row.number for row in model.transform(rows).collect()}
+    assert [row.most for row in best.collect()] == [max(wanted[i] for i in range(k, 12, 3)) for k in range(3)]
+    spark.catalog.dropTempView("predictions")
+    stream = spark.readStream.schema(rows.schema).parquet(rows.inputFiles()[0].rpartition("/")[0])
+    query = (
+        model.transform(stream)
+        .select("id", "number")
+        .writeStream.format("memory")
+        .queryName("streamed")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    try:
+        assert query.awaitTermination(60), "the stream must come to its end"
+        assert {row.id: row.number for row in spark.table("streamed").collect()} == wanted
+    finally:
+        query.stop()
+        spark.catalog.dropTempView("streamed")
+
+
+def test_models_of_numbers_are_wrapped_from_a_schema_and_kept_in_a_store(spark, tmp_path):
+    store = Store.create(str(tmp_path))
+    schema = spark.range(1).selectExpr("id AS a", "id AS b").schema
+    sums = TorchModel.from_model(torch.nn.Linear(2, 1), schema, feature_cols=["a", "b"], store=store)
+    assert sums.getOutputCols() == ["prediction"]
+    assert [path.rpartition("/")[2] for path in store.list("runs")] == ["inputs.json", "module.pkl", "state_dict.pt"]
+    assert sums.transform(spark.range(3).selectExpr("id AS a", "id AS b")).dtypes[-1] == ("prediction", "double")
+
+
+def test_what_cannot_be_wrapped_or_made_is_refused_before_any_transform(spark, native, model, rows):
+    with pytest.raises(SchemaError, match="There is no column 'w'"):
+        TorchModel.from_model(native, rows, feature_cols=["w"])
+    with pytest.raises(ParamError, match="does not tell the length of 'v'"):
+        TorchModel.from_model(native, rows.schema, feature_cols=["v"])
+    with pytest.raises(DataError, match="The DataFrame has no rows"):
+        TorchModel.from_model(native, rows.where("id < 0"), feature_cols=["v"])
+    with pytest.raises(ModelOutputError, match=r"cannot take the feature columns \(input 0 is id as rows x \[1\]"):
+        TorchModel.from_model(native, rows, feature_cols=["id"])
+    with pytest.raises(ParamError, match="model is a str; it must be"):
+        TorchModel.from_model("native", rows, feature_cols=["v"])
+    for types, message in [
+        (["vector"], "output_types has 1 types .* but the model has 2 outputs"),
+        (["vector", "map<int,int>"], "no output becomes a map"),
+        (["vector", "wrong<"], "is to have the type 'wrong<', which is none"),
+        (["int", "auto"], r"'scores' is to be 'int', one value per row, but the output has rows of shape \[3\]"),
+    ]:
+        with pytest.raises(ParamError, match=message):
+            model.copy().setOutputTypes(types).transform(rows)
+    with pytest.raises(ParamError, match="prediction_fn=3 cannot be called"):
+        model.copy().setPredictionFn(3)
+
+
+def test_describe_prints_the_mapping_and_the_models_outputs_for_five_rows(rows, capsys):
+    net = torch.nn.Linear(3, 3)
+    estimator = TorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.functional.cross_entropy,
+        inputs={"input": {"columns": ["v"]}},
+        label_cols=["kind"],
+    )
+    estimator.describe(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == ["TorchEstimator", "  input 0 is v (float32)", "  output 0 is kind"]
+    assert lines[3] == "5 rows through the model as it is, before any training:"
+    assert lines[4].split("  ")[1:4] == ["feature v: float64[3]", "label kind: int64", "output 0: float32[3]"]
+    assert len(lines) == 10
+    assert "0.125 0 0.5" in " ".join(lines), "the rows come in any order"
+    with pytest.raises(ModelOutputError, match="cannot compare the model's output"):
+        estimator.copy({estimator.loss: torch.nn.functional.mse_loss}).describe(rows)

@@ -1,0 +1,101 @@
+"""What MLflow keeps of a training, and the model that it opens without Spark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.errors import SchemaError
+from sparkhvd.estimators import native
+from sparkhvd.estimators.files import keep_folder
+from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.outputs import OutputSpec
+from sparkhvd.estimators.torch import TorchModel
+from sparkhvd.estimators.torch.plugin import PLUGIN
+from sparkhvd.estimators.tracking import track
+from sparkhvd.estimators.trained import Trained
+
+SCHEMA = DataSchema((ColumnSpec("v", "float64", (2,), "feature", "vector"),))
+HISTORY = (EpochRecord(0, {"loss": 2.0}, {"loss": 2.5}), EpochRecord(1, {"loss": 1.0}, {"loss": 1.5}))
+TABLE = pd.DataFrame({"w": [np.array([0.5, 0.25]), np.array([1.0, 0.0])]}, index=[7, 9])
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(4)
+    return torch.nn.Linear(2, 1)
+
+
+@pytest.fixture(scope="module")
+def model(network, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    PLUGIN.export({"model": network}, SCHEMA, folder)
+    files, kept = keep_folder(folder)
+    trained = Trained(kept, files, SCHEMA, (OutputSpec((1,), "float64", vector=False),), HISTORY)
+    return TorchModel(trained, feature_columns=["w"], output_cols=["found"])
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/runs")
+    return pytest.importorskip("mlflow")
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # MLflow's, of its own code
+def test_the_active_run_gets_parameters_metrics_by_epoch_and_a_model(mlflow, model, network):
+    track(model, {"batch_size": 5})  # no run is active: nothing happens
+    with mlflow.start_run() as run:
+        track(model, {"batch_size": 5, "model": network, "loss": "x" * 9000, "run_id": None})
+    kept = mlflow.get_run(run.info.run_id).data
+    assert {name: len(value) for name, value in kept.params.items()} == {"batch_size": 1, "model": 6, "loss": 500}
+    assert kept.params["model"] == "Linear"
+    losses = mlflow.MlflowClient().get_metric_history(run.info.run_id, "val_loss")
+    assert {(one.step, one.value) for one in losses} == {(0, 2.5), (1, 1.5)}
+    (logged,) = mlflow.search_logged_models(output_format="list")
+    found = mlflow.pyfunc.load_model(logged.model_uri).predict(TABLE)
+    assert found.index.tolist() == [7, 9]
+    with torch.no_grad():
+        wanted = network(torch.tensor(np.stack(TABLE["w"]), dtype=torch.float32))[:, 0]
+    assert found["found"].tolist() == wanted.tolist()
+
+
+def test_what_mlflow_cannot_take_costs_a_warning_and_not_the_model(mlflow, model, caplog):
+    with mlflow.start_run():
+        track(model, {"batch_size": 5})
+        track(model, {"batch_size": 6})  # MLflow refuses to change a parameter
+    assert "The training could not be written to MLflow: " in caplog.text
+
+
+def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):
+    more = model.copy().setPredictionFn(lambda network, x: {"low": -network(x).abs(), "both": network(x) * x})
+    native.write_folder(more, tmp_path)
+    script = f"""
+        import sys
+        from pathlib import Path
+        sys.modules["pyspark"] = None
+        import numpy as np, pandas as pd
+        from sparkhvd.estimators import native
+        found = native.load(Path({str(tmp_path)!r})).predict(pd.DataFrame({{"w": [np.array([0.5, 0.25])]}}))
+        print(list(found.columns), found["found.low"].iloc[0] <= 0, found["found.both"].iloc[0].shape)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "['found.low', 'found.both'] True (2,)\n", done.stderr
+    with pytest.raises(SchemaError, match=r"There is no column 'w'; the table has \['x'\]"):
+        native.load(tmp_path).predict(pd.DataFrame({"x": [1.0]}))
