@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -52,3 +55,53 @@ def test_synthetic_benchmark_tells_images_per_second_of_every_rank_and_of_all(tm
     assert re.search(r"^rank 0: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)
     assert re.search(r"^rank 1: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)
     assert re.search(r"^total of 2 ranks: \d+\.\d \+- \d+\.\d images/s$", shown, re.MULTILINE)
+
+
+@pytest.mark.spark
+def test_lightning_digits_leaves_a_checkpoint_and_logs(tmp_path: Path) -> None:
+    shown = _run(tmp_path, "lightning_digits.py", "--rows", "150", "--epochs", "2", "--folder", "out")
+    assert "epochs trained:       2" in shown
+    assert "held-out accuracy:" in shown
+    assert (tmp_path / "out" / "digits.ckpt").stat().st_size > 0
+    assert [path.name for path in (tmp_path / "out").rglob("metrics.csv")] == ["metrics.csv"]
+
+
+@pytest.mark.spark
+def test_movie_ratings_are_predicted_from_embeddings(tmp_path: Path) -> None:
+    shown = _run(tmp_path, "movie_ratings.py", "--num-proc", "2", "--epochs", "6")
+    assert "'person' is userId" in shown
+    errors = [float(error) for error in re.findall(r"held-out error, .*: +([\d.]+)", shown)]
+    assert len(errors) == 2
+    assert errors[1] < errors[0], "embeddings must know more than the average"
+
+
+@pytest.mark.spark
+def test_documentation_is_told_apart_by_its_words(tmp_path: Path) -> None:
+    shown = _run(tmp_path, "documentation.py", "--num-proc", "2", "--epochs", "4")
+    found = re.search(r"(\d+) of (\d+) held-out passages are found", shown)
+    assert found, shown
+    assert int(found[1]) / int(found[2]) > 0.5, "five pages; by chance a fifth would be right"
+
+
+@pytest.mark.spark
+def test_the_notebook_runs_in_a_kernel_with_a_bar_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is another process, which needs this folder's library."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
+    for folder in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR"):
+        monkeypatch.setenv(folder, str(tmp_path / folder))
+    notebook = nbformat.read(_EXAMPLES / "digits.ipynb", as_version=4)
+    client = NotebookClient(
+        notebook, timeout=150, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    cells = {cell.source.partition("\n")[0]: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    training = "".join(output.get("text", "") for output in cells["model = estimator.fit(train)"])
+    assert "epoch 6/6" in training
+    assert "100%|" in training, "the bar must come to its end"
+    assert "val_accuracy" in cells[next(line for line in cells if "to_pandas" in line)][0].data["text/html"]
+    assert "image/png" in cells["model.plot_history()"][0].data
+    (line,) = [output.text for output in notebook.cells[-1].outputs]
+    right, total = map(int, re.findall(r"\d+", line))
+    assert right / total > 0.7

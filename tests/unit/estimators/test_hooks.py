@@ -55,7 +55,11 @@ def run_within_an_epoch(url):
     again = RunHooks(store, "run", how, session.current(), "blocks")
     kept = (again.first_epoch, again.first_step, again.rank_state, again.resumed.state, again.within.sums)
     again.on_epoch_end(EpochReport(1, {"loss": (11.0, 1)}), trainer)
-    return kept, again.history[-1].train["loss"], [path.rpartition("/")[2] for path in store.list("runs/run/checkpoints")]
+    return (
+        kept,
+        again.history[-1].train["loss"],
+        [path.rpartition("/")[2] for path in store.list("runs/run/checkpoints")],
+    )
 
 
 def test_a_run_goes_on_within_an_epoch_with_what_every_rank_had(group, tmp_path):

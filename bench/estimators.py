@@ -1,0 +1,304 @@
+"""Estimators, Transformers and launching, beside what one would write by hand with Spark's own means.
+
+    python -m bench.estimators --rounds 5
+
+Three comparisons, each interleaved round by round, so that a busy machine slows both sides down; the ratios of the
+medians are what counts. Figures are on local[2]; a ratio below 1 means that sparkhvd takes less time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pyspark.ml.functions import predict_batch_udf
+from pyspark.ml.torch.distributor import TorchDistributor
+from pyspark.sql import DataFrame, Row, SparkSession
+from pyspark.sql import functions as sql
+
+import sparkhvd
+from bench import machine
+from sparkhvd import Store, TorchEstimator, TorchModel
+
+FEATURES = 30
+BATCH = 256
+EPOCHS = 2
+RANKS = 2
+LEARNING_RATE = 0.01
+COLUMNS = [f"x{place}" for place in range(FEATURES)]
+
+
+def main() -> int:
+    options = parse_options()
+    print(machine.describe())
+    print(f"{options.rows:,} rows x {FEATURES} floats, {options.rounds} rounds, torch {torch.__version__}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="bench-estimators-") as folder:
+        spark = start_spark(Path(folder))
+        try:
+            rows = make_rows(spark, options.rows)
+            bars: list[tuple[str, float, str]] = []
+            if "run" in options.parts:
+                bars += compare_run(spark, options.rounds)
+            if "transform" in options.parts:
+                bars += compare_transform(rows, max(options.rounds, 1))
+            if "fit" in options.parts:
+                bars += compare_fit(rows, Path(folder), options.rounds)
+        finally:
+            spark.stop()
+    print("\nratios")
+    for name, ratio, bar in bars:
+        print(f"  {name:<66} {ratio:8.3f}   (to be {bar})")
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parts", nargs="*", default=["run", "transform", "fit"])
+    return parser.parse_args()
+
+
+def start_spark(folder: Path) -> SparkSession:
+    os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    session = (
+        SparkSession.builder.master(f"local[{RANKS}]")
+        .appName("bench estimators")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.driver.memory", "2g")
+        .config("spark.local.dir", str(folder / "spark"))
+        .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
+        .config("spark.log.level", "ERROR")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("ERROR")
+    return session
+
+
+def make_rows(spark: SparkSession, count: int) -> DataFrame:
+    """Rows in Spark's memory, so that neither side pays for making them."""
+    drawn = [sql.randn(place).cast("float").alias(name) for place, name in enumerate(COLUMNS)]
+    features = spark.range(0, count, numPartitions=RANKS).select("id", *drawn)
+    rows = features.withColumn("y", sum((sql.col(name) for name in COLUMNS[:5]), sql.lit(0.0)).cast("float")).cache()
+    rows.count()
+    return rows
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+
+
+# Fit.
+
+
+def compare_fit(rows: DataFrame, folder: Path, rounds: int) -> list[tuple[str, float, str]]:
+    store = Store.create(str(folder / "store"))
+    turns = {
+        "by hand: Parquet, TorchDistributor, DDP, pyarrow": lambda place: fit_by_hand(rows, folder / f"hand-{place}"),
+        "TorchEstimator, direct": lambda _: fit_estimator(rows, None),
+        "TorchEstimator, through a Store": lambda _: fit_estimator(rows, store),
+    }
+    found = interleaved("fit", turns, rounds)
+    hand = found["by hand: Parquet, TorchDistributor, DDP, pyarrow"]
+    return [
+        ("fit, direct / by hand", found["TorchEstimator, direct"] / hand, "at most 0.5"),
+        ("fit, through a Store / by hand", found["TorchEstimator, through a Store"] / hand, "at most 0.7"),
+    ]
+
+
+def fit_estimator(rows: DataFrame, store: Store | None) -> None:
+    model = network()
+    TorchEstimator(
+        num_proc=RANKS,
+        store=store,
+        keep_data=0.0,  # every round prepares its rows
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=COLUMNS,
+        label_cols=["y"],
+        batch_size=BATCH,
+        epochs=EPOCHS,
+        random_seed=1,
+        verbose=0,
+    ).fit(rows)
+
+
+def fit_by_hand(rows: DataFrame, folder: Path) -> None:
+    rows.repartition(RANKS).write.parquet(str(folder))
+    distributor = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
+    loss = distributor.run(train_by_hand, str(folder), COLUMNS, BATCH, EPOCHS, LEARNING_RATE)
+    if not np.isfinite(loss):
+        raise RuntimeError(f"The loop by hand ended with the loss {loss}.")
+
+
+def train_by_hand(folder: str, columns: Sequence[str], batch: int, epochs: int, rate: float) -> float:
+    """A DDP loop as its tutorial has it, over this rank's part of the files."""
+    import numpy as np  # noqa: PLC0415  (it runs where only this function goes)
+    import pyarrow.dataset as ds  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    from torch import distributed  # noqa: PLC0415
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    distributed.init_process_group("gloo")
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    torch.manual_seed(1)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(len(columns), 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    table = ds.dataset(folder).to_table(columns=[*columns, "y"])
+    own = table.slice(rank * (table.num_rows // size), table.num_rows // size)
+    features = torch.from_numpy(np.stack([own[name].to_numpy() for name in columns], axis=1))
+    labels = torch.from_numpy(own["y"].to_numpy().copy()).reshape(-1, 1)
+    loss = torch.zeros(())
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(labels)).split(batch):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(features[chosen]), labels[chosen])
+            loss.backward()
+            optimizer.step()
+    distributed.destroy_process_group()
+    return float(loss)
+
+
+# Transform.
+
+
+def compare_transform(rows: DataFrame, rounds: int) -> list[tuple[str, float, str]]:
+    native = network().eval()
+    model = TorchModel.from_model(native, rows, feature_cols=COLUMNS)
+    count = rows.count()
+    some = rows.limit(max(1, min(2000, count // 10))).cache()
+    some_count = some.count()
+    turns = {
+        "TorchModel.transform": lambda _: consume(model.transform(rows).select("prediction")),
+        "predict_batch_udf": lambda _: consume(predicted_by_udf(rows, native)),
+    }
+    found = interleaved("transform", turns, rounds, warm=True)
+    loops = interleaved(
+        "transform, row at a time",
+        {f"a loop over {some_count} rows": lambda _: predict_rows(some, native)},
+        2,
+        warm=True,
+    )
+    ours, (loop,) = count / found["TorchModel.transform"], loops.values()
+    some.unpersist()
+    return [
+        ("transform, rows/s / predict_batch_udf", found["predict_batch_udf"] / found["TorchModel.transform"], ">= 1.2"),
+        ("transform, rows/s / a row-at-a-time loop", ours / (some_count / loop), ">= 40"),
+    ]
+
+
+def consume(rows: DataFrame) -> None:
+    """Evaluate all rows without taking them to the driver."""
+    rows.write.format("noop").mode("overwrite").save()
+
+
+def predicted_by_udf(rows: DataFrame, native: torch.nn.Module) -> DataFrame:
+    def make() -> Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]:
+        def predict(inputs: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+            with torch.no_grad():
+                result: npt.NDArray[np.float32] = native(torch.from_numpy(inputs.copy())).numpy()
+            return result
+
+        return predict
+
+    predict = predict_batch_udf(make, return_type="float", batch_size=1024)
+    return rows.select(predict(*COLUMNS).alias("prediction"))
+
+
+def predict_rows(rows: DataFrame, native: torch.nn.Module) -> None:
+    def each(part: Iterator[Row]) -> Iterator[float]:
+        for row in part:
+            with torch.no_grad():
+                yield float(native(torch.tensor([[row[name] for name in COLUMNS]]))[0, 0])
+
+    rows.rdd.mapPartitions(each).count()
+
+
+# Launching.
+
+
+def compare_run(spark: SparkSession, rounds: int) -> list[tuple[str, float, str]]:
+    def distributed(fn: Callable[[], int]) -> Callable[[int], object]:
+        return lambda _: TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False).run(fn)
+
+    turns = {
+        "sparkhvd.run": lambda _: sparkhvd.run(join, num_proc=RANKS, spark=spark, verbose=0),
+        "TorchDistributor": distributed(join_nothing),
+        "sparkhvd.run, importing torch": lambda _: sparkhvd.run(join_torch, num_proc=RANKS, spark=spark, verbose=0),
+        "TorchDistributor, importing torch": distributed(join_gloo),
+    }
+    found = interleaved("run", turns, rounds)
+    return [
+        ("run / TorchDistributor", found["sparkhvd.run"] / found["TorchDistributor"], "at most 0.12"),
+        (
+            "run / TorchDistributor, both importing torch",
+            found["sparkhvd.run, importing torch"] / found["TorchDistributor, importing torch"],
+            "at most 0.6",
+        ),
+    ]
+
+
+def join() -> int:
+    """Join the communicator; no framework."""
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    session.init()
+    return session.current().world.size
+
+
+def join_torch() -> int:
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    hvd.init()
+    return int(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+
+
+def join_nothing() -> int:
+    """What the function itself does costs nothing; torchrun, which starts it, imports torch."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def join_gloo() -> int:
+    import torch  # noqa: PLC0415
+    from torch import distributed  # noqa: PLC0415
+
+    distributed.init_process_group("gloo")
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    distributed.destroy_process_group()
+    return int(total.item())
+
+
+def interleaved(
+    title: str, turns: Mapping[str, Callable[[int], object]], rounds: int, *, warm: bool = False
+) -> dict[str, float]:
+    """The median seconds of every turn; all take their turn in every round."""
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for place in range(-1 if warm else 0, rounds):
+        for name, turn in turns.items():
+            started = time.perf_counter()
+            turn(place)
+            if place >= 0:
+                seconds[name].append(time.perf_counter() - started)
+    print(f"\n{title}: seconds, median (least to most) of {rounds}")
+    for name, times in seconds.items():
+        print(f"  {name:<52} {statistics.median(times):8.3f} ({min(times):.3f} to {max(times):.3f})", flush=True)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

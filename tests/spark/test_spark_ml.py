@@ -1,0 +1,63 @@
+"""Estimators among Spark ML's own tools."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pyspark.ml import Pipeline
+from pyspark.ml.evaluation import RegressionEvaluator
+from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
+
+from sparkhvd import Store, TorchEstimator
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(scope="module")
+def line(spark, tmp_path_factory):
+    """y = 2a + b, in a file: what was prepared of it is recognised."""
+    folder = str(tmp_path_factory.mktemp("line") / "parquet")
+    spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b").selectExpr("*", "2 * a + b AS y").write.parquet(
+        folder
+    )
+    return spark.read.parquet(folder)
+
+
+def estimator(**more):
+    torch.manual_seed(3)
+    model = torch.nn.Linear(2, 1)
+    given = {
+        "num_proc": 2,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["v"],
+        "label_cols": ["y"],
+        "batch_size": 5,
+        "random_seed": 3,
+        "verbose": 0,
+    }
+    return TorchEstimator(**{**given, **more})
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_parameter_grid_is_searched_in_parallel_and_fits_of_the_same_rows_share_what_was_prepared(line, tmp_path):
+    """Two fits of three ranks at a time want six of four slots: they have to take turns, not wait for each other."""
+    store = Store.create(str(tmp_path))
+    mine = estimator(store=store, num_proc=3)
+    pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="v"), mine])
+    grid = ParamGridBuilder().addGrid(mine.epochs, [1, 12]).build()
+    evaluator = RegressionEvaluator(labelCol="y", predictionCol="y__output", metricName="rmse")
+    search = TrainValidationSplit(
+        estimator=pipeline, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, trainRatio=0.7, seed=1
+    )
+    found = search.fit(line)
+    few, many = found.validationMetrics
+    assert many < few / 2
+    best = found.bestModel.stages[-1]
+    assert len(best.getHistory()) == 12
+    assert len({path.split("/")[1] for path in store.list("runs")}) == 3, "every fit is a run of its own"
+    assert evaluator.evaluate(found.transform(line)) == pytest.approx(many, abs=0.2)
