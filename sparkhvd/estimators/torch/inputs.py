@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -170,10 +170,21 @@ def _dtype(model: torch.nn.Module, column: ColumnSpec) -> torch.dtype:
 def _argument_counts(model: torch.nn.Module) -> tuple[int, float]:
     positional = _positional(model)
     least = sum(p.default is p.empty for p in positional)
-    endless = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(model.forward).parameters.values())
+    endless = any(p.kind is p.VAR_POSITIONAL for p in _parameters(model))
     return least, float("inf") if endless else len(positional)
 
 
 def _positional(model: torch.nn.Module) -> list[inspect.Parameter]:
-    parameters: list[Any] = list(inspect.signature(model.forward).parameters.values())
-    return [p for p in parameters if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+    return [p for p in _parameters(model) if p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}]
+
+
+def _parameters(model: torch.nn.Module) -> list[inspect.Parameter]:
+    """The arguments of ``forward``; those of a scripted module are known to TorchScript alone."""
+    if not isinstance(model, torch.jit.ScriptModule):
+        return list(inspect.signature(model.forward).parameters.values())
+    arguments = cast("Any", model.forward).schema.arguments[1:]  # the first is the module itself
+    kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    return [
+        inspect.Parameter(a.name, kind, default=a.default_value if a.has_default_value() else required)
+        for a in arguments
+    ]
