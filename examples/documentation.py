@@ -101,6 +101,7 @@ def start_spark(slots: int, folder: Path) -> SparkSession:
         SparkSession.builder.master(f"local[{slots}]")
         .appName("documentation")
         .config("spark.ui.enabled", "false")
+        .config("spark.sql.shuffle.partitions", slots)
         .config("spark.local.dir", str(folder / "spark"))
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.log.level", "ERROR")

@@ -64,8 +64,10 @@ def network(people: int, films: int) -> keras.Model:
     keras.utils.set_random_seed(3)
     person = keras.Input((1,), dtype="int32", name="person")
     film = keras.Input((1,), dtype="int32", name="film")
-    of_person = keras.layers.Flatten()(keras.layers.Embedding(people, 8)(person))
-    of_film = keras.layers.Flatten()(keras.layers.Embedding(films, 8)(film))
+    # So few ratings would be learned by heart without a price on large numbers.
+    price = keras.regularizers.L2(0.02)
+    of_person = keras.layers.Flatten()(keras.layers.Embedding(people, 8, embeddings_regularizer=price)(person))
+    of_film = keras.layers.Flatten()(keras.layers.Embedding(films, 8, embeddings_regularizer=price)(film))
     hidden = keras.layers.Dense(16, activation="relu")(keras.layers.Concatenate()([of_person, of_film]))
     return keras.Model([person, film], keras.layers.Dense(1)(hidden))
 
@@ -86,7 +88,7 @@ def ratings(spark: SparkSession) -> DataFrame:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-proc", type=int, default=2, help="number of ranks (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the rows (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=40, help="passes over the rows (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("ratings"), help="where all files go")
     return parser.parse_args()
 
@@ -97,6 +99,7 @@ def start_spark(slots: int, folder: Path) -> SparkSession:
         SparkSession.builder.master(f"local[{slots}]")
         .appName("movie ratings")
         .config("spark.ui.enabled", "false")
+        .config("spark.sql.shuffle.partitions", slots)
         .config("spark.local.dir", str(folder / "spark"))
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.log.level", "ERROR")

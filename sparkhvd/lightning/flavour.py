@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Literal
 
 from sparkhvd.errors import ConfigError
+from sparkhvd.frameworks import keep_triton_from_tensorflow
 
 FlavourName = Literal["lightning.pytorch", "pytorch_lightning"]
 
@@ -47,6 +48,7 @@ def flavour_of(part: object) -> FlavourName | None:
 
 def package(name: FlavourName) -> ModuleType:
     """The package of this name, imported."""
+    keep_triton_from_tensorflow()
     return import_module(name)
 
 

@@ -236,8 +236,8 @@ def _unfinished_name(target: Path) -> Path:
 def _remove_leftovers(folder: Path) -> None:
     """Remove hidden files that a writer which was killed left long ago."""
     before = time.time() - LEFTOVER_SECONDS
-    with suppress(OSError):  # others may do the same at the same time
-        for entry in os.scandir(folder):
+    with suppress(OSError), os.scandir(folder) as entries:  # others may do the same at the same time
+        for entry in entries:
             if entry.name.endswith(UNFINISHED) and entry.stat(follow_symlinks=False).st_mtime < before:
                 Path(entry.path).unlink(missing_ok=True)
 

@@ -80,7 +80,7 @@ class Ports:
         if self.structure == "single":
             return values[0]
         if self.structure == "list":
-            return list(values)
+            return tuple(values)  # in which, unlike in a list, tf.data sees several tensors
         return {port.name: value for port, value in zip(self.ports, values, strict=True)}
 
     def flat(self, values: Any) -> list[Any]:

@@ -23,6 +23,7 @@ import torch
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.package import PicklerWithScripts
+from sparkhvd.frameworks import keep_triton_from_tensorflow
 
 STATE, MODULE, OPTIMIZER, INPUTS = "state_dict.pt", "module.pkl", "optimizer.pkl", "inputs.json"
 
@@ -47,6 +48,7 @@ def save(
 
 def load_model(folder: Path) -> torch.nn.Module:
     """The module of ``save``, in evaluation mode. Runs the code in ``module.pkl``: open only what you trust."""
+    keep_triton_from_tensorflow()  # a Python worker of Spark may have loaded a Keras model before
     weights: Mapping[str, torch.Tensor] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
     with (folder / MODULE).open("rb") as file:
         model: torch.nn.Module = _WithTensors(file, lambda reference: _tensor(weights, reference)).load()

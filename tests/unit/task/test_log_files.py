@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from sparkhvd.driver.log_stream import LogStream
@@ -47,8 +49,9 @@ def test_lines_are_written_while_the_rank_still_runs(files, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_SECONDS", 0.01)
     writer = LogFileWriter(files, 0, "stdout")
     writer.write(b"early")
-    with writer._changed:
-        assert writer._changed.wait_for(lambda: not writer._lines, timeout=60.0) or not writer._lines
+    deadline = time.monotonic() + 60.0
+    while writer.unwritten() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert content(files, "logs/rank.0/stdout.000000") == b"early\n"
     writer.close()
 

@@ -1,0 +1,42 @@
+"""Frameworks in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+_LIGHTNING_AFTER_TENSORFLOW = """
+import tensorflow
+from sparkhvd.lightning.flavour import package
+print(package("lightning.pytorch").Trainer.__name__)
+import torch
+linear = torch.compile(torch.nn.Linear(2, 1))
+print(tuple(linear(torch.ones(3, 2)).shape))
+"""
+
+_WITH_TRITON_FIRST = """
+import triton
+import tensorflow
+from sparkhvd.frameworks import keep_triton_from_tensorflow
+keep_triton_from_tensorflow()
+from torch.utils._triton import has_triton_package
+print(has_triton_package())
+"""
+
+
+def _run(script: str) -> str:
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_lightning_is_imported_and_torch_compiles_in_a_process_that_has_loaded_tensorflow() -> None:
+    assert _run(_LIGHTNING_AFTER_TENSORFLOW) == "Trainer\n(3, 1)\n"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="PyTorch without triton")
+def test_whoever_imports_triton_first_keeps_it() -> None:
+    assert _run(_WITH_TRITON_FIRST) == "True\n"
