@@ -136,7 +136,7 @@ def fit_estimator(rows: DataFrame, store: Store | None) -> None:
 
 
 def fit_by_hand(rows: DataFrame, folder: Path) -> None:
-    rows.repartition(RANKS).write.parquet(str(folder))
+    rows.write.parquet(str(folder))
     distributor = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
     loss = distributor.run(train_by_hand, str(folder), COLUMNS, BATCH, EPOCHS, LEARNING_RATE)
     if not np.isfinite(loss):

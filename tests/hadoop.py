@@ -1,0 +1,85 @@
+"""Daemons of Apache Hadoop for the tests, each a process of ours on loopback."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+# The version of Hadoop's client that pyspark 4.3 brings along.
+_PACKAGES = (
+    "org.apache.hadoop:hadoop-client-minicluster:3.5.0",
+    "org.slf4j:slf4j-reload4j:1.7.36",
+    "org.bouncycastle:bcpkix-jdk18on:1.79",  # YARN's
+)
+# A folder that the next run finds again; `make` targets of several checkouts may share it.
+_CACHE = Path(__file__).parents[1] / "build" / "hadoop"
+_FETCH = """
+import sys
+from pyspark.sql import SparkSession
+builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
+builder = builder.config("spark.jars.packages", sys.argv[1]).config("spark.jars.ivy", sys.argv[2])
+builder.config("spark.driver.host", "127.0.0.1").getOrCreate().stop()
+"""
+START_SECONDS = 150.0
+_STOP_SECONDS = 20.0
+_LOG = """log4j.rootLogger=WARN,E
+log4j.appender.E=org.apache.log4j.ConsoleAppender
+log4j.appender.E.layout=org.apache.log4j.PatternLayout
+log4j.appender.E.layout.ConversionPattern=%d %p %c: %m%n
+"""
+
+
+def hadoop_jars() -> Path:
+    """The folder of Hadoop's jars, fetched by Spark's own Ivy where they are not there yet."""
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    jars, complete = _CACHE / "jars", _CACHE / "complete"
+    packages = ",".join(_PACKAGES)
+    with (_CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists() or complete.read_text() != packages:
+            command = [sys.executable, "-c", _FETCH, packages, str(_CACHE)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            assert done.returncode == 0, f"Hadoop's jars cannot be fetched:\n{done.stdout}{done.stderr}"
+            complete.write_text(packages)
+    return jars
+
+
+def configure(conf: Path, files: Mapping[str, Mapping[str, object]]) -> Path:
+    """Write a folder to use as ``HADOOP_CONF_DIR``: settings by the name of their file, such as ``core-site``."""
+    conf.mkdir(parents=True, exist_ok=True)
+    for name, settings in files.items():
+        entries = "".join(f"<property><name>{k}</name><value>{v}</value></property>" for k, v in settings.items())
+        (conf / f"{name}.xml").write_text(f"<configuration>{entries}</configuration>")
+    (conf / "log4j.properties").write_text(_LOG)
+    return conf
+
+
+def start_daemon(conf: Path, main: str, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start a main class of Hadoop."""
+    java = Path(os.environ["JAVA_HOME"], "bin", "java") if "JAVA_HOME" in os.environ else "java"
+    command = [str(java), "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [*command, "-cp", f"{conf}:{hadoop_jars()}/*", main, *arguments], stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def stop_daemons(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End them, in the order opposite to that of their start."""
+    for process in reversed(processes):
+        process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait(_STOP_SECONDS)
+
+
+def listening_ports(process: subprocess.Popen[bytes]) -> list[int]:
+    """The TCP ports on which a daemon listens."""
+    connections = psutil.Process(process.pid).net_connections("tcp")
+    return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.yarn_server import running_yarn
+
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("yarn_script.py")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> Iterator[dict]:
+    folder = tmp_path_factory.mktemp("yarn")
+    with running_yarn(folder) as conf:
+        done = subprocess.run(
+            [sys.executable, SCRIPT, folder / "staging"],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(SCRIPT.parents[2]),
+                "HADOOP_CONF_DIR": str(conf),
+                "SPARK_LOCAL_DIRS": str(folder),
+            },
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        answer = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+        logs = "".join(path.read_text()[-2000:] for path in folder.glob("logs/*/*/std*"))
+        assert answer, f"{done.stdout}{done.stderr}{logs}"
+        yield json.loads(answer[1])
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
+def test_ranks_in_two_containers_of_yarn_add_up_and_find_their_tokens(found, launcher):
+    ranks = found[launcher]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert [rank["total"] for rank in ranks] == [3.0, 3.0]
+    assert len({rank["container"] for rank in ranks}) == 2
+    assert all(rank["tokens"] for rank in ranks), "Hadoop's token file must be where the ranks look for it"
+
+
+def test_open_mpi_takes_containers_of_yarn_for_hosts_and_a_barrier_stage_sees_the_host(found):
+    assert [rank["local_size"] for rank in found["mpi"]] == [1, 1]
+    assert [rank["local_size"] for rank in found["barrier"]] == [2, 2]
