@@ -40,6 +40,7 @@ Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
 _OF_BACKEND = (
+    "SyncBatchNormalization",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -101,6 +102,8 @@ def __getattr__(name: str) -> Any:
     backend = keras.config.backend()
     if backend not in {"tensorflow", "torch"}:
         raise ConfigError(f"sparkhvd.keras has no collectives for the Keras backend {backend!r}.")
+    if name == "SyncBatchNormalization" and backend != "tensorflow":
+        raise ConfigError(f"SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on {backend!r}.")
     return getattr(import_module(f"sparkhvd.{backend}"), name)
 
 

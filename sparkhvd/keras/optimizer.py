@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
+from sparkhvd.keras.batches import Gathering, weighted
 from sparkhvd.keras.exchange import Exchange, gradient_exchange
 
 
@@ -18,20 +18,47 @@ class ExchangingOptimizer:
 
     _exchange: Exchange
     _share: Callable[[], float] | None
+    _loss_is_weighted: bool  # of the batch that is being computed, or traced
+    _gathering: Gathering | None
 
-    def weight_by(self, share: Callable[[], float]) -> None:
-        """Weight every step by this rank's part of the global batch, instead of counting all ranks alike.
+    def weight_by(self, share: Callable[[], float], ends: Callable[[], bool] | None = None) -> None:
+        """Weight every batch by its part of a step's rows, instead of counting all ranks alike.
 
         Args:
-            share: called once per step, in order; rows of this rank / rows of all ranks, 0 for a rank without rows.
+            share: called once per batch, in order; rows of this rank's batch / rows of all batches of all ranks that
+                make the step, 0 for a rank without rows.
+            ends: called after it; whether the batch is the last one of its step. None where each batch is a step. The
+                optimizer has to be built for it.
         """
         self._share = share
+        gathering = None if ends is None else Gathering(ends, self._trainable_variables)  # type: ignore[attr-defined]
+        object.__setattr__(self, "_gathering", gathering)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Weight the loss, so that gradients that cross ranks on their way back, as those of means do, are weighted."""
+        if self._share is not None:
+            object.__setattr__(self, "_loss_is_weighted", True)
+            (loss,) = weighted([loss], self._share)
+        return super().scale_loss(loss)  # type: ignore[misc]  # of the optimizer's own class
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Apply the gradients of all ranks."""
-        if self._share is not None:
-            grads = _weighted(list(grads), self._share)
+        if self._share is not None and not self._loss_is_weighted:  # by a training step of the user's own
+            grads = weighted(list(grads), self._share)
+        object.__setattr__(self, "_loss_is_weighted", False)
+        if self._gathering is not None:
+            self._gathering.begin_batch(grads)
         super().apply(grads, trainable_variables)  # type: ignore[misc]  # of the optimizer's own class
+        if self._gathering is not None:  # Keras has counted a step
+            steps: Any = self._iterations  # type: ignore[attr-defined]
+            steps.assign_sub(self._gathering.steps_left_out(steps.dtype))
+
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        take_step = super()._backend_apply_gradients  # type: ignore[misc]
+        if self._gathering is None:
+            take_step(grads, trainable_variables)
+        else:
+            self._gathering.gather(grads, trainable_variables, take_step)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras calls this on every step's gradients, after they were accumulated and before anything else is done with
@@ -85,6 +112,8 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     # Past Keras' own bookkeeping of attributes, which is for variables and layers.
     object.__setattr__(optimizer, "_exchange", exchange)
     object.__setattr__(optimizer, "_share", None)
+    object.__setattr__(optimizer, "_loss_is_weighted", False)
+    object.__setattr__(optimizer, "_gathering", None)
     return optimizer
 
 
@@ -102,36 +131,3 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> None:
 
 def _times(factor: float, exchange: Exchange) -> Exchange:
     return lambda gradients: [None if g is None else g * factor for g in exchange(gradients)]
-
-
-def _weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
-    """The gradients times what makes their plain mean over the ranks the mean over all rows."""
-
-    def factor() -> float:
-        return share() * session.current().world.size
-
-    if keras.config.backend() == "tensorflow":
-        import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
-
-        # Asked at every run of the graph, once the step has gradients: before, the step might not have its rows yet.
-        after = [_any_of(g) for g in gradients if g is not None]
-        number: Any = tf.py_function(lambda *_: factor(), after[:1], tf.float32)
-        number.set_shape([])
-        return [None if g is None else _scaled(g, tf.cast(number, g.dtype)) for g in gradients]
-    number = factor()
-    return [None if g is None else g * number for g in gradients]
-
-
-def _scaled(gradient: Any, factor: Any) -> Any:
-    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
-
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
-
-
-def _any_of(gradient: Any) -> Any:
-    """At most one number of a gradient."""
-    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
-
-    return tf.reshape(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient, [-1])[:1]

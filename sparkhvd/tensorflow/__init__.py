@@ -33,6 +33,7 @@ from sparkhvd.tensorflow.movements import (
 )
 from sparkhvd.tensorflow.operations import allreduce, barrier, broadcast, grouped_allreduce, join
 from sparkhvd.tensorflow.states import allgather_object, broadcast_object, broadcast_variables
+from sparkhvd.tensorflow.sync_batch_norm import SyncBatchNormalization
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
@@ -49,6 +50,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNormalization",
     "add_process_set",
     "allgather",
     "allgather_object",

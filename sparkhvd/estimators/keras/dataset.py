@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import keras
@@ -19,12 +20,18 @@ from sparkhvd.estimators.plugin import Arrays
 class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no types
     """The batches of one split, in order; asking for batch 0 starts the epoch that ``epoch`` names.
 
-    Keras may read ahead of the training. ``next_share()`` gives the shares of the global batches in the order in which
-    they are trained. A rank without rows in a step gets a row all the same, because Keras has no empty step: its share
-    is 0, and ``was_empty`` tells.
+    Keras may read ahead of the training. ``next_share()`` gives each batch's part of the rows of its optimizer step, in
+    the order in which they are trained. A rank without rows in a batch gets a row all the same, because Keras has no
+    empty step: its share is 0, and ``was_empty`` tells.
+
+    Args:
+        source: the batches.
+        inputs: how columns become inputs.
+        outputs: how columns become targets.
+        passes: batches that make an optimizer step; the last one of an epoch may have fewer.
     """
 
-    def __init__(self, source: BatchSource, inputs: Ports, outputs: Ports) -> None:
+    def __init__(self, source: BatchSource, inputs: Ports, outputs: Ports, passes: int = 1) -> None:
         super().__init__()
         self.epoch = 0
         self.first_step = 0  # where the epoch begins
@@ -38,7 +45,11 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._lock = threading.Lock()
         self._batches: Iterator[Batch] | None = None
         self._next = 0
-        self._shares: deque[float] = deque()
+        self._passes = passes
+        self._read: deque[Batch] = deque()  # of the step whose batches are being given
+        self._rows_of_step = 0
+        self._shares: deque[tuple[float, bool]] = deque()  # of batches to be trained, and whether they end a step
+        self._ends = True
         self._empty: set[int] = set()
         self._row: Arrays | None = None
 
@@ -63,11 +74,11 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             if index != self._next or self._batches is None:
                 raise DataError(f"Keras asked for batch {index} after batch {self._next - 1}; batches come in order.")
             self._next += 1
-            batch = next(self._batches)
+            batch = self._next_batch(self._batches)
             columns, rows = batch.columns, batch.rows
             self.rows += rows
             self._counts.append(self.rows)
-            self._shares.append(batch.share)
+            self._shares.append((rows / self._rows_of_step, not self._read))
             if rows == 0:
                 self._empty.add(index)
                 columns, rows = self._stand_in(columns), 1
@@ -75,9 +86,24 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         return self._arranged(columns, rows)
 
     def next_share(self) -> float:
-        """This rank's part of the next batch that is trained."""
+        """The part that this rank's next batch is of all rows of all ranks in the step."""
         with self._lock:
-            return self._shares.popleft()
+            share, self._ends = self._shares.popleft()
+            return share
+
+    def ends_step(self) -> bool:
+        """Whether the batch whose share was given last is the last one of a step."""
+        with self._lock:
+            return self._ends
+
+    def counts(self) -> bool:
+        """Whether this rank has rows in the batch whose share comes next."""
+        with self._lock:
+            return self._shares[0][0] > 0
+
+    def is_end_of_step(self, index: int) -> bool:
+        """Whether a batch of the epoch is the last one of a step."""
+        return (index + 1) % self._passes == 0 or index + 1 == len(self)
 
     def was_empty(self, index: int) -> bool:
         """Whether this rank had no rows in a step of the epoch."""
@@ -94,6 +120,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._batches = iter(self._source.epoch(self.epoch, self.first_step))
         self._next = self.rows = 0
         self._counts.clear()
+        self._read.clear()
         self._shares.clear()
         self._empty.clear()
 
@@ -101,6 +128,13 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         batches, self._batches = self._batches, None
         if (close := getattr(batches, "close", None)) is not None:
             close()
+
+    def _next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """The next one; its whole step is read, to know how many rows that has."""
+        if not self._read:
+            self._read.extend(islice(batches, self._passes))
+            self._rows_of_step = sum(batch.global_rows for batch in self._read)
+        return self._read.popleft()
 
     def _stand_in(self, columns: Arrays) -> Arrays:
         """One row: the last one, because a made-up one might not be possible."""

@@ -12,7 +12,7 @@ from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import use_backend
 from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import shapes
+from sparkhvd.estimators.params import positive_integer, shapes
 
 if TYPE_CHECKING:
     import keras
@@ -94,6 +94,12 @@ class KerasEstimator(DistributedEstimator):
         "Shape of one row of every label column; by default that of the output if it has as many elements.",
         shapes,
         default=None,
+    )
+
+    backward_passes_per_step: Declared[int] = declared(
+        "Batches per rank whose gradients make one step; their mean is over all their rows.",
+        positive_integer,
+        default=1,
     )
 
     def _environment(self) -> dict[str, str | None]:

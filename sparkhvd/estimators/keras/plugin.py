@@ -176,6 +176,12 @@ def _package(params: Mapping[str, Any]) -> Package:
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
+    passes, gathered = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
+    if passes != 1 and gathered:
+        raise ParamError(
+            f"backward_passes_per_step={passes} and the optimizer's gradient_accumulation_steps={gathered} both gather "
+            "batches; give one of them."
+        )
     schema = cast("DataSchema", params["schema"])
     return Package(
         model=bytes_of(model),

@@ -27,8 +27,8 @@ from sparkhvd.world import World
 class KerasTrainer:
     """Trains on this rank's part of every global batch, by ``model.fit``.
 
-    The gradient of a step is the mean over the rows of all ranks; BatchNormalization sees this rank's rows only, and
-    dropout draws on every rank for itself.
+    The gradient of a step is the mean over the rows of all ranks; BatchNormalization sees this rank's rows only, unless
+    it is a SyncBatchNormalization, and dropout draws on every rank for itself.
     """
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
@@ -73,10 +73,15 @@ class KerasTrainer:
         if not optimizer.built:
             optimizer.build(self._model.trainable_variables)
         broadcast_variables([*self._model.variables, *optimizer.variables])
-        data = BatchDataset(train, self._package.inputs, self._package.outputs)
+        passes = self._spec.backward_passes_per_step
+        data = BatchDataset(train, self._package.inputs, self._package.outputs, passes)
         validation = None if val is None else BatchDataset(val, self._package.inputs, self._package.outputs)
-        optimizer.weight_by(data.next_share)
-        begin = _EpochBegin(data, validation)
+        with self._device():
+            optimizer.weight_by(data.next_share, data.ends_step if passes > 1 else None)
+        shared = _synchronized(self._model)
+        for layer in shared:
+            layer.count_rows_if(data.counts)
+        begin = _EpochBegin(data, validation, shared)
         end = _EpochEnd(begin, data, hooks, self)
         callbacks = [begin, *self._package.callbacks, end]
 
@@ -140,9 +145,11 @@ class _Measured:
 class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Comes before the user's callbacks: names the epoch, keeps empty steps without effect, averages the logs."""
 
-    def __init__(self, data: BatchDataset, validation: BatchDataset | None) -> None:
+    def __init__(self, data: BatchDataset, validation: BatchDataset | None, shared: list[Any]) -> None:
         super().__init__()
         self.measured = _Measured()
+        # Of layers whose statistics are those of all ranks; an empty step of this rank must change them too.
+        self._shared = {id(variable) for layer in shared for variable in layer.non_trainable_variables}
         self._data = data
         self._validation = validation
         self._kept: list[tuple[Any, Any]] = []
@@ -188,7 +195,8 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._kept = []
         if batch == len(data) - 1:
             model = self.model
-            found = [*model.metrics_variables, *model.non_trainable_variables]
+            own = [variable for variable in model.non_trainable_variables if id(variable) not in self._shared]
+            found = [*model.metrics_variables, *own]
             self._kept = [(variable, _value(variable)) for variable in found]
 
     def _give_back(self, batch: int, data: BatchDataset) -> None:
@@ -210,8 +218,10 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self._trainer = trainer
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Tell the hooks; the logs are means over this rank's rows of the epoch so far."""
+        """Tell the hooks at the end of a step; the logs are means over this rank's rows of the epoch so far."""
         data = self._data
+        if not data.is_end_of_step(batch):
+            return
         values, rows = dict(logs or {}), data.rows_until(batch)
 
         def sums() -> dict[str, tuple[float, int]]:
@@ -247,6 +257,16 @@ def prepare_devices(world: World, *, use_gpu: bool = True) -> None:
         own = gpus[world.local_rank % len(gpus)]
         tf.config.set_visible_devices(own, "GPU")
         tf.config.experimental.set_memory_growth(own, True)
+
+
+def _synchronized(model: Any) -> list[Any]:
+    """The layers of a model that normalize by the rows of all ranks."""
+    if keras.config.backend() != "tensorflow":
+        return []
+    from sparkhvd.tensorflow import SyncBatchNormalization  # noqa: PLC0415  (only the backend in use is imported)
+
+    layers = model._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to walk)
+    return [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
 
 
 def _value(variable: Any) -> Any:

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+import sparkhvd.keras as hvd
 from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema, columns
 from sparkhvd.errors import ModelOutputError, ParamError
@@ -88,32 +89,42 @@ def parameters(data=DATA, **more):
     return {**base, **more}
 
 
-def train_as_rank(sizes, weighted):
+def train_as_rank(sizes, weighted, passes=1):
     data = WEIGHTED if weighted else DATA
     world = session.current().world
-    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(data)), spec(data, epochs=2), world)
+    how = spec(data, epochs=2, backward_passes_per_step=passes)
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(data)), how, world)
     hooks = Hooks()
     trainer.fit(source(sizes, world.rank, data), source(sizes, world.rank, data), hooks)
+    ends = [*range(passes, len(sizes), passes), len(sizes)]
+    assert [(report.epoch, report.step) for report in hooks.steps] == [(e, end) for e in range(2) for end in ends]
+    assert int(keras.ops.convert_to_numpy(trainer._model.optimizer.iterations)) == 2 * len(ends)
     record = averaged(hooks.reports[-1], session.current())
     return trainer._model.get_weights(), record
 
 
-def train_plainly(sizes, weighted):
+def train_plainly(sizes, weighted, passes=1):
     """Plain Keras on the global batches; the weights, and the mean of the loss over the rows of the last epoch."""
     model = network()
     model.compile(optimizer=keras.optimizers.Adam(0.02), loss=parameters()["loss"], metrics=["accuracy"])
     data = rows(sum(sum(step) for step in sizes))
     weights = data["w"] if weighted else None
-    past = model.fit(data["x"], data["y"], 8, 2, sample_weight=weights, shuffle=False, verbose=0)
+    past = model.fit(data["x"], data["y"], 8 * passes, 2, sample_weight=weights, shuffle=False, verbose=0)
     last = {name: values[-1] for name, values in past.history.items()}
     return model.get_weights(), last, model.evaluate(data["x"], data["y"], verbose=0, return_dict=True)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
-@pytest.mark.parametrize("sizes", [EVEN, PARTIAL_END, EMPTY_END], ids=["even", "partial end", "empty end"])
-def test_ranks_are_one_big_batch(group, sizes, weighted):
-    (mine, record), (other, _) = group.run(train_as_rank, sizes, weighted)
-    wanted, logs, evaluated = train_plainly(sizes, weighted)
+@pytest.mark.parametrize(
+    ("sizes", "weighted", "passes"),
+    [
+        *((sizes, weighted, 1) for sizes in (EVEN, PARTIAL_END, EMPTY_END) for weighted in (False, True)),
+        (PARTIAL_END, False, 2),
+        (EMPTY_END, True, 3),
+    ],
+)
+def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
+    (mine, record), (other, _) = group.run(train_as_rank, sizes, weighted, passes)
+    wanted, logs, evaluated = train_plainly(sizes, weighted, passes)
     for one, two, plain in zip(mine, other, wanted, strict=True):
         np.testing.assert_array_equal(one, two, "ranks must end with the same weights")
         assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
@@ -122,6 +133,38 @@ def test_ranks_are_one_big_batch(group, sizes, weighted):
     if not weighted:
         assert record.validation["loss"] == pytest.approx(evaluated["loss"], rel=1e-3)
         assert record.validation["accuracy"] == pytest.approx(evaluated["accuracy"], abs=1e-6)
+
+
+def normalized_network(layer):
+    start = network()
+    model = keras.Sequential([keras.Input((6,)), *start.layers[:1], layer, *start.layers[1:]])
+    model.set_weights([*start.get_weights()[:2], *layer.get_weights(), *start.get_weights()[2:]])
+    return model
+
+
+def train_with_normalization(sizes):
+    """The weights, moving statistics included; nothing on a backend that does not have the layer."""
+    if keras.config.backend() != "tensorflow":
+        return None
+    world, model = session.current().world, normalized_network(hvd.SyncBatchNormalization(momentum=0.8))
+    packed = PLUGIN.pack(parameters(model=model, optimizer=keras.optimizers.SGD(0.1)))
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), world)
+    trainer.fit(source(sizes, world.rank), source(sizes, world.rank), Hooks())
+    return trainer._model.get_weights()
+
+
+@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_END], ids=["partial end", "empty end"])
+def test_batch_normalization_over_all_ranks_makes_them_one_big_batch(group, sizes):
+    mine, other = group.run(train_with_normalization, sizes)
+    if mine is None:
+        return
+    model = normalized_network(keras.layers.BatchNormalization(momentum=0.8))
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=parameters()["loss"])
+    data = rows(sum(sum(step) for step in sizes))
+    model.fit(data["x"], data["y"], 8, 2, shuffle=False, verbose=0)
+    for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two, "ranks must end with the same weights and statistics")
+        assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
 
 
 def continue_from_state():
@@ -302,6 +345,11 @@ def test_columns_are_matched_by_name_before_order():
             {"model": keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])},
             ModelOutputError,
             "(?s)cannot take.*input_shapes",
+        ),
+        (
+            {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2), "backward_passes_per_step": 2},
+            ParamError,
+            "gradient_accumulation_steps=2 both gather",
         ),
         ({"loss": keras.losses.CategoricalCrossentropy()}, ModelOutputError, "The loss or a metric cannot compare"),
     ],

@@ -5,15 +5,8 @@ import pytest
 import tensorflow as tf
 
 import sparkhvd.tensorflow as hvd
-from tests.ranks import RankGroup
 
 DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
-
-
-@pytest.fixture(scope="module")
-def group():
-    with RankGroup(2, imports=("tensorflow", "sparkhvd.tensorflow")) as started:
-        yield started
 
 
 # What the ranks do.

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sparkhvd.tensorflow as hvd
+from tests.ranks import RankGroup
+
+
+@pytest.fixture(scope="module")
+def three_ranks():
+    with RankGroup(3, imports=("tensorflow", "sparkhvd.tensorflow")) as started:
+        yield started
+
+
+KINDS = {
+    "plain": ({}, False),
+    "masked": ({}, True),
+    "channels first": ({"axis": 1, "scale": False}, False),
+    "renormalized": ({"renorm": True, "renorm_clipping": {"rmin": 0.3, "rmax": 3.0, "dmax": 5.0}}, False),
+}
+
+
+def rows(channels_first=False):
+    """Images whose means are large beside their deviations, targets, and which pixels count."""
+    random = np.random.default_rng(1)
+    images = random.normal(size=(9, 4, 3, 2)) * [1.0, 3.0] + [100.0, -5.0]
+    included = random.uniform(size=(9, 4, 3)) < 0.7
+    targets = random.normal(size=(9, 1))
+    return (images.transpose(0, 3, 1, 2) if channels_first else images), targets, included
+
+
+def own_rows(uneven):
+    """Which rows a rank has: rank 0 one, the last one the most; or rank 0 none."""
+    size, rank = hvd.size(), hvd.rank()
+    starts = {(2, 1): [0, 1, 9], (3, 1): [0, 1, 3, 9], (2, 0): [0, 0, 9], (3, 0): [0, 0, 4, 9]}[size, uneven]
+    return slice(starts[rank], starts[rank + 1])
+
+
+class Network(keras.Model):
+    """Something to learn before and after the normalization."""
+
+    def __init__(self, layer, masked):
+        super().__init__(dtype="float64")
+        mixing = keras.initializers.Constant([[1.0, 0.0], [0.5, 1.0]])
+        equation, shape = ("bcxy,ck->bkxy", [2, None, None]) if layer.axis == 1 else ("bxyc,ck->bxyk", [None, None, 2])
+        self.before = keras.layers.EinsumDense(equation, shape, dtype="float64", kernel_initializer=mixing)
+        self.normal = layer
+        self.after = keras.layers.Dense(1, dtype="float64", kernel_initializer=keras.initializers.RandomNormal(seed=1))
+        self.masked = masked
+
+    def build(self, images_shape, included_shape):
+        pass  # by the first call
+
+    def call(self, images, included, training=True):
+        found = self.before(images)
+        found = self.normal(found, training=training, mask=included if self.masked else None)
+        return self.after(tf.reshape(tf.square(found) + found, [-1, 24]))
+
+
+def trained(layer, mine, wrap, masked, in_graph):
+    """The network after three steps on losses that are sums over the rows: they are exact for any division of them."""
+    images, targets, included = rows(layer.axis == 1)
+    network = Network(layer, masked)
+    network(images[:1], included[:1], training=False)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((network(images[mine], included[mine]) - targets[mine]) ** 2) / len(targets)
+        gradients = wrap(tape).gradient(loss, network.trainable_variables)
+        for variable, gradient in zip(network.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.01 * gradient)
+
+    run = tf.function(step, autograph=False) if in_graph else step
+    for _ in range(3):
+        run()
+    return network
+
+
+def compare(uneven, kind, in_graph):
+    """All ranks together do with our layer what one process does with Keras' own on all rows."""
+    options, masked = {"dtype": "float64"} | KINDS[kind][0], KINDS[kind][1]
+    exact = 1e-5 if masked else 1e-8  # Keras adds 1e-7 to the number of rows that its mask lets through
+    start = Network(keras.layers.BatchNormalization(**options), masked)
+    alone = trained(keras.layers.BatchNormalization(**options), slice(None), lambda tape: tape, masked, in_graph)
+    sums = lambda tape: hvd.DistributedGradientTape(tape, op=hvd.Sum)  # noqa: E731
+    together = trained(hvd.SyncBatchNormalization(**options), own_rows(uneven), sums, masked, in_graph)
+    start(rows(options.get("axis") == 1)[0][:1], rows()[2][:1], training=False)
+    for before, one, other in zip(start.get_weights(), alone.get_weights(), together.get_weights(), strict=True):
+        assert np.isfinite(one).all()
+        assert np.linalg.norm(one - other) <= exact * np.linalg.norm(one - before) + 1e-10, (before, one, other)
+    assert np.linalg.norm(alone.normal.moving_mean) > 1, "the statistics must have moved"
+    statistics = [variable.numpy().tobytes() for variable in together.normal.non_trainable_variables]
+    assert hvd.allgather_object(statistics) == [statistics] * hvd.size(), "the same to the last bit"
+
+
+def normalize_in_half_precision():
+    """Values whose squares float16 does not have."""
+    layer = hvd.SyncBatchNormalization(dtype="mixed_float16")
+    values = tf.constant([[900.0], [1100.0]], tf.float16) + 100.0 * hvd.rank()
+    with tf.GradientTape() as tape:
+        tape.watch(values)
+        found = layer(values, training=True)
+        loss = tf.reduce_sum(tf.cast(found, tf.float32) * [[1.0], [2.0]])
+    assert (found.dtype, layer.moving_variance.dtype, layer.gamma.dtype) == (tf.float16, "float32", "float32")
+    everything = np.concatenate([np.array([900.0, 1100.0]) + 100.0 * rank for rank in range(hvd.size())])
+    wanted = (values.numpy().astype(np.float64).ravel() - everything.mean()) / np.sqrt(everything.var() + 1e-3)
+    np.testing.assert_allclose(found.numpy().ravel(), wanted, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(layer.moving_variance.numpy(), 0.99 + 0.01 * everything.var(), rtol=1e-5)
+    assert np.isfinite(tape.gradient(loss, values).numpy()).all()
+
+
+def work_alone_where_nothing_is_trained():
+    """Only rank 0 calls the layer."""
+    layer = hvd.SyncBatchNormalization()
+    if hvd.rank() == 0:
+        assert layer(tf.ones([2, 3])).numpy() == pytest.approx(1.0, abs=1e-3)
+        layer.trainable = False
+        assert layer(tf.ones([2, 3]), training=True).numpy() == pytest.approx(1.0, abs=1e-3)
+    hvd.barrier()
+
+
+def refuse_no_rows_at_all():
+    with pytest.raises(ValueError, match="no rank has a row in this step"):
+        hvd.SyncBatchNormalization()(tf.zeros([0, 3]), training=True)
+
+
+# The tests.
+
+
+@pytest.mark.parametrize(
+    ("kind", "uneven", "in_graph"),
+    [
+        ("plain", True, False),
+        ("plain", False, True),
+        ("masked", True, True),
+        ("channels first", False, False),
+        ("renormalized", True, True),
+    ],
+)
+def test_two_ranks_are_one_big_batch(group, kind, uneven, in_graph):
+    group.run(compare, uneven, kind, in_graph)
+
+
+@pytest.mark.parametrize("uneven", [True, False], ids=["uneven rows", "a rank without rows"])
+def test_three_ranks_are_one_big_batch(three_ranks, uneven):
+    three_ranks.run(compare, uneven, "plain", False)
+
+
+def test_half_precision_loses_nothing_on_the_way(group):
+    group.run(normalize_in_half_precision)
+
+
+def test_a_layer_that_is_not_trained_needs_no_other_rank(group):
+    group.run(work_alone_where_nothing_is_trained)
+
+
+def test_a_step_without_any_rows_is_an_error_on_all_ranks(group):
+    group.run(refuse_no_rows_at_all)
+
+
+def test_a_saved_model_has_the_layer_with_its_settings_and_statistics(tmp_path):
+    layers = [keras.Input((3,)), hvd.SyncBatchNormalization(momentum=0.7, name="normal"), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.get_layer("normal").moving_mean.assign([1.0, 2.0, 3.0])
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    layer = again.get_layer("normal")
+    assert type(layer) is hvd.SyncBatchNormalization
+    assert layer.momentum == 0.7
+    rows = np.ones((2, 3), np.float32)
+    np.testing.assert_array_equal(again.predict(rows, verbose=0), model.predict(rows, verbose=0))
