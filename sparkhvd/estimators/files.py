@@ -196,6 +196,13 @@ def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, .
     return tuple(found)
 
 
+def replace_file(store: Store, path: str, source: Path) -> None:
+    """Write a local file, piece by piece, in place of what is there."""
+    store.delete(path)
+    with source.open("rb") as content, store.open(path, "wb") as target:
+        _copied(content, target)
+
+
 @contextmanager
 def fetched(store: Source, files: tuple[StoredFile, ...], within: str | None = None) -> Iterator[Path]:
     """A local folder with copies of these files, which is removed at the end.

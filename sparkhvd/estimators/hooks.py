@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -12,10 +13,11 @@ from sparkhvd.comm import objects
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.errors import DataError
-from sparkhvd.estimators import checkpoint, run_log
+from sparkhvd.estimators import checkpoint, files, run_log
 from sparkhvd.estimators.checkpoint import Checkpoint, Within
 from sparkhvd.estimators.history import EpochRecord, averaged
 from sparkhvd.estimators.plugin import EpochReport, StepReport, Trainer, TrainSpec
+from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,11 @@ class RunHooks:
         if due and self._store is not None and not redealt_now:
             self._keep_within(self._store, report, trainer)
         self._last_step = report.step
+
+    def keep_file(self, path: Path) -> None:
+        """See ``TrainHooks``."""
+        if self._store is not None:
+            files.replace_file(self._store, layout.saved_path(self._run_id, path.name), path)
 
     def _is_due(self, every: int | None, report: StepReport) -> bool:
         """Whether a multiple of ``every`` was reached since the last step."""

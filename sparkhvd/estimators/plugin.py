@@ -116,6 +116,16 @@ class TrainHooks(Protocol):
     def rank_state(self) -> bytes | None:
         """What this rank's ``StepReport.rank_state`` gave at ``first_step``."""
 
+    @property
+    def history(self) -> Sequence[EpochRecord]:
+        """The epochs that are done, those before an interruption included."""
+
+    def keep_file(self, path: Path) -> None:
+        """Keep a file of this rank's in the folder of the run, in place of one of the same name.
+
+        Without a Store it does nothing.
+        """
+
     def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
         """Say how far the rank is, end for a loss that is no number, checkpoint where it is time.
 

@@ -10,6 +10,7 @@
     runs/<run id>/checkpoints/epoch-00004-step-00000120     the same within epoch 4, after 120 of its steps
     runs/<run id>/history.json                  one record per epoch so far
     runs/<run id>/logs/train/..., validation    the same for TensorBoard
+    runs/<run id>/saved/...                     files of the user's checkpoint callback, under their own names
     runs/<run id>/model/...                     the trained model's files
     probes/<probe id>/...                       a check that all machines reach the Store; removed after it
 
@@ -107,6 +108,11 @@ def history_path(run_id: str) -> str:
 def events_path(run_id: str, part: str, epoch: int) -> str:
     """TensorBoard's file of one epoch; it reads the files of a folder in the order of their names."""
     return f"{run_folder(run_id)}/logs/{part}/events.out.tfevents.{epoch:010d}.sparkhvd"
+
+
+def saved_path(run_id: str, name: str) -> str:
+    """A file that the user's checkpoint callback made."""
+    return f"{run_folder(run_id)}/saved/{_component('file', name)}"
 
 
 def model_folder(run_id: str) -> str:

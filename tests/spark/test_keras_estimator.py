@@ -8,6 +8,7 @@ from pyspark.ml.feature import VectorAssembler
 
 from sparkhvd import KerasEstimator, KerasModel, Store
 from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.keras.callbacks import BestModelCheckpoint
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]  # the ranks and the executors import TensorFlow
 
@@ -77,15 +78,22 @@ def test_a_model_learns_stops_early_and_predicts_as_keras_does(xor, store):
     assert (predicted.argmax(axis=1) == [row["y"] for row in rows]).mean() > 0.95
 
 
-def test_a_pipeline_with_an_assembler_trains_and_a_run_is_continued(xor, store):
+def test_a_pipeline_with_an_assembler_trains_and_a_run_is_continued(xor, store, tmp_path):
     steps = [VectorAssembler(inputCols=["a", "b"], outputCol="v")]
-    short = estimator(store, feature_cols=["v"], epochs=1, run_id="keras-run", validation=None)
+    keep = {"checkpoint_callback": BestModelCheckpoint(monitor="loss"), "run_id": "keras-run"}
+    short = estimator(store, feature_cols=["v"], epochs=1, validation=None, **keep)
     Pipeline(stages=[*steps, short]).fit(xor)
-    more = estimator(store, feature_cols=["v"], epochs=2, run_id="keras-run", validation=None)
-    continued = Pipeline(stages=[*steps, more]).fit(xor).stages[-1].getHistory()
+    more = estimator(store, feature_cols=["v"], epochs=2, validation=None, **keep)
+    trained = Pipeline(stages=[*steps, more]).fit(xor).stages[-1]
+    continued = trained.getHistory()
     whole = estimator(store, feature_cols=["v"], epochs=2, validation=None)
     undisturbed = Pipeline(stages=[*steps, whole]).fit(xor).stages[-1].getHistory()
     assert [record["epoch"] for record in continued] == [0, 1]
+    with store.open("runs/keras-run/saved/best.keras", "rb") as file:
+        (tmp_path / "best.keras").write_bytes(file.read())
+    best = keras.saving.load_model(tmp_path / "best.keras")
+    for one, other in zip(best.get_weights(), trained.getModel().get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
     assert continued[-1]["train"]["loss"] == pytest.approx(undisturbed[-1]["train"]["loss"], rel=1e-5)
 
 

@@ -96,11 +96,24 @@ class KerasEstimator(DistributedEstimator):
         default=None,
     )
 
+    checkpoint_callback: Declared[keras.callbacks.ModelCheckpoint | None] = declared(
+        "A keras.callbacks.ModelCheckpoint, run on rank 0, whose files are kept in the run's folder of the Store; with "
+        "save_best_only the trained model is that of the best epoch.",
+        default=None,
+    )
     backward_passes_per_step: Declared[int] = declared(
         "Batches per rank whose gradients make one step; their mean is over all their rows.",
         positive_integer,
         default=1,
     )
+
+    def _checked_values(self) -> dict[str, Any]:
+        values = super()._checked_values()
+        if values["checkpoint_callback"] is None:
+            return values
+        from sparkhvd.estimators.keras.saving import with_callback  # noqa: PLC0415  (Keras is imported by now)
+
+        return with_callback(values)
 
     def _environment(self) -> dict[str, str | None]:
         import keras  # noqa: PLC0415  (the user's model is here, so it has been imported)

@@ -42,6 +42,7 @@ class Package:
         loss_weights: what ``compile`` takes.
         metrics: what ``compile`` takes, with Keras' objects configured.
         callbacks: the user's callbacks.
+        checkpoint_callback: the one that rank 0 alone runs, after those.
         inputs: how columns become inputs.
         outputs: how columns become targets.
         input_shapes: the user's, for columns that are known later.
@@ -59,6 +60,7 @@ class Package:
     inputs: Ports
     outputs: Ports
     callbacks: tuple[Any, ...] = ()
+    checkpoint_callback: Any = None
     compression: Any = None
     input_shapes: Any = None
     named_inputs: Any = None
@@ -71,6 +73,7 @@ class Package:
             ParamError: something in it cannot be pickled.
         """
         own = [*self.objects.values(), *_leaves(self.loss), *_leaves(self.metrics), *self.callbacks]
+        own += _leaves(self.checkpoint_callback)
         try:
             with by_value(own):
                 return bytes(cloudpickle.dumps(self))

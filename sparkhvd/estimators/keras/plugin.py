@@ -193,6 +193,7 @@ def _package(params: Mapping[str, Any]) -> Package:
         inputs=_inputs(params, schema),
         outputs=plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
         callbacks=tuple(params["callbacks"] or ()),
+        checkpoint_callback=params.get("checkpoint_callback"),
         input_shapes=_shapes(params, "input_shapes"),
         named_inputs=params.get("inputs"),
         label_shapes=_shapes(params, "label_shapes"),

@@ -18,6 +18,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.package import Package, arrays_of_bytes, arrays_to_bytes
+from sparkhvd.estimators.keras.saving import KeptFiles
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, Trainer, TrainHooks, TrainSpec
 from sparkhvd.keras.callbacks import broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer
@@ -83,7 +84,8 @@ class KerasTrainer:
             layer.count_rows_if(data.counts)
         begin = _EpochBegin(data, validation, shared)
         end = _EpochEnd(begin, data, hooks, self)
-        callbacks = [begin, *self._package.callbacks, end]
+        saving = self._saving(hooks)
+        callbacks = [begin, *self._package.callbacks, *([] if saving is None else [saving.callback, saving]), end]
 
         def fit(first: int, last: int) -> None:
             with self._device():
@@ -108,9 +110,18 @@ class KerasTrainer:
             if first < self._spec.epochs:
                 fit(first, self._spec.epochs)
         finally:
+            if saving is not None:
+                saving.close()
             data.close()
             if validation is not None:
                 validation.close()
+
+    def _saving(self, hooks: TrainHooks) -> KeptFiles | None:
+        """What keeps the files of the user's checkpoint callback, on rank 0."""
+        callback = self._package.checkpoint_callback
+        if callback is None or session.current().world.rank != 0:
+            return None
+        return KeptFiles(callback, hooks, self._spec.checkpoints)
 
     def export(self, folder: Path) -> None:
         """Write the model, its optimizer with the user's unscaled learning rate."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -48,6 +49,10 @@ class Hooks:
     first_epoch_batches: int | None = None
     rank_state: bytes | None = None
     steps: list[StepReport] = field(default_factory=list)
+    history: tuple[EpochRecord, ...] = ()
+
+    def keep_file(self, path: Path) -> None:
+        raise AssertionError(f"nothing was asked to be kept, but {path} was")
 
     def on_step_end(self, report: StepReport, trainer: object) -> None:
         self.steps.append(report)

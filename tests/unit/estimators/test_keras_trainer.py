@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import keras
@@ -12,9 +12,11 @@ import sparkhvd.keras as hvd
 from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema, columns
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.history import averaged
-from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.history import EpochRecord, averaged
+from sparkhvd.estimators.keras import KerasEstimator, artifact
 from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.policies import Checkpoints
+from sparkhvd.keras.callbacks import BestModelCheckpoint
 from sparkhvd.world import World
 from tests.ranks import RankGroup
 from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
@@ -263,7 +265,78 @@ def test_callbacks_run_and_the_model_is_exported(group, tmp_path):
     group.run(stop_and_export, str(tmp_path))
 
 
+@dataclass
+class Keeping(Hooks):
+    kept: dict[str, bytes] = field(default_factory=dict)
+
+    def keep_file(self, path):
+        self.kept[path.name] = path.read_bytes()
+
+
+def save_by_callback(save_best_only, history):
+    """What was kept, and the weights in the end."""
+    callback = keras.callbacks.ModelCheckpoint("some/where/{epoch}.keras", "loss", save_best_only=save_best_only)
+    policy = Checkpoints(best="loss") if save_best_only else Checkpoints()
+    packed = PLUGIN.pack(parameters(checkpoint_callback=callback))
+    world = session.current().world
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2, checkpoints=policy), world)
+    hooks = Keeping(first_epoch=len(history), history=history)
+    trainer.fit(source(PARTIAL_END, world.rank), None, hooks)
+    return hooks.kept, trainer._model.get_weights()
+
+
+def test_rank_0_keeps_what_the_checkpoint_callback_saves(group, tmp_path):
+    (kept, wanted), (by_another, _) = group.run(save_by_callback, True, ())
+    assert (sorted(kept), by_another) == (["1.keras", "2.keras"], {})
+    (tmp_path / "kept.keras").write_bytes(kept["2.keras"])
+    model = keras.saving.load_model(tmp_path / "kept.keras")
+    for one, other in zip(model.get_weights(), wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_run_that_goes_on_knows_its_best_epoch(group):
+    before = (EpochRecord(0, {"loss": 1e-9}),)
+    assert [kept for kept, _ in group.run(save_by_callback, True, before)] == [{}, {}]
+    assert [sorted(kept) for kept, _ in group.run(save_by_callback, False, before)] == [["2.keras"], []]
+
+
 # On the driver.
+
+
+def values_with(callback, **more):
+    given = {"store": None, "loss": "mse", "feature_cols": ["x"], "label_cols": ["y"], **more}
+    return KerasEstimator(model=network(), checkpoint_callback=callback, **given)._checked_values()
+
+
+def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
+    best = BestModelCheckpoint(monitor="val_accuracy")
+    assert values_with(best, validation=0.1, metrics=["accuracy"])["checkpoints"] == Checkpoints(
+        best="val_accuracy", mode="max"
+    )
+    best = BestModelCheckpoint(monitor="mae")
+    assert values_with(best, metrics=[keras.metrics.MeanAbsoluteError(name="mae")])["checkpoints"].mode == "min"
+    best = BestModelCheckpoint(monitor="mine", mode="max")
+    assert values_with(best)["checkpoints"] == Checkpoints(best="mine", mode="max")
+
+
+@pytest.mark.parametrize(
+    ("callback", "more", "message"),
+    [
+        (keras.callbacks.EarlyStopping(), {}, "must be a keras.callbacks.ModelCheckpoint"),
+        (BestModelCheckpoint(), {}, "watches 'val_loss', but nothing is held out"),
+        (BestModelCheckpoint(monitor="mine"), {}, "Give the callback mode='min' or mode='max'"),
+        (BestModelCheckpoint(monitor="loss"), {"checkpoints": Checkpoints(best="mae")}, "leave one of them out"),
+        (keras.callbacks.ModelCheckpoint("x.keras"), {}, "keeps its files in a Store, but none is given"),
+        (
+            keras.callbacks.ModelCheckpoint("x.keras", "loss", save_best_only=True, save_freq=3),
+            {},
+            "save_best_only=True and save_freq=3",
+        ),
+    ],
+)
+def test_a_checkpoint_callback_that_cannot_do_what_it_says_is_refused(callback, more, message):
+    with pytest.raises(ParamError, match=message):
+        values_with(callback, **more)
 
 
 @keras.saving.register_keras_serializable("tests")
