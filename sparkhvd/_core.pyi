@@ -61,7 +61,8 @@ class Engine:
     do is decided by trying. ``bind_hosts`` are the local addresses that this rank's sockets bind and offer, the
     preferred one first. ``encrypt`` (equal on all ranks) encrypts what travels over TCP; it needs OpenSSL everywhere.
     ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
-    stands in front of what is said about failed operations.
+    stands in front of what is said about failed operations. ``hierarchical_allreduce`` and ``hierarchical_allgather``
+    (equal on all ranks) say whether these use the memory of every host where the ranks are on several.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -82,6 +83,8 @@ class Engine:
         cache_capacity: int = 1024,
         collective_timeout_s: float = 1800.0,
         timeout_s: float = 60.0,
+        hierarchical_allreduce: bool = True,
+        hierarchical_allgather: bool = True,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -191,7 +194,8 @@ class Engine:
     def counters(self) -> dict[str, int]:
         """Monotonic counts by name.
 
-        ``operations``, ``bytes``, ``cycles``, ``cache_hits``, ``fused_buffers``; the engine's time by phase,
+        ``operations``, ``bytes``, ``cycles``, ``cache_hits``, ``fused_buffers``, ``hierarchical`` (allreduces and
+        allgathers that went through the memory of several hosts); the engine's time by phase,
         ``negotiation_us`` and ``collective_us`` (``fusion_copy_us`` of it for copies); ``queue_us`` summed over
         operations; and ``allreduce.operations``, ``allreduce.bytes`` and so on for every kind that has run.
         """

@@ -150,6 +150,16 @@ class Config:
         "HOROVOD_CACHE_CAPACITY",
     )
     shared_memory: bool = setting(True, switch, "Whether ranks of one host exchange data through shared memory.")
+    hierarchical_allreduce: bool = setting(
+        True,
+        switch,
+        "Whether an allreduce among several hosts goes through shared memory inside each host, so that every host sends "
+        "the least bytes; equal on all ranks.",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    )
+    hierarchical_allgather: bool = setting(
+        True, switch, "The same for an allgather; equal on all ranks.", "HOROVOD_HIERARCHICAL_ALLGATHER"
+    )
     encrypt: bool = setting(
         False,
         switch,
@@ -219,8 +229,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_ENABLE_XLA_OPS": "there are no XLA operations",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets can always be added and removed",
     "HOROVOD_DISABLE_GROUP_FUSION": "a group runs as a whole in any case",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "the algorithm follows from where the ranks are",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "the algorithm follows from where the ranks are",
     "HOROVOD_AUTOTUNE": "there is no autotuning",
     "HOROVOD_AUTOTUNE_LOG": "there is no autotuning",
     "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "there is no autotuning",

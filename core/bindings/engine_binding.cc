@@ -37,7 +37,8 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
                                      const std::string& label, const std::string& host_key,
                                      std::vector<std::string> bind_hosts, bool shared_memory,
                                      bool encrypt, size_t fusion_threshold, size_t cache_capacity,
-                                     double collective_timeout_s, double timeout_s) {
+                                     double collective_timeout_s, double timeout_s,
+                                     bool hierarchical_allreduce, bool hierarchical_allgather) {
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " is not one of " +
                                                    std::to_string(size) + " ranks"));
@@ -60,6 +61,7 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.engine.fusion_threshold = fusion_threshold;
   arguments.engine.cache_capacity = cache_capacity;
   arguments.engine.collective_timeout_s = collective_timeout_s;
+  arguments.engine.hierarchical = {hierarchical_allreduce, hierarchical_allgather};
   arguments.timeout_s = timeout_s;
   if (rendezvous != nullptr) arguments.rendezvous = rendezvous->client;
   Result<Mesh> connected = [&arguments] {
@@ -81,6 +83,7 @@ py::dict CountersOf(PyEngine& self) {
   result["cycles"] = counters.cycles.load();
   result["cache_hits"] = counters.cache_hits.load();
   result["fused_buffers"] = counters.fused_buffers.load();
+  result["hierarchical"] = counters.hierarchical.load();
   result["queue_us"] = counters.queue_us.load();
   result["negotiation_us"] = counters.negotiation_us.load();
   result["collective_us"] = counters.collective_us.load();
@@ -148,7 +151,8 @@ void RegisterEngine(py::module_& module) {
            arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"}, arg("shared_memory") = true,
            arg("encrypt") = false, arg("fusion_threshold") = size_t{64} << 20,
            arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
-           arg("timeout_s") = 60.0)
+           arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = true,
+           arg("hierarchical_allgather") = true)
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("counters", &CountersOf)

@@ -15,19 +15,24 @@ constexpr size_t kCacheLine = 64;
 // workstations", 2009): the data is cut into one slice per rank; N - 1 steps pass partial results
 // to the right until every rank holds the complete result of its slice, N - 1 more steps pass the
 // results around.
+Status ReduceAround(Transport& transport, const Reduction& reduction, int ranks, std::byte* data,
+                    size_t count, std::vector<std::byte>& scratch, Deadline deadline) {
+  if (count == 0) return Status();
+  const std::vector<Slice> slices =
+      EvenSlices(count, transport.size(), kCacheLine / SizeOf(reduction.dtype));
+  const Ring ring{transport, reduction, data, slices, deadline};
+  if (transport.size() > 1) SHVD_TRY(RingReduceScatter(ring, scratch));
+  const Slice own = ring.SliceAt(0);
+  Finish(reduction, ranks, data + own.begin * ring.width(), own.count);
+  if (transport.size() > 1) SHVD_TRY(RingGather(ring));
+  return Status();
+}
+
 Status AllreduceRing(Transport& transport, const Reduction& reduction, const std::byte* source,
                      std::byte* target, size_t count, std::vector<std::byte>& scratch,
                      Deadline deadline) {
   CopyPrescaled(reduction, target, source, count);
-  if (count == 0) return Status();
-  const std::vector<Slice> slices =
-      EvenSlices(count, transport.size(), kCacheLine / SizeOf(reduction.dtype));
-  const Ring ring{transport, reduction, target, slices, deadline};
-  if (transport.size() > 1) SHVD_TRY(RingReduceScatter(ring, scratch));
-  const Slice own = ring.SliceAt(0);
-  Finish(reduction, transport.size(), target + own.begin * ring.width(), own.count);
-  if (transport.size() > 1) SHVD_TRY(RingGather(ring));
-  return Status();
+  return ReduceAround(transport, reduction, transport.size(), target, count, scratch, deadline);
 }
 
 }  // namespace sparkhvd

@@ -17,4 +17,9 @@ Status AllreduceRing(Transport& transport, const Reduction& reduction, const std
                      std::byte* target, size_t count, std::vector<std::byte>& scratch,
                      Deadline deadline);
 
+// The same in place, where the contributions are scaled already and stand for `ranks` ranks
+// together.
+Status ReduceAround(Transport& transport, const Reduction& reduction, int ranks, std::byte* data,
+                    size_t count, std::vector<std::byte>& scratch, Deadline deadline);
+
 }  // namespace sparkhvd

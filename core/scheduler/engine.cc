@@ -35,10 +35,9 @@ std::vector<int> LocalRanks(const Mesh& mesh) {
   return mesh.arena ? mesh.arena->ranks() : std::vector<int>{mesh.transport->rank()};
 }
 
-// The arena carries operations only where it holds all ranks.
 std::optional<ArenaSteps> StepsOf(const Mesh& mesh) {
   std::optional<ArenaSteps> steps;
-  if (mesh.arena && mesh.arena->count() == mesh.transport->size()) steps.emplace(*mesh.arena);
+  if (mesh.arena) steps.emplace(*mesh.arena);
   return steps;
 }
 
@@ -52,7 +51,7 @@ std::optional<DirectCalls> DirectCallsOf(const Mesh& mesh) {
 
 std::unique_ptr<Negotiation> MakeNegotiation(ArenaSteps* steps, Transport& transport,
                                              const EngineConfig& config) {
-  return steps != nullptr
+  return steps != nullptr && steps->count() == transport.size()
              ? MakeArenaNegotiation(*steps, config.cache_capacity, config.collective_timeout_s)
              : MakeCoordinatedNegotiation(transport, config.cache_capacity,
                                           config.collective_timeout_s);
@@ -88,7 +87,7 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       host_ranks_(mesh_.host_ranks),
       steps_(StepsOf(mesh_)),
       negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
-      execution_(*mesh_.transport, steps_ ? &*steps_ : nullptr, timeline_, counters_),
+      execution_(mesh_, steps_ ? &*steps_ : nullptr, config.hierarchical, timeline_, counters_),
       direct_calls_(DirectCallsOf(mesh_)),
       thread_([this] { Main(); }) {}
 

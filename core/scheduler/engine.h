@@ -37,6 +37,7 @@ struct EngineConfig {
   size_t fusion_threshold = size_t{64} << 20;
   size_t cache_capacity = 1024;
   double collective_timeout_s = 1800.0;
+  HierarchicalSwitches hierarchical;
 };
 
 // Where the ranks of one engine tell each other why they failed; the first reason is everybody's.
@@ -165,7 +166,7 @@ class Engine {
   Timeline timeline_;
 
   // Of the thread that steers, which may be handed over (under mutex_) at any time.
-  std::optional<ArenaSteps> steps_;  // where one arena holds all ranks of the job
+  std::optional<ArenaSteps> steps_;  // where there is an arena
   std::unique_ptr<Negotiation> negotiation_;
   Execution execution_;
   std::unordered_map<std::string_view, OperationPointer> pending_;  // by their names

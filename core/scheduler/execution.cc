@@ -10,6 +10,8 @@
 
 #include "collectives/adasum.h"
 #include "collectives/allgather.h"
+#include "collectives/allgather_hierarchical.h"
+#include "collectives/allreduce_hierarchical.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/allreduce_shm.h"
 #include "collectives/alltoall.h"
@@ -57,6 +59,10 @@ std::optional<std::vector<size_t>> BytesOf(const Request& request, const std::ve
   return lengths;
 }
 
+Topology TopologyOf(const Mesh& mesh) {
+  return Topology{mesh.transport->size(), static_cast<int>(mesh.memory_groups.size())};
+}
+
 Status TooMany() {
   return Status(StatusCode::kInvalidArgument, "the ranks together contribute too many elements");
 }
@@ -72,14 +78,16 @@ Result<std::unique_ptr<std::byte[]>> Allocate(size_t bytes) {
 
 }  // namespace
 
-Execution::Execution(Transport& transport, ArenaSteps* steps, Timeline& timeline,
-                     Counters& counters)
-    : transport_(transport), steps_(steps), timeline_(timeline), counters_(counters) {
-  Topology topology;
-  topology.size = transport_.size();
-  if (steps_ != nullptr) topology.arena_members = steps_->count();
-  algorithm_ = Select(topology);
-}
+Execution::Execution(Mesh& mesh, ArenaSteps* steps, HierarchicalSwitches switches,
+                     Timeline& timeline, Counters& counters)
+    : transport_(*mesh.transport),
+      steps_(steps),
+      timeline_(timeline),
+      counters_(counters),
+      hierarchy_(mesh.memory_groups, transport_.rank()),
+      algorithm_(Select(TopologyOf(mesh))),
+      reducing_(Select(TopologyOf(mesh), switches.allreduce)),
+      gathering_(Select(TopologyOf(mesh), switches.allgather)) {}
 
 void Execution::Enter(const Operation& operation, Phase phase) const {
   if (timeline_.on()) timeline_.Enter(operation.request().name, phase);
@@ -122,10 +130,19 @@ void Execution::CombineDeposits(const std::vector<std::shared_ptr<Operation>>& g
 Status Execution::Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                          Span<const size_t> lengths, Deadline deadline) {
   const size_t count = std::accumulate(lengths.begin(), lengths.end(), size_t{0});
-  if (algorithm_ != Algorithm::kLocal && reduction.op != ReduceOp::kAdasum) {
-    return algorithm_ == Algorithm::kArena
-               ? AllreduceShm(*steps_, reduction, source, target, count, deadline)
-               : AllreduceRing(transport_, reduction, source, target, count, scratch_, deadline);
+  if (reduction.op != ReduceOp::kAdasum) {
+    switch (reducing_) {
+      case Algorithm::kArena:
+        return AllreduceShm(*steps_, reduction, source, target, count, deadline);
+      case Algorithm::kTransport:
+        return AllreduceRing(transport_, reduction, source, target, count, scratch_, deadline);
+      case Algorithm::kHierarchical:
+        ++counters_.hierarchical;
+        return AllreduceHierarchical(transport_, steps_, hierarchy_, reduction, source, target,
+                                     count, scratch_, deadline);
+      case Algorithm::kLocal:
+        break;
+    }
   }
   CopyPrescaled(reduction, target, source, count);
   if (reduction.op == ReduceOp::kAdasum) {
@@ -213,7 +230,7 @@ Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,
   SHVD_TRY(output.status());
   const ConstBytes source(operation.source(), operation.bytes());
   const Bytes target(output.value().get(), total);
-  switch (algorithm_) {
+  switch (gathering_) {
     case Algorithm::kLocal:
       CopyBytes(target.data(), source.data(), source.size());
       break;
@@ -222,6 +239,11 @@ Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,
       break;
     case Algorithm::kTransport:
       SHVD_TRY(AllgatherRing(transport_, source, *lengths, target, deadline));
+      break;
+    case Algorithm::kHierarchical:
+      ++counters_.hierarchical;
+      SHVD_TRY(AllgatherHierarchical(transport_, steps_, hierarchy_, source, *lengths, target,
+                                     deadline));
       break;
   }
   operation.SetOutput(std::move(output).value(), total, rows);
@@ -274,6 +296,7 @@ Status Execution::Broadcast(const Operation& operation, Deadline deadline) {
     case Algorithm::kArena:
       return BroadcastShm(*steps_, root, operation.source(), target, deadline);
     case Algorithm::kTransport:
+    case Algorithm::kHierarchical:
       return BroadcastTree(transport_, root, operation.source(), target, deadline);
   }
   return Status(StatusCode::kInternal, "no algorithm");

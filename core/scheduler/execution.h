@@ -8,20 +8,29 @@
 #include "base/deadline.h"
 #include "base/status.h"
 #include "collectives/arena_steps.h"
+#include "collectives/hierarchy.h"
 #include "collectives/reduction.h"
 #include "collectives/select.h"
 #include "scheduler/counters.h"
 #include "scheduler/operation.h"
 #include "timeline/timeline.h"
-#include "transport/transport.h"
+#include "transport/mesh.h"
 
 namespace sparkhvd {
+
+// Whether a collective among several hosts makes use of the memory that the ranks of a host share;
+// equal on all ranks.
+struct HierarchicalSwitches {
+  bool allreduce = true;
+  bool allgather = true;
+};
 
 // One rank's hands: the links, and working memory that outlives a single operation.
 class Execution {
  public:
-  // `steps` is null where the ranks of the job don't all share an arena.
-  Execution(Transport& transport, ArenaSteps* steps, Timeline& timeline, Counters& counters);
+  // `steps` are those of the mesh's arena, null without one.
+  Execution(Mesh& mesh, ArenaSteps* steps, HierarchicalSwitches switches, Timeline& timeline,
+            Counters& counters);
 
   // Runs one allreduce over all the operations together. They compute the same.
   Status Allreduce(const std::vector<std::shared_ptr<Operation>>& group, Deadline deadline);
@@ -54,7 +63,10 @@ class Execution {
   ArenaSteps* const steps_;
   Timeline& timeline_;
   Counters& counters_;
-  Algorithm algorithm_;
+  const Hierarchy hierarchy_;
+  const Algorithm algorithm_;       // of whatever has no algorithm of its own
+  const Algorithm reducing_;        // of allreduces
+  const Algorithm gathering_;       // of allgathers
   std::vector<std::byte> scratch_;  // of the ring
   std::vector<std::byte> fused_;    // where small tensors travel together
 };

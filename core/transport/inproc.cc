@@ -206,6 +206,7 @@ std::vector<Mesh> InProcessMeshes(const std::vector<int>& hosts, bool with_arena
   auto hub = std::make_shared<Hub>(size);
   std::vector<Mesh> meshes(hosts.size());
   std::map<int, std::vector<int>> ranks_of_host;
+  std::vector<std::vector<int>> groups;
   for (int rank = 0; rank < size; ++rank) {
     const auto index = static_cast<size_t>(rank);
     meshes[index].transport = std::make_unique<InProcessTransport>(hub, rank, size);
@@ -214,7 +215,14 @@ std::vector<Mesh> InProcessMeshes(const std::vector<int>& hosts, bool with_arena
   for (const auto& [host, ranks] : ranks_of_host) {
     for (const int rank : ranks) meshes[static_cast<size_t>(rank)].host_ranks = ranks;
     if (with_arena && ranks.size() > 1) ShareArena(meshes, ranks, arena_region_bytes);
+    const bool shared = meshes[static_cast<size_t>(ranks.front())].arena != nullptr;
+    for (const int rank : ranks) {
+      if (!shared) groups.push_back({rank});
+    }
+    if (shared) groups.push_back(ranks);
   }
+  std::sort(groups.begin(), groups.end());
+  for (Mesh& mesh : meshes) mesh.memory_groups = groups;
   return meshes;
 }
 

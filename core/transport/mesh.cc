@@ -22,6 +22,7 @@
 #include "transport/arena_file.h"
 #include "transport/encrypted_links.h"
 #include "transport/meeting.h"
+#include "transport/memory_groups.h"
 #include "transport/shared_arena.h"
 #include "transport/socket_transport.h"
 
@@ -342,28 +343,41 @@ class MeshBuilder {
     return ranks;
   }
 
-  // The ranks of this host in rank order, the same list on each of them; empty where they cannot
-  // share an arena.
-  std::vector<int> ArenaRanks() {
-    const AddressRecord& own = At(records_, options_.rank);
-    std::vector<int> ranks;
-    for (int rank = 0; rank < options_.size; ++rank) {
-      const AddressRecord& other = At(records_, rank);
-      if (own.host_key.empty() || other.host_key != own.host_key) continue;
-      if (!other.shared_memory || other.arena_region_bytes != own.arena_region_bytes) return {};
-      ranks.push_back(rank);
+  Status ShareArena(Mesh* mesh) {
+    const std::vector<std::vector<int>> groups = MemoryGroups(records_);
+    std::shared_ptr<SharedMapping> mapping;
+    for (const std::vector<int>& ranks : groups) {
+      if (ranks.size() == 1 || !Contains(ranks, options_.rank)) continue;
+      auto made = ranks.front() == options_.rank ? CreateArena(ranks) : ReceiveArena(ranks);
+      SHVD_TRY(
+          meeting_.Set(Key("arena", options_.rank), made.ok() ? kYes : made.status().message()));
+      if (made.ok()) mapping = std::move(made).value();
     }
-    return ranks.size() > 1 ? ranks : std::vector<int>();
+    // All ranks hear the votes of all hosts: what one does between hosts depends on what the others
+    // do inside.
+    for (const std::vector<int>& ranks : groups) {
+      const Result<bool> unanimous = Unanimous(ranks);
+      SHVD_TRY(unanimous.status());
+      if (!unanimous.value()) {
+        for (const int rank : ranks) mesh->memory_groups.push_back({rank});
+        continue;
+      }
+      mesh->memory_groups.push_back(ranks);
+      if (ranks.size() > 1 && Contains(ranks, options_.rank)) JoinArena(mesh, ranks, mapping);
+    }
+    std::sort(mesh->memory_groups.begin(), mesh->memory_groups.end());
+    return Status();
   }
 
-  Status ShareArena(Mesh* mesh) {
-    const std::vector<int> ranks = ArenaRanks();
-    if (ranks.empty()) return Status();
-    auto mapping = ranks.front() == options_.rank ? CreateArena(ranks) : ReceiveArena(ranks);
-    const std::string vote = mapping.ok() ? kYes : mapping.status().message();
-    SHVD_TRY(meeting_.Set(Key("arena", options_.rank), vote));
+  static bool Contains(const std::vector<int>& ranks, int rank) {
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  }
+
+  // Whether all of them have the arena that they were to share.
+  Result<bool> Unanimous(const std::vector<int>& ranks) {
     bool unanimous = true;
     for (const int rank : ranks) {
+      if (ranks.size() == 1) break;
       auto answer = meeting_.Get(Key("arena", rank));
       if (!answer.ok()) {
         return answer.status().Annotate(RankName(options_.rank) + " waits for " + RankName(rank) +
@@ -371,16 +385,19 @@ class MeshBuilder {
       }
       unanimous = unanimous && answer.value() == kYes;
     }
-    if (!unanimous) return Status();
+    return unanimous;
+  }
+
+  void JoinArena(Mesh* mesh, const std::vector<int>& ranks,
+                 const std::shared_ptr<SharedMapping>& mapping) {
     std::vector<MemberWatch> own;
     for (const int rank : ranks) own.push_back(std::move(At(watches_, rank)));
     const auto watches = std::make_shared<const MemberWatches>(std::move(own));
     const auto found = std::find(ranks.begin(), ranks.end(), options_.rank);
     const auto member = static_cast<int>(found - ranks.begin());
-    const ArenaPair pair(mapping.value(), ranks.size(), options_.arena_region_bytes);
+    const ArenaPair pair(mapping, ranks.size(), options_.arena_region_bytes);
     mesh->arena = pair.Join(member, ranks, watches);
     mesh->direct_arena = pair.JoinDirect(member, ranks, watches);
-    return Status();
   }
 
   Result<std::shared_ptr<SharedMapping>> CreateArena(const std::vector<int>& ranks) {

@@ -38,6 +38,9 @@ struct Mesh {
   std::unique_ptr<Arena> arena;  // null where the rank shares memory with nobody
   // Another one of the same ranks, for calls beside those that `arena` serves.
   std::unique_ptr<Arena> direct_arena;
+  // All ranks by the arena that they share, the same list on every rank: ascending inside a group
+  // and by the first rank. A rank without an arena is a group of its own.
+  std::vector<std::vector<int>> memory_groups;
   std::vector<int> host_ranks;  // those with this rank's host key, itself included, ascending
 };
 

@@ -126,5 +126,7 @@ def open_channel(
             cache_capacity=config.cache_capacity,
             collective_timeout_s=config.collective_timeout,
             timeout_s=deadline.remaining(),
+            hierarchical_allreduce=config.hierarchical_allreduce,
+            hierarchical_allgather=config.hierarchical_allgather,
         )
     return Channel(engine, ranks, config.collective_timeout)

@@ -3,13 +3,16 @@
 #include <atomic>
 #include <numeric>
 #include <optional>
-#include <tuple>
+#include <vector>
 
 #include "collectives/allgather.h"
+#include "collectives/allgather_hierarchical.h"
+#include "collectives/allreduce_hierarchical.h"
 #include "collectives/allreduce_ring.h"
 #include "collectives/allreduce_shm.h"
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
+#include "collectives/hierarchy.h"
 #include "collectives/ranks.h"
 #include "collectives/select.h"
 #include "collectives/slices.h"
@@ -24,33 +27,82 @@ using testing::Soon;
 
 constexpr int kSizes[] = {1, 2, 3, 4, 7, 8};
 
-std::vector<Mesh> OneHost(int size) {
-  return InProcessMeshes(std::vector<int>(static_cast<size_t>(size), 0));
-}
+enum class Way { kLinks, kArena, kHierarchical };
 
-Status Allreduce(Mesh& mesh, ArenaSteps* steps, const Reduction& reduction, Elements& source,
-                 Elements& target) {
-  if (steps != nullptr) {
-    return AllreduceShm(*steps, reduction, source.data(), target.data(), source.count(), Soon());
+struct Layout {
+  std::string name;
+  std::vector<int> hosts;  // by rank
+  Way way;
+
+  int size() const { return static_cast<int>(hosts.size()); }
+};
+
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
+// One rank's calls in the way of the layout.
+class Caller {
+ public:
+  Caller(const Layout& layout, Mesh& mesh)
+      : way_(layout.way),
+        transport_(*mesh.transport),
+        hierarchy_(mesh.memory_groups, mesh.transport->rank()) {
+    if (mesh.arena) steps_.emplace(*mesh.arena);
   }
-  std::vector<std::byte> scratch;
-  return AllreduceRing(*mesh.transport, reduction, source.data(), target.data(), source.count(),
-                       scratch, Soon());
-}
+
+  Status Allreduce(const Reduction& reduction, Elements& source, Elements& target) {
+    std::vector<std::byte> scratch;
+    switch (way_) {
+      case Way::kArena:
+        return AllreduceShm(*steps_, reduction, source.data(), target.data(), source.count(),
+                            Soon());
+      case Way::kLinks:
+        return AllreduceRing(transport_, reduction, source.data(), target.data(), source.count(),
+                             scratch, Soon());
+      case Way::kHierarchical:
+        return AllreduceHierarchical(transport_, steps(), hierarchy_, reduction, source.data(),
+                                     target.data(), source.count(), scratch, Soon());
+    }
+    return Status(StatusCode::kInternal, "no way");
+  }
+
+  Status Allgather(ConstBytes source, const std::vector<size_t>& lengths, Bytes target) {
+    switch (way_) {
+      case Way::kArena:
+        return AllgatherShm(*steps_, source, lengths, target, Soon());
+      case Way::kLinks:
+        return AllgatherRing(transport_, source, lengths, target, Soon());
+      case Way::kHierarchical:
+        return AllgatherHierarchical(transport_, steps(), hierarchy_, source, lengths, target,
+                                     Soon());
+    }
+    return Status(StatusCode::kInternal, "no way");
+  }
+
+  Status Broadcast(int root, Bytes data) {
+    return way_ == Way::kArena ? BroadcastShm(*steps_, root, data.data(), data, Soon())
+                               : BroadcastTree(transport_, root, data.data(), data, Soon());
+  }
+
+ private:
+  ArenaSteps* steps() { return steps_ ? &*steps_ : nullptr; }
+
+  const Way way_;
+  Transport& transport_;
+  std::optional<ArenaSteps> steps_;
+  const Hierarchy hierarchy_;
+};
 
 // Out of place, then in place, against the oracle.
-Status CheckAllreduce(int rank, Mesh& mesh, ArenaSteps* steps, DType dtype, ReduceOp op,
-                      size_t count) {
-  const int size = mesh.transport->size();
+Status CheckAllreduce(int rank, int size, Caller& caller, DType dtype, ReduceOp op, size_t count) {
   Elements source(dtype, count, static_cast<size_t>(rank % 3));
   Elements target(dtype, count, static_cast<size_t>(rank % 2));
   for (size_t i = 0; i < count; ++i) source.Set(i, testing::Contribution(dtype, op, rank, i));
   const Reduction reduction{dtype, op, 1.0, 1.0};
-  SHVD_TRY(Allreduce(mesh, steps, reduction, source, target));
+  SHVD_TRY(caller.Allreduce(reduction, source, target));
   for (size_t i = 0; i < count; ++i) {
     EXPECT_EQ(source.Get(i), testing::Contribution(dtype, op, rank, i)) << "the source changed";
   }
-  SHVD_TRY(Allreduce(mesh, steps, reduction, source, source));
+  SHVD_TRY(caller.Allreduce(reduction, source, source));
   for (Elements* result : {&target, &source}) {
     for (size_t i = 0; i < count; ++i) {
       if (result->Get(i) != testing::Expected(dtype, op, size, i)) {
@@ -63,21 +115,19 @@ Status CheckAllreduce(int rank, Mesh& mesh, ArenaSteps* steps, DType dtype, Redu
   return Status();
 }
 
-class AllreduceTest : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+class AllreduceTest : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(AllreduceTest, MatchesTheOracleForEveryDTypeOperatorAndLength) {
-  const auto [size, use_arena] = GetParam();
-  std::vector<Mesh> meshes = OneHost(size);
-  const bool arena = use_arena && size > 1;
+  const Layout& layout = GetParam();
+  const int size = layout.size();
+  std::vector<Mesh> meshes = InProcessMeshes(layout.hosts);
   ExpectAllOk(OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
-    std::optional<ArenaSteps> steps;
-    if (arena) steps.emplace(*mesh.arena);
-    ArenaSteps* used = arena ? &*steps : nullptr;
+    Caller caller(layout, mesh);
     for (const size_t count : {size_t{3}, size_t{997}}) {
       for (const DType dtype : testing::kEveryDType) {
         for (const ReduceOp op : testing::kEveryOp) {
           if (op == ReduceOp::kAverage) continue;
-          SHVD_TRY(CheckAllreduce(rank, mesh, used, dtype, op, count));
+          SHVD_TRY(CheckAllreduce(rank, size, caller, dtype, op, count));
         }
       }
     }
@@ -85,30 +135,29 @@ TEST_P(AllreduceTest, MatchesTheOracleForEveryDTypeOperatorAndLength) {
     // and sizes that change from one operation to the next.
     for (const size_t count :
          {size_t{0}, size_t{1}, size_t{64}, size_t{100003}, size_t{5}, size_t{20000}}) {
-      SHVD_TRY(CheckAllreduce(rank, mesh, used, DType::kFloat32, ReduceOp::kSum, count));
-      SHVD_TRY(CheckAllreduce(rank, mesh, used, DType::kInt8, ReduceOp::kMax, count));
+      SHVD_TRY(CheckAllreduce(rank, size, caller, DType::kFloat32, ReduceOp::kSum, count));
+      SHVD_TRY(CheckAllreduce(rank, size, caller, DType::kInt8, ReduceOp::kMax, count));
     }
     return Status();
   }));
 }
 
 TEST_P(AllreduceTest, AppliesScalesAndAverages) {
-  const auto [size, use_arena] = GetParam();
-  std::vector<Mesh> meshes = OneHost(size);
-  const bool arena = use_arena && size > 1;
-  ExpectAllOk(OnEveryRank(meshes, [&, size = size](int rank, Mesh& mesh) {
-    std::optional<ArenaSteps> steps;
-    if (arena) steps.emplace(*mesh.arena);
+  const Layout& layout = GetParam();
+  const int size = layout.size();
+  std::vector<Mesh> meshes = InProcessMeshes(layout.hosts);
+  ExpectAllOk(OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    Caller caller(layout, mesh);
     for (const size_t count : {size_t{10}, size_t{30011}}) {
       Elements data(DType::kFloat64, count);
       for (size_t i = 0; i < count; ++i) data.Set(i, rank + 1.0);
       const Reduction reduction{DType::kFloat64, ReduceOp::kAverage, 3.0, 0.5};
-      SHVD_TRY(Allreduce(mesh, arena ? &*steps : nullptr, reduction, data, data));
+      SHVD_TRY(caller.Allreduce(reduction, data, data));
       for (size_t i = 0; i < count; ++i) EXPECT_NEAR(data.Get(i), 1.5 * (size + 1) / 2, 1e-12);
       Elements whole(DType::kInt32, count);
       for (size_t i = 0; i < count; ++i) whole.Set(i, -rank);
       const Reduction average{DType::kInt32, ReduceOp::kAverage, 1.0, 1.0};
-      SHVD_TRY(Allreduce(mesh, arena ? &*steps : nullptr, average, whole, whole));
+      SHVD_TRY(caller.Allreduce(average, whole, whole));
       for (size_t i = 0; i < count; ++i) EXPECT_EQ(whole.Get(i), -(size * (size - 1) / 2 / size));
     }
     return Status();
@@ -116,12 +165,11 @@ TEST_P(AllreduceTest, AppliesScalesAndAverages) {
 }
 
 TEST_P(AllreduceTest, GathersRaggedContributionsAndBroadcastsFromEveryRoot) {
-  const auto [size, use_arena] = GetParam();
-  std::vector<Mesh> meshes = OneHost(size);
-  const bool arena = use_arena && size > 1;
-  ExpectAllOk(OnEveryRank(meshes, [&, size = size](int rank, Mesh& mesh) {
-    std::optional<ArenaSteps> steps;
-    if (arena) steps.emplace(*mesh.arena);
+  const Layout& layout = GetParam();
+  const int size = layout.size();
+  std::vector<Mesh> meshes = InProcessMeshes(layout.hosts);
+  ExpectAllOk(OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    Caller caller(layout, mesh);
     for (const size_t unit : {size_t{1}, size_t{0}, size_t{30011}}) {
       std::vector<size_t> lengths;
       for (int r = 0; r < size; ++r) lengths.push_back(unit * static_cast<size_t>((r + 1) % 3));
@@ -129,8 +177,7 @@ TEST_P(AllreduceTest, GathersRaggedContributionsAndBroadcastsFromEveryRoot) {
       std::vector<std::byte> all(std::accumulate(lengths.begin(), lengths.end(), size_t{0}));
       const ConstBytes source(own.data(), own.size());
       const Bytes target(all.data(), all.size());
-      SHVD_TRY(arena ? AllgatherShm(*steps, source, lengths, target, Soon())
-                     : AllgatherRing(*mesh.transport, source, lengths, target, Soon()));
+      SHVD_TRY(caller.Allgather(source, lengths, target));
       std::vector<std::byte> expected;
       for (int r = 0; r < size; ++r) {
         expected.insert(expected.end(), lengths[static_cast<size_t>(r)], std::byte(r + 1));
@@ -139,8 +186,7 @@ TEST_P(AllreduceTest, GathersRaggedContributionsAndBroadcastsFromEveryRoot) {
       for (int root = 0; root < size; ++root) {
         std::vector<std::byte> data(unit * 23 + 1, std::byte(rank + 1));
         const Bytes view(data.data(), data.size());
-        SHVD_TRY(arena ? BroadcastShm(*steps, root, data.data(), view, Soon())
-                       : BroadcastTree(*mesh.transport, root, data.data(), view, Soon()));
+        SHVD_TRY(caller.Broadcast(root, view));
         EXPECT_EQ(data, std::vector<std::byte>(unit * 23 + 1, std::byte(root + 1)));
       }
     }
@@ -148,16 +194,53 @@ TEST_P(AllreduceTest, GathersRaggedContributionsAndBroadcastsFromEveryRoot) {
   }));
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, AllreduceTest,
-                         ::testing::Combine(::testing::ValuesIn(kSizes), ::testing::Bool()),
-                         [](const auto& chosen) {
-                           return std::to_string(std::get<0>(chosen.param)) +
-                                  (std::get<1>(chosen.param) ? "ranksArena" : "ranksLinks");
-                         });
+TEST_P(AllreduceTest, GivesAllRanksTheSameBits) {
+  const Layout& layout = GetParam();
+  constexpr size_t kCount = 5003;
+  std::vector<Mesh> meshes = InProcessMeshes(layout.hosts);
+  std::vector<std::vector<float>> results(layout.hosts.size(), std::vector<float>(kCount));
+  ExpectAllOk(OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    Caller caller(layout, mesh);
+    Elements data(DType::kFloat32, kCount);
+    for (size_t i = 0; i < kCount; ++i) {
+      data.Set(i, 1.0 / static_cast<double>(i * 7 + static_cast<size_t>(rank) * 3 + 1));
+    }
+    SHVD_TRY(
+        caller.Allreduce(Reduction{DType::kFloat32, ReduceOp::kAverage, 0.3, 1.7}, data, data));
+    std::memcpy(results[static_cast<size_t>(rank)].data(), data.data(), data.size_bytes());
+    return Status();
+  }));
+  for (const std::vector<float>& result : results) EXPECT_EQ(result, results.front());
+}
+
+std::vector<Layout> Layouts() {
+  std::vector<Layout> layouts;
+  for (const int size : kSizes) {
+    const std::vector<int> hosts(static_cast<size_t>(size), 0);
+    layouts.push_back({std::to_string(size) + "ranksLinks", hosts, Way::kLinks});
+    if (size > 1) layouts.push_back({std::to_string(size) + "ranksArena", hosts, Way::kArena});
+  }
+  const std::vector<std::vector<int>> several = {{0, 0, 1},
+                                                 {0, 0, 1, 1},
+                                                 {0, 1, 0, 1},
+                                                 {0, 1, 1, 1, 0},
+                                                 {0, 1, 2, 1, 2, 0, 2},
+                                                 {0, 0, 0, 0, 1, 1, 1, 1},
+                                                 {0, 0, 0, 1, 1, 1, 2, 3}};
+  for (const std::vector<int>& hosts : several) {
+    std::string name = "ranksOnHosts";
+    for (const int host : hosts) name += std::to_string(host);
+    layouts.push_back({std::to_string(hosts.size()) + name, hosts, Way::kHierarchical});
+  }
+  return layouts;
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, AllreduceTest, ::testing::ValuesIn(Layouts()),
+                         [](const auto& chosen) { return chosen.param.name; });
 
 TEST(Collectives, BarrierLetsNobodyThroughBeforeEverybodyHasCome) {
   for (const int size : kSizes) {
-    std::vector<Mesh> meshes = OneHost(size);
+    std::vector<Mesh> meshes = InProcessMeshes(std::vector<int>(static_cast<size_t>(size), 0));
     std::atomic<int> came{0};
     ExpectAllOk(OnEveryRank(meshes, [&](int, Mesh& mesh) {
       for (int round = 1; round <= 20; ++round) {
@@ -214,10 +297,19 @@ TEST(Slices, CoverEverythingInOrderAndDifferByOneGrain) {
 }
 
 TEST(Select, UsesTheArenaOnlyWhenItHoldsTheWholeJob) {
-  EXPECT_EQ(Select(Topology{1, 0}), Algorithm::kLocal);
-  EXPECT_EQ(Select(Topology{4, 4}), Algorithm::kArena);
+  EXPECT_EQ(Select(Topology{1, 1}), Algorithm::kLocal);
+  EXPECT_EQ(Select(Topology{4, 1}), Algorithm::kArena);
   EXPECT_EQ(Select(Topology{4, 2}), Algorithm::kTransport);
-  EXPECT_EQ(Select(Topology{4, 0}), Algorithm::kTransport);
+  EXPECT_EQ(Select(Topology{4, 4}), Algorithm::kTransport);
+}
+
+TEST(Select, IsHierarchicalWhereSomeRanksShareMemoryUnlessThatIsTurnedOff) {
+  EXPECT_EQ(Select(Topology{1, 1}, true), Algorithm::kLocal);
+  EXPECT_EQ(Select(Topology{4, 1}, true), Algorithm::kArena);
+  EXPECT_EQ(Select(Topology{4, 2}, true), Algorithm::kHierarchical);
+  EXPECT_EQ(Select(Topology{4, 3}, true), Algorithm::kHierarchical);
+  EXPECT_EQ(Select(Topology{4, 4}, true), Algorithm::kTransport) << "nobody shares memory";
+  EXPECT_EQ(Select(Topology{4, 2}, false), Algorithm::kTransport);
 }
 
 }  // namespace

@@ -1,0 +1,171 @@
+#include "collectives/allgather_hierarchical.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "collectives/slices.h"
+
+namespace sparkhvd {
+namespace {
+
+// Pieces of memory that count as one after the other; none is empty. What comes from one host need
+// not lie together, because the result is in rank order.
+using Fragments = std::vector<Bytes>;
+
+size_t TotalBytes(const Fragments& fragments) {
+  size_t total = 0;
+  for (const Bytes fragment : fragments) total += fragment.size();
+  return total;
+}
+
+// The bytes of `part`.
+Fragments Cut(const Fragments& whole, Slice part) {
+  Fragments cut;
+  size_t before = 0;
+  for (const Bytes fragment : whole) {
+    const size_t begin = std::max(part.begin, before);
+    const size_t end = std::min(part.begin + part.count, before + fragment.size());
+    if (begin < end) cut.push_back(fragment.Sub(begin - before, end - begin));
+    before += fragment.size();
+  }
+  return cut;
+}
+
+// `fragments[m]` is what member m holds and all others get.
+Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Deadline deadline) {
+  size_t longest = 0;
+  for (const Fragments& each : fragments) longest = std::max(longest, TotalBytes(each));
+  for (size_t done = 0; done < longest; done += steps.SlotBytes()) {
+    const ArenaSteps::Round round = steps.StartRound();
+    const auto part = [&](int member) {
+      return Cut(fragments[static_cast<size_t>(member)], Slice{done, steps.SlotBytes()});
+    };
+    std::byte* shown = round.Slot(steps.member());
+    for (const Bytes fragment : part(steps.member())) {
+      std::memcpy(shown, fragment.data(), fragment.size());
+      shown += fragment.size();
+    }
+    SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
+    for (int member = 0; member < steps.count(); ++member) {
+      if (member == steps.member()) continue;
+      const std::byte* seen = round.Slot(member);
+      for (const Bytes fragment : part(member)) {
+        std::memcpy(fragment.data(), seen, fragment.size());
+        seen += fragment.size();
+      }
+    }
+  }
+  return Status();
+}
+
+// What a lane carries of what the ranks of a group contribute.
+class Shares {
+ public:
+  Shares(const Hierarchy& hierarchy, const std::vector<size_t>& lengths, Bytes target)
+      : lanes_(hierarchy.lanes()) {
+    std::vector<size_t> offsets(lengths.size());
+    for (size_t rank = 1; rank < lengths.size(); ++rank) {
+      offsets[rank] = offsets[rank - 1] + lengths[rank - 1];
+    }
+    for (const std::vector<int>& ranks : hierarchy.groups) {
+      Fragments block;
+      for (const int rank : ranks) {
+        const auto index = static_cast<size_t>(rank);
+        if (lengths[index] > 0) block.push_back(target.Sub(offsets[index], lengths[index]));
+      }
+      blocks_.push_back(std::move(block));
+    }
+  }
+
+  Fragments Of(int group, int lane) const {
+    const Fragments& block = blocks_[static_cast<size_t>(group)];
+    return Cut(block, SliceOf(TotalBytes(block), lanes_, lane));
+  }
+
+ private:
+  const int lanes_;
+  std::vector<Fragments> blocks_;  // by group
+};
+
+Status PassOn(Transport& transport, int to, const Fragments& outgoing, int from,
+              const Fragments& incoming, Deadline deadline) {
+  std::vector<Ticket> tickets;
+  for (const Bytes fragment : incoming) {
+    const Result<Ticket> posted = transport.PostReceive(from, fragment);
+    SHVD_TRY(posted.status());
+    tickets.push_back(posted.value());
+  }
+  for (const Bytes fragment : outgoing) {
+    const Result<Ticket> posted = transport.PostSend(to, fragment);
+    SHVD_TRY(posted.status());
+    tickets.push_back(posted.value());
+  }
+  if (tickets.empty()) return Status();
+  return transport.Wait(Span<const Ticket>(tickets.data(), tickets.size()), deadline);
+}
+
+// Every step passes on to the right what came from the left in the step before, the share in the
+// own group's contributions first.
+Status GatherInLane(Transport& transport, const Hierarchy& hierarchy, const Shares& shares,
+                    Deadline deadline) {
+  const std::vector<int> ranks = hierarchy.LaneRanks();
+  const auto count = static_cast<int>(ranks.size());
+  const auto neighbour = [&](int distance) {
+    return (hierarchy.group + distance + 2 * count) % count;
+  };
+  const auto rank_at = [&](int distance) {
+    return ranks[static_cast<size_t>(neighbour(distance))];
+  };
+  for (int step = 0; step + 1 < count; ++step) {
+    SHVD_TRY(PassOn(transport, rank_at(1), shares.Of(neighbour(-step), hierarchy.member),
+                    rank_at(-1), shares.Of(neighbour(-step - 1), hierarchy.member), deadline)
+                 .Annotate("between hosts: ring gather step " + std::to_string(step)));
+  }
+  return Status();
+}
+
+// What each member of the own group holds of the other groups' contributions after the lanes have
+// carried them.
+std::vector<Fragments> Carried(const Hierarchy& hierarchy, const Shares& shares) {
+  std::vector<Fragments> carried(hierarchy.own_group().size());
+  for (int lane = 0; lane < hierarchy.lanes(); ++lane) {
+    Fragments& held = carried[static_cast<size_t>(lane)];
+    for (int group = 0; group < static_cast<int>(hierarchy.groups.size()); ++group) {
+      if (group == hierarchy.group) continue;
+      const Fragments share = shares.Of(group, lane);
+      held.insert(held.end(), share.begin(), share.end());
+    }
+  }
+  return carried;
+}
+
+}  // namespace
+
+// Three steps: the members of a group show each other what they contribute; every lane carries its
+// share of all groups' contributions around a ring; the members of a group show each other what
+// came. So every byte enters a host once.
+Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
+                             ConstBytes source, const std::vector<size_t>& lengths, Bytes target,
+                             Deadline deadline) {
+  std::vector<Fragments> contributions;  // by member of the own group
+  for (const int rank : hierarchy.own_group()) {
+    size_t offset = 0;
+    for (int other = 0; other < rank; ++other) offset += lengths[static_cast<size_t>(other)];
+    const size_t length = lengths[static_cast<size_t>(rank)];
+    contributions.push_back(length > 0 ? Fragments{target.Sub(offset, length)} : Fragments{});
+  }
+  for (const Bytes own : contributions[static_cast<size_t>(hierarchy.member)]) {
+    if (own.data() != source.data()) std::memcpy(own.data(), source.data(), source.size());
+  }
+  if (steps != nullptr) {
+    SHVD_TRY(SpreadShm(*steps, contributions, deadline).Annotate("inside the host"));
+  }
+  const Shares shares(hierarchy, lengths, target);
+  if (hierarchy.in_lane()) SHVD_TRY(GatherInLane(transport, hierarchy, shares, deadline));
+  if (steps == nullptr) return Status();
+  return SpreadShm(*steps, Carried(hierarchy, shares), deadline)
+      .Annotate("inside the host, after the exchange between hosts");
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,22 @@
+// Allreduce among ranks of several hosts.
+#pragma once
+
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/status.h"
+#include "collectives/arena_steps.h"
+#include "collectives/hierarchy.h"
+#include "collectives/reduction.h"
+#include "transport/transport.h"
+
+namespace sparkhvd {
+
+// Reduces `count` elements of every rank; all ranks get the same bits. `target` may be `source`.
+// `steps` are those of the own group's arena, null where that is this rank alone. `scratch` is
+// working memory of the caller, grown as needed and worth keeping.
+Status AllreduceHierarchical(Transport& transport, ArenaSteps* steps, const Hierarchy& hierarchy,
+                             const Reduction& reduction, const std::byte* source, std::byte* target,
+                             size_t count, std::vector<std::byte>& scratch, Deadline deadline);
+
+}  // namespace sparkhvd

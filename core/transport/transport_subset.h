@@ -1,0 +1,41 @@
+// Some ranks of a transport as a transport of their own.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace sparkhvd {
+
+// Numbers `ranks` of `whole`, its own among them, 0, 1, 2... Posts and waits go to `whole`, so that
+// failures name its ranks.
+class TransportSubset final : public Transport {
+ public:
+  TransportSubset(Transport& whole, std::vector<int> ranks)
+      : whole_(whole),
+        ranks_(std::move(ranks)),
+        rank_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), whole.rank()) -
+                               ranks_.begin())) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(ranks_.size()); }
+  Result<Ticket> PostSend(int peer, ConstBytes data) override {
+    return whole_.PostSend(ranks_[static_cast<size_t>(peer)], data);
+  }
+  Result<Ticket> PostReceive(int peer, Bytes data) override {
+    return whole_.PostReceive(ranks_[static_cast<size_t>(peer)], data);
+  }
+  Status Wait(Span<const Ticket> tickets, Deadline deadline) override {
+    return whole_.Wait(tickets, deadline);
+  }
+  void Abort(const Status& why) override { whole_.Abort(why); }
+
+ private:
+  Transport& whole_;
+  const std::vector<int> ranks_;
+  const int rank_;
+};
+
+}  // namespace sparkhvd
