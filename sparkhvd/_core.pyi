@@ -63,6 +63,7 @@ class Engine:
     ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
     stands in front of what is said about failed operations. ``hierarchical_allreduce`` and ``hierarchical_allgather``
     (equal on all ranks) say whether these use the memory of every host where the ranks are on several.
+    ``processor_core`` is the core that the engine's thread runs on, any by default.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -85,6 +86,7 @@ class Engine:
         timeout_s: float = 60.0,
         hierarchical_allreduce: bool = True,
         hierarchical_allgather: bool = True,
+        processor_core: int | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

@@ -83,6 +83,14 @@ def path(text: str) -> str:
     return text
 
 
+def core_numbers(text: str) -> tuple[int, ...]:
+    """Numbers of processor cores with commas between them."""
+    try:
+        return tuple(whole(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError("is not a list of core numbers such as 0,1,2") from None
+
+
 def timeline_file(text: str) -> str:
     """A path; Horovod's word DYNAMIC means none, since a recording may always be started by a call."""
     return "" if text == "DYNAMIC" else text
@@ -153,8 +161,8 @@ class Config:
     hierarchical_allreduce: bool = setting(
         True,
         switch,
-        "Whether an allreduce among several hosts goes through shared memory inside each host, so that every host sends "
-        "the least bytes; equal on all ranks.",
+        "Whether an allreduce among several hosts goes through shared memory inside each host, so that every host "
+        "sends the least bytes; equal on all ranks.",
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
     )
     hierarchical_allgather: bool = setting(
@@ -171,6 +179,13 @@ class Config:
         "Names of the network interfaces, separated by commas, over which ranks of several hosts are connected; "
         "empty lets each pair of ranks take the first that leads from one to the other.",
         "HOROVOD_GLOO_IFACE",
+    )
+    thread_affinity: tuple[int, ...] = setting(
+        (),
+        core_numbers,
+        "Processor cores, separated by commas: the core's own thread of local rank 0 runs on the first only, that of "
+        "local rank 1 on the second, and so on; empty pins none.",
+        "HOROVOD_THREAD_AFFINITY",
     )
     stall_check: bool = setting(
         True,
@@ -235,7 +250,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "there is no autotuning",
     "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "there is no autotuning",
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "there is no autotuning",
-    "HOROVOD_THREAD_AFFINITY": "threads are not pinned",
     "HOROVOD_ELASTIC": "there is no elastic training",
     "HOROVOD_LOG_HIDE_TIME": "the format of log lines is that of Python's logging",
 }

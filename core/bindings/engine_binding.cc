@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "bindings/py_engine.h"
 #include "bindings/rendezvous_binding.h"
 #include "bindings/submission_binding.h"
+#include "scheduler/affinity.h"
 #include "scheduler/engine.h"
 #include "transport/mesh.h"
 
@@ -38,7 +40,9 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
                                      std::vector<std::string> bind_hosts, bool shared_memory,
                                      bool encrypt, size_t fusion_threshold, size_t cache_capacity,
                                      double collective_timeout_s, double timeout_s,
-                                     bool hierarchical_allreduce, bool hierarchical_allgather) {
+                                     bool hierarchical_allreduce, bool hierarchical_allgather,
+                                     std::optional<int> processor_core) {
+  if (processor_core) Check(CheckProcessorCore(*processor_core));
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " is not one of " +
                                                    std::to_string(size) + " ranks"));
@@ -62,6 +66,7 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.engine.cache_capacity = cache_capacity;
   arguments.engine.collective_timeout_s = collective_timeout_s;
   arguments.engine.hierarchical = {hierarchical_allreduce, hierarchical_allgather};
+  arguments.engine.processor_core = processor_core;
   arguments.timeout_s = timeout_s;
   if (rendezvous != nullptr) arguments.rendezvous = rendezvous->client;
   Result<Mesh> connected = [&arguments] {
@@ -152,7 +157,7 @@ void RegisterEngine(py::module_& module) {
            arg("encrypt") = false, arg("fusion_threshold") = size_t{64} << 20,
            arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
            arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = true,
-           arg("hierarchical_allgather") = true)
+           arg("hierarchical_allgather") = true, arg("processor_core") = py::none())
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("counters", &CountersOf)

@@ -7,6 +7,7 @@
 #include <exception>
 #include <utility>
 
+#include "scheduler/affinity.h"
 #include "scheduler/fusion.h"
 #include "scheduler/substitute.h"
 
@@ -263,6 +264,10 @@ void Engine::Main() {
   sigset_t all;  // signals are for the threads of the program
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  if (config_.processor_core) {
+    if (const Status pinned = PinThisThread(*config_.processor_core); !pinned.ok())
+      End(FirstFailure(pinned));
+  }
   {
     std::unique_lock<std::mutex> lock(mutex_);
     while (AwaitWork(lock)) {

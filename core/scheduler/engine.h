@@ -38,6 +38,7 @@ struct EngineConfig {
   size_t cache_capacity = 1024;
   double collective_timeout_s = 1800.0;
   HierarchicalSwitches hierarchical;
+  std::optional<int> processor_core;  // where the engine's thread runs; anywhere when empty
 };
 
 // Where the ranks of one engine tell each other why they failed; the first reason is everybody's.

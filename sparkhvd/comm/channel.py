@@ -89,6 +89,23 @@ def connect_rendezvous(context: LaunchContext, deadline: Deadline) -> Rendezvous
     return RendezvousClient(context.rendezvous, context.token, deadline)
 
 
+def processor_core_of(context: LaunchContext) -> int | None:
+    """The processor core that this rank's engines run on; None leaves that to the kernel.
+
+    Raises:
+        ConfigError: cores are listed, but none for this rank.
+    """
+    cores, world = context.config.thread_affinity, context.world
+    if not cores:
+        return None
+    if world.local_rank < len(cores):
+        return cores[world.local_rank]
+    raise ConfigError(
+        f"SPARKHVD_THREAD_AFFINITY lists {len(cores)} cores {list(cores)}, but this host has {world.local_size} ranks; "
+        "list one for each local rank."
+    )
+
+
 def open_channel(
     context: LaunchContext,
     ranks: tuple[int, ...],
@@ -128,5 +145,6 @@ def open_channel(
             timeout_s=deadline.remaining(),
             hierarchical_allreduce=config.hierarchical_allreduce,
             hierarchical_allgather=config.hierarchical_allgather,
+            processor_core=processor_core_of(context),
         )
     return Channel(engine, ranks, config.collective_timeout)

@@ -70,6 +70,6 @@ def _names(readers: Iterable[str]) -> str:
 
 
 def _shown(default: object) -> str:
-    if default is None or default == "":
+    if default in (None, "", ()):
         return ""
     return f"{float(default):.12g}" if isinstance(default, int | float) else f"`{default}`"
