@@ -278,6 +278,30 @@ TEST(Collectives, MissingRankFailsTheOthersWithItsNumberAndTheStep) {
   }
 }
 
+TEST(Collectives, MissingRankFailsBothHostsInAHierarchy) {
+  std::vector<Mesh> meshes = InProcessMeshes({0, 0, 1, 1});
+  const auto statuses = OnEveryRank(meshes, [&](int rank, Mesh& mesh) {
+    if (rank == 3) return Status();
+    std::vector<float> data(70000);
+    auto* bytes = reinterpret_cast<std::byte*>(data.data());
+    ArenaSteps steps(*mesh.arena);
+    std::vector<std::byte> scratch;
+    return AllreduceHierarchical(*mesh.transport, &steps, Hierarchy(mesh.memory_groups, rank),
+                                 Reduction{}, bytes, bytes, data.size(), scratch,
+                                 Deadline::AfterSeconds(0.2));
+  });
+  for (const int rank : {0, 1, 2}) {
+    const Status& status = statuses[static_cast<size_t>(rank)];
+    EXPECT_EQ(status.code(), StatusCode::kTimeout) << rank << ": " << status.message();
+    EXPECT_NE(
+        status.message().find(rank == 2 ? "inside the host: arena step 1 was not reached by rank 3"
+                                        : "between hosts: ring reduce step 0"),
+        std::string::npos)
+        << status.message();
+  }
+  EXPECT_NE(statuses[1].message().find("from rank 3"), std::string::npos) << statuses[1].message();
+}
+
 TEST(Slices, CoverEverythingInOrderAndDifferByOneGrain) {
   for (const size_t count : {size_t{0}, size_t{1}, size_t{5}, size_t{64}, size_t{997}}) {
     for (int parts = 1; parts <= 9; ++parts) {

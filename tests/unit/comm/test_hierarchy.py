@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import PeerLostError
 from tests.ranks import RankGroup
 
 HOSTS = ("a", "b", "a", "b", "a")
@@ -74,6 +77,23 @@ def reduce_without(setting: str):
         return total.tolist(), rows.shape, reduced, me.counters()["hierarchical"] - before - reduced
 
 
+def lose_rank_1_in_the_middle():
+    me = session.current()
+    array = np.ones(3_000_000, np.float32)
+    for _ in range(3):
+        me.allreduce(array, ReduceOp.SUM, name="whole")
+    handle = me.allreduce_async(array, ReduceOp.SUM, name="broken")
+    if me.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for step in range(100):
+            handle.wait()
+            handle = me.allreduce_async(array, ReduceOp.SUM, name=f"broken.{step}")
+    except PeerLostError as error:
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
 # The tests.
 
 
@@ -105,3 +125,12 @@ def test_a_rank_that_has_joined_takes_part_without_a_contribution(group):
 def test_each_of_them_can_be_turned_off(group, setting, reduced, gathered):
     for result in group.run(reduce_without, setting):
         assert result == ([10] * 5000, (10_000, 3), reduced, gathered)
+
+
+def test_a_rank_that_dies_ends_the_operation_on_every_host():
+    with RankGroup(4, hosts=("a", "a", "b", "b")) as group:
+        outcomes = group.outcomes(lose_rank_1_in_the_middle)
+    assert [outcome.died for outcome in outcomes] == [False, True, False, False]
+    for rank in (0, 2, 3):
+        assert "allreduce 'broken" in outcomes[rank].value, outcomes[rank]
+        assert "rank 1 is gone" in outcomes[rank].value
