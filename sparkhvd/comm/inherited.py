@@ -56,7 +56,8 @@ def to_json(context: LaunchContext) -> bytes:
 def from_json(content: bytes) -> LaunchContext:
     fields: dict[str, Any] = json.loads(content)
     fields["world"] = World(**fields["world"])
-    fields["config"] = Config(**fields["config"])
+    settings = fields["config"]
+    fields["config"] = Config(**settings | {"thread_affinity": tuple(settings["thread_affinity"])})
     fields["rendezvous"] = tuple((str(host), int(port)) for host, port in fields["rendezvous"])
     fields["token"] = bytes.fromhex(fields["token"])
     return LaunchContext(**fields)
