@@ -9,7 +9,12 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.world import World
 
 CONTEXT = LaunchContext(
-    World(1, 3, 1, 2, 0, 2), (("10.0.0.1", 4711),), b"\x00secret\xff", "key", "10.0.0.2", Config(cache_capacity=7)
+    World(1, 3, 1, 2, 0, 2),
+    (("10.0.0.1", 4711),),
+    b"\x00secret\xff",
+    "key",
+    "10.0.0.2",
+    Config(cache_capacity=7, thread_affinity=(1, 0)),
 )
 
 
