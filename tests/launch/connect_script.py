@@ -6,13 +6,16 @@ import json
 import os
 import sys
 import tempfile
+import threading
+import time
+from pathlib import Path
 
 import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.errors import ConfigError, RankFailedError, SlotsError
+from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError
 
 
 def place() -> list[int]:
@@ -22,6 +25,32 @@ def place() -> list[int]:
 
 def fail() -> None:
     raise ValueError("no luck")
+
+
+def stay(folder: str) -> None:
+    Path(folder, os.environ["SPARKHVD_RANK"]).touch()
+    time.sleep(600)
+
+
+def interrupted(spark: SparkSession, folder: str) -> str:
+    """What a job raises whose tag is interrupted from another thread."""
+    said: list[str] = []
+
+    def run() -> None:
+        spark.addTag("mine")
+        try:
+            sparkhvd.run(stay, (folder,), num_proc=2, spark=spark)
+        except LaunchError as error:
+            said.append(str(error))
+
+    running = threading.Thread(target=run, name="tagged")
+    running.start()
+    deadline = time.monotonic() + 120
+    while len(list(Path(folder).iterdir())) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    spark.interruptTag("mine")
+    running.join(60)
+    return "".join(said)
 
 
 def trained(spark: SparkSession, folder: str) -> list[float]:
@@ -64,6 +93,8 @@ def main() -> None:
             found["mpi"] = str(error)
         with tempfile.TemporaryDirectory() as folder:
             found["errors"] = trained(spark, folder)
+        with tempfile.TemporaryDirectory() as folder:
+            found["interrupted"] = interrupted(spark, folder)
     finally:
         spark.stop()
     print("FOUND " + json.dumps(found))

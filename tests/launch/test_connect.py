@@ -34,5 +34,6 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(tmp_path):
     assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", found["failure"])
     assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
     assert "a Spark Connect client is none. Use launcher='barrier'" in found["mpi"]
+    assert re.search("(?i)cancel|interrupt", found["interrupted"])
     assert len(found["errors"]) == 64
     assert max(found["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"

@@ -243,18 +243,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
         pause.wait(0.05)
 
 
-def test_run_works_from_several_threads_at_once(spark):
+def test_jobs_of_several_threads_wait_for_each_other_where_slots_are_short(spark):
     results: dict[int, list[int]] = {}
 
     def one(index: int) -> None:
-        results[index] = sparkhvd.run(pow, (2, index), num_proc=1, spark=spark)
+        results[index] = sparkhvd.run(pow, (2, index), num_proc=3, spark=spark)
 
     threads = [threading.Thread(target=one, args=(index,)) for index in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {index: [2**index] for index in range(3)}
+    assert results == {index: [2**index] * 3 for index in range(3)}
 
 
 def write_pid_and_stay(folder: str) -> None:
@@ -279,6 +279,27 @@ def test_ctrl_c_ends_the_ranks_and_comes_through(spark, tmp_path):
     finally:
         interrupter.join()
         signal.signal(signal.SIGINT, previous)
+    wait_until(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
+
+
+def test_a_tag_of_the_callers_jobs_cancels_the_job(spark, tmp_path):
+    pids = [tmp_path / "0", tmp_path / "1"]
+    errors: list[Exception] = []
+
+    def run() -> None:
+        spark.sparkContext.addJobTag("mine")
+        try:
+            sparkhvd.run(write_pid_and_stay, (str(tmp_path),), num_proc=2, spark=spark)
+        except LaunchError as error:
+            errors.append(error)
+
+    running = threading.Thread(target=run, name="tagged")
+    running.start()
+    wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
+    spark.sparkContext.cancelJobsWithTag("mine")
+    running.join(60)
+    assert not running.is_alive()
+    assert "cancel" in str(errors[0])
     wait_until(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 
