@@ -11,33 +11,12 @@ from typing import Any
 
 import keras
 
-from sparkhvd.comm.buffers import ReduceOp
-from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.comm.session import (
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-)
+from sparkhvd.comm import interface
+from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras import callbacks
 from sparkhvd.keras.callbacks import broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer
-
-Average = ReduceOp.AVERAGE
-Sum = ReduceOp.SUM
-Min = ReduceOp.MIN
-Max = ReduceOp.MAX
-Product = ReduceOp.PRODUCT
 
 _OF_BACKEND = (
     "SyncBatchNormalization",
@@ -56,30 +35,12 @@ _OF_BACKEND = (
 )
 
 __all__ = [
-    "Average",
     "DistributedOptimizer",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
     "broadcast_variables",
     "callbacks",
-    "cross_rank",
-    "cross_size",
-    "global_process_set",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "load_model",
-    "local_rank",
-    "local_size",
-    "rank",
-    "remove_process_set",
-    "shutdown",
-    "size",
 ]
+__all__ += interface.__all__
 
 
 def load_model(filepath: str, custom_objects: dict[str, Any] | None = None, compression: Any = None) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import sparkhvd.keras as hvd
+from sparkhvd.comm import interface
 from sparkhvd.errors import ConfigError
 from tests.ranks import RankGroup
 
@@ -166,3 +167,10 @@ def test_settings_that_cannot_work_are_refused():
     ]:
         with pytest.raises(ConfigError, match=message):
             make()
+
+
+def test_the_module_has_what_all_frameworks_have_and_each_name_once():
+    assert set(interface.__all__) < set(hvd.__all__) <= set(dir(hvd))
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+    assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
+    assert all(getattr(hvd, name) is not None for name in hvd.__all__)

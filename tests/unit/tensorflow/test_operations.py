@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import sparkhvd.tensorflow as hvd
+from sparkhvd.comm import interface
 
 DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
@@ -200,3 +201,10 @@ def test_a_distributed_tape_makes_ranks_one_big_batch(group, in_graph, sparse_as
 
 def test_variables_and_objects_travel(group):
     group.run(spread_state)
+
+
+def test_the_module_has_what_all_frameworks_have_and_each_name_once():
+    assert set(interface.__all__) < set(hvd.__all__) <= set(dir(hvd))
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+    assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
+    assert all(getattr(hvd, name) is not None for name in hvd.__all__)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd.comm import session
+from sparkhvd.comm import interface, session
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
 from tests.ranks import RankGroup
@@ -247,3 +247,10 @@ def test_cuda_tensors_go_through_pinned_memory_and_come_back_to_their_device(alo
     (weight.sum() * 2).backward()
     optimizer.step()
     assert weight.tolist() == [-2.0] * 3
+
+
+def test_the_module_has_what_all_frameworks_have_and_each_name_once():
+    assert set(interface.__all__) < set(hvd.__all__) <= set(dir(hvd))
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+    assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
+    assert all(getattr(hvd, name) is not None for name in hvd.__all__)
