@@ -40,6 +40,7 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  tor
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
+        self.counts_rows = True  # False where the rows of this rank only stand in for rows that it does not have
         self._name: str | None = None  # by which the ranks know the layer: a fixed one, so that it is cached
 
     @classmethod
@@ -68,7 +69,8 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  tor
         channel = session.current().channel(self.process_set)
         if self._name is None:
             self._name = channel.named("sync_batch_norm", None)
-        output, mean, variance, count = _apply(input, self.weight, self.bias, self.eps, self._name, self.process_set)
+        common = (self._name, self.process_set, self.counts_rows)
+        output, mean, variance, count = _apply(input, self.weight, self.bias, self.eps, *common)
         if self.track_running_stats:
             self._track(mean, variance, count)
         return output
@@ -107,12 +109,13 @@ class _Normalization(torch.autograd.Function):
         eps: float,
         name: str,
         process_set: ProcessSet | None,
+        counts_rows: bool,
     ) -> tuple[torch.Tensor, ...]:
-        mean, variance, count = _statistics(x, name, process_set)
+        mean, variance, count = _statistics(x, name, process_set, counts_rows)
         inverse = torch.rsqrt(variance + eps)
         normal = (x.to(mean.dtype) - _spread(mean, x)) * _spread(inverse, x)
         ctx.save_for_backward(normal, inverse, weight, count)
-        ctx.arguments = (name, process_set, x.dtype)
+        ctx.arguments = (name, process_set, x.dtype, counts_rows)
         output = normal if weight is None else normal * _spread(weight.to(mean.dtype), x)
         output = output if bias is None else output + _spread(bias.to(mean.dtype), x)
         ctx.mark_non_differentiable(mean, variance, count)
@@ -121,7 +124,7 @@ class _Normalization(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         normal, inverse, weight, count = ctx.saved_tensors
-        name, process_set, dtype = ctx.arguments
+        name, process_set, dtype, counts_rows = ctx.arguments
         gradient = gradient.to(normal.dtype)
         over = _all_but_channels(normal)
         of_bias, of_weight = gradient.sum(over), (gradient * normal).sum(over)
@@ -130,11 +133,12 @@ class _Normalization(torch.autograd.Function):
             sums = torch.stack([of_bias, of_weight])
             sums = allreduce(sums, name=f"{name}.gradient", op=ReduceOp.SUM, process_set=process_set) / count
             factor = inverse if weight is None else inverse * weight.to(inverse.dtype)
-            centered = gradient - _spread(sums[0], normal) - normal * _spread(sums[1], normal)
-            of_input = (centered * _spread(factor, normal)).to(dtype)
+            if counts_rows:  # then the rows are behind the statistics, too
+                gradient = gradient - _spread(sums[0], normal) - normal * _spread(sums[1], normal)
+            of_input = (gradient * _spread(factor, normal)).to(dtype)
         if weight is None:
-            return of_input, None, None, None, None, None
-        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None
+            return of_input, None, None, None, None, None, None
+        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None, None
 
 
 # torch leaves `Function.apply` without types.
@@ -142,12 +146,12 @@ _apply: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _statistics(
-    x: torch.Tensor, name: str, process_set: ProcessSet | None
+    x: torch.Tensor, name: str, process_set: ProcessSet | None, counts_rows: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean and variance per channel, and the number of values behind them, over the rows of all ranks."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
     over, channels = _all_but_channels(x), x.shape[1]
-    rows = x.numel() // channels
+    rows = x.numel() // channels if counts_rows else 0
     if rows:
         variance, mean = torch.var_mean(x.to(dtype), over, correction=0)
     else:

@@ -176,6 +176,11 @@ def _package(params: Mapping[str, Any]) -> Package:
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or model.dtype_policy.name == "mixed_float16":
+        raise ParamError(
+            "The model's loss would be scaled, as for 'mixed_float16', and each rank would leave out other steps where "
+            "its gradients overflow. Build the model under 'mixed_bfloat16', which needs no scaling."
+        )
     passes, gathered = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
     if passes != 1 and gathered:
         raise ParamError(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from sparkhvd.comm import session
 from sparkhvd.data.batches import Batch
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.torch.inputs import ModelInput
@@ -14,6 +17,7 @@ from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.package import Stepping
 from sparkhvd.torch.exchanging import ExchangingOptimizer
+from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,6 +77,7 @@ class Stepper:
     def __init__(self, forward: Forward, stepping: Stepping) -> None:
         self._forward = forward
         self._stepping = stepping
+        self._synchronized = _Synchronized.of(forward.model)
         # Without fp16 it does nothing.
         self.scaler = torch.amp.GradScaler(forward.device.type, enabled=stepping.mixed_precision == "fp16")
 
@@ -108,13 +113,21 @@ class Stepper:
         total = sum(batch.global_rows for batch in group)
         self.scaler.scale(torch.zeros((), device=self._forward.device))  # ranks without rows need its scale too
         for batch in group:
-            if batch.rows == 0:
+            if self._synchronized is not None:
+                found, outputs, labels = self._synchronized.pass_of(batch, self._forward)
+                ranks = session.current().world.size
+                optimizer.weight_next(1 / ranks)
+                weighted = found * (ranks * batch.rows / total)
+            elif batch.rows == 0:
                 optimizer.contribute_nothing()
                 continue
-            found, outputs, labels = self._forward(batch)
-            optimizer.weight_next(batch.rows / total)
-            self.scaler.scale(found).backward()  # type: ignore[no-untyped-call]
-            loss = measures.add(found, outputs, labels, batch.rows)
+            else:
+                found, outputs, labels = self._forward(batch)
+                optimizer.weight_next(batch.rows / total)
+                weighted = found
+            self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
+            if batch.rows:
+                loss = measures.add(found, outputs, labels, batch.rows)
         lap("compute")
         optimizer.synchronize()
         lap("communication")
@@ -133,6 +146,32 @@ class Stepper:
         # All ranks have the same gradients, so they agree on whether a step overflowed and is left out.
         self.scaler.step(optimizer)
         self.scaler.update()
+
+
+class _Synchronized:
+    """Passes of a model with layers that exchange in the middle of it.
+
+    Their gradients cross ranks on the way back, so the loss has to carry a rank's weight already; and a rank without
+    rows has to take part: with a row that it had before, which does not count.
+    """
+
+    def __init__(self, layers: Sequence[SyncBatchNorm]) -> None:
+        self._layers = layers
+        self._row: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> _Synchronized | None:
+        layers = [part for part in model.modules() if isinstance(part, SyncBatchNorm)]
+        return cls(layers) if layers else None
+
+    def pass_of(self, batch: Batch, forward: Forward) -> Result:
+        for layer in self._layers:
+            layer.counts_rows = batch.rows > 0
+        if batch.rows:
+            self._row = {name: array[:1].copy() for name, array in batch.columns.items()}
+            return forward(batch)
+        row = self._row or {name: np.zeros((1, *array.shape[1:]), array.dtype) for name, array in batch.columns.items()}
+        return forward(replace(batch, columns=row, rows=1))
 
 
 class _MinibatchSteps:

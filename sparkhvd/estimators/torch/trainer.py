@@ -53,8 +53,8 @@ class TorchTrainer:
 
     The gradient of a step is the mean over the rows of all ranks: each rank weights the gradient of its own mean loss
     by its share of the rows, and one without rows contributes zeros without running the model. BatchNorm therefore
-    sees this rank's rows only, and dropout draws on every rank for itself; with these, N ranks are not exactly one big
-    batch.
+    sees this rank's rows only, unless it is sparkhvd.torch.SyncBatchNorm, and dropout draws on every rank for itself;
+    with these, N ranks are not exactly one big batch.
     """
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:

@@ -378,6 +378,26 @@ def train_on_vectors(sparse):
     return trainer._model.get_weights()
 
 
+def train_in_bfloat16(sizes):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    model = network()
+    keras.config.set_dtype_policy(before)
+    untrained = model.get_weights()
+    world = session.current().world
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), spec(DATA, epochs=2), world)
+    trainer.fit(source(sizes, world.rank), None, Hooks())
+    return untrained, trainer._model.get_weights()
+
+
+def test_ranks_train_the_same_weights_in_bfloat16(group):
+    (untrained, first), (_, second) = group.run(train_in_bfloat16, [(5, 3), (0, 7), (6, 1)])
+    for before, one, other in zip(untrained, first, second, strict=True):
+        assert one.dtype == np.float32
+        assert np.array_equal(one, other)
+        assert not np.allclose(one, before, atol=1e-3)
+
+
 def test_sparse_columns_train_the_same_weights_on_tensorflow_and_are_refused_elsewhere(group):
     on_sparse, on_dense = (group.run(train_on_vectors, sparse)[0] for sparse in (True, False))
     if isinstance(on_sparse, str):
@@ -425,6 +445,7 @@ def test_columns_are_matched_by_name_before_order():
             "gradient_accumulation_steps=2 both gather",
         ),
         ({"loss": keras.losses.CategoricalCrossentropy()}, ModelOutputError, "The loss or a metric cannot compare"),
+        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
     ],
 )
 def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):

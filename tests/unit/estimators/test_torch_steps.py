@@ -17,6 +17,7 @@ from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback, TorchEstimator, artifact
 from sparkhvd.estimators.torch.package import loads
 from sparkhvd.estimators.torch.plugin import PLUGIN
+from sparkhvd.torch import SyncBatchNorm
 from sparkhvd.world import World
 from tests.ranks import RankGroup
 from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
@@ -170,6 +171,41 @@ def test_a_step_function_of_the_users_takes_the_same_steps(group, passes):
     ):
         assert np.array_equal(mine[0], plain[0])
         assert mine[2]["loss"] == pytest.approx(plain[2]["loss"])
+
+
+def normalizing(layer=torch.nn.BatchNorm1d):
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), layer(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
+
+
+def synchronized():
+    return normalizing(SyncBatchNorm)
+
+
+def train_synchronized(how):
+    world = session.current().world
+    trainer = make(world, synchronized(), how)
+    trainer.fit(source(world.rank), None, Hooks())
+    return {name: value.numpy() for name, value in trainer._model.state_dict().items()}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_batch_normalization_over_all_ranks_makes_them_one_big_batch_also_where_one_has_no_rows(group, passes):
+    model = normalizing()
+    optimizer, data, start = sgd(model), rows(sum(map(sum, SIZES))), 0
+    for index in range(0, len(SIZES), passes):
+        sizes = [sum(step) for step in SIZES[index : index + passes]]
+        optimizer.zero_grad()
+        for size in sizes:
+            part = slice(start, start + size)
+            start += size
+            output = model(torch.from_numpy(data["x"][part]))
+            loss = functional.cross_entropy(output, torch.from_numpy(data["y"][part]))
+            (loss * (size / sum(sizes))).backward()
+        optimizer.step()
+    for found in group.run(train_synchronized, {"backward_passes_per_step": passes}):
+        for name, wanted in model.state_dict().items():
+            assert np.allclose(found[name], wanted.numpy(), rtol=1e-9, atol=1e-12), name
 
 
 def test_losses_are_made_on_the_ranks(group):
@@ -340,6 +376,7 @@ def test_a_fitted_model_and_its_optimizer_start_another_training():
     [
         ({"train_minibatch_fn": own_step, "clip_grad_norm": 1.0}, "clip_grad_norm has to be done inside of it"),
         ({"train_minibatch_fn": own_step, "mixed_precision": "fp16"}, "cannot scale losses"),
+        ({"train_minibatch_fn": own_step, "model": synchronized()}, "for which SyncBatchNorm would wait"),
         ({"gradient_compression": "zip"}, r"gradient_compression='zip' does not exist; there are \['none', 'fp16'"),
         ({"callbacks": [print]}, "callbacks holds a builtin_function_or_method"),
         ({"loss_constructors": [functional.mse_loss] * 2, "loss": None}, "loss_constructors has 2 entries but"),
@@ -347,7 +384,7 @@ def test_a_fitted_model_and_its_optimizer_start_another_training():
     ],
 )
 def test_what_cannot_work_is_refused_on_the_driver(params, message):
-    model = network()
+    model = params.get("model", network())
     given = {"model": model, "optimizer": sgd(model), "loss": functional.cross_entropy, "label_cols": ("y",), **params}
     with pytest.raises((ParamError, ModelOutputError), match=message):
         PLUGIN.check(given, DATA, None)
