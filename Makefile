@@ -42,12 +42,14 @@ lint-imports: .venv/.installed
 lint-cpp: .venv/.installed
 	@$(RUN) clang-format --dry-run -Werror $(CPP)
 
-bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, and the way of the data
+bench: .venv/.core-built ## Measure collectives and training steps beside their peers, over a network and at rest, the way of the data, estimators and launching
 	@$(RUN) python -m bench.collectives
 	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.network; fi
 	@$(RUN) python -m bench.training_step
 	@$(RUN) python -m bench.idle
 	@$(RUN) python -m bench.data
+	@$(RUN) python -m bench.estimators
+	@$(RUN) python -m bench.startup
 
 soak: .venv/.core-built ## Kill ranks, come and go, fuzz: half an hour; the report goes to bench/results
 	@$(RUN) tools/core-tests asan

@@ -68,11 +68,11 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_spark(folder: Path) -> SparkSession:
+def start_spark(folder: Path, slots: int = RANKS) -> SparkSession:
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     session = (
-        SparkSession.builder.master(f"local[{RANKS}]")
-        .appName("bench estimators")
+        SparkSession.builder.master(f"local[{slots}]")
+        .appName("bench")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.driver.memory", "2g")

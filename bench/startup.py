@@ -1,0 +1,68 @@
+"""How long it takes until all ranks have joined each other and are gone again, by launcher and number of ranks.
+
+    python -m bench.startup --rounds 3
+
+On a session that runs already, every launcher takes its turn in every round, beside Spark's own TorchDistributor, whose
+ranks do not even join without torch. The driver and all ranks are on this machine, so that with more ranks than cores
+the times are those of a crowd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from pyspark.ml.torch.distributor import TorchDistributor
+from pyspark.sql import SparkSession
+
+import sparkhvd
+from bench import machine
+from bench.estimators import interleaved, join, join_gloo, join_nothing, join_torch, start_spark
+
+
+def main() -> int:
+    options = parse_options()
+    print(machine.describe())
+    with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
+        spark = start_spark(Path(folder), max(options.ranks))
+        try:
+            for ranks in options.ranks:
+                compare(spark, ranks, options.rounds)
+        finally:
+            spark.stop()
+    return 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
+def compare(spark: SparkSession, ranks: int, rounds: int) -> None:
+    launchers = ["barrier", "local", *(["mpi"] if shutil.which("mpirun") else [])]
+    for title, own, others in (("no framework", join, join_nothing), ("torch", join_torch, join_gloo)):
+        turns = {launcher: by(launcher, own, spark, ranks) for launcher in launchers}
+        turns["TorchDistributor"] = distributed(others, ranks)
+        found = interleaved(f"{ranks} ranks, {title}", turns, rounds, warm=True)
+        peer = found.pop("TorchDistributor")
+        parts = [f"{name} {seconds / peer:.2f}" for name, seconds in found.items()]
+        print(f"  of TorchDistributor's time: {', '.join(parts)}", flush=True)
+
+
+def by(launcher: str, fn: Callable[[], int], spark: SparkSession, ranks: int) -> Callable[[int], object]:
+    session = None if launcher == "local" else spark
+    return lambda _: sparkhvd.run(fn, num_proc=ranks, launcher=launcher, spark=session, verbose=0)
+
+
+def distributed(fn: Callable[[], int], ranks: int) -> Callable[[int], object]:
+    return lambda _: TorchDistributor(num_processes=ranks, local_mode=False, use_gpu=False).run(fn)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
