@@ -1,4 +1,4 @@
-"""``Trainer(sync_batchnorm=True)``: batch normalization over the rows of all ranks, for the time of a fit."""
+"""Batch normalization over the rows of all ranks; ``Trainer(sync_batchnorm=True)`` asks for it for a whole fit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparkhvd.torch import SyncBatchNorm
+
+
+def synchronized_layers(module: torch.nn.Module) -> list[SyncBatchNorm]:
+    """The layers that every rank has to go through, forwards and backwards, because they exchange on the way."""
+    return [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
 
 
 class ReplacedNormalizations:

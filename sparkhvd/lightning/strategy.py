@@ -18,7 +18,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
-from sparkhvd.lightning.normalization import ReplacedNormalizations
+from sparkhvd.lightning.normalization import ReplacedNormalizations, synchronized_layers
 from sparkhvd.lightning.reductions import SharedMetrics, reduced, stacked
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.gradients import GradientExchange
@@ -183,7 +183,7 @@ class RankStrategy:
         weight = self.weight_of_pass()
         loss = closure_loss if weight == 1.0 else closure_loss * weight
         loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
-        if weight != 0.0:
+        if weight != 0.0 or synchronized_layers(self.lightning_module):
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
         if self._exchange is not None and not self._blocked:
             self._synchronize(self._exchange)

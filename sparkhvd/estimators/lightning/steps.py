@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sparkhvd.estimators.lightning.batches import RankLoader, Share
+from sparkhvd.lightning.normalization import synchronized_layers
 
 
 @dataclass
@@ -99,14 +100,23 @@ class EstimatorSteps:
 
 @contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put back, at the end, what a step changes beside gradients: buffers and the states of torchmetrics."""
+    """Put back, at the end, what a step changes beside gradients: buffers and the states of torchmetrics.
+
+    The statistics of all ranks' rows change here as on the other ranks; the rows of this one do not count in them.
+    """
     from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
 
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    synchronized = synchronized_layers(module)
+    shared = {id(buffer) for layer in synchronized for buffer in layer.buffers()}
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if id(buffer) not in shared]
     metrics = [(part, copy.deepcopy(part.__dict__)) for part in module.modules() if isinstance(part, Metric)]
+    for layer in synchronized:
+        layer.counts_rows = False
     try:
         yield
     finally:
+        for layer in synchronized:
+            layer.counts_rows = True
         for buffer, before in buffers:
             buffer.copy_(before)
         for metric, state in metrics:
