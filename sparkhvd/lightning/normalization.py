@@ -8,11 +8,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from sparkhvd.torch import SyncBatchNorm
 
 
-def synchronized_layers(module: torch.nn.Module) -> list[SyncBatchNorm]:
-    """The layers that every rank has to go through, forwards and backwards, because they exchange on the way."""
-    return [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
-
-
 class ReplacedNormalizations:
     """Replaces every batch normalization in a module, until ``close()`` puts the user's own layers back."""
 

@@ -93,6 +93,11 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  tor
             )
 
 
+def synchronized_layers(module: torch.nn.Module) -> list[SyncBatchNorm]:
+    """The layers that every rank has to go through, forwards and backwards, because they exchange on the way."""
+    return [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
+
+
 class _Normalization(torch.autograd.Function):
     """Normalize by the statistics of all ranks, which are outputs too.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sparkhvd.estimators.lightning.batches import RankLoader, Share
-from sparkhvd.lightning.normalization import synchronized_layers
+from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
 
 @dataclass

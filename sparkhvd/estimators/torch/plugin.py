@@ -26,7 +26,7 @@ from sparkhvd.estimators.torch.schedule import LRSchedule
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.estimators.torch.trainer import TorchTrainer
 from sparkhvd.torch.compression import Compression
-from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
+from sparkhvd.torch.sync_batch_norm import synchronized_layers
 from sparkhvd.world import World
 
 _MADE_UP_ROWS = 2
@@ -212,7 +212,7 @@ def _stepping(params: Mapping[str, Any]) -> Stepping:
                 raise ParamError(f"train_minibatch_fn takes the steps itself, so {name} has to be done inside of it.")
         if stepping.mixed_precision == "fp16":
             raise ParamError("train_minibatch_fn cannot scale losses for mixed_precision='fp16'; take 'bf16'.")
-        if any(isinstance(part, SyncBatchNorm) for part in cast("torch.nn.Module", params["model"]).modules()):
+        if synchronized_layers(cast("torch.nn.Module", params["model"])):
             raise ParamError(
                 "train_minibatch_fn does not run on a rank without rows, for which SyncBatchNorm would wait. Leave one "
                 "of the two out."

@@ -17,7 +17,7 @@ from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.package import Stepping
 from sparkhvd.torch.exchanging import ExchangingOptimizer
-from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
+from sparkhvd.torch.sync_batch_norm import SyncBatchNorm, synchronized_layers
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -161,17 +161,21 @@ class _Synchronized:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> _Synchronized | None:
-        layers = [part for part in model.modules() if isinstance(part, SyncBatchNorm)]
+        layers = synchronized_layers(model)
         return cls(layers) if layers else None
 
     def pass_of(self, batch: Batch, forward: Forward) -> Result:
-        for layer in self._layers:
-            layer.counts_rows = batch.rows > 0
         if batch.rows:
             self._row = {name: array[:1].copy() for name, array in batch.columns.items()}
             return forward(batch)
         row = self._row or {name: np.zeros((1, *array.shape[1:]), array.dtype) for name, array in batch.columns.items()}
-        return forward(replace(batch, columns=row, rows=1))
+        for layer in self._layers:
+            layer.counts_rows = False
+        try:
+            return forward(replace(batch, columns=row, rows=1))
+        finally:  # the layers are part of the trained model
+            for layer in self._layers:
+                layer.counts_rows = True
 
 
 class _MinibatchSteps:
