@@ -4,6 +4,7 @@
 
 #include "base/dtype.h"
 #include "bindings/errors.h"
+#include "bindings/gil.h"
 
 namespace sparkhvd::bindings {
 namespace {
@@ -62,11 +63,11 @@ void AllreduceNow(PyEngine& self, py::handle source, py::handle target, const st
     Check(Status(StatusCode::kInvalidArgument, "there is no direct adasum; use allreduce"));
   }
   const auto interrupted = [] {
-    const py::gil_scoped_acquire acquire;
+    const GilAcquire acquire;
     return PyErr_CheckSignals() != 0;
   };
   const Status status = [&] {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return self.engine().AllreduceNow(reduction, from.data(), to.data(), from.count(), interrupted);
   }();
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();

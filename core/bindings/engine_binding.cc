@@ -11,6 +11,7 @@
 
 #include "bindings/direct_binding.h"
 #include "bindings/errors.h"
+#include "bindings/gil.h"
 #include "bindings/py_engine.h"
 #include "bindings/rendezvous_binding.h"
 #include "bindings/submission_binding.h"
@@ -70,12 +71,12 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.timeout_s = timeout_s;
   if (rendezvous != nullptr) arguments.rendezvous = rendezvous->client;
   Result<Mesh> connected = [&arguments] {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return Connect(arguments);
   }();
   ThrowIfInterrupted();
   Mesh mesh = Take(std::move(connected));
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return std::make_shared<PyEngine>(std::make_unique<Engine>(
       arguments.engine, std::move(mesh), FailureBoard{arguments.rendezvous, scope}));
 }
@@ -115,7 +116,7 @@ void StartTimeline(PyEngine& self, const std::string& path, const std::string& r
 
 void Shutdown(PyEngine& self, double timeout_s) {
   {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     Check(self.engine().Shutdown(Deadline::AfterSeconds(timeout_s)));
   }
   self.orphans().ReleaseDone();
@@ -163,15 +164,15 @@ void RegisterEngine(py::module_& module) {
       .def("counters", &CountersOf)
       .def("pending", [](PyEngine& self) { return self.pending().List(); })
       .def("start_timeline", &StartTimeline, arg("path"), arg("recording"), arg("mark_cycles"),
-           py::call_guard<py::gil_scoped_release>())
+           py::call_guard<GilRelease>())
       .def(
           "stop_timeline", [](PyEngine& self) { Check(self.engine().timeline().Stop()); },
-          py::call_guard<py::gil_scoped_release>())
+          py::call_guard<GilRelease>())
       .def("host_ranks", [](PyEngine& self) { return self.engine().host_ranks(); })
       .def("local_ranks", [](PyEngine& self) { return self.engine().local_ranks(); })
       .def(
           "abort", [](PyEngine& self, const std::string& why) { self.engine().Abort(why); },
-          arg("why"), py::call_guard<py::gil_scoped_release>())
+          arg("why"), py::call_guard<GilRelease>())
       .def("shutdown", &Shutdown, arg("timeout_s"));
 }
 

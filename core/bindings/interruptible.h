@@ -5,13 +5,14 @@
 
 #include "base/deadline.h"
 #include "base/status.h"
+#include "bindings/gil.h"
 
 namespace sparkhvd::bindings {
 
 // For waits that ask now and then whether to go on, without the GIL: kAborted when a signal handler
 // raised; Interrupted() then throws what it raised.
 inline Status CheckSignals() {
-  const pybind11::gil_scoped_acquire acquire;
+  const GilAcquire acquire;
   if (PyErr_Occurred() == nullptr && PyErr_CheckSignals() == 0) return Status();
   return Status(StatusCode::kAborted, "interrupted");
 }
@@ -38,7 +39,7 @@ Status WaitInSlices(double timeout_s, const Wait& wait, const Settled& settled) 
   while (true) {
     const bool last = !sliced || deadline.Remaining() <= std::chrono::milliseconds(100);
     const Status outcome = [&] {
-      const pybind11::gil_scoped_release release;
+      const GilRelease release;
       return wait(last ? deadline : Deadline::AfterSeconds(kSliceSeconds));
     }();
     if (last || outcome.code() != StatusCode::kTimeout || settled()) return outcome;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings/errors.h"
+#include "bindings/gil.h"
 #include "bindings/interruptible.h"
 #include "bindings/pending.h"
 #include "scheduler/engine.h"
@@ -51,7 +52,7 @@ class PyEngine {
  public:
   PyEngine(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}  // NOLINT: for py::init
   ~PyEngine() {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     engine_.reset();
   }
 

@@ -10,6 +10,7 @@
 
 #include "base/deadline.h"
 #include "bindings/errors.h"
+#include "bindings/gil.h"
 #include "bindings/interruptible.h"
 #include "rendezvous/local_addresses.h"
 #include "rendezvous/tcp_store_server.h"
@@ -33,7 +34,7 @@ constexpr double kLocalSeconds = 10.0;
 
 std::unique_ptr<TcpStoreServer> StartServer(const std::string& token, const std::string& host,
                                             uint16_t port) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   return Take(TcpStoreServer::Start(ToHostPort({host, port}), token));
 }
 
@@ -52,7 +53,7 @@ py::bytes Get(KeyValueStore& store, const std::string& key, double timeout_s) {
 }
 
 void Set(KeyValueStore& store, const std::string& key, const std::string& value, double timeout_s) {
-  const py::gil_scoped_release release;
+  const GilRelease release;
   Check(store.Set(key, value, Deadline::AfterSeconds(timeout_s)));
 }
 
@@ -61,7 +62,7 @@ RendezvousClient Connect(const std::vector<Address>& addresses, const std::strin
   std::vector<HostPort> targets;
   for (const Address& address : addresses) targets.push_back(ToHostPort(address));
   auto client = [&] {
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return TcpStoreClient::Connect(targets, token, Deadline::AfterSeconds(timeout_s), CheckSignals);
   }();
   ThrowIfInterrupted();
@@ -95,7 +96,7 @@ void RegisterRendezvous(py::module_& module) {
             return Get(server, key, timeout_s);
           },
           arg("key"), arg("timeout_s"))
-      .def("close", &TcpStoreServer::Close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &TcpStoreServer::Close, py::call_guard<GilRelease>());
   py::class_<RendezvousClient>(module, "RendezvousClient")
       .def(py::init(&Connect), arg("addresses"), arg("token"), arg("timeout_s"))
       .def(
@@ -111,7 +112,7 @@ void RegisterRendezvous(py::module_& module) {
           arg("key"), arg("timeout_s"))
       .def(
           "close", [](RendezvousClient& self) { self.client->Close(); },
-          py::call_guard<py::gil_scoped_release>());
+          py::call_guard<GilRelease>());
 }
 
 }  // namespace sparkhvd::bindings

@@ -51,8 +51,10 @@ class LocalHandle:
     def __init__(self, job: Job, stream: LogStream) -> None:
         self._job = job
         self._deadline = Deadline.after(job.start_timeout)
-        self._contents: dict[int, bytes | Outcome] = {}  # both are written before the thread ends
-        self._error: Exception | None = None
+        self._contents: dict[int, bytes | Outcome] = {}  # written before _ended is set
+        self._error: Exception | None = None  # written before _ended is set
+        # Not Thread.join: one that Ctrl-C breaks off takes the thread for ended from then on.
+        self._ended = threading.Event()
         with ExitStack() as stack:
             token = secrets.token_bytes(32)
             self._server = RendezvousServer(token)
@@ -61,8 +63,7 @@ class LocalHandle:
             offers = [TaskOffer(index, host_hash(), host, LOOPBACK) for index in range(job.num_proc)]
             self._plan = Plan(tuple(assign(offers)), ((LOOPBACK, self._server.port),), token)
             workers = self._start(stream, stack)
-            self._thread = threading.Thread(target=self._run, args=(workers,), name="sparkhvd-job", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._run, args=(workers,), name="sparkhvd-job", daemon=True).start()
             self._stack = stack.pop_all()
         stream.started.set()
 
@@ -70,17 +71,16 @@ class LocalHandle:
         """They do when ``launch`` returns; the supervision of the ranks bounds the rest."""
 
     def results(self) -> list[bytes]:
-        self._thread.join()
+        self._ended.wait()
         if self._error is not None:
             raise LaunchError(str(self._error)) from self._error
         return results_in_order(self._contents, self._job.num_proc)
 
     def close(self) -> None:
-        if self._thread.is_alive():
+        if not self._ended.is_set():
             host = self._plan.slots[0].offer.host
             self._server.set(OUTCOME, FailureReport(0, host, "was cancelled").to_json())
-            self._thread.join(_END_SECONDS)
-            if self._thread.is_alive():
+            if not self._ended.wait(_END_SECONDS):
                 logger.warning("The ranks of this job did not end within %g s.", _END_SECONDS)
         self._stack.close()
 
@@ -103,3 +103,5 @@ class LocalHandle:
             self._contents = run_ranks(self._plan, workers, self._deadline, parent=0)
         except (SparkHvdError, OSError) as error:
             self._error = error
+        finally:
+            self._ended.set()

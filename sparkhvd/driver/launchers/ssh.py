@@ -51,8 +51,10 @@ class SshHandle:
         self._deadline = Deadline.after(job.start_timeout)
         self._token = secrets.token_bytes(32)
         self._inbox: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
-        self._contents: dict[int, bytes | Outcome] = {}  # both are written before the thread ends
-        self._error: SparkHvdError | None = None
+        self._contents: dict[int, bytes | Outcome] = {}  # written before _ended is set
+        self._error: SparkHvdError | None = None  # written before _ended is set
+        # Not Thread.join: one that Ctrl-C breaks off takes the thread for ended from then on.
+        self._ended = threading.Event()
         with ExitStack() as stack:
             self._processes = []
             for number, host in enumerate(hosts):
@@ -60,21 +62,20 @@ class SshHandle:
                 stack.callback(process.close)
                 self._processes.append(process)
             self._stack = stack.pop_all()
-        self._thread = threading.Thread(target=self._run, name="sparkhvd-job", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="sparkhvd-job", daemon=True).start()
 
     def wait_started(self, deadline: Deadline) -> None:
         """The thread that talks with the hosts does, and ends the job when they do not start."""
 
     def results(self) -> list[bytes]:
-        self._thread.join()
+        self._ended.wait()
         if self._error is not None:
             raise self._error
         return results_in_order(self._contents, self._job.num_proc)
 
     def close(self) -> None:
         self._stack.close()
-        self._thread.join()
+        self._ended.wait()
 
     def _run(self) -> None:
         try:
@@ -92,6 +93,8 @@ class SshHandle:
                     waiting.discard(number)
         except SparkHvdError as error:
             self._error = error
+        finally:
+            self._ended.set()
 
     def _parts(self) -> list[HostJob]:
         environment, folder = environment_for_hosts(), str(Path.cwd())

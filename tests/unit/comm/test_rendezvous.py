@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -65,3 +67,26 @@ def test_nobody_at_the_address_is_an_error_of_ours():
         port = server.port
     with pytest.raises(SparkHvdError):
         RendezvousClient([("127.0.0.1", port)], TOKEN, Deadline.after(1.0))
+
+
+ENDS_WHILE_A_THREAD_WAITS = """
+import threading, time
+from sparkhvd.comm.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.deadline import Deadline
+
+class EndsSlowly:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+kept = EndsSlowly()  # the interpreter is ending already when this goes
+server = RendezvousServer(b"0123456789abcdef")
+client = RendezvousClient([("127.0.0.1", server.port)], b"0123456789abcdef", Deadline.after(10.0))
+threading.Thread(target=client.get, args=("never", Deadline.after(0.5)), daemon=True).start()
+"""
+
+
+def test_a_thread_that_still_waits_when_python_ends_does_not_abort_the_process():
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

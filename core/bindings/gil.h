@@ -1,0 +1,48 @@
+// The interpreter's lock, let go of and taken by threads that may outlive the interpreter.
+//
+// Up to Python 3.13 a thread that asks for the lock while the interpreter ends is itself ended by
+// pthread_exit, whose unwinding may not pass a destructor: the process would abort. Such a thread
+// stays where it is instead, as since Python 3.14, and goes with the process.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+namespace sparkhvd::bindings {
+
+template <typename TakeLock>
+auto TakeLockOrStay(const TakeLock& take_lock) noexcept {
+  try {
+    return take_lock();
+  } catch (...) {
+    while (true) pause();
+  }
+}
+
+// Other threads may run Python for as long as this lives.
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease() {
+    TakeLockOrStay([this] { PyEval_RestoreThread(state_); });
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// This thread may call Python for as long as this lives.
+class GilAcquire {
+ public:
+  GilAcquire() : state_(TakeLockOrStay([] { return PyGILState_Ensure(); })) {}
+  ~GilAcquire() { PyGILState_Release(state_); }
+  GilAcquire(const GilAcquire&) = delete;
+  GilAcquire& operator=(const GilAcquire&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+}  // namespace sparkhvd::bindings
