@@ -145,6 +145,11 @@ class Config:
         "HOROVOD_SPARK_START_TIMEOUT",
         "HOROVOD_START_TIMEOUT",
     )
+    result_timeout: float = setting(
+        300.0,
+        amount,
+        "Seconds a rank may take, once its function has ended, to pack what it returned and to leave the job.",
+    )
     fusion_threshold: int = setting(
         64 * 1024 * 1024,
         whole,

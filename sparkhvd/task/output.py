@@ -219,6 +219,10 @@ class OutputPump:
         self._wake_sender.close()
         self._wake_receiver.close()
 
+    def add(self, stream: str, text: str) -> None:
+        """Add a line of ours, after ``finish``."""
+        self._log.write(stream, text.encode())
+
     def stderr_tail(self) -> str:
         """The last lines of stderr so far."""
         return "\n".join(list(self._tail))

@@ -23,7 +23,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, LaunchError, SparkHvdError
 from sparkhvd.task.process import Exited, WorkerProcess
 from sparkhvd.task.report import NOT_STARTED, TOO_LARGE, FailureReport, describe_exit
-from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned
+from sparkhvd.task.worker_spec import Leave, Packing, Raised, Ready, Returned
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,11 @@ TERM_SECONDS = 1.0
 # A rank that failed because it lost another waits this long for the other's report.
 _SECONDARY_SECONDS = 4.0
 # What a process may take to end after fn has returned: the user's exit handlers run then.
-_EXIT_SECONDS = 10.0
+EXIT_SECONDS = 10.0
+_NOT_PACKED = (
+    "did not hand over what fn returned within {seconds:g} s (SPARKHVD_RESULT_TIMEOUT) after fn ended: pickling it "
+    "or leaving the job goes on. Return plain data, or write large results to a Store and return their path"
+)
 # How often a waiting task looks whether its executor still lives: nobody else tells it.
 _PARENT_CHECK_SECONDS = 5.0
 
@@ -106,10 +110,7 @@ def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
     """
     event = _first_end(worker, job)
     if isinstance(event, Returned):
-        worker.send(Leave())
-        if not worker.wait_for_exit(_EXIT_SECONDS):
-            logger.warning("Rank %d returned, but its process did not end by itself; it is killed.", job.rank)
-        worker.close()
+        _let_go(worker, job)
         return event.content
     if isinstance(event, FailureReport):
         return _settle_failure(worker, job, event)
@@ -121,19 +122,37 @@ def supervise(worker: WorkerProcess, job: Supervision) -> bytes | Outcome:
     raise _lost(job, event)
 
 
+def _let_go(worker: WorkerProcess, job: Supervision) -> None:
+    """Let a worker end that has returned. Its result counts, however its process ends."""
+    worker.send(Leave(EXIT_SECONDS))
+    ended = worker.wait_for_exit(EXIT_SECONDS)
+    worker.close()
+    if not ended:
+        worker.output.add(
+            "stderr",
+            f"sparkhvd: Rank {job.rank} on host {job.host} returned, but its process did not end within "
+            f"{EXIT_SECONDS:g} s and was killed. An exit handler, or a thread that is not a daemon, goes on; what is "
+            "above says where.",
+        )
+
+
 def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureReport | Outcome | ServerLost:
-    ready = False
+    deadline = job.start_deadline
+    late = FailureReport(job.rank, job.host, "was not ready for fn in time", kind=NOT_STARTED)
     while True:
-        limit = _PARENT_CHECK_SECONDS if ready else min(_PARENT_CHECK_SECONDS, job.start_deadline.remaining())
         try:
-            event = worker.events.get(timeout=limit)
+            event = worker.events.get(timeout=deadline.capped(_PARENT_CHECK_SECONDS).remaining())
         except queue.Empty:
             if job.orphaned():
                 return ServerLost("the executor of this task is gone")
-            if not ready and job.start_deadline.expired():
-                return FailureReport(job.rank, job.host, "was not ready for fn in time", kind=NOT_STARTED)
+            if deadline.expired():
+                return late
             continue
-        ready = ready or isinstance(event, Ready)
+        if isinstance(event, Ready):
+            deadline = Deadline.after(_JOB_SECONDS)  # fn may run for weeks
+        if isinstance(event, Packing):
+            deadline = Deadline.after(event.seconds)
+            late = FailureReport(job.rank, job.host, _NOT_PACKED.format(seconds=event.seconds))
         if isinstance(event, Returned | FailureReport | Outcome | ServerLost):
             return event
         if isinstance(event, Raised):
@@ -155,7 +174,7 @@ def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureRepo
         report = replace(report, stderr_tail=worker.output.stderr_tail())
     job.client.set(OUTCOME, report.to_json(), Deadline.after(NOTE_SECONDS))
     if report.traceback != "":
-        worker.send(Leave())
+        worker.send(Leave(GRACE_SECONDS))
         worker.wait_for_exit(GRACE_SECONDS)
         worker.close(TERM_SECONDS)
     return Outcome(FailureReport.from_json(job.client.get(OUTCOME, Deadline.after(NOTE_SECONDS))))

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import cloudpickle
@@ -22,10 +23,13 @@ from sparkhvd.comm import session
 from sparkhvd.config import export
 from sparkhvd.errors import CollectiveError, MismatchError
 from sparkhvd.task.command import CommandEndedError
-from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned, WorkerSpec
+from sparkhvd.task.worker_spec import Leave, Packing, Raised, Ready, Returned, WorkerSpec
 
 # The task answers a report at once; should it not, the process ends all the same.
 _LEAVE_SECONDS = 10.0
+# Of the time that the task gives: so that it has read it all when it gives up.
+_SHOWN_AFTER = 0.8
+_STDERR = 2
 
 
 def main(arguments: list[str]) -> int:
@@ -55,7 +59,13 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
     _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
     session.offer(spec.context)
     connection.send_bytes(pickle.dumps(Ready()))
-    report = run_payload(spec.payload)
+
+    def on_end() -> None:
+        seconds = spec.context.config.result_timeout
+        _show_where_after(seconds)
+        connection.send_bytes(pickle.dumps(Packing(seconds)))
+
+    report = run_payload(spec.payload, on_end)
     if isinstance(report, Returned):
         try:
             session.shutdown()
@@ -66,8 +76,10 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
     connection.send_bytes(pickle.dumps(report))
     # A failing rank stays connected until its failure is noted: otherwise the others' loss of it could be noted first.
     with contextlib.suppress(queue.Empty):
-        while not isinstance(inbox.get(timeout=_LEAVE_SECONDS), Leave):
+        while not isinstance(message := inbox.get(timeout=_LEAVE_SECONDS), Leave):
             continue
+        if isinstance(report, Returned):
+            _show_where_after(message.seconds)
     if isinstance(report, Raised):
         with contextlib.suppress(CollectiveError):
             session.shutdown()
@@ -75,8 +87,18 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
     return 0
 
 
-def run_payload(payload: bytes) -> Returned | Raised:
-    """Run the pickled ``(fn, args, kwargs)``; whatever happens becomes a report."""
+def _show_where_after(seconds: float) -> None:
+    """Let stderr tell what all threads are at shortly before the task gives up on them, whoever holds Python's lock."""
+    faulthandler.dump_traceback_later(max(seconds * _SHOWN_AFTER, 0.001), file=_STDERR)
+
+
+def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Returned | Raised:
+    """Run the pickled ``(fn, args, kwargs)``; whatever happens becomes a report.
+
+    Args:
+        payload: what to run.
+        on_end: called when ``fn`` has ended, before what came of it is packed.
+    """
     try:
         fn, args, kwargs = cloudpickle.loads(payload)
     except ModuleNotFoundError as error:
@@ -87,8 +109,10 @@ def run_payload(payload: bytes) -> Returned | Raised:
         result = fn(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
         if not (isinstance(error, SystemExit) and error.code in {None, 0}):
+            on_end()
             return _ended(error)
         result = None
+    on_end()
     try:
         return Returned(cloudpickle.dumps(result))
     except Exception as error:  # noqa: BLE001 - pickling runs the user's code

@@ -22,6 +22,13 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """Worker to task: ``fn`` has ended; ``Returned`` or ``Raised`` follows within ``seconds``."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Returned:
     """Worker to task: ``fn`` returned this, pickled."""
 
@@ -39,4 +46,6 @@ class Raised:
 
 @dataclass(frozen=True)
 class Leave:
-    """Task to worker: the outcome is noted, end now."""
+    """Task to worker: the outcome is noted, end within ``seconds``; the worker is killed then."""
+
+    seconds: float

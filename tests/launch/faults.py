@@ -86,11 +86,16 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
     "before registration": (StartTimeoutError, r"Rank \d on host \S+ was not ready for fn in time"),
     "at rendezvous": (RankFailedError, r"Rank 0 on host \S+ raised DeadlineExceededError: .*the address of rank 1"),
     "in mid-training": (RankFailedError, r"Rank 0 on host \S+ raised PeerLostError: .*not submitted by rank 1"),
+    "at the end": (
+        RankFailedError,
+        _NAMED + r"did not hand over what fn returned within 2 s[\s\S]*The last lines [\s\S]* in __reduce__",
+    ),
 }
 _ALWAYS = {
-    *(("local", how, phase) for how in ("raise", "exit", "kill") for phase in PHASES),
+    *(("local", how, phase) for how in ("raise", "kill") for phase in PHASES),
+    *(("local", "exit", phase) for phase in PHASES[:3]),
     *(("local", how, "in mid-training") for how in ("memory", "disk")),
-    *(("local", "hang", phase) for phase in ("before registration", "in mid-training")),
+    *(("local", "hang", phase) for phase in ("before registration", "in mid-training", "at the end")),
     *(("barrier", "kill", phase) for phase in ("before registration", "at rendezvous", "at the end")),
     *(("mpi", how, phase) for how, phase in (("kill", "at rendezvous"), ("raise", "at the end"))),
 }
@@ -106,8 +111,6 @@ def _rows() -> list[Fault]:
                     of_any = rf"Rank \d on host \S+ {said}"
                     words = of_any if how in {"exit", "kill"} else _IMPORTING + importing
                 rows.append(Fault(how, phase, launcher, RankFailedError, words, (launcher, how, phase) in _ALWAYS))
-            if phase == "at the end":
-                continue  # a rank that packs its result for ever breaks no promise: nobody waits for it in a collective
             hang = _HANGING[phase]
             rows.append(Fault("hang", phase, launcher, *hang, (launcher, "hang", phase) in _ALWAYS))
     # Open MPI starts no rank whose Python does not get as far as registering.
@@ -121,7 +124,7 @@ def produced(fault: Fault, folder: Path, spark: SparkSession) -> Ended:
     """Run a job in which the fault happens."""
     environment = {"FAULT": fault.how, "FAULT_FOLDER": str(folder)}
     if fault.how == "hang":  # what bounds the waits of the others, long by default
-        environment |= {"SPARKHVD_START_TIMEOUT": str(_START_SECONDS)}
+        environment |= {"SPARKHVD_START_TIMEOUT": str(_START_SECONDS), "SPARKHVD_RESULT_TIMEOUT": "2"}
         environment |= {"SPARKHVD_STALL_CHECK_SECONDS": "1", "SPARKHVD_STALL_SHUTDOWN_SECONDS": "2"}
     early = fault.phase == "before registration"
     preload = ("tests.launch.faulty_module",) if early else ()

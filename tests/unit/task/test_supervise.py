@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import pytest
 
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.task import supervise as supervising
 from sparkhvd.task.job import Job
-from sparkhvd.task.output import DriverLog
+from sparkhvd.task.output import DriverLog, HandlerLog
 from sparkhvd.task.process import OUTPUT_SECONDS, WorkerProcess, spawn_worker
 from sparkhvd.task.report import LAUNCH, NOT_STARTED, FailureReport
 from sparkhvd.task.supervise import (
@@ -75,13 +77,21 @@ def supervision(client, start_seconds: float = 60.0) -> Supervision:
     return Supervision(1, "node-4", client, Deadline.after(start_seconds))
 
 
-def start_stubborn_rank(worker, path) -> psutil.Process:
+def start(worker, fn, *args, result_seconds: float = 60.0) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
-        payload = cloudpickle.dumps((ignore_sigterm_and_stay, (str(path),), {}))
+        payload = cloudpickle.dumps((fn, args, {}))
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    worker.send(WorkerSpec(LaunchContext(), payload, (("SPARKHVD_LOG_LEVEL", "20"),)))
+    worker.send(
+        WorkerSpec(
+            LaunchContext(config=Config(result_timeout=result_seconds)), payload, (("SPARKHVD_LOG_LEVEL", "20"),)
+        )
+    )
+
+
+def start_stubborn_rank(worker, path) -> psutil.Process:
+    start(worker, ignore_sigterm_and_stay, str(path))
     assert worker.events.get(timeout=60.0) == Ready()
     while not (path.exists() and path.read_text()):
         with pytest.raises(queue.Empty):
@@ -113,6 +123,44 @@ def test_a_worker_that_does_not_get_ready_is_the_failure_that_all_learn(worker, 
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.rank) == (NOT_STARTED, 1)
     assert FailureReport.from_json(client.get(OUTCOME, Deadline.after(30.0))) == outcome.failure
+
+
+class NeverPacked:
+    def __reduce__(self):
+        while True:
+            pass
+
+
+def return_what_is_never_packed() -> object:
+    return NeverPacked()
+
+
+def test_a_result_that_is_never_packed_is_a_failure_that_says_where_it_hangs(worker, client):
+    start(worker, return_what_is_never_packed, result_seconds=1.0)
+    failure = supervise(worker, supervision(client)).failure
+    assert failure is not None
+    assert failure.sentence().startswith("Rank 1 on host node-4 did not hand over what fn returned within 1 s")
+    assert "in __reduce__" in failure.stderr_tail
+    assert FailureReport.from_json(client.get(OUTCOME, Deadline.after(30.0))) == failure
+    assert not psutil.pid_exists(worker.pid)
+
+
+def return_and_stay() -> str:
+    threading.Thread(target=time.sleep, args=(600.0,)).start()
+    return "done"
+
+
+def test_a_process_that_does_not_end_after_its_result_is_killed_and_its_stderr_says_why(client, monkeypatch):
+    monkeypatch.setattr(supervising, "EXIT_SECONDS", 1.0)
+    written: list[str] = []
+    log = HandlerLog(lambda message: written.append(message.content.decode()), 2)
+    worker = WorkerProcess(spawn_worker({}, {}, ()), log)
+    worker.output.start()
+    start(worker, return_and_stay)
+    assert cloudpickle.loads(supervise(worker, supervision(client))) == "done"
+    assert not psutil.pid_exists(worker.pid)
+    assert "in _shutdown" in "\n".join(written), "the stack of the thread that waits"
+    assert "Rank 1 on host node-4 returned, but its process did not end within 1 s and was killed" in written[-1]
 
 
 def test_the_end_of_the_server_is_an_event():

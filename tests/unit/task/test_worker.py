@@ -10,12 +10,13 @@ import psutil
 import pytest
 
 from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.config import Config
 from sparkhvd.errors import MismatchError, PeerLostError
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.process import Exited, WorkerProcess, spawn_worker
 from sparkhvd.task.worker import run_payload
-from sparkhvd.task.worker_spec import Leave, Raised, Ready, Returned, WorkerSpec
+from sparkhvd.task.worker_spec import Leave, Packing, Raised, Ready, Returned, WorkerSpec
 
 
 def call(fn, *args) -> bytes:
@@ -111,10 +112,11 @@ def environment() -> dict[str, str]:
 def test_a_worker_runs_fn_in_the_environment_of_its_rank(worker, monkeypatch):
     worker.send(spec(environment))
     assert event(worker) == Ready()
+    assert event(worker) == Packing(Config().result_timeout)
     result = cloudpickle.loads(event(worker).content)
     assert (result["MINE"], result["SPARKHVD_RANK"]) == ("1", "0")
     assert result["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "7")
-    worker.send(Leave())
+    worker.send(Leave(10.0))
     assert event(worker) == Exited(0)
 
 
@@ -125,6 +127,7 @@ def test_a_worker_finds_the_tokens_that_yarn_gave_the_container_of_its_task(monk
         process.output.start()
         process.send(spec(environment))
         assert event(process) == Ready()
+        assert event(process) == Packing(Config().result_timeout)
         result = cloudpickle.loads(event(process).content)
     finally:
         process.close()
