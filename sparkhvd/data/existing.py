@@ -10,6 +10,7 @@ import math
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.data import arrow_types, codecs, columns, unischema
@@ -267,22 +268,31 @@ def _with_shape(row: pa.RecordBatch, column: ColumnSpec, url: str) -> ColumnSpec
 def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> None:
     """Refuse what the footer tells already: another type, NULL, arrays of other lengths."""
     url = f"{store.url}/{footer.path}"
+    wanted, found = _types(first), _types(footer)
+    leaves = _leaves(footer)
     for column in schema.columns:
         top = column.path[0]
-        if top not in footer.schema.names or footer.schema.field(top).type != first.schema.field(top).type:
-            other = footer.schema.field(top).type if top in footer.schema.names else "missing"
+        if found.get(top) != wanted[top]:
             raise SchemaError(
-                f"Column {top!r} is {first.schema.field(top).type} in {store.url}/{first.path} and {other} in {url}; "
-                "all files need the same columns."
+                f"Column {top!r} is {wanted[top]} in {store.url}/{first.path} and {found.get(top, 'missing')} in "
+                f"{url}; all files need the same columns."
             )
-        leaves = [leaf for leaf in footer.columns if _belongs(leaf, column)]
-        if column.kind != "vector" and len(leaves) == 1:
-            _check_leaf(column, leaves[0], footer.row_groups, url)
+        within = leaves.get(".".join(column.path), [])
+        if column.kind != "vector" and len(within) == 1:
+            _check_leaf(column, within[0], footer.row_groups, url)
 
 
-def _belongs(leaf: LeafFacts, column: ColumnSpec) -> bool:
-    path = ".".join(column.path)
-    return leaf.path == path or leaf.path.startswith(f"{path}.")
+def _types(footer: Footer) -> dict[str, pa.DataType]:
+    return dict(zip(footer.schema.names, footer.schema.types, strict=True))
+
+
+def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
+    """The leaves at and below every path of a file."""
+    found: dict[str, list[LeafFacts]] = {}
+    for leaf in footer.columns:
+        for path in accumulate(leaf.path.split("."), "{}.{}".format):
+            found.setdefault(path, []).append(leaf)
+    return found
 
 
 def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], url: str) -> None:

@@ -23,6 +23,7 @@ from sparkhvd.data.batches import Batch
 from sparkhvd.data.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.plan import Piece, Plan, RowIds, SharedBlocks, Window
+from sparkhvd.data.recycled import Recycled
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.store.protocol import Store
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 Transformation = Callable[[Arrays], Arrays]
-# Memory for the rows of a column, by their type and shape.
-Scratch = dict[tuple[str, tuple[int, ...]], npt.NDArray[np.generic]]
 
 PREFETCH_BYTES = 256 * 1024 * 1024
 READ_TIMEOUT = 600.0  # seconds that a rank waits for one batch before it calls the Store stuck
@@ -272,10 +271,10 @@ def _groups(
     rows = _Rows(iter(chunks))
     row_bytes = columns.row_bytes(schema)
     group: list[Batch] = []
-    scratch: Scratch = {}
+    memory = Recycled(schema)
     size = 0
     for window in windows:
-        for batch in _cut(window, rows, schema, scratch):
+        for batch in _cut(window, rows, schema, memory):
             if transformation is None:
                 group.append(batch)
                 size += batch.rows * row_bytes
@@ -289,49 +288,36 @@ def _groups(
         yield group, size
 
 
-def _cut(window: Window, rows: _Rows, schema: DataSchema, scratch: Scratch) -> Iterator[Batch]:
+def _cut(window: Window, rows: _Rows, schema: DataSchema, memory: Recycled) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
             yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
         return
-    shuffled = _shuffled(window, window.order, rows, schema, scratch)
+    shuffled = _shuffled(window, window.order, rows, schema, memory)
     ends = np.cumsum([0, *window.rows]).tolist()
     for (start, stop), global_rows in zip(pairwise(ends), window.global_rows, strict=True):
         yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
 
 
-def _shuffled(window: Window, order: RowIds, rows: _Rows, schema: DataSchema, scratch: Scratch) -> Arrays:
+def _shuffled(window: Window, order: RowIds, rows: _Rows, schema: DataSchema, memory: Recycled) -> Arrays:
     """The rows of a window in its order."""
     parts = list(rows.parts(sum(piece.rows for piece in window.pieces)))
     # Column by column, so that what has been mixed is let go before the next one.
     return {
-        column.name: _mixed([part.pop(column.name) for part in parts], order, column, scratch)
+        column.name: _mixed([part.pop(column.name) for part in parts], order, column, memory)
         for column in schema.columns
     }
 
 
-def _put_together(
-    parts: list[npt.NDArray[np.generic]], column: ColumnSpec, scratch: Scratch
-) -> npt.NDArray[np.generic]:
-    """Parts one after the other, in memory that the next call uses again."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts[0].dtype.hasobject:  # which would be kept alive
-        return np.concatenate(parts)
-    rows, key = sum(map(len, parts)), (str(parts[0].dtype), columns.row_shape(column))
-    if len(scratch.get(key, ())) < rows:
-        scratch[key] = columns.empty(column, rows)
-    return np.concatenate(parts, out=scratch[key][:rows])
-
-
 def _mixed(
-    parts: list[npt.NDArray[np.generic]], order: RowIds, column: ColumnSpec, scratch: Scratch
+    parts: list[npt.NDArray[np.generic]], order: RowIds, column: ColumnSpec, memory: Recycled
 ) -> npt.NDArray[np.generic]:
     """The rows of all parts at these places."""
+    into = memory.empty(column, len(order))
     if columns.column_bytes(column) <= _GATHERED_BYTES:
-        return _put_together(parts, column, scratch).take(order, axis=0)
-    into = columns.empty(column, len(order))
+        # The order is made of places that exist; only where numpy need not check that does it write without a copy.
+        return _put_together(parts, column, memory).take(order, axis=0, out=into, mode="clip")
     places = np.full(sum(map(len, parts)), -1)
     places[order] = np.arange(len(order))
     at = 0
@@ -341,6 +327,15 @@ def _mixed(
         into[place[wanted]] = part[wanted]
         at += len(part)
     return into
+
+
+def _put_together(
+    parts: list[npt.NDArray[np.generic]], column: ColumnSpec, memory: Recycled
+) -> npt.NDArray[np.generic]:
+    """Parts one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts, out=memory.empty(column, sum(map(len, parts))))
 
 
 def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:

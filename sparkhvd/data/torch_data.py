@@ -70,15 +70,12 @@ def sparse_tensor(array: npt.NDArray[np.generic], width: int, dtype: torch.dtype
     )
 
 
-def _tensor(array: npt.NDArray[np.generic], width: int | None) -> torch.Tensor:
-    if array.dtype.names and width is not None:
-        return sparse_tensor(array, width)
-    return torch.from_numpy(array)
-
-
 def _tensors(batch: Batch, sparse: dict[str, int]) -> Tensors:
     try:
-        return {name: _tensor(array, sparse.get(name)) for name, array in batch.columns.items()}
+        return {
+            name: torch.from_numpy(array) if array.dtype.names is None else sparse_tensor(array, sparse[name])
+            for name, array in batch.columns.items()
+        }
     except TypeError as error:
         held = {name: array.dtype for name, array in batch.columns.items() if array.dtype.kind not in "biuf"}
         name, kind = next(iter(held.items()))

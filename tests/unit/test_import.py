@@ -65,7 +65,6 @@ def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
         sparkhvd.Stor  # noqa: B018
 
 
-@pytest.mark.timeout(600)  # compiles the core
 @pytest.mark.timeout(600)  # it compiles the core
 def test_wheel_holds_the_compiled_core_and_every_module(tmp_path: Path) -> None:
     source = tmp_path / "source"
