@@ -24,6 +24,7 @@ from pyspark.ml.functions import predict_batch_udf
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as sql
+from pyspark.sql.types import FloatType
 
 import sparkhvd
 from bench import machine
@@ -170,7 +171,7 @@ def train_by_hand(folder: str, columns: Sequence[str], batch: int, epochs: int, 
             loss.backward()
             optimizer.step()
     distributed.destroy_process_group()
-    return float(loss)
+    return float(loss.detach())
 
 
 # Transform.
@@ -215,8 +216,8 @@ def predicted_by_udf(rows: DataFrame, native: torch.nn.Module) -> DataFrame:
 
         return predict
 
-    predict = predict_batch_udf(make, return_type="float", batch_size=1024)
-    return rows.select(predict(*COLUMNS).alias("prediction"))
+    predict = predict_batch_udf(make, return_type=FloatType(), batch_size=1024, input_tensor_shapes=[[FEATURES]])
+    return rows.select(predict(sql.array(*COLUMNS)).alias("prediction"))
 
 
 def predict_rows(rows: DataFrame, native: torch.nn.Module) -> None:
