@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import psutil
+import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
+from sparkhvd import Checkpoints, Store, TorchEstimator
 from sparkhvd.errors import SlotsError
+from sparkhvd.estimators.torch import TorchCallback, TorchRun
 
 
 def place() -> dict[str, int]:
@@ -40,6 +43,44 @@ def sum_on_third_attempt(folder: str) -> float:
     return float(communicator.allreduce(np.array([rank + 1.0]), ReduceOp.SUM, name="sum")[0])
 
 
+class KillExecutorOnce(TorchCallback):
+    """In its first attempt rank 1 kills its executor after a step of the second epoch; notes the steps of rank 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_step_end(self, run: TorchRun, epoch: int, step: int, loss: float | None) -> None:
+        if run.rank == 0:
+            with (self.folder / "steps").open("a") as steps:
+                steps.write(f"{epoch}.{step} ")
+        elif (epoch, step) == (1, 4) and not (self.folder / "killed").exists():
+            (self.folder / "killed").touch()
+            next(parent for parent in psutil.Process().parents() if parent.name() == "java").kill()
+
+
+def parameters_after_fit(session: SparkSession, folder: Path, callbacks: list[TorchCallback]) -> list[float]:
+    df = session.range(80).selectExpr("id / 80.0D AS x", "2 - id / 40.0D AS y")
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=Store.create(str(folder)),
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=5,
+        epochs=2,
+        random_seed=1,
+        checkpoints=Checkpoints(every_steps=2),
+        callbacks=callbacks,
+        verbose=0,
+    )
+    fitted = estimator.fit(df).getModel()
+    return [float(number) for parameter in fitted.parameters() for number in parameter.detach().flatten()]
+
+
 def pids_left(folder: Path) -> list[int]:
     """The ranks, of any attempt, that still run after a while."""
     pids = {int(pid) for path in folder.iterdir() for pid in path.read_text().split()}
@@ -66,6 +107,10 @@ def main(master: str, folder: Path) -> None:
         found["sums"] = sparkhvd.run(sum_on_third_attempt, (str(folder),), num_proc=2)
         found["attempts"] = len(list(folder.glob("1-*")))
         found["left"] = pids_left(folder)
+        store = folder.with_name("store")
+        found["undisturbed"] = parameters_after_fit(session, store, [])
+        found["resumed"] = parameters_after_fit(session, store, [KillExecutorOnce(folder)])
+        found["steps"] = (folder / "steps").read_text().split()
     finally:
         session.stop()
     print("FOUND " + json.dumps(found))

@@ -44,14 +44,27 @@ def found_by(done: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(found[1])
 
 
-def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(tmp_path):
-    done = start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", tmp_path / "attempts"], tmp_path)
-    found = found_by(done)
+@pytest.fixture(scope="module")
+def local_cluster(tmp_path_factory) -> subprocess.CompletedProcess[str]:
+    folder = tmp_path_factory.mktemp("local cluster")
+    return start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", folder / "attempts"], folder)
+
+
+def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(local_cluster):
+    done, found = local_cluster, found_by(local_cluster)
     assert found["places"] == PLACES
     assert done.stdout.count("[0]<stdout>:hello") == done.stdout.count("[1]<stdout>:hello") == 1
     assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
     assert (found["sums"], found["attempts"]) == ([3.0, 3.0], 3)
     assert found["left"] == []
+
+
+def test_a_fit_that_loses_an_executor_goes_on_from_its_last_checkpoint(local_cluster):
+    found = found_by(local_cluster)
+    assert found["resumed"] == found["undisturbed"]
+    first, second = ([step for step in found["steps"] if step.startswith(epoch)] for epoch in ("0.", "1."))
+    assert len(first) == len(set(second)) == 8, "the first epoch was trained once"
+    assert len(second) <= 8 + 2, f"executor lost after step 4, every second step kept: {second}"
 
 
 @pytest.fixture
