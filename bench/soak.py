@@ -21,7 +21,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from tests.endurance import come_and_go, cycles, kill_one_of, strangers
-from tests.launch.faults import FAULTS, complaints, produced
+from tests.launch.faults import FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
 from tests.ranks import RankGroup
 
@@ -79,7 +79,10 @@ def fuzzing(minutes: float) -> str:
 
 def faults() -> str:
     """Produce every row of the fault matrix, and hosts that are cut off."""
-    lines = ["the fault matrix: seconds from the fault to the driver's error; no process was left behind:"]
+    lines = [
+        "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that goes on;",
+        "no process was left behind:",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
         try:
@@ -88,12 +91,24 @@ def faults() -> str:
                 place.mkdir()
                 ended = produced(fault, place, spark)
                 wrong = complaints(fault, ended)
-                verdict = f"FAILED: {wrong}" if wrong else type(ended.error).__name__
-                lines.append(f"  {fault.name:<40} {ended.seconds:6.2f}  {verdict}")
+                lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
         finally:
             spark.stop()
+        lines += _ports_taken(Path(folder, "ports"))
         lines += _cut_off(Path(folder, "hosts"))
     return "\n".join(lines)
+
+
+def _line(name: str, seconds: float, error: str, wrong: list[str]) -> str:
+    verdict = f"FAILED: {wrong}" if wrong else error.replace("NoneType", "the job goes on")
+    return f"  {name:<40} {seconds:6.2f}  {verdict}"
+
+
+def _ports_taken(folder: Path) -> list[str]:
+    """A process that takes all ports of its host."""
+    if why_not():
+        return [f"  port taken: not run, {why_not()}"]
+    return [_line(name, *found) for name, found in ports_taken(folder, "thoroughly").items()]
 
 
 def _cut_off(folder: Path) -> list[str]:

@@ -145,9 +145,9 @@ def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
 
     def bother() -> None:
         while not stop.wait(0.01):
-            for target in {port, *_listening(pids)}:
-                _send(target, secrets.token_bytes(200), counts, "garbage")
-                _send(target, bytes(1 << 20), counts, "endless")
+            for target in {port, *listening(pids)}:
+                send(target, secrets.token_bytes(200), counts, "garbage")
+                send(target, bytes(1 << 20), counts, "endless")
             try:
                 RendezvousClient([("127.0.0.1", port)], b"the wrong token", Deadline.after(5.0)).close()
                 counts["let in"] += 1
@@ -163,7 +163,7 @@ def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def _listening(pids: list[int]) -> list[int]:
+def listening(pids: list[int]) -> list[int]:
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -172,7 +172,7 @@ def _listening(pids: list[int]) -> list[int]:
     return found
 
 
-def _send(port: int, content: bytes, counts: dict[str, int], kind: str) -> None:
+def send(port: int, content: bytes, counts: dict[str, int], kind: str) -> None:
     # Whoever listened there may have left meanwhile, and a stranger is cut off while it still sends.
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as link:
         link.sendall(content)

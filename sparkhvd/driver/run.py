@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import shlex
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -15,12 +16,12 @@ import cloudpickle
 from sparkhvd.config import changed_environment, from_environment, notice_without_effect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.hosts import parse_hosts
-from sparkhvd.driver.launcher import LaunchRequest, choose, launcher_for
+from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose, launcher_for
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.payload import pickle_call
 from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import CollectiveError, ConfigError, LaunchError
 from sparkhvd.task.job import Job
 from sparkhvd.task.log_files import LogFiles
 
@@ -189,9 +190,21 @@ def run_with(
     )
     kept = Path(output_filename) if output_filename is not None else None
     stream = LogStream(stdout, stderr, prefix_output_with_timestamp, kept, job.num_proc)
-    with closing(stream), closing(chosen.launch(job, stream)) as handle:
+    with closing(stream), closing(_launched(chosen, job, stream)) as handle:
         handle.wait_started(deadline)
         return [cloudpickle.loads(content) for content in handle.results()]
+
+
+def _launched(launcher: Launcher, job: Job, stream: LogStream) -> LaunchHandle:
+    try:
+        return launcher.launch(job, stream)
+    except (CollectiveError, OSError) as error:
+        if isinstance(error, LaunchError):
+            raise
+        raise LaunchError(
+            f"The driver on host {socket.gethostname()} cannot serve the job: {error}. No rank was started. Where all "
+            "ports are in use, see who holds them (ss -tan), or widen net.ipv4.ip_local_port_range."
+        ) from error
 
 
 def _log_files(**streams: TextIO | LogFiles | None) -> tuple[tuple[str, LogFiles], ...]:

@@ -119,7 +119,12 @@ def connect_handshake(connection: socket.socket, secret: bytes, deadline: Deadli
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     nonces = hello[len(_HELLO) :] + own_nonce
     send_all(connection, _HELLO + own_nonce + _tag(secret, b"client" + nonces), deadline)
-    proof = receive_exactly(connection, _TAG_BYTES, deadline)
+    try:
+        proof = receive_exactly(connection, _TAG_BYTES, deadline)
+    except ConnectionResetError as error:
+        raise AuthenticationError(
+            "The server hung up when it had our proof of the job's secret: it belongs to another job."
+        ) from error
     if not hmac.compare_digest(proof, _tag(secret, b"server" + nonces)):
         raise AuthenticationError("The server could not prove that it knows the job's secret.")
     return FrameSocket(connection, _tag(secret, b"to server" + nonces), _tag(secret, b"to client" + nonces))

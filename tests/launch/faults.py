@@ -7,24 +7,26 @@ run; ``bench.soak`` runs all and reports the times to the error.
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
-import cloudpickle
 import psutil
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
-from tests.launch.misbehaviour import train
-from tests.mpi.tasks import Launched
+from tests.launch.misbehaviour import barrier_task, go_wrong, mpi_task, train
+from tests.launch.strangers import calling
 
 PHASES = ("before registration", "at rendezvous", "in mid-training", "at the end")
 LAUNCHERS = ("local", "barrier", "mpi")
@@ -34,6 +36,7 @@ SECONDS = 15.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
 # What a hanging rank is given.
 _START_SECONDS = 6.0
 _LONG = 300.0
+_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Fault:
     Attributes:
         how: what goes wrong.
         phase: when.
-        launcher: who starts the ranks; ``mpi`` uses processes in the place of Spark tasks.
-        error: what the driver raises.
+        launcher: who starts the ranks; with ``mpi`` each is on a host of its own, as Open MPI sees it.
+        error: what the driver raises; None where the job has to go on.
         words: what it says, as a regular expression.
         always: whether every run of the tests produces it.
     """
@@ -52,7 +55,7 @@ class Fault:
     how: str
     phase: str
     launcher: str
-    error: type[Exception]
+    error: type[Exception] | None
     words: str
     always: bool = False
 
@@ -63,11 +66,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a row: the error, seconds from the fault to it, and the processes that were left."""
+    """What came of a row: the error, seconds from the fault to it or to the end of the job, what was left of it."""
 
     error: Exception | None
     seconds: float
     left: list[int]
+    let_in: int = 0
 
 
 _NAMED = r"Rank 1 on host \S+ "
@@ -91,12 +95,35 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
         _NAMED + r"did not hand over what fn returned within 2 s[\s\S]*The last lines [\s\S]* in __reduce__",
     ),
 }
+_WRONG_SECRET = _NAMED + "raised AuthenticationError: "
+_GIVEN_UP = (LaunchError, "Spark gave the job up")
+_TASKS_OF_MPI: dict[str, tuple[type[Exception] | None, str]] = {
+    **dict.fromkeys(("raise", "exit", "kill", "memory", "disk"), _GIVEN_UP),
+    "hang": (LaunchError, "Timed out waiting for Spark tasks to register: 0 of 2 did"),
+    "stranger": (None, ""),
+    "wrong secret": (
+        LaunchError,
+        r"Spark gave the job up[\s\S]*Task 1 on host \S+ cannot register with the driver: .*it belongs to another job",
+    ),
+}
+_TASKS = {
+    "sparkhvd.driver.launchers.barrier.run_task": barrier_task,
+    "sparkhvd.driver.launchers.mpi.run_mpi_task": mpi_task,
+}
+_PORTS: dict[str, tuple[type[Exception] | None, str]] = {
+    "at rendezvous": (RankFailedError, _NAMED + "raised CollectiveError: .*(Cannot assign requested a|A)ddress"),
+    "in mid-training": (None, ""),
+    "at the end": (None, ""),
+    "before registration": (LaunchError, r"The driver on host \S+ cannot serve the job: .*Address already in use"),
+}
 _ALWAYS = {
-    *(("local", how, phase) for how in ("raise", "kill") for phase in PHASES),
-    *(("local", "exit", phase) for phase in PHASES[:3]),
-    *(("local", how, "in mid-training") for how in ("memory", "disk")),
+    *(("local", "kill", phase) for phase in PHASES[:3]),
+    *(("local", "raise", phase) for phase in PHASES[2:]),
+    *(("local", how, "in mid-training") for how in ("exit", "disk")),
     *(("local", "hang", phase) for phase in ("before registration", "in mid-training", "at the end")),
+    *(("local", how, "at rendezvous") for how in ("stranger", "wrong secret")),
     *(("barrier", "kill", phase) for phase in ("before registration", "at rendezvous", "at the end")),
+    ("barrier", "stranger", "in mid-training"),
     *(("mpi", how, phase) for how, phase in (("kill", "at rendezvous"), ("raise", "at the end"))),
 }
 
@@ -110,57 +137,64 @@ def _rows() -> list[Fault]:
                 if phase == "before registration":
                     of_any = rf"Rank \d on host \S+ {said}"
                     words = of_any if how in {"exit", "kill"} else _IMPORTING + importing
-                rows.append(Fault(how, phase, launcher, RankFailedError, words, (launcher, how, phase) in _ALWAYS))
-            hang = _HANGING[phase]
-            rows.append(Fault("hang", phase, launcher, *hang, (launcher, "hang", phase) in _ALWAYS))
-    # Open MPI starts no rank whose Python does not get as far as registering.
-    return [row for row in rows if (row.launcher, row.phase) != ("mpi", "before registration")]
+                rows.append(_row(how, phase, launcher, RankFailedError, words))
+            rows.append(_row("hang", phase, launcher, *_HANGING[phase]))
+            rows.append(_row("stranger", phase, launcher, None, ""))
+        rows.append(_row("wrong secret", "at rendezvous", launcher, RankFailedError, _WRONG_SECRET))
+    # Open MPI starts no rank whose Python does not get as far as registering: there it is the task that goes wrong.
+    rows = [row for row in rows if (row.launcher, row.phase) != ("mpi", "before registration")]
+    rows += [_row(how, "before registration", "mpi", *expected) for how, expected in _TASKS_OF_MPI.items()]
+    # Such a task prints to its own log, the job goes on.
+    return [*rows, _row("wrong secret", "before registration", "barrier", None, "")]
+
+
+def _row(how: str, phase: str, launcher: str, error: type[Exception] | None, words: str) -> Fault:
+    return Fault(how, phase, launcher, error, words, (launcher, how, phase) in _ALWAYS)
 
 
 FAULTS = _rows()
+# Nothing here asks for a certain port, so it takes all of them; these happen where that disturbs nobody else.
+PORT_FAULTS = [
+    Fault("port taken", phase, launcher, *expected, always=launcher == "local")
+    for launcher in LAUNCHERS
+    for phase, expected in _PORTS.items()
+]
 
 
-def produced(fault: Fault, folder: Path, spark: SparkSession) -> Ended:
+def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
     """Run a job in which the fault happens."""
-    environment = {"FAULT": fault.how, "FAULT_FOLDER": str(folder)}
+    environment = {"FAULT": fault.how, "FAULT_PHASE": fault.phase, "FAULT_FOLDER": str(folder)}
+    early = fault.phase == "before registration"
     if fault.how == "hang":  # what bounds the waits of the others, long by default
         environment |= {"SPARKHVD_START_TIMEOUT": str(_START_SECONDS), "SPARKHVD_RESULT_TIMEOUT": "2"}
         environment |= {"SPARKHVD_STALL_CHECK_SECONDS": "1", "SPARKHVD_STALL_SHUTDOWN_SECONDS": "2"}
-    early = fault.phase == "before registration"
-    preload = ("tests.launch.faulty_module",) if early else ()
-    start_seconds = _START_SECONDS if early and fault.how == "hang" else _LONG
-    arguments = (fault.how, fault.phase, str(folder))
     error: Exception | None = None
-    try:
-        if fault.launcher == "mpi":
-            _run_by_mpi(arguments, environment)
-        else:
+    if early and fault.how == "port taken":  # the driver is the first to need one
+        go_wrong(fault.how, folder)
+    with ExitStack() as stack:
+        for where, task in _TASKS.items():
+            stack.enter_context(mock.patch(where, task))
+        counts = stack.enter_context(calling(folder))
+        try:
             sparkhvd.run(
                 train,
-                arguments,
+                (fault.how, fault.phase, str(folder)),
                 launcher=fault.launcher,
                 num_proc=NUM_PROC,
                 env=environment,
-                preload=preload,
-                start_timeout=start_seconds,
+                preload=("tests.launch.faulty_module",) if early and fault.launcher != "mpi" else (),
+                start_timeout=_START_SECONDS if early and fault.how == "hang" else _LONG,
                 stdout=io.StringIO(),
                 stderr=io.StringIO(),
-                spark=spark if fault.launcher == "barrier" else None,
+                spark=None if fault.launcher == "local" else spark,
             )
-    except LaunchError as raised:
-        error = raised
-    when = folder / "when"
-    seconds = time.time() - float(when.read_text()) if when.exists() else float("nan")
+        except LaunchError as raised:
+            error = raised
+        when = folder / "when"
+        seconds = time.time() - float(when.read_text()) if when.exists() else float("nan")
     pids = [int(path.name.partition("-")[2]) for path in folder.glob("pid-*")]
     _wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    return Ended(error, seconds, [pid for pid in pids if psutil.pid_exists(pid)])
-
-
-def _run_by_mpi(arguments: tuple[str, ...], environment: dict[str, str]) -> None:
-    with closing(Launched(train, *arguments, env=environment).handle) as handle:
-        handle.wait_started(Deadline.after(_LONG))
-        for content in handle.results():
-            cloudpickle.loads(content)
+    return Ended(error, seconds, [pid for pid in pids if psutil.pid_exists(pid)], counts["let in"])
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
@@ -169,13 +203,37 @@ def _wait_for(condition: Callable[[], bool]) -> None:
         pause.wait(0.05)
 
 
+def ports_taken(folder: Path, *more: str) -> dict[str, tuple[float, str, list[str]]]:
+    """Run ``ports_script`` in a network of its own with few ports: by row, seconds, error and complaints."""
+    prepare = "ip link set lo up && sysctl -qw net.ipv4.ip_local_port_range='40000 40299' && exec \"$@\""
+    command = [sys.executable, "-m", "tests.launch.ports_script", str(folder), *more]
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", prepare, "sh", *command],
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_LONG,
+    )
+    said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+    assert said, done.stdout + done.stderr
+    found: dict[str, tuple[float, str, list[str]]] = json.loads(said[1])
+    return found
+
+
 def complaints(fault: Fault, ended: Ended) -> list[str]:
     """What is not as it has to be."""
     found = []
-    if type(ended.error) is not fault.error or not re.match(fault.words, str(ended.error)):
+    if fault.error is None:
+        if ended.error is not None:
+            found.append(f"{type(ended.error).__name__}: {ended.error}")
+    elif type(ended.error) is not fault.error or not re.match(fault.words, str(ended.error)):
         found.append(f"{type(ended.error).__name__}: {ended.error}")
     if not ended.seconds < SECONDS:
         found.append(f"the error came after {ended.seconds:.1f} s")
+    if ended.let_in:
+        found.append(f"{ended.let_in} strangers were let in")
     if ended.left:
         found.append(f"processes {ended.left} were left")
     return found

@@ -14,4 +14,5 @@ try:
 except FileExistsError:
     pass
 else:
-    go_wrong(os.environ["FAULT"], _FOLDER)
+    if os.environ["FAULT"] != "wrong secret":  # it is the task that has it
+        go_wrong(os.environ["FAULT"], _FOLDER)

@@ -1,15 +1,27 @@
-"""What a rank does wrong, and when; runs in ranks."""
+"""What a rank or its task does wrong, and when; runs in ranks and in Spark tasks."""
 
 from __future__ import annotations
 
 import os
 import resource
+import secrets
 import signal
+import socket
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from sparkhvd.task.job import Job
+    from sparkhvd.task.mpi.job import MpiJob
 
 FAULTY_RANK = 1
+_CALL_SECONDS = 60.0
 
 
 def note_pid(folder: Path) -> None:
@@ -17,9 +29,24 @@ def note_pid(folder: Path) -> None:
     (folder / f"pid-{os.getpid()}").touch()
 
 
+def note_time(folder: Path) -> None:
+    """Say when it went wrong; the first time counts, where Spark runs the tasks again."""
+    if not (folder / "when").exists():
+        (folder / "when").write_text(repr(time.time()))
+
+
 def go_wrong(how: str, folder: Path) -> None:
-    """Never returns."""
-    (folder / "when").write_text(repr(time.time()))
+    """Returns only where the job has to go on, or fails a little later."""
+    note_time(folder)
+    if how == "stranger":
+        await_stranger(folder)
+        return
+    if how == "wrong secret":
+        take_another_secret()
+        return
+    if how == "port taken":
+        take_all_ports()
+        return
     if how == "raise":
         raise ValueError("no luck")
     if how == "exit":
@@ -35,6 +62,35 @@ def go_wrong(how: str, folder: Path) -> None:
     time.sleep(600)
 
 
+def await_stranger(folder: Path) -> None:
+    """Wait until strangers have called at every port of the job that is open now."""
+    (folder / "call").touch()
+    deadline = time.monotonic() + _CALL_SECONDS
+    while not (folder / "called").exists():
+        assert time.monotonic() < deadline, "no stranger called"
+        time.sleep(0.01)
+
+
+def take_another_secret() -> None:
+    """This rank's next ``init()`` proves a secret that is not the job's."""
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    session.offer(replace(session.offered(), token=secrets.token_bytes(32)))
+
+
+def take_all_ports() -> None:
+    """Every port that the kernel may give for an address of this host, for as long as this process lives."""
+    while True:
+        listener = socket.socket()
+        try:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1)
+        except OSError:
+            listener.close()
+            return
+        listener.detach()
+
+
 class BadResult:
     """Goes wrong when the rank has returned it and its process packs it."""
 
@@ -44,7 +100,7 @@ class BadResult:
 
     def __reduce__(self) -> str | tuple[object, ...]:
         go_wrong(self._how, self._folder)
-        raise AssertionError
+        return str, ("packed",)
 
 
 def train(how: str, phase: str, folder_name: str) -> object:
@@ -67,3 +123,41 @@ def train(how: str, phase: str, folder_name: str) -> object:
     if phase == "at the end" and faulty:
         return BadResult(how, folder)
     return None
+
+
+def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """A task of the barrier launcher."""
+    from sparkhvd.task.main import run_task  # noqa: PLC0415 - needs Spark
+
+    if _is_faulty(job) and dict(job.env)["FAULT"] == "wrong secret":
+        note_time(Path(str(dict(job.env)["FAULT_FOLDER"])))
+        job = replace(job, log_secret=secrets.token_bytes(32))
+    yield from run_task(job, batches)
+
+
+def mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """A task of the mpi launcher, in a container of its own: a host of its own to Open MPI."""
+    from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
+
+    from sparkhvd.task.mpi.task import run_mpi_task  # noqa: PLC0415 - ranks need no Spark
+
+    if _is_faulty(job.job):
+        how, folder = str(dict(job.job.env)["FAULT"]), Path(str(dict(job.job.env)["FAULT_FOLDER"]))
+        if how == "wrong secret":
+            note_time(folder)
+            job = replace(job, job=replace(job.job, log_secret=secrets.token_bytes(32)))
+        else:
+            go_wrong(how, folder)
+    os.environ["CONTAINER_ID"] = f"container {BarrierTaskContext.get().partitionId()}"
+    try:
+        yield from run_mpi_task(job, batches)
+    finally:
+        del os.environ["CONTAINER_ID"]  # Spark uses this process again
+
+
+def _is_faulty(job: Job) -> bool:
+    """Whether the task that calls this is to go wrong before it has registered."""
+    from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
+
+    before = dict(job.env)["FAULT_PHASE"] == "before registration"
+    return before and BarrierTaskContext.get().partitionId() == FAULTY_RANK

@@ -86,7 +86,12 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )
         path = changed_environment(dict(job.job.env)).get("PATH")
-        driver = connect(job.job.log_addresses, secret, deadline)
+        try:
+            driver = connect(job.job.log_addresses, secret, deadline)
+        except OSError as error:
+            raise LaunchError(
+                f"Task {place.index} on host {place.host} cannot register with the driver: {error}"
+            ) from error
         stack.callback(driver.close)
         _register(
             driver, Registration(place.attempt, offer, listening, shutil.which("orted", path=path) or ""), deadline

@@ -54,7 +54,7 @@ def test_a_client_with_another_secret_is_turned_away(sockets):
         with pytest.raises(AuthenticationError, match="client could not prove"):
             accept_handshake(server, SECRET, soon())
         server.close()
-        with pytest.raises(ConnectionError):
+        with pytest.raises(AuthenticationError, match="it belongs to another job"):
             connecting.result()
 
 

@@ -1,0 +1,38 @@
+"""Run by test_faults.py in a network of its own, where all ports may be taken.
+
+python -m tests.launch.ports_script FOLDER [thoroughly]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from tests.launch.faults import PHASES, PORT_FAULTS, complaints, produced
+
+
+def main(folder: Path, thoroughly: bool) -> None:
+    os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
+    faults = [fault for fault in PORT_FAULTS if thoroughly or fault.always]
+    spark = None
+    if thoroughly:
+        builder = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false")
+        spark = builder.config("spark.driver.host", "127.0.0.1").config("spark.log.level", "ERROR").getOrCreate()
+    found: dict[str, object] = {}
+    # This process itself takes all ports for those before registration, so they come last.
+    for number, fault in enumerate(sorted(faults, key=lambda one: one.phase == PHASES[0])):
+        place = folder / str(number)
+        place.mkdir(parents=True)
+        ended = produced(fault, place, spark)
+        found[fault.name] = [ended.seconds, type(ended.error).__name__, complaints(fault, ended)]
+    print("FOUND " + json.dumps(found), flush=True)
+    if spark is not None:
+        spark.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] == ["thoroughly"])
