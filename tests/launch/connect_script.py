@@ -14,7 +14,7 @@ import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from sparkhvd import Store, TorchEstimator
+from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError
 
 
@@ -53,13 +53,13 @@ def interrupted(spark: SparkSession, folder: str) -> str:
     return "".join(said)
 
 
-def trained(spark: SparkSession, folder: str) -> list[float]:
+def trained(spark: SparkSession, folder: str | None) -> list[float]:
     df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
     torch.manual_seed(1)
     model = torch.nn.Linear(1, 1)
     estimator = TorchEstimator(
         num_proc=2,
-        store=Store.create(folder),
+        store=folder and Store.create(folder),
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
         loss=torch.nn.functional.mse_loss,
@@ -72,6 +72,15 @@ def trained(spark: SparkSession, folder: str) -> list[float]:
     )
     rows = estimator.fit(df).transform(df).select("y", "y__output").collect()
     return [abs(row.y - row.y__output) for row in rows]
+
+
+def doubled(spark: SparkSession) -> list[float]:
+    """What a network predicts that is wrapped without training."""
+    network = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(network.weight, 2.0)
+    df = spark.range(4).selectExpr("CAST(id AS FLOAT) AS x")
+    predicted = TorchModel.from_model(network, df, feature_cols=["x"]).transform(df)
+    return [row.prediction for row in predicted.orderBy("x").collect()]
 
 
 def main() -> None:
@@ -93,6 +102,8 @@ def main() -> None:
             found["mpi"] = str(error)
         with tempfile.TemporaryDirectory() as folder:
             found["errors"] = trained(spark, folder)
+        found["errors without a Store"] = trained(spark, None)
+        found["doubled"] = doubled(spark)
         with tempfile.TemporaryDirectory() as folder:
             found["interrupted"] = interrupted(spark, folder)
     finally:
