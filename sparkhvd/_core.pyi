@@ -54,6 +54,11 @@ class Operation:
     def rows(self) -> list[int]:
         """After ``wait``: the rows of ``output`` by rank. Join: the number of the last rank to join, alone."""
 
+class Autotune:
+    """How an engine looks for its fastest settings; rank 0 writes what it tried into ``log`` unless that is empty."""
+
+    def __init__(self, log: str, warmup_samples: int, steps_per_sample: int, max_samples: int) -> None: ...
+
 class Engine:
     """One rank of a job: owns the links to its peers and one thread that negotiates and runs collectives.
 
@@ -63,7 +68,8 @@ class Engine:
     ``scope`` prefixes this engine's rendezvous keys, so that a job can connect its ranks more than once; ``label``
     stands in front of what is said about failed operations. ``hierarchical_allreduce`` and ``hierarchical_allgather``
     (equal on all ranks) say whether these use the memory of every host where the ranks are on several.
-    ``processor_core`` is the core that the engine's thread runs on, any by default.
+    ``processor_core`` is the core that the engine's thread runs on, any by default. ``autotune`` tunes
+    ``fusion_threshold`` and ``hierarchical_allreduce`` where they are None, and the switch points of shared memory.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -80,13 +86,14 @@ class Engine:
         bind_hosts: Sequence[str] = ...,
         shared_memory: bool = True,
         encrypt: bool = False,
-        fusion_threshold: int = 64 * 1024 * 1024,
+        fusion_threshold: int | None = None,
         cache_capacity: int = 1024,
         collective_timeout_s: float = 1800.0,
         timeout_s: float = 60.0,
-        hierarchical_allreduce: bool = True,
+        hierarchical_allreduce: bool | None = None,
         hierarchical_allgather: bool = True,
         processor_core: int | None = None,
+        autotune: Autotune | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -192,6 +199,9 @@ class Engine:
         Contiguous arrays of a dtype that the buffer protocol knows. Fails with ``mismatch`` on all ranks when they
         bring different things; any other failure, an interruption included, ends the engine.
         """
+
+    def tuning(self) -> dict[str, int]:
+        """``fusion_threshold``, ``small_allreduce``, ``allreduce_chunk``, ``hierarchical_allreduce``, ``searching``."""
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts by name.

@@ -52,6 +52,14 @@ def whole(text: str) -> int:
     return int(value)
 
 
+def counting(text: str) -> int:
+    """A whole number from 1 on."""
+    value = whole(text)
+    if value == 0:
+        raise ValueError("is not a number from 1 on")
+    return value
+
+
 def switch(text: str) -> bool:
     """On or off; numbers count as in C."""
     word = text.strip().lower()
@@ -150,10 +158,11 @@ class Config:
         amount,
         "Seconds a rank may take, once its function has ended, to pack what it returned and to leave the job.",
     )
-    fusion_threshold: int = setting(
-        64 * 1024 * 1024,
+    fusion_threshold: int | None = setting(
+        None,
         whole,
-        "Bytes up to which ready allreduces are packed into one; 0 packs none.",
+        "Bytes up to which ready allreduces are packed into one; 0 packs none. 67108864 where none is given; what is "
+        "given is not tuned.",
         "HOROVOD_FUSION_THRESHOLD",
     )
     cache_capacity: int = setting(
@@ -163,15 +172,39 @@ class Config:
         "HOROVOD_CACHE_CAPACITY",
     )
     shared_memory: bool = setting(True, switch, "Whether ranks of one host exchange data through shared memory.")
-    hierarchical_allreduce: bool = setting(
-        True,
+    hierarchical_allreduce: bool | None = setting(
+        None,
         switch,
         "Whether an allreduce among several hosts goes through shared memory inside each host, so that every host "
-        "sends the least bytes; equal on all ranks.",
+        "sends the least bytes; equal on all ranks. 1 where nothing is given; what is given is not tuned.",
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
     )
     hierarchical_allgather: bool = setting(
         True, switch, "The same for an allgather; equal on all ranks.", "HOROVOD_HIERARCHICAL_ALLGATHER"
+    )
+    autotune: bool = setting(
+        False,
+        switch,
+        "Whether the job looks for its fastest fusion threshold and allreduce algorithms while it runs.",
+        "HOROVOD_AUTOTUNE",
+    )
+    autotune_log: str = setting(
+        "",
+        path,
+        "The file, on the host of rank 0, into which every sample and the choice are written, separated by commas.",
+        "HOROVOD_AUTOTUNE_LOG",
+    )
+    autotune_warmup_samples: int = setting(
+        3, whole, "Samples that are thrown away first.", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES"
+    )
+    autotune_steps_per_sample: int = setting(
+        10, counting, "Steps whose median speed makes a sample.", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
+    )
+    autotune_max_samples: int = setting(
+        60,
+        whole,
+        "Samples after which the best settings stay.",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
     )
     encrypt: bool = setting(
         False,
@@ -249,12 +282,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_ENABLE_XLA_OPS": "there are no XLA operations",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets can always be added and removed",
     "HOROVOD_DISABLE_GROUP_FUSION": "a group runs as a whole in any case",
-    "HOROVOD_AUTOTUNE": "there is no autotuning",
-    "HOROVOD_AUTOTUNE_LOG": "there is no autotuning",
-    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "there is no autotuning",
-    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "there is no autotuning",
-    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "there is no autotuning",
-    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "there is no autotuning",
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "autotuning compares medians and assumes no noise of a certain size",
     "HOROVOD_ELASTIC": "there is no elastic training",
     "HOROVOD_LOG_HIDE_TIME": "the format of log lines is that of Python's logging",
 }

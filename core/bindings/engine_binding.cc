@@ -16,6 +16,7 @@
 #include "bindings/rendezvous_binding.h"
 #include "bindings/submission_binding.h"
 #include "scheduler/affinity.h"
+#include "scheduler/autotune_log.h"
 #include "scheduler/engine.h"
 #include "transport/mesh.h"
 
@@ -35,14 +36,45 @@ Result<Mesh> Connect(const ConnectArguments& arguments) {
                      Deadline::AfterSeconds(arguments.timeout_s));
 }
 
+// The Python object Autotune.
+struct Autotune {
+  std::string log;
+  AutotuneOptions options;
+};
+
+Autotune MakeAutotune(const std::string& log, size_t warmup_samples, size_t steps_per_sample,
+                      size_t max_samples) {
+  Autotune autotune{log, {}};
+  autotune.options.warmup_samples = warmup_samples;
+  autotune.options.steps_per_sample = steps_per_sample;
+  autotune.options.max_samples = max_samples;
+  return autotune;
+}
+
+// What is given stays as it is.
+void SetTuning(EngineConfig* config, int rank, std::optional<size_t> fusion_threshold,
+               std::optional<bool> hierarchical_allreduce, const Autotune* autotune) {
+  const Tunables defaults;
+  config->tunables.fusion_threshold = fusion_threshold.value_or(defaults.fusion_threshold);
+  config->tunables.hierarchical = hierarchical_allreduce.value_or(defaults.hierarchical);
+  if (autotune == nullptr) return;
+  config->autotune = autotune->options;
+  config->autotune->fusion_threshold = !fusion_threshold;
+  config->autotune->hierarchical = !hierarchical_allreduce;
+  if (rank != 0 || autotune->log.empty()) return;
+  config->autotune->report = [log = Take(AutotuneLog::Open(autotune->log))](
+                                 const TuningSample& sample) { log->Write(sample); };
+}
+
 std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient* rendezvous,
                                      const std::string& token, const std::string& scope,
                                      const std::string& label, const std::string& host_key,
                                      std::vector<std::string> bind_hosts, bool shared_memory,
-                                     bool encrypt, size_t fusion_threshold, size_t cache_capacity,
-                                     double collective_timeout_s, double timeout_s,
-                                     bool hierarchical_allreduce, bool hierarchical_allgather,
-                                     std::optional<int> processor_core) {
+                                     bool encrypt, std::optional<size_t> fusion_threshold,
+                                     size_t cache_capacity, double collective_timeout_s,
+                                     double timeout_s, std::optional<bool> hierarchical_allreduce,
+                                     bool hierarchical_allgather, std::optional<int> processor_core,
+                                     const Autotune* autotune) {
   if (processor_core) Check(CheckProcessorCore(*processor_core));
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " is not one of " +
@@ -63,11 +95,11 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.mesh.shared_memory = shared_memory;
   arguments.mesh.encrypt = encrypt;
   arguments.engine.label = label;
-  arguments.engine.fusion_threshold = fusion_threshold;
   arguments.engine.cache_capacity = cache_capacity;
   arguments.engine.collective_timeout_s = collective_timeout_s;
-  arguments.engine.hierarchical = {hierarchical_allreduce, hierarchical_allgather};
+  arguments.engine.hierarchical_allgather = hierarchical_allgather;
   arguments.engine.processor_core = processor_core;
+  SetTuning(&arguments.engine, rank, fusion_threshold, hierarchical_allreduce, autotune);
   arguments.timeout_s = timeout_s;
   if (rendezvous != nullptr) arguments.rendezvous = rendezvous->client;
   Result<Mesh> connected = [&arguments] {
@@ -101,6 +133,17 @@ py::dict CountersOf(PyEngine& self) {
     result[py::str(name + ".operations")] = of_kind.operations.load();
     result[py::str(name + ".bytes")] = of_kind.bytes.load();
   }
+  return result;
+}
+
+py::dict TuningOf(PyEngine& self) {
+  const Retuning tuning = self.engine().tuning();
+  py::dict result;
+  result["fusion_threshold"] = tuning.tunables.fusion_threshold;
+  result["small_allreduce"] = tuning.tunables.arena.small_bytes;
+  result["allreduce_chunk"] = tuning.tunables.arena.chunk_bytes;
+  result["hierarchical_allreduce"] = static_cast<int>(tuning.tunables.hierarchical);
+  result["searching"] = static_cast<int>(!tuning.last);
   return result;
 }
 
@@ -147,6 +190,9 @@ void RegisterOperation(py::module_& module) {
 void RegisterEngine(py::module_& module) {
   using py::arg;
   RegisterOperation(module);
+  py::class_<Autotune>(module, "Autotune")
+      .def(py::init(&MakeAutotune), arg("log"), arg("warmup_samples"), arg("steps_per_sample"),
+           arg("max_samples"));
   EngineClass engine(module, "Engine");
   RegisterSubmissions(engine);
   RegisterDirectCalls(engine);
@@ -155,13 +201,15 @@ void RegisterEngine(py::module_& module) {
            arg("rendezvous") = py::none(), arg("token") = py::bytes(), arg("scope") = "",
            arg("label") = "", arg("host_key") = "",
            arg("bind_hosts") = std::vector<std::string>{"127.0.0.1"}, arg("shared_memory") = true,
-           arg("encrypt") = false, arg("fusion_threshold") = size_t{64} << 20,
+           arg("encrypt") = false, arg("fusion_threshold") = py::none(),
            arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
-           arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = true,
-           arg("hierarchical_allgather") = true, arg("processor_core") = py::none())
+           arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = py::none(),
+           arg("hierarchical_allgather") = true, arg("processor_core") = py::none(),
+           arg("autotune") = py::none())
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("counters", &CountersOf)
+      .def("tuning", &TuningOf)
       .def("pending", [](PyEngine& self) { return self.pending().List(); })
       .def("start_timeline", &StartTimeline, arg("path"), arg("recording"), arg("mark_cycles"),
            py::call_guard<GilRelease>())

@@ -14,14 +14,6 @@ namespace {
 
 constexpr size_t kCacheLine = 64;
 
-// Up to this many bytes from all members together everybody reduces everything: one step instead of
-// two.
-constexpr size_t kSmallBytes = size_t{32} << 10;
-
-// What a chunk touches (its share of the source, the target and everybody's slot) stays in the
-// second-level cache.
-constexpr size_t kChunkBytes = size_t{256} << 10;
-
 constexpr size_t kBlockBytes = size_t{8} << 10;
 
 // One step: write the own contribution, then read all of them.
@@ -41,14 +33,14 @@ Status AllreduceSmall(ArenaSteps& steps, const Reduction& reduction, const std::
 class Pipeline {
  public:
   Pipeline(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
-           std::byte* target, size_t count)
+           std::byte* target, size_t count, size_t chunk_bytes)
       : steps_(steps),
         reduction_(reduction),
         width_(SizeOf(reduction.dtype)),
         source_(source),
         target_(target),
         count_(count),
-        chunk_(std::min(steps.SlotBytes(), kChunkBytes) / width_) {}
+        chunk_(std::max(std::min(steps.SlotBytes(), chunk_bytes) / width_, size_t{1})) {}
 
   Status Run(Deadline deadline) {
     const size_t chunks = (count_ + chunk_ - 1) / chunk_;
@@ -141,12 +133,13 @@ class Pipeline {
 
 }  // namespace
 
-size_t SmallAllreduceBytes(const ArenaSteps& steps) {
-  return std::min(kSmallBytes / static_cast<size_t>(steps.count()), steps.SlotBytes());
+size_t SmallAllreduceBytes(const ArenaSteps& steps, const ArenaSwitches& switches) {
+  return std::min(switches.small_bytes / static_cast<size_t>(steps.count()), steps.SlotBytes());
 }
 
 Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
-                    std::byte* target, size_t count, Deadline deadline) {
+                    std::byte* target, size_t count, Deadline deadline,
+                    const ArenaSwitches& switches) {
   const size_t width = SizeOf(reduction.dtype);
   if (count == 0) return Status();
   if (steps.count() == 1) {
@@ -154,10 +147,10 @@ Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::by
     Finish(reduction, 1, target, count);
     return Status();
   }
-  if (count * width <= SmallAllreduceBytes(steps)) {
+  if (count * width <= SmallAllreduceBytes(steps, switches)) {
     return AllreduceSmall(steps, reduction, source, target, count, deadline);
   }
-  return Pipeline(steps, reduction, source, target, count).Run(deadline);
+  return Pipeline(steps, reduction, source, target, count, switches.chunk_bytes).Run(deadline);
 }
 
 }  // namespace sparkhvd

@@ -9,13 +9,28 @@
 
 namespace sparkhvd {
 
+// Where it goes another way; equal on all members. Results do not depend on it.
+struct ArenaSwitches {
+  // Up to this many bytes from all members together everybody reduces everything: one step instead
+  // of two.
+  size_t small_bytes = size_t{32} << 10;
+  // Larger buffers go through in chunks. What a chunk touches (its share of the source, the target
+  // and everybody's slot) stays in the second-level cache.
+  size_t chunk_bytes = size_t{256} << 10;
+
+  bool operator==(const ArenaSwitches& other) const {
+    return small_bytes == other.small_bytes && chunk_bytes == other.chunk_bytes;
+  }
+};
+
 // Contributions of up to this many bytes need one step only: everybody shows its own and combines
 // all of them.
-size_t SmallAllreduceBytes(const ArenaSteps& steps);
+size_t SmallAllreduceBytes(const ArenaSteps& steps, const ArenaSwitches& switches = {});
 
 // Reduces `count` elements of every member; all members get the same bits. `target` may be
 // `source`.
 Status AllreduceShm(ArenaSteps& steps, const Reduction& reduction, const std::byte* source,
-                    std::byte* target, size_t count, Deadline deadline);
+                    std::byte* target, size_t count, Deadline deadline,
+                    const ArenaSwitches& switches = {});
 
 }  // namespace sparkhvd

@@ -35,7 +35,7 @@ class ArenaNegotiation final : public Negotiation {
         messages_(static_cast<size_t>(steps.count())) {}
 
   Bytes Announce(const RequestMessage& message) override {
-    ids_alone_ = message.requests.empty();
+    ids_alone_ = message.requests.empty() && !message.retuning;
     own_ids_ = message.cached;
     own_ = Encode(message);
     part_ = 0;
@@ -65,14 +65,16 @@ class ArenaNegotiation final : public Negotiation {
       PutPart();
       steps_.Arrive();
     }
+    std::optional<Retuning> retuning;
     for (int member = 0; member < steps_.count(); ++member) {
       const std::vector<std::byte>& bytes = messages_[static_cast<size_t>(member)];
       const Result<RequestMessage> message =
           DecodeRequestMessage(ConstBytes(bytes.data(), bytes.size()));
       SHVD_TRY(message.status().Annotate("from rank " + std::to_string(member)));
       SHVD_TRY(readiness_.Add(member, message.value(), cache_, now_));
+      if (member == 0) retuning = message.value().retuning;
     }
-    return Outcome{Decide(now_, timeout_s_), std::nullopt};
+    return Outcome{Decide(now_, timeout_s_, retuning), std::nullopt};
   }
 
   bool interruptible() const override { return true; }

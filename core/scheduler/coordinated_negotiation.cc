@@ -153,7 +153,7 @@ class CoordinatedNegotiation final : public Negotiation {
       SHVD_TRY(message.status().Annotate("from rank " + std::to_string(peer)));
       SHVD_TRY(readiness_.Add(peer, message.value(), cache_, now));
     }
-    ResponseMessage response = Decide(now, timeout_s_);
+    ResponseMessage response = Decide(now, timeout_s_, own_.retuning);
     if (transport_.size() == 1) return response;
     packed_ = Pack(Encode(response));
     tickets_.clear();

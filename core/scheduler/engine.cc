@@ -58,6 +58,12 @@ std::unique_ptr<Negotiation> MakeNegotiation(ArenaSteps* steps, Transport& trans
                                           config.collective_timeout_s);
 }
 
+std::unique_ptr<Autotuner> AutotunerOf(int rank, const EngineConfig& config,
+                                       const TuningScope& scope) {
+  if (rank != 0 || !config.autotune) return nullptr;
+  return std::make_unique<Autotuner>(*config.autotune, scope, config.tunables);
+}
+
 void AbortMesh(const Mesh& mesh, const Status& why) {
   if (mesh.arena) mesh.arena->Abort(why);
   if (mesh.direct_arena) mesh.direct_arena->Abort(why);
@@ -88,7 +94,10 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       host_ranks_(mesh_.host_ranks),
       steps_(StepsOf(mesh_)),
       negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
-      execution_(mesh_, steps_ ? &*steps_ : nullptr, config.hierarchical, timeline_, counters_),
+      execution_(mesh_, steps_ ? &*steps_ : nullptr, config.tunables, config.hierarchical_allgather,
+                 timeline_, counters_),
+      autotuner_(AutotunerOf(rank_, config, execution_.tuning_scope())),
+      tuning_{config.tunables, !config.autotune.has_value()},
       direct_calls_(DirectCallsOf(mesh_)),
       thread_([this] { Main(); }) {}
 
@@ -351,7 +360,8 @@ Status Engine::EnterCycle() {
     counters_.queue_us += MicrosecondsSince(operation->submitted());
   }
   EnterAll(submitted, Phase::kNegotiate);
-  const RequestMessage report = negotiation_->Report(requests);
+  RequestMessage report = negotiation_->Report(requests);
+  if (autotuner_) report.retuning = autotuner_->TakeRetuning();
   entered_ = Entered{Deadline::AfterSeconds(config_.collective_timeout_s), Clock::now(),
                      submitted.size(), false};
   counters_.cache_hits += report.cached.size();
@@ -383,6 +393,8 @@ Status Engine::ConcludeCycle(Deadline patience) {
   const auto& [response, beside] = outcome.value();
   const Result<std::vector<Ready>> ready = Resolve(response);
   SHVD_TRY(ready.status());
+  if (response.retuning) Retune(*response.retuning);
+  if (autotuner_) ObserveForTuning(ready.value());
   const bool idle = cycle.submitted == 0 && response.cached.empty() && response.agreements.empty();
   pause_ =
       !idle ? std::chrono::microseconds{0} : std::clamp(2 * pause_, kShortestPause, kLongestPause);
@@ -390,6 +402,30 @@ Status Engine::ConcludeCycle(Deadline patience) {
   if (!cycle.deposited || !beside) return Execute(ready.value());
   CompleteDeposits(ready.value(), *beside);
   return Status();
+}
+
+// All ranks do so in the same cycle, before they run what it has brought.
+void Engine::Retune(const Retuning& retuning) {
+  execution_.Retune(retuning.tunables);
+  if (autotuner_) autotuner_->Begin();
+  if (retuning.last) autotuner_.reset();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  tuning_ = retuning;
+}
+
+void Engine::ObserveForTuning(const std::vector<Ready>& ready) {
+  std::vector<Autotuner::Piece> pieces;
+  for (const Ready& entry : ready) {
+    const Request& request = entry.operation->request();
+    if (request.kind != OperationKind::kAllreduce) continue;
+    pieces.push_back(Autotuner::Piece{request.name, entry.operation->bytes()});
+  }
+  autotuner_->Run(pieces, Clock::now());
+}
+
+Retuning Engine::tuning() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return tuning_;
 }
 
 Result<std::vector<Engine::Ready>> Engine::Resolve(const ResponseMessage& response) {
@@ -438,7 +474,8 @@ Status Engine::Execute(const std::vector<Ready>& ready) {
     EnterAll({entry.operation}, Phase::kWait);
   }
   Status failure;
-  for (const std::vector<size_t>& positions : PlanFusion(requests, config_.fusion_threshold)) {
+  for (const std::vector<size_t>& positions :
+       PlanFusion(requests, execution_.tunables().fusion_threshold)) {
     std::vector<OperationPointer> group;
     for (const size_t position : positions) group.push_back(ready[position].operation);
     if (failure.ok()) {

@@ -21,11 +21,13 @@
 #include "base/span.h"
 #include "base/status.h"
 #include "rendezvous/key_value_store.h"
+#include "scheduler/autotuner.h"
 #include "scheduler/counters.h"
 #include "scheduler/direct_calls.h"
 #include "scheduler/execution.h"
 #include "scheduler/negotiation.h"
 #include "scheduler/operation.h"
+#include "scheduler/tunables.h"
 #include "timeline/timeline.h"
 #include "transport/mesh.h"
 
@@ -34,11 +36,13 @@ namespace sparkhvd {
 struct EngineConfig {
   // Stands in front of what is said about failures; empty where this engine serves the whole job.
   std::string label;
-  size_t fusion_threshold = size_t{64} << 20;
+  Tunables tunables;  // what follows and this is equal on all ranks
   size_t cache_capacity = 1024;
   double collective_timeout_s = 1800.0;
-  HierarchicalSwitches hierarchical;
-  std::optional<int> processor_core;  // where the engine's thread runs; anywhere when empty
+  // Whether an allgather among several hosts makes use of the memory that ranks of a host share.
+  bool hierarchical_allgather = true;
+  std::optional<AutotuneOptions> autotune;  // those of rank 0 count
+  std::optional<int> processor_core;        // where the engine's thread runs; anywhere when empty
 };
 
 // Where the ranks of one engine tell each other why they failed; the first reason is everybody's.
@@ -78,6 +82,9 @@ class Engine {
   const std::vector<int>& host_ranks() const { return host_ranks_; }
   const Counters& counters() const { return counters_; }
   Timeline& timeline() { return timeline_; }
+
+  // What is in force on all ranks, and whether it may still change.
+  Retuning tuning() const;
 
   // The caller keeps the buffers alive until the operation is done. Fails with kInvalidArgument for
   // a request that cannot work or a name that is in flight already, and with the engine's failure
@@ -138,6 +145,8 @@ class Engine {
   void RunCycle(Deadline patience);
   Status EnterCycle();
   Status ConcludeCycle(Deadline patience);
+  void Retune(const Retuning& retuning);
+  void ObserveForTuning(const std::vector<Ready>& ready);
   Result<std::vector<Ready>> Resolve(const ResponseMessage& response);
   Status Execute(const std::vector<Ready>& ready);
   void CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
@@ -170,12 +179,13 @@ class Engine {
   std::optional<ArenaSteps> steps_;  // where there is an arena
   std::unique_ptr<Negotiation> negotiation_;
   Execution execution_;
+  std::unique_ptr<Autotuner> autotuner_;  // of rank 0, as long as it searches
   std::unordered_map<std::string_view, OperationPointer> pending_;  // by their names
   std::optional<Entered> entered_;
   std::chrono::microseconds pause_{0};
   Deadline::Clock::time_point pause_end_{};
 
-  std::mutex mutex_;              // guards what follows; an Operation's mutex may be taken inside
+  mutable std::mutex mutex_;      // guards what follows; an Operation's mutex may be taken inside
   std::condition_variable wake_;  // for the engine's thread
   std::condition_variable finished_changed_;
   bool steered_ = false;  // somebody runs a cycle
@@ -185,7 +195,8 @@ class Engine {
   bool gathering_ = false;  // the engine's thread knows that something is queued and will take it
   Deadline::Clock::time_point gathered_{};  // then
   bool joined_ = false;                     // a join is in flight
-  std::optional<Status> end_;               // why nothing can be submitted any more
+  Retuning tuning_;
+  std::optional<Status> end_;  // why nothing can be submitted any more
   bool finished_ = false;
 
   std::mutex direct_mutex_;  // one direct call at a time; taken before mutex_

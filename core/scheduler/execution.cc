@@ -78,16 +78,31 @@ Result<std::unique_ptr<std::byte[]>> Allocate(size_t bytes) {
 
 }  // namespace
 
-Execution::Execution(Mesh& mesh, ArenaSteps* steps, HierarchicalSwitches switches,
-                     Timeline& timeline, Counters& counters)
+Execution::Execution(Mesh& mesh, ArenaSteps* steps, const Tunables& tunables,
+                     bool hierarchical_allgather, Timeline& timeline, Counters& counters)
     : transport_(*mesh.transport),
       steps_(steps),
       timeline_(timeline),
       counters_(counters),
       hierarchy_(mesh.memory_groups, transport_.rank()),
-      algorithm_(Select(TopologyOf(mesh))),
-      reducing_(Select(TopologyOf(mesh), switches.allreduce)),
-      gathering_(Select(TopologyOf(mesh), switches.allgather)) {}
+      topology_(TopologyOf(mesh)),
+      algorithm_(Select(topology_)),
+      gathering_(Select(topology_, hierarchical_allgather)),
+      tunables_(tunables),
+      reducing_(Select(topology_, tunables.hierarchical)) {}
+
+void Execution::Retune(const Tunables& tunables) {
+  tunables_ = tunables;
+  reducing_ = Select(topology_, tunables.hierarchical);
+}
+
+TuningScope Execution::tuning_scope() const {
+  TuningScope scope;
+  scope.fusion = algorithm_ != Algorithm::kLocal;
+  if (algorithm_ == Algorithm::kArena) scope.arena_slot_bytes = steps_->SlotBytes();
+  scope.hierarchical = Select(topology_, true) == Algorithm::kHierarchical;
+  return scope;
+}
 
 void Execution::Enter(const Operation& operation, Phase phase) const {
   if (timeline_.on()) timeline_.Enter(operation.request().name, phase);
@@ -95,7 +110,7 @@ void Execution::Enter(const Operation& operation, Phase phase) const {
 
 bool Execution::MayDeposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const {
   if (algorithm_ != Algorithm::kArena || group.empty()) return false;
-  const size_t limit = std::min(room.size(), SmallAllreduceBytes(*steps_));
+  const size_t limit = std::min(room.size(), SmallAllreduceBytes(*steps_, tunables_.arena));
   size_t total = 0;
   for (const auto& operation : group) {
     const Request& request = operation->request();
@@ -133,7 +148,7 @@ Status Execution::Reduce(const Reduction& reduction, const std::byte* source, st
   if (reduction.op != ReduceOp::kAdasum) {
     switch (reducing_) {
       case Algorithm::kArena:
-        return AllreduceShm(*steps_, reduction, source, target, count, deadline);
+        return AllreduceShm(*steps_, reduction, source, target, count, deadline, tunables_.arena);
       case Algorithm::kTransport:
         return AllreduceRing(transport_, reduction, source, target, count, scratch_, deadline);
       case Algorithm::kHierarchical:

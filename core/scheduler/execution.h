@@ -11,26 +11,29 @@
 #include "collectives/hierarchy.h"
 #include "collectives/reduction.h"
 #include "collectives/select.h"
+#include "scheduler/autotuner.h"
 #include "scheduler/counters.h"
 #include "scheduler/operation.h"
+#include "scheduler/tunables.h"
 #include "timeline/timeline.h"
 #include "transport/mesh.h"
 
 namespace sparkhvd {
 
-// Whether a collective among several hosts makes use of the memory that the ranks of a host share;
-// equal on all ranks.
-struct HierarchicalSwitches {
-  bool allreduce = true;
-  bool allgather = true;
-};
-
 // One rank's hands: the links, and working memory that outlives a single operation.
 class Execution {
  public:
   // `steps` are those of the mesh's arena, null without one.
-  Execution(Mesh& mesh, ArenaSteps* steps, HierarchicalSwitches switches, Timeline& timeline,
-            Counters& counters);
+  Execution(Mesh& mesh, ArenaSteps* steps, const Tunables& tunables, bool hierarchical_allgather,
+            Timeline& timeline, Counters& counters);
+
+  const Tunables& tunables() const { return tunables_; }
+
+  // Between two cycles, in the same one on all ranks.
+  void Retune(const Tunables& tunables);
+
+  // What there is to tune.
+  TuningScope tuning_scope() const;
 
   // Runs one allreduce over all the operations together. They compute the same.
   Status Allreduce(const std::vector<std::shared_ptr<Operation>>& group, Deadline deadline);
@@ -64,9 +67,11 @@ class Execution {
   Timeline& timeline_;
   Counters& counters_;
   const Hierarchy hierarchy_;
-  const Algorithm algorithm_;       // of whatever has no algorithm of its own
-  const Algorithm reducing_;        // of allreduces
-  const Algorithm gathering_;       // of allgathers
+  const Topology topology_;
+  const Algorithm algorithm_;  // of whatever has no algorithm of its own
+  const Algorithm gathering_;  // of allgathers
+  Tunables tunables_;
+  Algorithm reducing_;              // of allreduces
   std::vector<std::byte> scratch_;  // of the ring
   std::vector<std::byte> fused_;    // where small tensors travel together
 };

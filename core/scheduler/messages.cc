@@ -148,6 +148,28 @@ Agreement GetAgreement(Reader& reader) {
   return agreement;
 }
 
+void Put(Writer& writer, const std::optional<Retuning>& retuning) {
+  writer.Put(static_cast<uint8_t>(retuning.has_value()));
+  if (!retuning) return;
+  const Tunables& tunables = retuning->tunables;
+  writer.Put(uint64_t{tunables.fusion_threshold});
+  writer.Put(uint64_t{tunables.arena.small_bytes});
+  writer.Put(uint64_t{tunables.arena.chunk_bytes});
+  writer.Put(static_cast<uint8_t>(tunables.hierarchical));
+  writer.Put(static_cast<uint8_t>(retuning->last));
+}
+
+std::optional<Retuning> GetRetuning(Reader& reader) {
+  if (reader.GetEnum(uint8_t{1}) == 0) return std::nullopt;
+  Retuning retuning;
+  retuning.tunables.fusion_threshold = reader.Get<uint64_t>();
+  retuning.tunables.arena.small_bytes = reader.Get<uint64_t>();
+  retuning.tunables.arena.chunk_bytes = reader.Get<uint64_t>();
+  retuning.tunables.hierarchical = reader.GetEnum(uint8_t{1}) != 0;
+  retuning.last = reader.GetEnum(uint8_t{1}) != 0;
+  return retuning;
+}
+
 constexpr size_t kLeastRequestBytes = 35;
 constexpr size_t kLeastAgreementBytes = 14;
 
@@ -165,6 +187,7 @@ std::vector<std::byte> Encode(const RequestMessage& message) {
   writer.PutBits(message.cached);
   writer.Put(static_cast<uint32_t>(message.requests.size()));
   for (const Request& request : message.requests) Put(writer, request);
+  Put(writer, message.retuning);
   return writer.Take();
 }
 
@@ -173,6 +196,7 @@ std::vector<std::byte> Encode(const ResponseMessage& message) {
   writer.PutBits(message.cached);
   writer.Put(static_cast<uint32_t>(message.agreements.size()));
   for (const Agreement& agreement : message.agreements) Put(writer, agreement);
+  Put(writer, message.retuning);
   return writer.Take();
 }
 
@@ -182,6 +206,7 @@ Result<RequestMessage> DecodeRequestMessage(ConstBytes bytes) {
   message.cached = reader.GetBits();
   const size_t count = reader.GetCount(kLeastRequestBytes);
   for (size_t i = 0; i < count && reader.ok(); ++i) message.requests.push_back(GetRequest(reader));
+  message.retuning = GetRetuning(reader);
   if (!reader.AtEnd()) return Broken("request");
   return message;
 }
@@ -194,6 +219,7 @@ Result<ResponseMessage> DecodeResponseMessage(ConstBytes bytes) {
   for (size_t i = 0; i < count && reader.ok(); ++i) {
     message.agreements.push_back(GetAgreement(reader));
   }
+  message.retuning = GetRetuning(reader);
   if (!reader.AtEnd()) return Broken("response");
   return message;
 }

@@ -10,13 +10,15 @@
 #include "base/span.h"
 #include "base/status.h"
 #include "scheduler/request.h"
+#include "scheduler/tunables.h"
 
 namespace sparkhvd {
 
 // From a rank: what it has submitted since its last message.
 struct RequestMessage {
-  std::vector<uint32_t> cached;   // by the ids of the response cache, ascending
-  std::vector<Request> requests;  // everything else
+  std::vector<uint32_t> cached;           // by the ids of the response cache, ascending
+  std::vector<Request> requests;          // everything else
+  std::optional<Retuning> retuning = {};  // of rank 0 alone
 };
 
 // The coordinator's word about one operation that was asked for in full.
@@ -35,6 +37,7 @@ struct Agreement {
 struct ResponseMessage {
   std::vector<uint32_t> cached;
   std::vector<Agreement> agreements;
+  std::optional<Retuning> retuning = {};  // in force from this cycle on
 };
 
 // The length of the longest message that is read at all.

@@ -24,8 +24,10 @@ void Negotiation::Remember(const Request& own, const std::vector<int64_t>& rows)
   cache_.Insert(own, rows);
 }
 
-ResponseMessage Negotiation::Decide(Readiness::Time now, double timeout_s) {
+ResponseMessage Negotiation::Decide(Readiness::Time now, double timeout_s,
+                                    const std::optional<Retuning>& retuning) {
   ResponseMessage response = readiness_.TakeComplete(cache_);
+  response.retuning = retuning;
   const auto patience = std::chrono::duration_cast<Deadline::Clock::duration>(
       std::chrono::duration<double>(std::min(timeout_s, 3.0e9)));
   std::vector<Agreement> overdue = readiness_.TakeOverdue(cache_, now - patience);

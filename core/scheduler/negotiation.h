@@ -55,8 +55,10 @@ class Negotiation {
   ResponseCache& cache() { return cache_; }
 
  protected:
-  // What is complete once everybody's messages were added, and what never will be.
-  ResponseMessage Decide(Readiness::Time now, double timeout_s);
+  // What is complete once everybody's messages were added, and what never will be. `retuning` is
+  // what rank 0 has sent.
+  ResponseMessage Decide(Readiness::Time now, double timeout_s,
+                         const std::optional<Retuning>& retuning);
 
   ResponseCache cache_;
   Readiness readiness_;  // of whoever decides

@@ -15,6 +15,7 @@ from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.routes import addresses_to_offer
+from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError
 
@@ -106,6 +107,15 @@ def processor_core_of(context: LaunchContext) -> int | None:
     )
 
 
+def _autotune(config: Config) -> _core.Autotune:
+    return _core.Autotune(
+        config.autotune_log,
+        config.autotune_warmup_samples,
+        config.autotune_steps_per_sample,
+        config.autotune_max_samples,
+    )
+
+
 def open_channel(
     context: LaunchContext,
     ranks: tuple[int, ...],
@@ -114,6 +124,7 @@ def open_channel(
     *,
     scope: str,
     label: str = "",
+    tuned: bool = False,
 ) -> Channel:
     """Connect ``ranks``, of which this rank is one; collective among them.
 
@@ -124,6 +135,7 @@ def open_channel(
         deadline: when to give up.
         scope: tells apart the channels of a job; equal on all ranks.
         label: stands in messages about failures.
+        tuned: whether the configuration's autotuning is for this channel.
     """
     config = context.config
     with translated():
@@ -146,5 +158,6 @@ def open_channel(
             hierarchical_allreduce=config.hierarchical_allreduce,
             hierarchical_allgather=config.hierarchical_allgather,
             processor_core=processor_core_of(context),
+            autotune=_autotune(config) if tuned and config.autotune else None,
         )
     return Channel(engine, ranks, config.collective_timeout)

@@ -58,7 +58,7 @@ class Communicator:
         deadline = Deadline.after(context.config.start_timeout)
         self._rendezvous = connect_rendezvous(context, deadline)
         try:
-            world = open_channel(context, self.everybody.ranks, self._rendezvous, deadline, scope=scope)
+            world = open_channel(context, self.everybody.ranks, self._rendezvous, deadline, scope=scope, tuned=True)
         except BaseException:
             if self._rendezvous is not None:
                 self._rendezvous.close()
@@ -95,6 +95,16 @@ class Communicator:
         """Monotonic counts of what the core did, by name."""
         with translated():
             return self._engine.counters()
+
+    def tuning(self) -> dict[str, int]:
+        """The settings that autotuning may change, as they are in force on all ranks; process sets are not tuned.
+
+        ``fusion_threshold`` and ``hierarchical_allreduce`` are as in ``Config``. ``small_allreduce`` is the number of
+        bytes of all ranks together up to which an allreduce in shared memory takes one step, ``allreduce_chunk`` the
+        pieces in which a larger one goes. ``searching`` is 1 as long as any of them may change.
+        """
+        with translated():
+            return self._engine.tuning()
 
     def local_ranks(self) -> list[int]:
         """The ranks that this one shares memory with, itself included."""

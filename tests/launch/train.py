@@ -13,7 +13,10 @@ import numpy as np
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 
+TUNING = [f"autotune{rest}" for rest in ("", "_log", "_warmup_samples", "_steps_per_sample", "_max_samples")]
+
 session.init()
+config = session.offered().config
 communicator = session.current()
 world = communicator.world
 total = communicator.allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, name="sum")[0]
@@ -23,7 +26,8 @@ print(
             "place": [world.rank, world.size, world.local_rank, world.cross_rank],
             "total": float(total),
             "arguments": sys.argv[1:],
-            "cache": session.offered().config.cache_capacity,
+            "cache": config.cache_capacity,
+            "autotune": [getattr(config, name) for name in TUNING],
             "secrets": [name for name, value in os.environ.items() if "SECRET" in name or "TOKEN" in name],
         }
     ),

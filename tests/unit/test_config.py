@@ -40,11 +40,23 @@ def test_own_names_are_read() -> None:
         ("HOROVOD_SPARK_START_TIMEOUT", "start_timeout"),
         ("HOROVOD_FUSION_THRESHOLD", "fusion_threshold"),
         ("HOROVOD_CACHE_CAPACITY", "cache_capacity"),
+        ("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "autotune_warmup_samples"),
+        ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "autotune_steps_per_sample"),
+        ("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "autotune_max_samples"),
         ("HOROVOD_LOG_LEVEL", "log_level"),
     ],
 )
 def test_names_of_horovod_are_a_fallback(name: str, field: str) -> None:
     assert getattr(from_environment({name: "12"}), field) == 12
+
+
+def test_tuning_is_off_unless_it_is_asked_for_and_what_is_given_is_known_to_be_given() -> None:
+    assert not from_environment({"HOROVOD_AUTOTUNE_LOG": "log.csv"}).autotune
+    tuned = from_environment({"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": "log.csv"})
+    assert (tuned.autotune, tuned.autotune_log) == (True, "log.csv")
+    assert (tuned.fusion_threshold, tuned.hierarchical_allreduce) == (None, None)
+    given = from_environment({"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_HIERARCHICAL_ALLREDUCE": "1"})
+    assert (given.fusion_threshold, given.hierarchical_allreduce) == (0, True)
 
 
 def test_own_name_wins_over_that_of_horovod() -> None:
@@ -81,6 +93,7 @@ def test_a_level_is_read_by_its_name_or_number() -> None:
     [
         ("SPARKHVD_FUSION_THRESHOLD", "1.5", "is not a whole number"),
         ("HOROVOD_FUSION_THRESHOLD", "64MB", "is not a number"),
+        ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "0", "is not a number from 1 on"),
         ("SPARKHVD_SHARED_MEMORY", "maybe", "is neither 1 nor 0"),
         ("SPARKHVD_LOG_LEVEL", "loud", "is none of trace, debug, info, warning, error, fatal"),
     ],

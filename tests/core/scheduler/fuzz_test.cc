@@ -34,6 +34,8 @@ std::vector<FuzzInput> RequestSeeds() {
     message.requests.push_back(request);
     seeds.push_back(Encode(message));
   }
+  message.retuning = Retuning{};
+  seeds.push_back(Encode(message));
   return seeds;
 }
 
@@ -51,6 +53,8 @@ std::vector<FuzzInput> ResponseSeeds() {
     message.agreements.push_back(agreement);
     seeds.push_back(Encode(message));
   }
+  message.retuning = Retuning{};
+  seeds.push_back(Encode(message));
   return seeds;
 }
 

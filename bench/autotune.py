@@ -1,0 +1,111 @@
+"""What autotuning gains: the same steps by a tuned and by an untuned communicator, in turns in the same processes.
+
+1,000 tensors of 4 KiB that are submitted asynchronously; the gradients of an MLP of 2.4 million parameters without
+their computation; and its whole training step, gradients exchanged while the backward pass runs. The tuned
+communicator first runs alone until it has made its choice. A figure is the median of the slowest rank.
+
+    python -m bench.autotune [--ranks 2] [--seconds 10]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+import sparkhvd
+from bench import machine
+from bench.training_step import mlp
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.communicator import Communicator
+
+Step = Callable[[], None]
+SHAPES = [tuple(parameter.shape) for parameter in mlp().parameters()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=10.0, help="per row, once tuned")
+    arguments = parser.parse_args()
+    print(machine.describe())
+    rows = sparkhvd.run(measure, args=(arguments.seconds,), num_proc=arguments.ranks, launcher="local", verbose=0)[0]
+    print(f"\n{arguments.ranks} processes{'untuned':>14}{'tuned':>10}   speed   choice")
+    for name, default, tuned, choice in rows:
+        print(f"{name:<12}{default * 1e3:>10.2f} ms{tuned * 1e3:>7.2f} ms{default / tuned:>7.2f}x  {choice}")
+    print(f"\nafterwards: {machine.load()}")
+
+
+def measure(seconds: float) -> list[tuple[str, float, float, dict[str, int]]]:
+    """What runs on every rank."""
+    torch.set_num_threads(1)
+    return [
+        _row("1000 x 4 KiB", lambda me: _exchange(me, [(1024,)] * 1000), seconds),
+        _row("gradients", lambda me: _exchange(me, SHAPES[::-1]), seconds),
+        _row("MLP step", _training, seconds),
+    ]
+
+
+def _row(name: str, make: Callable[[Communicator], Step], seconds: float) -> tuple[str, float, float, dict[str, int]]:
+    context = session.offered()
+    tuned_context = replace(context, config=replace(context.config, autotune=True))
+    with (
+        Communicator(context, scope=f"{name} untuned") as default,
+        Communicator(tuned_context, scope=f"{name} tuned") as tuned,
+    ):
+        steps = [make(default), make(tuned)]
+        while tuned.tuning()["searching"]:
+            steps[1]()
+        times, end = [], time.perf_counter() + seconds
+        while default.allreduce(np.array(time.perf_counter() < end), ReduceOp.MAX, name="more"):
+            times.append([_timed(step, default) for step in steps])
+        slowest = default.allreduce(np.array(times), ReduceOp.MAX)
+        return name, statistics.median(slowest[:, 0]), statistics.median(slowest[:, 1]), tuned.tuning()
+
+
+def _timed(step: Step, together: Communicator) -> float:
+    together.barrier()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _exchange(me: Communicator, shapes: list[tuple[int, ...]]) -> Step:
+    arrays = [np.zeros(shape, np.float32) for shape in shapes]
+
+    def step() -> None:
+        for handle in [me.allreduce_async(array, name=f"{i}", out=array) for i, array in enumerate(arrays)]:
+            handle.wait()
+
+    return step
+
+
+def _training(me: Communicator) -> Step:
+    network, inputs, labels = mlp(), torch.randn(64, 784), torch.randint(10, (64,))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    handles = []
+
+    def exchange(name: str, gradient: np.ndarray) -> None:
+        handles.append(me.allreduce_async(gradient, name=name, out=gradient))
+
+    for name, parameter in network.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: exchange(name, p.grad.numpy()))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(network(inputs), labels).backward()
+        while handles:
+            handles.pop().wait()
+        optimizer.step()
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+// Tries settings of the engine on the job that runs, and keeps the best: rank 0's part in tuning.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "scheduler/search.h"
+#include "scheduler/tunables.h"
+
+namespace sparkhvd {
+
+struct TuningSample {
+  enum class Stage { kWarmUp, kSearch, kFinal };
+  Stage stage;
+  Tunables tunables;
+  double score;  // bytes that were reduced per second
+};
+
+struct AutotuneOptions {
+  bool fusion_threshold = true;  // whether it is tuned
+  bool hierarchical = true;      // the same; where there is such a choice
+  size_t warmup_samples = 3;     // thrown away
+  size_t steps_per_sample = 10;  // one at least
+  size_t max_samples = 60;
+  std::function<void(const TuningSample&)> report;  // called by the thread that steers the engine
+};
+
+// What the ranks of a job have a choice of.
+struct TuningScope {
+  bool fusion = true;           // where there are others
+  size_t arena_slot_bytes = 0;  // where allreduces go through one arena of all ranks
+  bool hierarchical = false;    // where several hosts share memory
+};
+
+// The values among which one thing is chosen.
+struct TuningAxis {
+  std::vector<size_t> values;  // ascending
+  size_t start;                // the place of the one in force at the beginning
+  void (*set)(Tunables*, size_t value);
+};
+
+// A step is what runs until a tensor of it comes again. Its speed is the bytes of its allreduces by
+// the time until the next step begins, so that a user's computation counts, too: what makes an
+// allreduce faster at its expense is no gain. The score of a sample is the median of its steps.
+class Autotuner {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  struct Piece {
+    std::string_view name;
+    size_t bytes;
+  };
+
+  // `start`: what is in force, and where the search begins.
+  Autotuner(AutotuneOptions options, const TuningScope& scope, const Tunables& start);
+
+  // What everybody has to be told, once.
+  std::optional<Retuning> TakeRetuning() { return std::exchange(retuning_, std::nullopt); }
+
+  // It has come into force.
+  void Begin();
+
+  // These allreduces run now.
+  void Run(const std::vector<Piece>& pieces, Time now);
+
+ private:
+  Tunables Sampled() const;
+  void EndStep(Time now);
+  void EndSample();
+  void Propose();
+  void Report(TuningSample::Stage stage, double score) const;
+
+  const AutotuneOptions options_;
+  const Tunables start_;
+  const std::vector<TuningAxis> axes_;
+  GridSearch search_;
+  std::vector<std::pair<GridSearch::Point, double>> history_;
+  size_t warmups_left_;
+  std::optional<Retuning> retuning_;
+
+  // Of the current sample.
+  bool running_ = false;                  // what is sampled is in force
+  std::vector<double> speeds_;            // of its steps
+  std::optional<Time> step_start_;        // none before the first whole step
+  std::unordered_set<std::string> seen_;  // names of the step
+  size_t bytes_ = 0;
+};
+
+}  // namespace sparkhvd

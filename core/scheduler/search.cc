@@ -1,0 +1,89 @@
+#include "scheduler/search.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace sparkhvd {
+
+double Median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  return (values[(values.size() - 1) / 2] + values[values.size() / 2]) / 2;
+}
+
+GridSearch::GridSearch(std::vector<size_t> lengths, Point start, size_t samples)
+    : lengths_(std::move(lengths)), best_(std::move(start)), point_(best_), left_(samples) {
+  const auto choice = [](size_t length) { return length > 1; };
+  const auto first = std::find_if(lengths_.begin(), lengths_.end(), choice);
+  if (first == lengths_.end()) left_ = 0;
+  if (left_ > 0) StartAxis(static_cast<size_t>(first - lengths_.begin()));
+  Aim();
+}
+
+void GridSearch::StartAxis(size_t axis) {
+  axis_ = axis;
+  rivals_.clear();
+  for (size_t value = 0; value < lengths_[axis]; ++value) rivals_.push_back(Rival{value, {}});
+  StartRound();
+}
+
+// Every other pass goes backwards, so that a steady drift cancels out.
+void GridSearch::StartRound() {
+  turns_.clear();
+  turn_ = 0;
+  for (size_t pass = 0; pass < std::max(kRoundSamples / rivals_.size(), size_t{1}); ++pass) {
+    for (size_t i = 0; i < rivals_.size(); ++i) {
+      turns_.push_back(pass % 2 == 0 ? i : rivals_.size() - 1 - i);
+    }
+  }
+}
+
+void GridSearch::Aim() {
+  point_ = best_;
+  if (left_ > 0) point_[axis_] = rivals_[turns_[turn_]].value;
+}
+
+void GridSearch::Take(double score) {
+  rivals_[turns_[turn_]].scores.push_back(score);
+  --left_;
+  ++turn_;
+  if (turn_ == turns_.size()) EndRound();
+  if (left_ == 0) DecideAxis();
+  Aim();
+}
+
+// The value in force always comes into the final.
+void GridSearch::EndRound() {
+  if (rivals_.size() == 2) {
+    DecideAxis();
+    size_t next = (axis_ + 1) % lengths_.size();
+    while (lengths_[next] < 2) next = (next + 1) % lengths_.size();
+    return StartAxis(next);
+  }
+  std::stable_sort(rivals_.begin(), rivals_.end(), [](const Rival& a, const Rival& b) {
+    return Median(a.scores) > Median(b.scores);
+  });
+  const size_t kept = (rivals_.size() + 1) / 2;
+  const auto in_force = std::find_if(rivals_.begin(), rivals_.end(), [this](const Rival& rival) {
+    return rival.value == best_[axis_];
+  });
+  if (in_force - rivals_.begin() >= static_cast<ptrdiff_t>(kept)) rivals_[kept - 1] = *in_force;
+  rivals_.resize(kept);
+  StartRound();
+}
+
+// Also where the samples have come to an end before the final.
+void GridSearch::DecideAxis() {
+  double to_beat = 0;
+  for (const Rival& rival : rivals_) {
+    if (rival.scores.empty()) return;
+    if (rival.value == best_[axis_]) to_beat = Median(rival.scores) * (1 + kMargin);
+  }
+  for (const Rival& rival : rivals_) {
+    if (Median(rival.scores) <= to_beat) continue;
+    to_beat = Median(rival.scores);
+    best_[axis_] = rival.value;
+  }
+}
+
+}  // namespace sparkhvd
