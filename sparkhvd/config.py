@@ -161,8 +161,8 @@ class Config:
     fusion_threshold: int | None = setting(
         None,
         whole,
-        "Bytes up to which ready allreduces are packed into one; 0 packs none. 67108864 where none is given; what is "
-        "given is not tuned.",
+        "Bytes up to which ready allreduces are packed into one; 0 packs none. Unless given, 1048576 where all "
+        "ranks share memory and 67108864 elsewhere; what is given is not tuned.",
         "HOROVOD_FUSION_THRESHOLD",
     )
     cache_capacity: int = setting(

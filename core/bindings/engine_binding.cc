@@ -51,19 +51,13 @@ Autotune MakeAutotune(const std::string& log, size_t warmup_samples, size_t step
   return autotune;
 }
 
-// What is given stays as it is.
-void SetTuning(EngineConfig* config, int rank, std::optional<size_t> fusion_threshold,
-               std::optional<bool> hierarchical_allreduce, const Autotune* autotune) {
-  const Tunables defaults;
-  config->tunables.fusion_threshold = fusion_threshold.value_or(defaults.fusion_threshold);
-  config->tunables.hierarchical = hierarchical_allreduce.value_or(defaults.hierarchical);
-  if (autotune == nullptr) return;
-  config->autotune = autotune->options;
-  config->autotune->fusion_threshold = !fusion_threshold;
-  config->autotune->hierarchical = !hierarchical_allreduce;
-  if (rank != 0 || autotune->log.empty()) return;
-  config->autotune->report = [log = Take(AutotuneLog::Open(autotune->log))](
-                                 const TuningSample& sample) { log->Write(sample); };
+AutotuneOptions OptionsOf(const Autotune& autotune, int rank) {
+  AutotuneOptions options = autotune.options;
+  if (rank != 0 || autotune.log.empty()) return options;
+  options.report = [log = Take(AutotuneLog::Open(autotune.log))](const TuningSample& sample) {
+    log->Write(sample);
+  };
+  return options;
 }
 
 std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient* rendezvous,
@@ -99,7 +93,9 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.engine.collective_timeout_s = collective_timeout_s;
   arguments.engine.hierarchical_allgather = hierarchical_allgather;
   arguments.engine.processor_core = processor_core;
-  SetTuning(&arguments.engine, rank, fusion_threshold, hierarchical_allreduce, autotune);
+  arguments.engine.fusion_threshold = fusion_threshold;
+  arguments.engine.hierarchical_allreduce = hierarchical_allreduce;
+  if (autotune != nullptr) arguments.engine.autotune = OptionsOf(*autotune, rank);
   arguments.timeout_s = timeout_s;
   if (rendezvous != nullptr) arguments.rendezvous = rendezvous->client;
   Result<Mesh> connected = [&arguments] {

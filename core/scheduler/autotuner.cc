@@ -28,14 +28,13 @@ std::vector<size_t> Ladder(size_t first, size_t factor, size_t last) {
   return values;
 }
 
-std::vector<TuningAxis> AxesOf(const AutotuneOptions& options, const TuningScope& scope,
-                               const Tunables& start) {
+std::vector<TuningAxis> AxesOf(const TuningScope& scope, const Tunables& start) {
   std::vector<TuningAxis> axes;
-  if (scope.fusion && options.fusion_threshold) {
+  if (scope.fusion) {
     axes.push_back(MakeAxis(Ladder(64 * kKiB, 4, 64 * kMiB), start.fusion_threshold,
                             [](Tunables* to, size_t value) { to->fusion_threshold = value; }));
   }
-  if (scope.hierarchical && options.hierarchical) {
+  if (scope.hierarchical) {
     axes.push_back(MakeAxis({0, 1}, start.hierarchical ? 1 : 0,
                             [](Tunables* to, size_t value) { to->hierarchical = value != 0; }));
   }
@@ -63,7 +62,7 @@ GridSearch SearchIn(const std::vector<TuningAxis>& axes, size_t samples) {
 Autotuner::Autotuner(AutotuneOptions options, const TuningScope& scope, const Tunables& start)
     : options_(std::move(options)),
       start_(start),
-      axes_(AxesOf(options_, scope, start)),
+      axes_(AxesOf(scope, start)),
       search_(SearchIn(axes_, options_.max_samples)),
       warmups_left_(search_.done() ? 0 : options_.warmup_samples) {
   Propose();

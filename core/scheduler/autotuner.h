@@ -24,19 +24,17 @@ struct TuningSample {
 };
 
 struct AutotuneOptions {
-  bool fusion_threshold = true;  // whether it is tuned
-  bool hierarchical = true;      // the same; where there is such a choice
   size_t warmup_samples = 3;     // thrown away
   size_t steps_per_sample = 10;  // one at least
   size_t max_samples = 60;
   std::function<void(const TuningSample&)> report;  // called by the thread that steers the engine
 };
 
-// What the ranks of a job have a choice of.
+// What there is to choose.
 struct TuningScope {
-  bool fusion = true;           // where there are others
+  bool fusion = false;          // how much is fused
+  bool hierarchical = false;    // whether to use the memory of several hosts
   size_t arena_slot_bytes = 0;  // where allreduces go through one arena of all ranks
-  bool hierarchical = false;    // where several hosts share memory
 };
 
 // The values among which one thing is chosen.

@@ -19,6 +19,10 @@ using Clock = Deadline::Clock;
 constexpr std::chrono::microseconds kShortestPause{50};
 constexpr std::chrono::microseconds kLongestPause{5000};
 
+// What is fused is copied twice. Where all ranks share memory that soon costs more than the
+// meetings that it spares, and more than this leaves the cache in between.
+constexpr size_t kFusionInMemory = size_t{1} << 20;
+
 // How long submissions that nobody waits for are gathered, unless they come to so many bytes.
 constexpr std::chrono::microseconds kGathering{150};
 constexpr size_t kEnoughBytes = size_t{1} << 20;
@@ -58,10 +62,22 @@ std::unique_ptr<Negotiation> MakeNegotiation(ArenaSteps* steps, Transport& trans
                                           config.collective_timeout_s);
 }
 
+Tunables StartOf(const EngineConfig& config, const Mesh& mesh) {
+  Tunables start;
+  const bool share_memory = mesh.arena && mesh.arena->count() == mesh.transport->size();
+  if (share_memory) start.fusion_threshold = kFusionInMemory;
+  start.fusion_threshold = config.fusion_threshold.value_or(start.fusion_threshold);
+  start.hierarchical = config.hierarchical_allreduce.value_or(start.hierarchical);
+  return start;
+}
+
 std::unique_ptr<Autotuner> AutotunerOf(int rank, const EngineConfig& config,
-                                       const TuningScope& scope) {
+                                       const Execution& execution) {
   if (rank != 0 || !config.autotune) return nullptr;
-  return std::make_unique<Autotuner>(*config.autotune, scope, config.tunables);
+  TuningScope scope = execution.tuning_scope();
+  scope.fusion = scope.fusion && !config.fusion_threshold;
+  scope.hierarchical = scope.hierarchical && !config.hierarchical_allreduce;
+  return std::make_unique<Autotuner>(*config.autotune, scope, execution.tunables());
 }
 
 void AbortMesh(const Mesh& mesh, const Status& why) {
@@ -94,10 +110,10 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       host_ranks_(mesh_.host_ranks),
       steps_(StepsOf(mesh_)),
       negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
-      execution_(mesh_, steps_ ? &*steps_ : nullptr, config.tunables, config.hierarchical_allgather,
-                 timeline_, counters_),
-      autotuner_(AutotunerOf(rank_, config, execution_.tuning_scope())),
-      tuning_{config.tunables, !config.autotune.has_value()},
+      execution_(mesh_, steps_ ? &*steps_ : nullptr, StartOf(config, mesh_),
+                 config.hierarchical_allgather, timeline_, counters_),
+      autotuner_(AutotunerOf(rank_, config, execution_)),
+      tuning_{execution_.tunables(), !config.autotune.has_value()},
       direct_calls_(DirectCallsOf(mesh_)),
       thread_([this] { Main(); }) {}
 

@@ -36,7 +36,9 @@ namespace sparkhvd {
 struct EngineConfig {
   // Stands in front of what is said about failures; empty where this engine serves the whole job.
   std::string label;
-  Tunables tunables;  // what follows and this is equal on all ranks
+  // What is given stays as it is; the rest suits the way the ranks are connected, and may be tuned.
+  std::optional<size_t> fusion_threshold;
+  std::optional<bool> hierarchical_allreduce;
   size_t cache_capacity = 1024;
   double collective_timeout_s = 1800.0;
   // Whether an allgather among several hosts makes use of the memory that ranks of a host share.
