@@ -349,10 +349,10 @@ def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
         dense[null] = 0.0 if column.fill is None else float(column.fill)
         return dense
     wanted = (stored_values != 0) | ~is_dense[rows]
-    return _entries(len(array), rows[wanted], places[wanted], stored_values[wanted], column, where)
+    return from_entries(len(array), rows[wanted], places[wanted], stored_values[wanted], column, where)
 
 
-def _entries(  # noqa: PLR0917
+def from_entries(  # noqa: PLR0917
     count: int,
     rows: npt.NDArray[np.int64],
     places: npt.NDArray[np.int64],

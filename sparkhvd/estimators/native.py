@@ -15,8 +15,9 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.data import columns as columns_of
 from sparkhvd.data.schema import ColumnSpec
-from sparkhvd.errors import SchemaError
+from sparkhvd.errors import DataError, SchemaError
 from sparkhvd.estimators.plugin import Inference, Predictor
 from sparkhvd.estimators.worker import find_plugin
 
@@ -85,6 +86,7 @@ class PandasModel:
 
         Raises:
             SchemaError: a column is missing.
+            DataError: a column holds NULL, and the training had nothing to put there (``fill``).
         """
         import pandas as pd  # noqa: PLC0415
 
@@ -107,10 +109,63 @@ def _column(content: dict[str, Any]) -> ColumnSpec:
 
 
 def _array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
-    known = replace(column, shape=column.shape or ())
-    rows = [np.asarray(getattr(value, "toArray", lambda value=value: value)()) for value in series]
-    stacked = np.stack(rows) if rows else np.empty((0, *(known.shape or ())))
-    return stacked.astype(column.dtype).reshape(len(series), *(known.shape or ()))
+    """A column as the model gets it; NULL becomes the column's fill.
+
+    Raises:
+        DataError: it holds NULL without a fill.
+    """
+    known = replace(column, shape=column.shape or (), entries=None)
+    null = _null(series, column)
+    if null.any() and column.fill is None:
+        raise DataError(
+            f"Feature column {column.name!r} holds NULL in {null.sum()} of {len(series)} rows, for which there is no "
+            "prediction. Drop these rows first, or fill them (table.fillna)."
+        )
+    present = series[~null]
+    if column.sparse:
+        return _sparse(present, np.flatnonzero(~null), len(series), known)
+    array = columns_of.empty(known, len(series))
+    if column.fill is not None:
+        array[null] = column.fill
+    if len(present):
+        rows = np.stack([_dense(value) for value in present])
+        array[~null] = rows.astype(array.dtype).reshape(len(present), *array.shape[1:])
+    return array
+
+
+def _null(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.bool_]:
+    """Which rows are NULL; pandas has NaN for it too, which is a number as long as nothing else is to be put there."""
+    if column.fill is None and column.dtype.startswith("float") and series.dtype.kind == "f":
+        return np.zeros(len(series), bool)
+    return series.isna().to_numpy(bool)
+
+
+def _sparse(
+    present: pd.Series[Any], places: npt.NDArray[np.integer], count: int, column: ColumnSpec
+) -> npt.NDArray[np.generic]:
+    """A sparse column of so many rows, of which those at ``places`` have entries."""
+    found = [_stored(value) for value in present]
+    lengths = [len(indices) for indices, _ in found]
+    return columns_of.from_entries(
+        count,
+        np.repeat(places, lengths),
+        np.concatenate([np.empty(0, np.int64), *(indices for indices, _ in found)]),
+        np.concatenate([np.empty(0), *(values for _, values in found)]),
+        column,
+        "the table",
+    )
+
+
+def _stored(value: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """The entries of a vector, with their places; of a dense one, those that are not 0."""
+    if hasattr(value, "indices"):
+        return np.asarray(value.indices, np.int64), np.asarray(value.values, np.float64)
+    dense = _dense(value)
+    return np.flatnonzero(dense), dense[np.flatnonzero(dense)]
+
+
+def _dense(value: Any) -> npt.NDArray[Any]:
+    return np.asarray(value.toArray() if hasattr(value, "toArray") else value)
 
 
 def _series(values: Any) -> Any:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from pyspark.ml.linalg import DenseVector, SparseVector
 
+from sparkhvd.data import columns
 from sparkhvd.data.schema import ColumnSpec, DataSchema
-from sparkhvd.errors import SchemaError
+from sparkhvd.errors import DataError, SchemaError
 from sparkhvd.estimators import native
 from sparkhvd.estimators.files import keep_folder
 from sparkhvd.estimators.history import EpochRecord
@@ -99,3 +102,44 @@ def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):
     assert done.stdout == "['found.low', 'found.both'] True (2,)\n", done.stderr
     with pytest.raises(SchemaError, match=r"There is no column 'w'; the table has \['x'\]"):
         native.load(tmp_path).predict(pd.DataFrame({"x": [1.0]}))
+
+
+@dataclass
+class Keeps:
+    """A model that keeps what it was given."""
+
+    given: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def predict(self, columns):
+        self.given.update(columns)
+        return [np.zeros(len(next(iter(columns.values()))))]
+
+
+def test_null_in_a_pandas_table_becomes_the_fill_of_the_training():
+    whole = ColumnSpec("n", "int64", (), "feature", "scalar", fill=-7)
+    pairs = ColumnSpec("v", "float64", (2,), "feature", "vector", fill=0.5)
+    model = native.PandasModel(keeps := Keeps(), (("n", whole), ("v", pairs)), ("found",))
+    model.predict(pd.DataFrame({"n": [3, None], "v": [None, [1.0, 2.0]]}))
+    assert keeps.given["n"].tolist() == [3, -7]
+    assert keeps.given["v"].tolist() == [[0.5, 0.5], [1.0, 2.0]]
+    model.predict(pd.DataFrame({"n": pd.array([None, 2**60 + 1], "Int64"), "v": [[1.0, 2.0]] * 2}))
+    assert keeps.given["n"].tolist() == [-7, 2**60 + 1]
+
+
+def test_null_without_a_fill_is_refused_where_it_is_no_number():
+    whole, real = (ColumnSpec("x", dtype, (), "feature", "scalar") for dtype in ("int64", "float32"))
+    with pytest.raises(DataError, match="'x' holds NULL in 1 of 2 rows, for which there is no prediction"):
+        native.PandasModel(Keeps(), (("x", whole),), ("found",)).predict(pd.DataFrame({"x": [3, None]}))
+    native.PandasModel(keeps := Keeps(), (("x", whole),), ("found",)).predict(pd.DataFrame({"x": [3, 4]}))
+    assert keeps.given["x"].tolist() == [3, 4]
+    native.PandasModel(keeps, (("x", real),), ("found",)).predict(pd.DataFrame({"x": [3.0, np.nan]}))
+    assert np.isnan(keeps.given["x"]).tolist() == [False, True]
+
+
+def test_a_sparse_column_of_a_pandas_table_reaches_the_model_by_its_entries():
+    sparse = ColumnSpec("s", "float64", (4,), "feature", "vector", sparse=True, entries=1, fill=0.0)
+    vectors = [SparseVector(4, [1, 3], [5.0, 6.0]), None, DenseVector([0.0, 0.0, 7.0, 0.0]), np.zeros(4)]
+    native.PandasModel(keeps := Keeps(), (("s", sparse),), ("found",)).predict(pd.DataFrame({"s": vectors}))
+    rows, places, values = columns.coordinates(keeps.given["s"])
+    assert (len(keeps.given["s"]), rows.tolist(), places.tolist()) == (4, [0, 0, 2], [1, 3, 2])
+    assert values.tolist() == [5.0, 6.0, 7.0]
