@@ -14,7 +14,9 @@ only what you trust. A Store's options (credentials among them) are never writte
 from __future__ import annotations
 
 import json
+import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FORMAT = 1
+_PIECE_BYTES = 8 * 1024 * 1024
 _METADATA, _OBJECTS, _TRAINED, _MODEL = "metadata/part-00000", "objects.pkl", "trained.json", "model"
 
 
@@ -62,11 +65,20 @@ class FolderWriter(MLWriter):
             StoreError: there is something already, and ``overwrite()`` was not called.
         """
         store, name = _place(path, self.sparkSession)
-        if store.list(name):
-            if not self.shouldOverwrite:
-                raise StoreError(f"{path} exists already. Choose another path, or write().overwrite().save(path).")
+        if not store.list(name):
+            self._write(store, name, self.sparkSession.version)
+            return
+        if not self.shouldOverwrite:
+            raise StoreError(f"{path} exists already. Choose another path, or write().overwrite().save(path).")
+        # The old folder goes when the new content is complete: a model that was loaded from it still reads it, and what
+        # cannot be written must not cost what was there.
+        complete = f"{name}.{uuid.uuid4().hex}"
+        try:
+            self._write(store, complete, self.sparkSession.version)
             store.delete(name)
-        self._write(store, name, self.sparkSession.version)
+            _copy(store, complete, name)
+        finally:
+            store.delete(complete)
 
 
 class FolderReader(MLReader[Any]):
@@ -88,6 +100,16 @@ class FolderReader(MLReader[Any]):
             ParamError: it is of another class, or of a later format.
         """
         return self._read(*_place(path, self.sparkSession))
+
+
+def _copy(store: Store, source: str, target: str) -> None:
+    """Copy a folder; the metadata last, as they make a saved object of it."""
+    for path in sorted(store.list(source), key=lambda path: path.endswith(_METADATA)):
+        with (
+            store.open(path, "rb") as content,
+            store.open(f"{target}/{path.removeprefix(source).lstrip('/')}", "wb") as copied,
+        ):
+            shutil.copyfileobj(content, copied, _PIECE_BYTES)
 
 
 def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, spark_version: str) -> None:

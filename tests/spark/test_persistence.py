@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -85,11 +86,29 @@ def test_an_estimator_is_the_same_after_it_was_loaded(pipeline, rows, tmp_path):
     np.testing.assert_array_equal(model.weight.detach(), estimator.getModel().weight.detach())
 
 
+class Lock:
+    """A function that cannot be pickled."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, model, inputs):
+        return model(*inputs)
+
+
 def test_what_is_there_is_kept_and_what_is_something_else_is_named(pipeline, trained, tmp_path):
     path = str(tmp_path / "model")
     trained.stages[-1].save(path)
     with pytest.raises(StoreError, match=r"exists already.*overwrite"):
         trained.stages[-1].save(path)
+    with pytest.raises(ParamError, match="cannot be pickled"):
+        TorchModel(trained.stages[-1].trained, prediction_fn=Lock()).write().overwrite().save(path)
+    loaded = TorchModel.load(path).setOutputCols(["better"])
+    loaded.write().overwrite().save(path)  # over the files that it reads itself
+    assert torch.equal(TorchModel.load(path).getModel().weight, trained.stages[-1].getModel().weight)
+    assert TorchModel.load(path).getOutputCols() == loaded.getOutputCols() == ["better"]
+    assert torch.equal(loaded.getModel().weight, trained.stages[-1].getModel().weight)
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]
     with pytest.raises(ParamError, match="holds a TorchModel, not a KerasModel"):
         KerasModel.load(path)
     with pytest.raises(StoreError, match="holds no saved TorchModel"):

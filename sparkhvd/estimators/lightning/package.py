@@ -11,6 +11,8 @@ import torch
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class LightningPackage:
@@ -94,7 +96,8 @@ class PlainSteps:
             raise AssertionError("a plain module has an objective")
         rows = len(next(iter(columns.values())))
         outputs = outputs_of(self.model(*(part.tensor(columns, rows).to(self.device) for part in self.inputs)))
-        outputs = [output.cpu() for output in outputs]  # labels are made of arrays
+        # Labels are made of arrays and follow the outputs; 16 bits cannot hold each.
+        outputs = [output.cpu().float() if output.dtype in _HALF else output.cpu() for output in outputs]
         labels = objective.labels(outputs, columns)
         loss = objective.loss(outputs, labels, columns)
         measured = objective.measure(loss, outputs, labels)

@@ -131,7 +131,7 @@ class LightningTrainer:
 
     def _seed(self, epoch: int) -> None:
         # From the epoch, so that a resumed run draws what an undisturbed one would.
-        torch.manual_seed((self._spec.seed * 100_003 + epoch) * 10_007 + self._world.rank)
+        torch.manual_seed(((self._spec.seed * 100_003 + epoch) * 10_007 + self._world.rank) % 2**63)
 
     def _save(self, path: Path) -> None:
         with _alone(self._trainer.strategy):

@@ -53,9 +53,13 @@ class Forward:
 
     def __call__(self, batch: Batch) -> Result:
         with self.precision():
-            outputs = outputs_of(self._call(*self.inputs(batch)))
+            outputs = self.outputs(self._call(*self.inputs(batch)))
             labels = self.objective.labels(outputs, batch.columns)
             return self.objective.loss(outputs, labels, batch.columns), outputs, labels
+
+    def outputs(self, result: object) -> list[torch.Tensor]:
+        """A model's result as its outputs, as exact as labels are: those follow them, and 16 bits cannot hold each."""
+        return [output.float() if output.dtype == self._dtype else output for output in outputs_of(result)]
 
     def precision(self) -> torch.autocast:
         """What the model computes in."""
@@ -136,7 +140,8 @@ class Stepper:
         return loss
 
     def _apply(self, optimizer: ExchangingOptimizer) -> None:
-        stepping, parameters = self._stepping, list(self._forward.model.parameters())
+        # Those of the model that the optimizer lacks have gradients of their own on every rank.
+        stepping, parameters = self._stepping, [one for group in optimizer.param_groups for one in group["params"]]
         if stepping.clip_norm is not None or stepping.clip_value is not None:
             self.scaler.unscale_(optimizer)
         if stepping.clip_value is not None:
@@ -210,11 +215,11 @@ class _MinibatchSteps:
         forward, objective = self._forward, self._forward.objective
 
         def transform_outputs(outputs: Any, _labels: Any = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            found = outputs_of(outputs)
+            found = forward.outputs(outputs)
             return found, objective.labels(found, batch.columns)
 
         def loss_fn(outputs: Any, labels: Any, _weights: Any = None) -> torch.Tensor:
-            return objective.loss(outputs_of(outputs), labels, batch.columns)
+            return objective.loss(forward.outputs(outputs), labels, batch.columns)
 
         raw = [torch.from_numpy(batch.columns[name]).to(forward.device) for name in objective.label_cols]
         column = objective.weight_col
@@ -231,7 +236,7 @@ class _MinibatchSteps:
                 self._passes,
                 index,
             )
-        found = outputs_of(outputs)
+        found = forward.outputs(outputs)
         return measures.add(loss, found, objective.labels(found, batch.columns), batch.rows)
 
 

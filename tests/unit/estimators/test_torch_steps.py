@@ -13,6 +13,7 @@ import torchmetrics
 from torch.nn import functional
 
 from sparkhvd.comm import session
+from sparkhvd.data.batches import Batch
 from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback, TorchEstimator, artifact
 from sparkhvd.estimators.torch.package import loads
@@ -82,9 +83,9 @@ def train(params, how):
     return flat(trainer._model), rates, hooks.reports[-1].train, hooks.reports[-1].validation
 
 
-def train_plainly(epochs=1, after_backward=None, after_step=None, after_epoch=None):
+def train_plainly(epochs=1, after_backward=None, after_step=None, after_epoch=None, optimized=lambda model: model):
     model = network()
-    optimizer = sgd(model)
+    optimizer = sgd(optimized(model))
     data = rows(sum(map(sum, SIZES)))
     for _ in range(epochs):
         start = 0
@@ -121,6 +122,24 @@ def test_the_gradient_of_all_ranks_is_clipped_not_that_of_each(group, kind):
     params = {"clip_grad_norm": 0.2} if kind == "norm" else {"clip_grad_value": 0.02}
     for found, *_ in group.run(train, params, {}):
         assert differs(found, wanted) < 1e-5
+
+
+def train_head(limit):
+    world, model = session.current().world, network()
+    trainer = make(world, model, optimizer=sgd(model[2]), clip_grad_norm=limit)
+    trainer.fit(source(world.rank), source(world.rank), Hooks())
+    return flat(trainer._model)
+
+
+def test_parameters_that_the_optimizer_lacks_do_not_count_when_gradients_are_clipped(group):
+    """Their gradients stay on their rank, and add up there."""
+    wanted, _ = train_plainly(
+        optimized=lambda model: model[2],
+        after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model[2].parameters(), 0.2),
+    )
+    first, second = group.run(train_head, 0.2)
+    assert np.array_equal(first, second)
+    assert differs(first, wanted) < 1e-5
 
 
 def halving(optimizer):
@@ -239,6 +258,16 @@ def test_lower_precision_comes_close_and_all_ranks_agree(group, precision):
     first, second = group.run(train, {"mixed_precision": precision}, {"epochs": 2})
     assert np.array_equal(first[0], second[0])
     assert 0 < differs(first[0], wanted) < 0.05
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_labels_that_16_bits_cannot_hold_keep_their_values_in_lower_precision(precision):
+    trainer = make(World(), torch.nn.Linear(6, 1), loss=functional.mse_loss, mixed_precision=precision)
+    columns = {"x": np.zeros((2, 6)), "y": np.array([250_375, 1])}
+    loss, (output,), (label,) = trainer._forward(Batch(columns, 2, 2))
+    assert label.flatten().tolist() == [250_375.0, 1.0]
+    assert output.dtype == torch.float32
+    assert float(loss.detach()) == pytest.approx(250_375**2 / 2, rel=1e-3)
 
 
 def test_gradients_may_travel_compressed(group):
