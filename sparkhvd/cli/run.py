@@ -22,7 +22,7 @@ from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.mpi.command import find_mpirun, is_root
 from sparkhvd.driver.remote import SshOptions
-from sparkhvd.driver.run import run_with
+from sparkhvd.driver.run import RunOptions, run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
 from sparkhvd.task.command import run_command
 
@@ -111,17 +111,14 @@ def _run(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Sequence[s
     request = LaunchRequest(
         num_proc=flags.num_proc, hosts=hosts, ssh=SshOptions(flags.ssh_port, flags.ssh_identity_file)
     )
-    run_with(
-        request,
-        run_command,
-        (tuple(command),),
-        launcher="ssh" if hosts else "local",
+    options = RunOptions(
         start_timeout=flags.start_timeout,
-        nics=flags.nics.split(",") if flags.nics else None,
+        nics=tuple(flags.nics.split(",")) if flags.nics else (),
         verbose=2 if flags.verbose else 1,
         prefix_output_with_timestamp=flags.prefix_output_with_timestamp,
         output_filename=flags.output_filename,
     )
+    run_with(request, "ssh" if hosts else "local", options, run_command, (tuple(command),))
 
 
 def _run_by_mpi(

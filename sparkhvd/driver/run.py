@@ -8,6 +8,7 @@ import shlex
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -127,72 +128,77 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         ssh=SshOptions(ssh_port, ssh_identity_file),
         rows=rows,
     )
-    return run_with(
-        request,
-        fn,
-        args,
-        kwargs,
-        launcher=choose(launcher, use_mpi, use_gloo, request),
+    options = RunOptions(
         start_timeout=start_timeout,
         env=env,
         stdout=stdout,
         stderr=stderr,
         verbose=verbose,
-        nics=nics,
+        nics=tuple(nics or ()),
         prefix_output_with_timestamp=prefix_output_with_timestamp,
         executable=executable,
         output_filename=output_filename,
-        preload=preload,
+        preload=tuple(preload),
     )
+    return run_with(request, choose(launcher, use_mpi, use_gloo, request), options, fn, args, kwargs)
 
 
-def run_with(
+@dataclass(frozen=True)
+class RunOptions:
+    """Arguments of ``run`` that hold for all launchers, by their names there."""
+
+    start_timeout: float | None = None
+    env: Mapping[str, str | None] | None = field(default=None, repr=False)
+    stdout: TextIO | LogFiles | None = None
+    stderr: TextIO | LogFiles | None = None
+    verbose: int = 1
+    nics: tuple[str, ...] = ()
+    prefix_output_with_timestamp: bool = False
+    executable: str | None = None
+    output_filename: str | None = None
+    preload: tuple[str, ...] = ()
+
+
+def run_with(  # noqa: PLR0917
     request: LaunchRequest,
+    launcher: str,
+    options: RunOptions,
     fn: Callable[..., Result],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    *,
-    launcher: str,
-    start_timeout: float | None = None,
-    env: Mapping[str, str | None] | None = None,
-    stdout: TextIO | LogFiles | None = None,
-    stderr: TextIO | LogFiles | None = None,
-    verbose: int = 1,
-    nics: Iterable[str] | None = None,
-    prefix_output_with_timestamp: bool = False,
-    executable: str | None = None,
-    output_filename: str | None = None,
-    preload: Sequence[str] = (),
 ) -> list[Result]:
-    """``run`` once it is known where; its arguments are those of ``run``."""
-    changes = checked_environment(env)
+    """``run`` once it is known where."""
+    changes = checked_environment(options.env)
     chosen = launcher_for(launcher, request)
     environment = changed_environment(changes)
     config = from_environment(environment)
     notice_without_effect(environment)
-    timeout = config.start_timeout if start_timeout is None else float(start_timeout)
+    timeout = config.start_timeout if options.start_timeout is None else float(options.start_timeout)
     payload = pickle_call(fn, args, kwargs or {})
     deadline = Deadline.after(timeout)
     job = Job(
         payload=payload,
         num_proc=chosen.reserve(deadline),
         env=tuple(changes.items()),
-        preload=tuple(preload),
+        preload=options.preload,
         config=config,
         start_timeout=timeout,
         log_secret=secrets.token_bytes(32),
-        stream_output=verbose > 0,
-        log_files=_log_files(stdout=stdout, stderr=stderr),
-        log_level=_log_level(verbose) if config.log_level is None else config.log_level,
-        executable=executable or "",
-        nics=tuple(nics or ()),
+        stream_output=options.verbose > 0,
+        log_files=_log_files(stdout=options.stdout, stderr=options.stderr),
+        log_level=_log_level(options.verbose) if config.log_level is None else config.log_level,
+        executable=options.executable or "",
+        nics=options.nics,
         gives_rows=request.rows is not None,
     )
-    kept = Path(output_filename) if output_filename is not None else None
-    stream = LogStream(stdout, stderr, prefix_output_with_timestamp, kept, job.num_proc)
-    with closing(stream), closing(_launched(chosen, job, stream)) as handle:
+    with closing(_stream(options, job.num_proc)) as stream, closing(_launched(chosen, job, stream)) as handle:
         handle.wait_started(deadline)
         return [cloudpickle.loads(content) for content in handle.results()]
+
+
+def _stream(options: RunOptions, num_proc: int) -> LogStream:
+    kept = Path(options.output_filename) if options.output_filename is not None else None
+    return LogStream(options.stdout, options.stderr, options.prefix_output_with_timestamp, kept, num_proc)
 
 
 def _launched(launcher: Launcher, job: Job, stream: LogStream) -> LaunchHandle:
