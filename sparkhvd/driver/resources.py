@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import LaunchError
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
+
+
+logger = logging.getLogger(__name__)
+
+NO_RESOURCES_OF_ITS_OWN = (
+    "gpus_per_task and cpus_per_task do not work {where}: Spark gives a stage resources of its own on standalone, "
+    "YARN, Kubernetes and local-cluster. Leave them out here; spark.task.cpus and spark.task.resource.gpu.amount work."
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,28 @@ def profile_of(spark: SparkSession, resources: TaskResources) -> ResourceProfile
     requests = TaskResourceRequests().cpus(resources.cpus or int(str(spark.conf.get("spark.task.cpus", "1"))))
     if gpus:
         requests.resource("gpu", gpus)
-    return ResourceProfileBuilder().require(requests).build
+    profile = ResourceProfileBuilder().require(requests).build
+    if "connect" in type(spark).__module__:
+        _make_on_server(spark, profile)
+    return profile
+
+
+def _make_on_server(spark: SparkSession, profile: ResourceProfile) -> None:
+    """Let a Spark Connect server make a profile now; later, in the thread of the job, no session would be active.
+
+    Raises:
+        LaunchError: the server's cluster is none that gives a stage resources of its own.
+    """
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - only with Spark
+
+    connect: Any = type(spark)  # there is no other way to say whose server
+    connect._set_default_and_active_session(spark)  # noqa: SLF001
+    try:
+        logger.debug("The server calls the profile of this job %d.", profile.id)
+    except PySparkException as error:
+        if "ResourceProfiles are only supported" not in str(error):
+            raise LaunchError(f"The Spark Connect server refuses the resources of this job: {error}") from error
+        raise LaunchError(NO_RESOURCES_OF_ITS_OWN.format(where="on this Spark Connect server")) from error
 
 
 def refuse_where_ignored(master: str, resources: TaskResources) -> None:
@@ -45,7 +75,4 @@ def refuse_where_ignored(master: str, resources: TaskResources) -> None:
         LaunchError: this master is none.
     """
     if resources and re.match(r"local(\[|$)", master):
-        raise LaunchError(
-            f"gpus_per_task and cpus_per_task do not work with master {master}: Spark gives a stage resources of its "
-            "own on standalone, YARN, Kubernetes and local-cluster. Leave them out here; spark.task.cpus works."
-        )
+        raise LaunchError(NO_RESOURCES_OF_ITS_OWN.format(where=f"with master {master}"))

@@ -100,6 +100,10 @@ def main() -> None:
             sparkhvd.run(place, num_proc=1, use_mpi=True)
         except ConfigError as error:
             found["mpi"] = str(error)
+        try:
+            sparkhvd.run(place, num_proc=1, gpus_per_task=1)
+        except LaunchError as error:
+            found["gpus"] = str(error)
         with tempfile.TemporaryDirectory() as folder:
             found["errors"] = trained(spark, folder)
         found["errors without a Store"] = trained(spark, None)

@@ -34,6 +34,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(tmp_path):
     assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", found["failure"])
     assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
     assert "a Spark Connect client is none. Use launcher='barrier'" in found["mpi"]
+    assert "gpus_per_task and cpus_per_task do not work on this Spark Connect server: Spark gives" in found["gpus"]
     assert re.search("(?i)cancel|interrupt", found["interrupted"])
     for errors in (found["errors"], found["errors without a Store"]):
         assert len(errors) == 64
