@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
@@ -96,10 +97,12 @@ def preflight(
     if store is not None:
         store = told_by_spark(store, session)
     asked = _Asked(session, num_proc, TaskResources(cpus_per_task, gpus_per_task), store, timeout)
+    # Beside the stage: both wait, the one for executors, the other for imports and Spark's first query.
+    model = None if estimator is None or df is None else _begun(session, functools.partial(_model, estimator, df))
     count, slots = _slots(asked)
     tasks, checks = _cluster(asked, count)
-    if estimator is not None and df is not None:
-        checks.append(_model(estimator, df))
+    if model is not None:
+        checks.append(model.result())
     report = PreflightReport((slots, *checks), tuple(tasks), versions(), time.monotonic() - began)
     (sys.stdout if stdout is None else stdout).write(f"{report}\n")
     return report
@@ -173,6 +176,25 @@ def _store(store: Store | None, probe: Probe | None, tasks: Sequence[Examination
     except StoreError as error:
         return [Check("store", Verdict.FAIL, str(error))]
     return [Check("store", Verdict.OK, f"{store.url}: driver and all tasks see the same files")]
+
+
+def _begun(spark: SparkSession, check: Callable[[], Check]) -> Future[Check]:
+    """Run a check in a thread of its own, with the caller's Spark properties."""
+    from pyspark import InheritableThread  # noqa: PLC0415 - importing this module needs no Spark
+
+    future: Future[Check] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(check())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            future.set_exception(error)
+
+    thread = InheritableThread(target=run, session=spark)
+    thread.name = "sparkhvd-preflight-model"
+    thread.daemon = True
+    thread.start()
+    return future
 
 
 def _model(estimator: Tryable, df: DataFrame) -> Check:

@@ -115,11 +115,16 @@ def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Itera
         continue
     context, place = BarrierTaskContext.get(), place_of_task()
     address = address_to_bind(place.host, place.hosts)
-    with Server(question.secret, _Silent(), address, name="sparkhvd-preflight") as server:
+    with (
+        Server(question.secret, _Silent(), address, name="sparkhvd-preflight") as server,
+        ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-preflight-store") as pool,
+    ):
+        # A Store far away takes as long as hosts that do not answer.
+        answered = pool.submit(_asked_store, question.probe, f"{place.index}-{place.attempt}")
         own = {"index": place.index, "host": place.host, "key": host_hash(), "address": address, "port": server.port}
         gathered = [json.loads(message) for message in context.allGather(json.dumps(own))]
         unreachable = _unreachable(own, gathered, question.secret)
-        trouble, name = _asked_store(question.probe, f"{place.index}-{place.attempt}")
+        trouble, name = answered.result()
         context.barrier()  # nobody closes its server before all have tried it
     found = _examination(place, unreachable, trouble, name)
     yield row(place.index, EXAMINATION, 0, found.to_json())
