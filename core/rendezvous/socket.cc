@@ -263,6 +263,13 @@ void TuneStream(int fd) {
   SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000);
 }
 
+void NoticeLostHost(int fd) {
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 3);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+  SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 9'000);
+}
+
 Status AwaitEvents(int fd, short events, Deadline deadline) {
   while (true) {
     pollfd entry{fd, events, 0};

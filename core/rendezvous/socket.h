@@ -44,6 +44,9 @@ Result<HostPort> PeerAddress(int fd);
 // No delay for small segments, and an end to links whose other host has vanished. Nothing on Unix
 // sockets.
 void TuneStream(int fd);
+// After TuneStream: the same end within 9 s, for links on which nobody is ever slow to take what
+// was sent.
+void NoticeLostHost(int fd);
 
 // Waits until `events` (of poll) are there; kTimeout when they do not come.
 Status AwaitEvents(int fd, short events, Deadline deadline);

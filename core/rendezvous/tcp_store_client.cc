@@ -29,7 +29,9 @@ Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::s
   options.token = token;
   options.purpose = kStorePurpose;
   options.check = check;
-  return Dial(options, deadline);
+  auto dialed = Dial(options, deadline);
+  if (dialed.ok()) NoticeLostHost(dialed.value().get());
+  return dialed;
 }
 
 Status SendRequest(int fd, StoreRequest request, const std::string& key, const std::string& value,

@@ -247,7 +247,10 @@ void TcpStoreServer::Serve(Reception reception) {
       session->End(values_);
       session = sessions.erase(session);
     }
-    for (Admitted& admitted : reception.Serve()) sessions.emplace_back(std::move(admitted.fd));
+    for (Admitted& admitted : reception.Serve()) {
+      NoticeLostHost(admitted.fd.get());
+      sessions.emplace_back(std::move(admitted.fd));
+    }
     // A key that a later session has set may be what an earlier one waits for.
     if (progressed) Ring();
   }

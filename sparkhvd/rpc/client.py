@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Sequence
@@ -34,6 +35,18 @@ class Client:
         if answer is None:
             raise ConnectionResetError(f"The server closed the connection instead of answering {message}.")
         return decode(answer)
+
+    def wait_for_end(self) -> None:
+        """Block until the connection has ended, where the server never says anything by itself.
+
+        Raises:
+            OSError: it was broken off; ``frames.is_cut_off`` tells whether the other host does not answer any more.
+        """
+        self._frames.receive(idle=Deadline(math.inf))
+
+    def wake(self) -> None:
+        """End every wait on this connection, from any thread."""
+        self._frames.wake()
 
     def close(self) -> None:
         self._frames.wake()

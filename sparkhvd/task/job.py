@@ -30,6 +30,7 @@ class Job:
         config: settings of the core, the same on every rank.
         start_timeout: seconds within which the workers must be ready for ``fn``.
         log_addresses: where the driver takes the workers' output; empty leaves it in the executors' logs.
+        driver_lease: whether the ranks end when the driver's host does not answer any more.
         log_secret: proves to the driver that a connection comes from this job. It travels inside the closure, which is
             as private as Spark's own channels.
         log_files: by ``stdout`` and ``stderr``, where that output goes into a Store instead of to the driver.
@@ -46,6 +47,7 @@ class Job:
     config: Config = field(default_factory=Config)
     start_timeout: float = 600.0
     log_addresses: tuple[tuple[str, int], ...] = ()
+    driver_lease: bool = False
     log_secret: bytes = field(default=b"", repr=False)
     stream_output: bool = True
     log_files: tuple[tuple[str, LogFiles], ...] = field(default=(), repr=False)

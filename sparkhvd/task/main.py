@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 import pyarrow as pa
@@ -23,6 +23,7 @@ from sparkhvd.task.assignment import TaskOffer, assign
 from sparkhvd.task.devices import mixed_devices, write_device_map
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job
+from sparkhvd.task.lease import DriverLease
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.place import TaskPlace, place_of_task
 from sparkhvd.task.process import WorkerProcess, spawn_worker
@@ -54,6 +55,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         log.rank = slot.world.rank
         log.attend(place.index, place.host)
         worker.output.start()
+        if job.driver_lease:
+            stack.enter_context(closing(DriverLease(job, worker.events)))
         if slot.world.rank == 0:
             log.started()
             write_device_map(plan.slots, log)

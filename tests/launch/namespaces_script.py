@@ -59,7 +59,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     return condition()
 
 
-def cut(launcher: str, victim: hosts.Host, folder: Path, thoroughly: bool) -> dict[str, object]:
+def cut(launcher: str, victim: hosts.Host, folder: Path) -> dict[str, object]:
     """Cut a host off in the middle of a job: the error, how long it took, and who was left in the end."""
     folder.mkdir()
     began: list[float] = []
@@ -79,8 +79,6 @@ def cut(launcher: str, victim: hosts.Host, folder: Path, thoroughly: bool) -> di
     seconds = time.monotonic() - began[0]
     thread.join()
     pids = [int(one.read_text()) for one in folder.iterdir()]
-    if not thoroughly:
-        victim.connect()
     wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60.0)
     ended = time.monotonic() - began[0]
     victim.connect()
@@ -134,10 +132,10 @@ def main(folder: Path, thoroughly: bool) -> None:
                 "barrier": sparkhvd.run(place, num_proc=HOSTS, launcher="barrier"),
                 "mpi": sparkhvd.run(place, num_proc=HOSTS, launcher="mpi"),
                 "errors": trained(session, folder / "store"),
-                "barrier cut": cut("barrier", cluster.hosts[2], folder / "barrier", thoroughly),
+                "barrier cut": cut("barrier", cluster.hosts[2], folder / "barrier"),
             }
             if thoroughly:
-                found["mpi cut"] = cut("mpi", cluster.hosts[1], folder / "mpi", thoroughly)
+                found["mpi cut"] = cut("mpi", cluster.hosts[1], folder / "mpi")
         finally:
             session.stop()
     print("FOUND " + json.dumps(found))

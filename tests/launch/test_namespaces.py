@@ -61,3 +61,4 @@ def test_a_host_that_is_cut_off_is_named_soon_and_nothing_is_left(found):
     assert re.match(words, cut["error"])
     assert cut["seconds"] < CUT_OFF_SECONDS
     assert cut["left"] == []
+    assert cut["ended"] < CUT_OFF_SECONDS, "its own ranks ended while it was cut off"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import log_hosts
@@ -50,6 +51,7 @@ class BarrierHandle:
         own_host, bind_host = log_hosts(spark)
         # A Connect client may sleep or change its network while its job runs.
         on_cut_off = None if is_connect(spark) else self._lose
+        job = replace(job, driver_lease=on_cut_off is not None)
         with ExitStack() as stack:
             server = stack.enter_context(
                 Server(job.log_secret, stream, bind_host, name="sparkhvd-log", on_cut_off=on_cut_off)
