@@ -5,35 +5,65 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from sparkhvd.estimators.history import EpochRecord
     from sparkhvd.estimators.model import TrainedModel
 
 logger = logging.getLogger(__name__)
 
 _TEXT_LIMIT = 500  # MLflow refuses parameters that are longer
 _PART_SIGNS = (("", "train"), ("val_", "validation"))
+_TAG = "sparkhvd.run_id"  # marks an MLflow run that holds a training
 
 
 def track(model: TrainedModel, params: Mapping[str, Any]) -> None:
     """Write a training to the active MLflow run; nothing happens without one.
 
-    A server that cannot be reached costs a warning, not the model.
+    Every further training in one run (the fits of a CrossValidator) gets a run of its own inside it. A server that
+    cannot be reached costs a warning, not the model.
     """
     mlflow = sys.modules.get("mlflow")  # who has an active run has imported it
     if mlflow is None or mlflow.active_run() is None:
         return
+    shown = {name: _shown(name, value) for name, value in params.items() if value is not None}
+    with _warned(), _run_for(mlflow, shown):
+        mlflow.set_tag(_TAG, params.get("run_id") or "")
+        for write in (
+            partial(mlflow.log_params, shown),
+            partial(_log_history, mlflow, model.trained.history),
+            partial(log_model, model),
+        ):
+            with _warned():
+                write()
+
+
+def _run_for(mlflow: Any, shown: Mapping[str, str]) -> AbstractContextManager[object]:
+    """The active run, or one inside it where that holds a training or other values of the parameters already."""
+    known = mlflow.get_run(mlflow.active_run().info.run_id).data
+    differs = any(known.params.get(name, value) != value for name, value in shown.items())
+    if _TAG in known.tags or differs:
+        return cast("AbstractContextManager[object]", mlflow.start_run(nested=True))
+    return nullcontext()
+
+
+@contextmanager
+def _warned() -> Iterator[None]:
     try:
-        mlflow.log_params({name: _shown(value) for name, value in params.items() if value is not None})
-        for record in model.trained.history:
-            values = {f"{sign}{name}": v for sign, part in _PART_SIGNS for name, v in getattr(record, part).items()}
-            mlflow.log_metrics({**values, "rows_per_second": record.rows_per_second}, step=record.epoch)
-        log_model(model)
+        yield
     except Exception as error:  # noqa: BLE001 - what MLflow and its servers raise is theirs
         logger.warning("The training could not be written to MLflow: %s: %s", type(error).__name__, error)
+
+
+def _log_history(mlflow: Any, history: Iterable[EpochRecord]) -> None:
+    for record in history:
+        values = {f"{sign}{name}": v for sign, part in _PART_SIGNS for name, v in getattr(record, part).items()}
+        mlflow.log_metrics({**values, "rows_per_second": record.rows_per_second}, step=record.epoch)
 
 
 def log_model(model: TrainedModel, name: str = "model") -> None:
@@ -54,7 +84,9 @@ def log_model(model: TrainedModel, name: str = "model") -> None:
         )
 
 
-def _shown(value: Any) -> str:
-    """A parameter as text; of a network, what it is rather than all its layers."""
+def _shown(name: str, value: Any) -> str:
+    """A parameter as text; of a network, what it is rather than all its layers, and of an environment the names."""
+    if name == "backend_env":
+        return ", ".join(sorted(value))
     text = getattr(value, "url", None) or (type(value).__name__ if hasattr(value, "parameters") else str(value))
     return text if len(text) <= _TEXT_LIMIT else f"{text[: _TEXT_LIMIT - 3]}..."

@@ -17,7 +17,7 @@ from pyspark.ml.linalg import DenseVector, SparseVector
 from sparkhvd.data import columns
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.errors import DataError, SchemaError
-from sparkhvd.estimators import native
+from sparkhvd.estimators import native, tracking
 from sparkhvd.estimators.files import keep_folder
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.outputs import OutputSpec
@@ -72,11 +72,36 @@ def test_the_active_run_gets_parameters_metrics_by_epoch_and_a_model(mlflow, mod
     assert found["found"].tolist() == wanted.tolist()
 
 
-def test_what_mlflow_cannot_take_costs_a_warning_and_not_the_model(mlflow, model, caplog):
-    with mlflow.start_run():
-        track(model, {"batch_size": 5})
-        track(model, {"batch_size": 6})  # MLflow refuses to change a parameter
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
+def test_a_second_training_in_one_run_gets_a_run_of_its_own_inside_it(mlflow, model, monkeypatch):
+    logged = []
+    monkeypatch.setattr(tracking, "log_model", lambda _: logged.append(mlflow.active_run().info.run_id))
+    with mlflow.start_run() as outer:
+        track(model, {"batch_size": 5, "run_id": "one"})
+        track(model, {"batch_size": 6, "run_id": "two"})
+        assert mlflow.active_run().info.run_id == outer.info.run_id
+    nested = mlflow.MlflowClient().search_runs(["0"], f"tags.mlflow.parentRunId = '{outer.info.run_id}'")
+    assert [run.data.params["batch_size"] for run in nested] == ["6"]
+    assert nested[0].data.metrics["val_loss"] == 1.5
+    assert logged == [outer.info.run_id, nested[0].info.run_id]
+    assert mlflow.get_run(outer.info.run_id).data.params["batch_size"] == "5"
+
+
+def test_the_environment_of_the_ranks_is_logged_by_its_names(mlflow, model, monkeypatch):
+    monkeypatch.setattr(tracking, "log_model", lambda _: None)
+    with mlflow.start_run() as run:
+        track(model, {"backend_env": {"AWS_SECRET_ACCESS_KEY": "hush", "A": None}})
+    assert mlflow.get_run(run.info.run_id).data.params == {"backend_env": "A, AWS_SECRET_ACCESS_KEY"}
+
+
+def test_what_mlflow_cannot_take_costs_a_warning_and_neither_the_model_nor_the_rest(mlflow, model, caplog, monkeypatch):
+    logged = []
+    monkeypatch.setattr(tracking, "log_model", logged.append)
+    with mlflow.start_run() as run:
+        track(model, {"no name?!": 5})
     assert "The training could not be written to MLflow: " in caplog.text
+    assert logged == [model]
+    assert mlflow.get_run(run.info.run_id).data.metrics["loss"] == 1.0
 
 
 def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):
@@ -87,7 +112,7 @@ def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):
         from pathlib import Path
         sys.modules["pyspark"] = None
         import numpy as np, pandas as pd
-        from sparkhvd.estimators import native
+        from sparkhvd.estimators import native, tracking
         found = native.load(Path({str(tmp_path)!r})).predict(pd.DataFrame({{"w": [np.array([0.5, 0.25])]}}))
         print(list(found.columns), found["found.low"].iloc[0] <= 0, found["found.both"].iloc[0].shape)
     """
