@@ -49,8 +49,12 @@ class SparkBackend:
 
     def __init__(self, num_proc: int, env: Mapping[str, str | None] | None = None, **options: Any) -> None:
         self._num_proc = num_proc
-        self._env = dict(env or {})
+        self.env = dict(env or {})
         self._options = options
+
+    def without_env(self) -> SparkBackend:
+        """The same, with nothing added to the environment."""
+        return SparkBackend(self._num_proc, **self._options)
 
     def num_processes(self) -> int:
         """The number of ranks."""
@@ -64,7 +68,7 @@ class SparkBackend:
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         """See ``Backend.run``."""
-        return run(fn, args, kwargs, num_proc=self._num_proc, env={**self._env, **(env or {})}, **self._options)
+        return run(fn, args, kwargs, num_proc=self._num_proc, env={**self.env, **(env or {})}, **self._options)
 
 
 def a_backend(name: str, value: Any) -> Backend | str:

@@ -8,12 +8,14 @@
 ==========================  =================================================================================
 
 The metadata is written last: a folder without it is no saved object. Loading runs the code that was saved with it: open
-only what you trust. A Store's options (credentials among them) are never written; its URL is.
+only what you trust. Of a Store are written its URL, its other paths and ``save_runs``; its options (credentials among
+them) never are. Of the ranks' environment (``backend_env``) the names are written, never the values.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 import uuid
@@ -27,6 +29,7 @@ from pyspark.ml.util import MLReader, MLWriter
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, StoreError
+from sparkhvd.estimators.backend import SparkBackend
 from sparkhvd.estimators.declare import Declarations
 from sparkhvd.estimators.files import StoredFile
 from sparkhvd.estimators.history import record_from_json
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 
     from sparkhvd.estimators.base import DistributedEstimator
     from sparkhvd.estimators.model import TrainedModel
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -113,11 +118,19 @@ def _copy(store: Store, source: str, target: str) -> None:
 
 
 def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, spark_version: str) -> None:
-    """Write an estimator and all its parameters."""
+    """Write an estimator and all its parameters but secrets, see above."""
     given = {param.name: value for param, value in estimator._paramMap.items()}  # noqa: SLF001  (pyspark's own way)
     own_store = given.pop("store", None)
+    names = set(given.pop("backend_env", ()))
+    if isinstance(backend := given.get("backend"), SparkBackend):
+        names |= set(backend.env)
+        given["backend"] = backend.without_env()
     plain = _write_objects(given, store, folder)
-    extra = {"store": None if own_store is None else own_store.url}
+    extra = {
+        "store": None if own_store is None else own_store.url,
+        "store_settings": {} if own_store is None else _settings_of(own_store),
+        "environment": sorted(names),
+    }
     store.publish(f"{folder}/{_METADATA}", _metadata(estimator, spark_version, plain, extra))
 
 
@@ -125,10 +138,25 @@ def read_estimator(kind: type[DistributedEstimator], store: Store, folder: str) 
     """The estimator of ``write_estimator``. Its Store is opened anew by its URL; set it where that needs options."""
     metadata = _read_metadata(kind, store, folder)
     estimator = kind(**metadata["paramMap"], **_read_objects(store, folder))
-    if (url := metadata["sparkhvd"]["store"]) is not None:
-        estimator.setParams(store=Store.create(url))
+    extra = metadata["sparkhvd"]
+    if (url := extra["store"]) is not None:
+        estimator.setParams(store=Store.create(url, **extra.get("store_settings", {})))
+    if names := extra.get("environment"):
+        logger.warning(
+            "%s/%s was saved without the values of the ranks' environment; give %s again with setBackendEnv.",
+            store.url,
+            folder,
+            ", ".join(names),
+        )
     estimator._resetUid(metadata["uid"])  # noqa: SLF001  (pyspark's own way)
     return estimator
+
+
+def _settings_of(store: Store) -> dict[str, Any]:
+    """What ``Store.create`` takes besides the URL and holds no secret."""
+    paths = {name: getattr(store, name, None) for name in ("train_path", "val_path", "test_path", "runs_path")}
+    kept: dict[str, Any] = {name: path for name, path in paths.items() if path is not None}
+    return kept if store.save_runs else {**kept, "save_runs": False}
 
 
 def write_model(model: TrainedModel, store: Store, folder: str, spark_version: str) -> None:
