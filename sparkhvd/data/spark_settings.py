@@ -23,6 +23,7 @@ _OF_STORES = (
     r"dfs\.(ha\.namenodes|namenode\.rpc-address|client\.failover\.proxy\.provider)\..+|"
     r"dfs\.data\.transfer\.protection|dfs\.client\.use\.datanode\.hostname|hadoop\.security\.authentication)$"
 )
+_LOCAL = "file:///"
 _HADOOP = "spark.hadoop."
 # What every Spark can write to. Connect does not tell what more its server has.
 _ALWAYS = frozenset({"file", "hdfs", "viewfs", "dbfs"})
@@ -58,6 +59,18 @@ def spark_can_write(spark: SparkSession, url: str | None) -> bool:
     except Py4JError:
         return False
     return True
+
+
+def in_default_file_system(spark: SparkSession, path: str) -> str:
+    """A path without a scheme as Spark's writers take it: a URL, unless the default file system is the local one."""
+    if is_connect(spark):
+        default = spark.conf.get("spark.hadoop.fs.defaultFS", _LOCAL) or _LOCAL
+        return path if default.startswith("file:") else f"{default.rstrip('/')}/{path.lstrip('/')}"
+    conf = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001  (it also holds what Hadoop's files say)
+    if str(conf.get("fs.defaultFS", _LOCAL)).startswith("file:"):
+        return path
+    found = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(path)  # type: ignore[union-attr]  # noqa: SLF001
+    return str(found.getFileSystem(conf).makeQualified(found).toString())
 
 
 def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame | None:

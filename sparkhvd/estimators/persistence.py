@@ -27,6 +27,7 @@ import cloudpickle
 from pyspark.ml.util import MLReader, MLWriter
 
 from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.data.spark_settings import in_default_file_system
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.backend import SparkBackend
@@ -220,8 +221,7 @@ def _place(path: str, spark: SparkSession) -> tuple[Store, str]:
     """The Store of the folder that holds ``path``, and the last part of the path."""
     url = path.rstrip("/")
     if "://" not in url and not url.startswith(("file:", "dbfs:")):
-        default = spark.conf.get("spark.hadoop.fs.defaultFS", "file:///") or "file:///"
-        url = url if default.startswith("file:") else f"{default.rstrip('/')}/{url.lstrip('/')}"
+        url = in_default_file_system(spark, url)
     parent, _, name = url.rpartition("/")
     return Store.create(parent or ("/" if url.startswith("/") else ".")), name
 

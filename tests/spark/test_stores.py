@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from pyarrow import parquet
 
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.data import arrow_writer
-from sparkhvd.data.spark_settings import spark_can_write, told_by_spark
+from sparkhvd.data.spark_settings import in_default_file_system, spark_can_write, told_by_spark
 from sparkhvd.driver.store_check import check_store
 from sparkhvd.errors import StoreError
 from sparkhvd.store import HDFSStore, layout
@@ -131,6 +132,17 @@ def test_spark_writes_where_it_has_a_connector_and_nowhere_else(spark, hdfs_stor
     assert spark_can_write(spark, hdfs_store.spark_url("x"))
     assert not spark_can_write(spark, s3_store.spark_url("x")), "the jars of hadoop-aws are not part of pyspark"
     assert not spark_can_write(spark, Store.create("memory://x").spark_url("x"))
+
+
+def test_a_path_without_a_scheme_is_in_the_default_file_system_of_hadoop(spark, hdfs):
+    conf = spark.sparkContext._jsc.hadoopConfiguration()
+    assert in_default_file_system(spark, "models/a b") == "models/a b"
+    conf.set("fs.defaultFS", hdfs.url)
+    try:
+        assert in_default_file_system(spark, "/models/a b") == f"{hdfs.url}/models/a b"
+        assert re.fullmatch(rf"{re.escape(hdfs.url)}/user/\w+/models", in_default_file_system(spark, "models"))
+    finally:
+        conf.unset("fs.defaultFS")
 
 
 def test_our_writer_keeps_all_rows_in_order_and_by_split(spark, hdfs, s3, store):
