@@ -44,7 +44,7 @@ from sparkhvd.estimators.identity import run_id_by_content
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.named_inputs import columns_of
 from sparkhvd.estimators.params import EstimatorParams
-from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
+from sparkhvd.estimators.persistence import FolderReader, FolderWriter, pickled, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.progress import ProgressOutput, somebody_looks
 from sparkhvd.estimators.sample import sampled
@@ -245,6 +245,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _environment(self) -> dict[str, str | None]:
         """What the framework needs in the environment of the ranks."""
         return {}
+
+    def _pickled(self, objects: dict[str, Any]) -> bytes:
+        """Parameters that JSON does not know, to be saved; ``cloudpickle.loads`` opens them."""
+        return pickled(objects)
 
     def _imports(self) -> tuple[str, ...]:
         """What the ranks import while they wait for each other."""

@@ -19,7 +19,7 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -126,7 +126,7 @@ def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, 
     if isinstance(backend := given.get("backend"), SparkBackend):
         names |= set(backend.env)
         given["backend"] = backend.without_env()
-    plain = _write_objects(given, store, folder)
+    plain = _write_objects(given, store, folder, estimator._pickled)  # noqa: SLF001
     extra = {
         "store": None if own_store is None else own_store.url,
         "store_settings": {} if own_store is None else _settings_of(own_store),
@@ -198,16 +198,31 @@ def read_model(kind: type[TrainedModel], store: Store, folder: str) -> Any:
     return model
 
 
-def _write_objects(given: Mapping[str, Any], store: Store, folder: str) -> dict[str, Any]:
+def pickled(
+    objects: Mapping[str, Any], dumps: Callable[[Any], bytes] = cloudpickle.dumps, also: Iterable[object] = ()
+) -> bytes:
+    """Parameters as bytes that ``cloudpickle.loads`` opens, with the code of the user's modules.
+
+    Args:
+        objects: the parameters by name.
+        dumps: makes the bytes.
+        also: what else is in them whose code may be the user's.
+    """
+    with by_value([*_parts(dict(objects)), *also]):
+        return dumps(dict(objects))
+
+
+def _write_objects(
+    given: Mapping[str, Any], store: Store, folder: str, pickle: Callable[[dict[str, Any]], bytes] = pickled
+) -> dict[str, Any]:
     """Write the parameters that JSON does not know; the others."""
     plain = {name: value for name, value in given.items() if _is_json(value)}
     objects = {name: value for name, value in given.items() if name not in plain}
     try:
-        with by_value(_parts(objects)):
-            pickled = cloudpickle.dumps(objects)
+        content = pickle(objects)
     except Exception as error:
         raise ParamError(f"The parameters {sorted(objects)} cannot be pickled to be saved: {error}") from error
-    store.publish(f"{folder}/{_OBJECTS}", pickled)
+    store.publish(f"{folder}/{_OBJECTS}", content)
     return plain
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparkhvd.errors import ParamError
@@ -13,6 +14,7 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import use_backend
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.params import positive_integer, shapes
+from sparkhvd.estimators.persistence import pickled
 
 if TYPE_CHECKING:
     import keras
@@ -114,6 +116,14 @@ class KerasEstimator(DistributedEstimator):
         from sparkhvd.estimators.keras.saving import with_callback  # noqa: PLC0415  (Keras is imported by now)
 
         return with_callback(values)
+
+    def _pickled(self, objects: dict[str, Any]) -> bytes:
+        if "model" not in objects:
+            return super()._pickled(objects)
+        from sparkhvd.estimators.keras.package import custom_objects_of, dumps_params  # noqa: PLC0415  (imports Keras)
+
+        custom = custom_objects_of(objects["model"], objects.get("custom_objects"))
+        return pickled(objects, partial(dumps_params, custom), custom.values())
 
     def _environment(self) -> dict[str, str | None]:
         import keras  # noqa: PLC0415  (the user's model is here, so it has been imported)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,27 @@ def custom_objects_of(model: Any, given: Mapping[str, Any] | None) -> dict[str, 
             found[kind.__name__] = kind
             found[keras.saving.get_registered_name(kind)] = kind
     return {**found, **(given or {})}
+
+
+def dumps_params(custom: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
+    """An estimator's parameters as bytes for ``cloudpickle.loads``, which know the classes that Keras does not."""
+    return bytes(cloudpickle.dumps(_Scoped(dict(custom), cloudpickle.dumps(params))))
+
+
+@dataclass(frozen=True)
+class _Scoped:
+    """What is unpickled once its classes are there: a model is its file, in which classes are names."""
+
+    custom: dict[str, Any]
+    content: bytes
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _unpickled, (self.custom, self.content)
+
+
+def _unpickled(custom: dict[str, Any], content: bytes) -> Any:
+    with keras.saving.custom_object_scope(custom):
+        return cloudpickle.loads(content)
 
 
 def frozen(value: Any) -> Any:

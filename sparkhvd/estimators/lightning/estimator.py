@@ -16,7 +16,9 @@ from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.params import numbers, shapes
+from sparkhvd.estimators.persistence import pickled
 from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.package import dumps_params
 
 _PLUGIN = "sparkhvd.estimators.lightning.plugin:PLUGIN"
 _BATCH_FORMATS = ("dict", "tuple")
@@ -153,6 +155,9 @@ class LightningEstimator(DistributedEstimator):
     metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
         "Of a plain module: functions of (output, label) that are means over the rows.", default=None
     )
+
+    def _pickled(self, objects: dict[str, Any]) -> bytes:
+        return pickled(objects, dumps_params)
 
     def _imports(self) -> tuple[str, ...]:
         from sparkhvd.lightning.flavour import chosen, flavour_of  # noqa: PLC0415  (imports Lightning)

@@ -13,8 +13,10 @@ from sparkhvd.estimators.declare import Declared, declared
 from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.params import a_function, numbers, one_of, positive_integer, positive_number, shapes
+from sparkhvd.estimators.persistence import pickled
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
+from sparkhvd.estimators.torch.package import dumps_params
 from sparkhvd.estimators.torch.schedule import a_schedule
 
 Measure = Callable[..., torch.Tensor]
@@ -140,6 +142,9 @@ class TorchEstimator(DistributedEstimator):
         positive_integer,
         default=1,
     )
+
+    def _pickled(self, objects: dict[str, Any]) -> bytes:
+        return pickled(objects, dumps_params)
 
     def _checked_values(self) -> dict[str, Any]:
         values = super()._checked_values()

@@ -73,16 +73,24 @@ def loads(payload: bytes) -> Package:
     return cast("Package", cloudpickle.loads(payload)).with_losses()
 
 
+def dumps_params(params: Mapping[str, Any]) -> bytes:
+    """An estimator's parameters as bytes for ``cloudpickle.loads``; modules of TorchScript in their own format."""
+    buffer = io.BytesIO()
+    model = params.get("model")
+    PicklerWithScripts(buffer, torch.nn.Module() if model is None else model).dump(params)
+    return buffer.getvalue()
+
+
 class PicklerWithScripts(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """A pickler that knows TorchScript, whose parameters stay those of their module."""
 
     def __init__(self, file: io.BytesIO, model: torch.nn.Module) -> None:
         super().__init__(file)
         self._parameters: dict[int, tuple[torch.jit.ScriptModule, str]] = {}
+        self._held: list[torch.nn.Parameter] = []  # TorchScript makes new objects for parameters that nobody holds
         for module in _outermost_scripts(model):
+            self._held += module.parameters()
             self._parameters |= {id(p): (module, name) for name, p in module.named_parameters()}
-            # TorchScript makes new Python objects for parameters that nobody holds.
-            self._held = list(module.parameters())
 
     def reducer_override(self, value: Any) -> Any:
         """How pickle asks."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import keras
+import numpy as np
 import pytest
+import torch
 
 from sparkhvd.estimators.backend import SparkBackend
+from sparkhvd.estimators.keras import KerasEstimator
 from sparkhvd.estimators.persistence import read_estimator, write_estimator
 from sparkhvd.estimators.torch import TorchEstimator
 from sparkhvd.store import Store
@@ -55,3 +59,42 @@ def test_the_options_of_a_store_are_not_saved(saved):
     loaded = write_and_read(TorchEstimator(store=store)).getStore()
     assert not any(b"hush-hush" in file.read_bytes() for file in folder.rglob("*") if file.is_file())
     assert (loaded.val_path, len(loaded.storage_options)) == (store.val_path, 0)
+
+
+class Twice(torch.nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.first, self.second = make(torch.nn.Linear(2, 2)), make(torch.nn.Linear(2, 1))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "make", [lambda: torch.jit.script(torch.nn.Linear(2, 1)), lambda: Twice(torch.jit.script)], ids=["whole", "parts"]
+)
+def test_a_model_of_torchscript_comes_back_with_its_optimizer(saved, make):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    loaded = saved[0](TorchEstimator(model=model, optimizer=optimizer))
+    x = torch.ones(3, 2)
+    assert torch.equal(loaded.getModel()(x), model(x))
+    before = loaded.getModel()(x).detach()
+    loaded.getModel()(x).sum().backward()
+    loaded.getOptimizer().step()
+    assert not torch.equal(loaded.getModel()(x), before), "the optimizer has the parameters of the loaded model"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_keras_model_comes_back_with_the_class_of_its_layer(saved, given):
+    class Scaled(keras.layers.Layer):
+        def call(self, x):
+            return 3 * x
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1), Scaled()])
+    custom = {"Scaled": Scaled} if given else None
+    loaded = saved[0](KerasEstimator(model=model, custom_objects=custom, loss="mse", batch_size=7))
+    x = np.ones((3, 2), np.float32)
+    np.testing.assert_array_equal(loaded.getModel().predict_on_batch(x), model.predict_on_batch(x))
+    assert (loaded.getLoss(), loaded.getBatchSize()) == ("mse", 7)
