@@ -201,7 +201,7 @@ class Config:
         10, counting, "Steps whose median speed makes a sample.", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE"
     )
     autotune_max_samples: int = setting(
-        60,
+        70,
         whole,
         "Samples after which the best settings stay.",
         "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",

@@ -26,7 +26,7 @@ struct TuningSample {
 struct AutotuneOptions {
   size_t warmup_samples = 3;     // thrown away
   size_t steps_per_sample = 10;  // one at least
-  size_t max_samples = 60;
+  size_t max_samples = 70;
   std::function<void(const TuningSample&)> report;  // called by the thread that steers the engine
 };
 

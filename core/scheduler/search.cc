@@ -29,12 +29,17 @@ void GridSearch::StartAxis(size_t axis) {
 
 // Every other pass goes backwards, so that a steady drift cancels out.
 void GridSearch::StartRound() {
+  const bool final = rivals_.size() == 2;
+  const size_t passes = final ? kFinalPairs : std::max(kRoundSamples / rivals_.size(), size_t{1});
   turns_.clear();
   turn_ = 0;
-  for (size_t pass = 0; pass < std::max(kRoundSamples / rivals_.size(), size_t{1}); ++pass) {
+  for (size_t pass = 0; pass < passes; ++pass) {
     for (size_t i = 0; i < rivals_.size(); ++i) {
       turns_.push_back(pass % 2 == 0 ? i : rivals_.size() - 1 - i);
     }
+  }
+  for (Rival& rival : rivals_) {
+    if (final) rival.scores.clear();
   }
 }
 
@@ -48,14 +53,13 @@ void GridSearch::Take(double score) {
   --left_;
   ++turn_;
   if (turn_ == turns_.size()) EndRound();
-  if (left_ == 0) DecideAxis();
+  if (left_ == 0) DecideFinal();
   Aim();
 }
 
-// The value in force always comes into the final.
 void GridSearch::EndRound() {
   if (rivals_.size() == 2) {
-    DecideAxis();
+    DecideFinal();
     size_t next = (axis_ + 1) % lengths_.size();
     while (lengths_[next] < 2) next = (next + 1) % lengths_.size();
     return StartAxis(next);
@@ -72,18 +76,20 @@ void GridSearch::EndRound() {
   StartRound();
 }
 
-// Also where the samples have come to an end before the final.
-void GridSearch::DecideAxis() {
-  double to_beat = 0;
-  for (const Rival& rival : rivals_) {
-    if (rival.scores.empty()) return;
-    if (rival.value == best_[axis_]) to_beat = Median(rival.scores) * (1 + kMargin);
+void GridSearch::DecideFinal() {
+  if (rivals_.size() != 2) return;
+  const bool first_in_force = rivals_[0].value == best_[axis_];
+  const Rival& in_force = rivals_[first_in_force ? 0 : 1];
+  const Rival& other = rivals_[first_in_force ? 1 : 0];
+  const size_t pairs = std::min(in_force.scores.size(), other.scores.size());
+  if (pairs < kLeastPairs) return;
+  size_t lost = 0;
+  for (size_t pair = 0; pair < pairs; ++pair) {
+    if (other.scores[pair] <= in_force.scores[pair]) ++lost;
   }
-  for (const Rival& rival : rivals_) {
-    if (Median(rival.scores) <= to_beat) continue;
-    to_beat = Median(rival.scores);
-    best_[axis_] = rival.value;
-  }
+  if (lost > (pairs == kFinalPairs ? kMostLost : 0)) return;
+  if (Median(other.scores) <= Median(in_force.scores) * (1 + kMargin)) return;
+  best_[axis_] = other.value;
 }
 
 }  // namespace sparkhvd

@@ -15,12 +15,17 @@ double Median(std::vector<double> values);
 // are left in turn, then the worse half by the median of all their samples drops out (Karnin, Koren
 // and Somekh, "Almost optimal exploration in multi-armed bandits", ICML 2013).
 //
-// Samples of rivals alternate, so that a machine that becomes slower meanwhile is unfair to nobody,
-// and a value has to beat the one in force by kMargin in the final, so that noise alone changes
-// little.
+// Samples of rivals alternate, so that a machine that becomes slower meanwhile is unfair to nobody.
+// The value in force always comes into the final, where earlier samples do not count: they favour
+// whom luck has brought there. It is replaced when the other one wins all pairs of samples but
+// kMostLost (a sign test: of two that are equally good one time in 16; one sample may be spoilt by
+// something else) and by kMargin in the median.
 class GridSearch {
  public:
-  static constexpr size_t kRoundSamples = 6;  // about so many make a round
+  static constexpr size_t kRoundSamples = 6;  // about so many make a round before the final
+  static constexpr size_t kFinalPairs = 7;
+  static constexpr size_t kMostLost = 1;
+  static constexpr size_t kLeastPairs = 3;  // decide, all won, when the samples are used up
   static constexpr double kMargin = 0.02;
 
   using Point = std::vector<size_t>;  // the number of a value, by axis
@@ -46,7 +51,7 @@ class GridSearch {
   void StartAxis(size_t axis);
   void StartRound();
   void EndRound();
-  void DecideAxis();
+  void DecideFinal();
   void Aim();
 
   const std::vector<size_t> lengths_;
@@ -55,7 +60,7 @@ class GridSearch {
   size_t left_;
 
   size_t axis_ = 0;
-  std::vector<Rival> rivals_;  // what is left of the axis
+  std::vector<Rival> rivals_;  // what is left of the axis; two are in the final
   std::vector<size_t> turns_;  // of the round: positions in rivals_
   size_t turn_ = 0;
 };
