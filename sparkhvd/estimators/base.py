@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -37,7 +37,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.backend import run_ranks
 from sparkhvd.estimators.checkpoint import Checkpoint
-from sparkhvd.estimators.contradictions import cache_of, check
+from sparkhvd.estimators.contradictions import cache_of, check, check_run_ids, check_watched
 from sparkhvd.estimators.describe import description
 from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.identity import run_id_by_content
@@ -63,6 +63,7 @@ from sparkhvd.estimators.worker import (
 from sparkhvd.store import Store, layout
 
 if TYPE_CHECKING:
+    from pyspark.ml.param import Param
     from pyspark.sql import DataFrame, SparkSession
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         params = self._checked_values()
+        check_watched(params, held_out=params["validation"] is not None)
         selection = _selection(dataset, params)
         self._check_schema(params, selection.schema)
         spark = dataset.sparkSession
@@ -103,6 +105,19 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
             return self._fit_rows(spark, params, data.store, data.manifest, params["reader"])
 
+    def fitMultiple(  # noqa: N802  (pyspark's name)
+        self,
+        dataset: DataFrame,
+        paramMaps: Sequence[Mapping[Param[Any], Any]],  # noqa: N803  (pyspark's name)
+    ) -> Iterator[tuple[int, TrainedModel]]:
+        """What ``fit(df, [params, ...])`` and Spark ML's tuning call: the models, with the places of their maps.
+
+        Raises:
+            ParamError: a fit has a ``run_id``, which the others, or those on other rows, would go on with.
+        """
+        check_run_ids(self.copy(given).getOrDefault("run_id") for given in paramMaps)  # type: ignore[arg-type]
+        return super().fitMultiple(dataset, paramMaps)  # type: ignore[arg-type]
+
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
         """Put a few rows through the model, on the driver; which columns went where and what came out, in words.
 
@@ -111,6 +126,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             DataError: they cannot be trained on.
         """
         params, plugin = self._checked_values(), find_plugin(self.plugin)
+        check_watched(params, held_out=params["validation"] is not None)
         selection = _selection(dataset, params)
         self._check_schema(params, selection.schema)
         schema, arrays = sampled(dataset, selection, rows)
@@ -179,6 +195,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         self._settle(spark, values)
         access = Access(values["store"], told=partial(told_by_spark, spark=spark))
         files = existing_rows(values, dataset_idx, path, validation_path, reader, access=access)
+        check_watched(values, held_out=files.manifest.validation is not None)
         self._check_schema(values, files.manifest.schema)
         return self._fit_rows(spark, values, files.store, files.manifest, reader)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparkhvd.data.user_loaders import loads_rows
@@ -32,10 +32,40 @@ def check(params: Mapping[str, Any]) -> None:
         _refuse_what_needs_own_readers(params, "reader='petastorm'", "reader")
     if loads_rows(params["data_module"]):
         _refuse_what_needs_own_readers(params, "data_module", "data_module")
-    for name in ("early_stopping", "checkpoints"):
-        watched = getattr(params[name], "monitor", None) or getattr(params[name], "best", None)
-        if watched is not None and watched.startswith("val_") and params["validation"] is None:
-            raise ParamError(f"{name} watches {watched!r}, but nothing is held out to validate with; give validation=.")
+
+
+def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
+    """Refuse to watch what is measured on validation rows where there are none.
+
+    Raises:
+        ParamError: the message names who watches what.
+    """
+    if held_out:
+        return
+    by_callback = params.get("checkpoint_callback") is not None
+    for name, watched in (
+        ("early_stopping", getattr(params["early_stopping"], "monitor", None)),
+        ("checkpoint_callback" if by_callback else "checkpoints", params["checkpoints"].best),
+    ):
+        if watched is not None and watched.startswith("val_"):
+            raise ParamError(
+                f"{name} watches {watched!r}, but nothing is held out to validate with; give validation=, or files "
+                "that have validation rows."
+            )
+
+
+def check_run_ids(run_ids: Iterable[str | None]) -> None:
+    """Refuse to give several fits, possibly on different rows, the name of one run.
+
+    Raises:
+        ParamError: one of the fits has a run_id.
+    """
+    for run_id in run_ids:
+        if run_id is not None:
+            raise ParamError(
+                f"run_id={run_id!r} would make every one of several fits go on from the checkpoints of the one before. "
+                "Leave run_id out, so that each has a run of its own; or call fit(df, params) once for each map."
+            )
 
 
 def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:

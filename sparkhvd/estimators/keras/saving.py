@@ -86,11 +86,6 @@ def with_callback(params: Mapping[str, Any]) -> dict[str, Any]:
             f"checkpoint_callback takes the best {watched.best!r} ({watched.mode}) and checkpoints the best "
             f"{policy.best!r} ({policy.mode}); leave one of them out."
         )
-    if callback.monitor.startswith("val_") and params["validation"] is None:
-        raise ParamError(
-            f"checkpoint_callback watches {callback.monitor!r}, but nothing is held out to validate with; give "
-            "validation=."
-        )
     return {**params, "checkpoints": watched}
 
 

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sparkhvd import LightningEstimator
 from sparkhvd.data import DataModule
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import SparkBackend
 from sparkhvd.estimators.base import _loader_of_rows
-from sparkhvd.estimators.contradictions import check
+from sparkhvd.estimators.contradictions import check, check_watched
 from sparkhvd.estimators.params import EstimatorParams
-from sparkhvd.estimators.policies import Checkpoints
+from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.torch import TorchEstimator
 
 
@@ -101,3 +102,27 @@ def test_what_data_module_takes_depends_on_the_framework():
         LightningEstimator(data_module=3)
     with pytest.raises(ParamError, match=r"must be a class made from sparkhvd\.data\.DataModule"):
         TorchEstimator(data_module=made_by_lightning)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"early_stopping": EarlyStopping("val_loss")}, "early_stopping watches 'val_loss', but nothing is held out"),
+        ({"checkpoints": Checkpoints(best="val_accuracy")}, "checkpoints watches 'val_accuracy', but nothing is held"),
+    ],
+)
+def test_validation_may_be_watched_where_the_files_have_validation_rows(given, message):
+    fixed = {"model": torch.nn.Linear(1, 1), "loss": len, "feature_cols": ["x"], "label_cols": ["y"]}
+    optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
+    values = TorchEstimator(**fixed, optimizer=optimizer, **given)._checked_values()
+    check_watched(values, held_out=True)
+    with pytest.raises(ParamError, match=message):
+        check_watched(values, held_out=False)
+
+
+def test_several_fits_never_share_one_run():
+    named, other = TorchEstimator(run_id="r"), TorchEstimator()
+    for estimator, given in ((named, {}), (other, {other.run_id: "r"})):
+        with pytest.raises(ParamError, match="run_id='r' would make every one of several fits go on from"):
+            estimator.fitMultiple(object(), [given])
+    assert hasattr(TorchEstimator().fitMultiple(object(), [{}, {}]), "__next__"), "nothing is fitted yet"

@@ -12,6 +12,7 @@ import sparkhvd.keras as hvd
 from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema, columns
 from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.estimators.contradictions import check_watched
 from sparkhvd.estimators.history import EpochRecord, averaged
 from sparkhvd.estimators.keras import KerasEstimator, artifact
 from sparkhvd.estimators.keras.plugin import PLUGIN
@@ -319,11 +320,17 @@ def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
     assert values_with(best)["checkpoints"] == Checkpoints(best="mine", mode="max")
 
 
+def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
+    values = values_with(BestModelCheckpoint())
+    check_watched(values, held_out=True)
+    with pytest.raises(ParamError, match="checkpoint_callback watches 'val_loss', but nothing is held out"):
+        check_watched(values, held_out=False)
+
+
 @pytest.mark.parametrize(
     ("callback", "more", "message"),
     [
         (keras.callbacks.EarlyStopping(), {}, "must be a keras.callbacks.ModelCheckpoint"),
-        (BestModelCheckpoint(), {}, "watches 'val_loss', but nothing is held out"),
         (BestModelCheckpoint(monitor="mine"), {}, "Give the callback mode='min' or mode='max'"),
         (BestModelCheckpoint(monitor="loss"), {"checkpoints": Checkpoints(best="mae")}, "leave one of them out"),
         (keras.callbacks.ModelCheckpoint("x.keras"), {}, "keeps its files in a Store, but none is given"),
