@@ -43,5 +43,8 @@ class BatchSource(Protocol):
     def rows(self) -> int:
         """Rows of the split over all ranks."""
 
+    def has_rows(self, step: int) -> bool:
+        """Whether this rank certainly has rows in a step (from 0) of every epoch."""
+
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of epoch ``number`` (from 0), from a step on. Closing it ends the prefetching at once."""

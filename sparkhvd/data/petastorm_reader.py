@@ -87,6 +87,10 @@ class PetastormSource:
         """Rows of the split over all ranks."""
         return sum(self._blocks)
 
+    def has_rows(self, step: int) -> bool:
+        """Whether this rank has rows in a step of every epoch."""
+        return self._rows_in(step, self._rank) > 0
+
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of epoch ``number`` (from 0), or those from a step on.
 

@@ -7,8 +7,8 @@ is a part of its window's memory wherever that allows, so most rows are moved on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from sparkhvd.data.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.plan import Piece, Plan, RowIds, SharedBlocks, Window
 from sparkhvd.data.recycled import Recycled
+from sparkhvd.data.row_stream import RowStream
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.store.protocol import Store
@@ -60,6 +61,8 @@ class Reading:
         threads: how many threads decode.
         timeout: seconds to wait for one batch.
         transformation: makes the columns of a batch into other columns with as many rows; called by a reader thread.
+        made: the columns that the transformation makes, where they are known: what a batch without rows has then, for
+            which it cannot be called.
         cache: ``memory`` or ``disk`` keeps this rank's rows near it after they were read once; it then has the same
             rows in every epoch.
         cache_folder: where files of the cache go; empty takes Spark's local folder.
@@ -70,6 +73,7 @@ class Reading:
     threads: int = THREADS
     timeout: float = READ_TIMEOUT
     transformation: Transformation | None = None
+    made: DataSchema | None = None
     cache: str | None = None
     cache_folder: str = ""
 
@@ -110,18 +114,30 @@ class RowSource:
 
     @property
     def schema(self) -> DataSchema:
-        """The columns as they are read; a transformation may make others of them."""
-        return self._schema
+        """The columns of every batch; as they are read, where it is not known what a transformation makes of them."""
+        return self._reading.made or self._schema
 
     @property
     def plan(self) -> Plan:
         """The plan that the batches follow; ``plan.global_batches(epoch)`` tells the order of rows over all ranks."""
         return self._plan
 
-    @property
-    def transformation(self) -> Transformation | None:
-        """What makes other columns of them."""
-        return self._reading.transformation
+    @cached_property
+    def sample(self) -> Arrays:
+        """A row as it will come: the first one, transformed; a made-up one where no transformation wants to see it."""
+        function = self._reading.transformation
+        if function is None:
+            return self._first_row()
+        return {name: np.asarray(array) for name, array in function(self._first_row()).items()}
+
+    def _first_row(self) -> Arrays:
+        return {column.name: columns.blank(column, 1) for column in self._schema.columns}
+
+    def _nothing(self) -> Arrays:
+        """The columns of a batch without rows."""
+        if self._reading.transformation is not None and self._reading.made is None:
+            return {name: array[:0].copy() for name, array in self.sample.items()}
+        return {column.name: columns.empty(column, 0) for column in self.schema.columns}
 
     def steps(self) -> int:
         """Steps per epoch, the same on every rank and in every epoch."""
@@ -130,6 +146,10 @@ class RowSource:
     def rows(self) -> int:
         """Rows of the split over all ranks."""
         return self._plan.total_rows
+
+    def has_rows(self, step: int) -> bool:
+        """Whether this rank has rows in a step of every epoch."""
+        return self._plan.rows_in(self._rank, step) > 0
 
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of epoch ``number`` (from 0). Closing the iterator ends the prefetching at once.
@@ -160,7 +180,7 @@ class RowSource:
             jobs, limit=share, threads=reading.threads, name=name, timeout=reading.timeout, waiting_for=wait_for
         )
         windows = self._plan.windows(self._rank, number, first_step)
-        cut = partial(_groups, windows, chunks, self._schema, reading.transformation)
+        cut = partial(_groups, windows, chunks, self._schema, reading.transformation, self._nothing)
         groups = Ahead([cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for)
         try:
             for group in groups:
@@ -220,11 +240,15 @@ class ParquetSource(RowSource):
             return cache.CachedBlocks(found, plan.shard(world.rank), keep, kept)
 
         super().__init__(schema, plan, world.rank, blocks, reading)
+        self._head = partial(head, store, manifest, 1, split)
+
+    def _first_row(self) -> Arrays:
+        return super()._first_row() if self._reading.transformation is None else self._head()
 
 
-def head(store: Store, manifest: Manifest, rows: int) -> Arrays:
-    """The first training rows (at most ``rows``) by column, for checks on the driver."""
-    schema, split = manifest.schema, manifest.train
+def head(store: Store, manifest: Manifest, rows: int, of: SplitName = "train") -> Arrays:
+    """The first rows (at most ``rows``) of a split by column."""
+    schema, split = manifest.schema, manifest.split(of)
     blocks = ParquetBlocks(store, manifest.folder, split, columns.stored_names(schema), rows)
     parts: list[Arrays] = []
     for block, available in enumerate(split.block_rows()):
@@ -265,10 +289,14 @@ def _owned(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
 
 
 def _groups(
-    windows: Iterator[Window], chunks: Ahead[Arrays], schema: DataSchema, transformation: Transformation | None
+    windows: Iterator[Window],
+    chunks: Ahead[Arrays],
+    schema: DataSchema,
+    transformation: Transformation | None,
+    nothing: Callable[[], Arrays],
 ) -> Iterator[tuple[list[Batch], int]]:
     """The batches of all windows, in groups, with their bytes."""
-    rows = _Rows(iter(chunks))
+    rows = RowStream(iter(chunks))
     row_bytes = columns.row_bytes(schema)
     group: list[Batch] = []
     memory = Recycled(schema)
@@ -279,7 +307,8 @@ def _groups(
                 group.append(batch)
                 size += batch.rows * row_bytes
             else:
-                group.append(_transformed(batch, transformation))
+                made = _transformed(batch, transformation) if batch.rows else replace(batch, columns=nothing())
+                group.append(made)
                 size += sum(array.nbytes for array in group[-1].columns.values())
             if size >= _GROUP_BYTES:
                 yield group, size
@@ -288,7 +317,7 @@ def _groups(
         yield group, size
 
 
-def _cut(window: Window, rows: _Rows, schema: DataSchema, memory: Recycled) -> Iterator[Batch]:
+def _cut(window: Window, rows: RowStream, schema: DataSchema, memory: Recycled) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
@@ -300,7 +329,7 @@ def _cut(window: Window, rows: _Rows, schema: DataSchema, memory: Recycled) -> I
         yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
 
 
-def _shuffled(window: Window, order: RowIds, rows: _Rows, schema: DataSchema, memory: Recycled) -> Arrays:
+def _shuffled(window: Window, order: RowIds, rows: RowStream, schema: DataSchema, memory: Recycled) -> Arrays:
     """The rows of a window in its order."""
     parts = list(rows.parts(sum(piece.rows for piece in window.pieces)))
     # Column by column, so that what has been mixed is let go before the next one.
@@ -361,7 +390,7 @@ def _together(parts: list[npt.NDArray[np.generic]], name: str, schema: DataSchem
 
 
 def _transformed(batch: Batch, transformation: Transformation) -> Batch:
-    found = transformation(batch.columns) if batch.rows else batch.columns
+    found = transformation(batch.columns)
     for name, array in found.items():
         if len(array) != batch.rows:
             raise DataError(
@@ -369,27 +398,3 @@ def _transformed(batch: Batch, transformation: Transformation) -> Batch:
                 "change columns but not the number of rows."
             )
     return Batch({name: np.ascontiguousarray(array) for name, array in found.items()}, batch.rows, batch.global_rows)
-
-
-class _Rows:
-    """Rows one after the other, from chunks of any size."""
-
-    def __init__(self, chunks: Iterator[Arrays]) -> None:
-        self._chunks = chunks
-        self._chunk: Arrays = {}
-        self._at = self._end = 0  # what is left of the chunk
-
-    def parts(self, rows: int) -> Iterator[Arrays]:
-        """The next rows, in as many parts as they come in."""
-        while rows > 0:
-            if self._at == self._end:
-                chunk = next(self._chunks, None)
-                if chunk is None:
-                    raise DataError(f"The reader ended {rows} rows before the end of the plan.")
-                self._chunk, self._at = chunk, 0
-                self._end = len(next(iter(chunk.values())))
-            stop = min(self._at + rows, self._end)
-            part = {name: array[self._at : stop] for name, array in self._chunk.items()}
-            rows -= stop - self._at
-            self._at = stop
-            yield part

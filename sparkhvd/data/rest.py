@@ -61,6 +61,10 @@ class RestOfEpoch:
         """Rows of the split over all ranks."""
         return self.whole.rows()
 
+    def has_rows(self, step: int) -> bool:
+        """Whether this rank certainly has rows in a step: the epoch that was begun has others than the whole ones."""
+        return step < len(self._part(self.world.rank)) and self.whole.has_rows(step)
+
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from a step on."""
         if number != self.epoch_begun:

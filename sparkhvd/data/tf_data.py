@@ -12,7 +12,7 @@ from sparkhvd.data import columns
 from sparkhvd.errors import SchemaError
 
 if TYPE_CHECKING:
-    from sparkhvd.data.readers import Arrays, RowSource
+    from sparkhvd.data.readers import RowSource
 
 
 def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
@@ -24,18 +24,11 @@ def dataset(source: RowSource, epochs: int) -> tf.data.Dataset:
             for batch in source.epoch(epoch):
                 yield {name: _value(array, sparse.get(name)) for name, array in batch.columns.items()}
 
-    signature = {name: _spec(name, array, sparse.get(name)) for name, array in _sample(source).items()}
+    signature = {name: _spec(name, array, sparse.get(name)) for name, array in source.sample.items()}
     found = tf.data.Dataset.from_generator(batches, output_signature=signature)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return found.apply(tf.data.experimental.assert_cardinality(source.steps() * epochs)).with_options(options)
-
-
-def _sample(source: RowSource) -> Arrays:
-    """One row, as it will come."""
-    rows = {column.name: columns.blank(column, 1) for column in source.schema.columns}
-    transformation = source.transformation
-    return rows if transformation is None else transformation(rows)
 
 
 def sparse_tensor(array: np.ndarray[Any, Any], width: int, dtype: str = "float64") -> tf.SparseTensor:

@@ -182,6 +182,10 @@ class LoaderSource:
         """Not known before they are loaded."""
         return 0
 
+    def has_rows(self, step: int) -> bool:  # noqa: ARG002
+        """Not known before they are loaded."""
+        return False
+
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from a step on; ranks that have run out of them get empty ones."""
         self._loader.set_epoch(number)

@@ -49,6 +49,9 @@ class ReportingSource:
     def rows(self) -> int:
         return self.source.rows()
 
+    def has_rows(self, step: int) -> bool:
+        return self.source.has_rows(step)
+
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         return self._reporting(number, first_step)
 

@@ -201,9 +201,11 @@ class _Part:
 
 
 def _parts(spec: TrainSpec) -> tuple[_Part, _Part]:
+    # What a transformation makes of the columns is the schema that the model is trained on.
+    reading, val_reading = replace(spec.reading, made=spec.schema), replace(spec.val_reading, made=spec.schema)
     return (
-        _Part("train", spec.batch_size, spec.shuffle, spec.train_steps_per_epoch, spec.reading),
-        _Part("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, spec.val_reading),
+        _Part("train", spec.batch_size, spec.shuffle, spec.train_steps_per_epoch, reading),
+        _Part("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, val_reading),
     )
 
 
@@ -322,7 +324,7 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
             reading=part.reading,
         )
 
-    train, validation = _parts(job.spec)
+    train, validation = _parts(replace(job.spec, schema=trained_on))
     return Rows(trained_on, source(train), None if selection.validation is None else source(validation), shapes)
 
 

@@ -105,6 +105,10 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         """Whether a batch of the epoch is the last one of a step."""
         return (index + 1) % self._passes == 0 or index + 1 == len(self)
 
+    def may_be_empty(self, index: int) -> bool:
+        """Whether this rank could have no rows in a step of the epoch; known before that is read."""
+        return not self._source.has_rows(self.first_step + index)
+
     def was_empty(self, index: int) -> bool:
         """Whether this rank had no rows in a step of the epoch."""
         with self._lock:

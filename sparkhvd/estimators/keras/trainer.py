@@ -202,9 +202,9 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         logs.update(zip(names, (totals[0] / np.maximum(totals[1], 1)).tolist(), strict=True))
 
     def _keep(self, batch: int, data: BatchDataset) -> None:
-        """Only the last step can be empty."""
+        """What an empty step must leave as it was; a copy costs time, so only of steps that could be empty."""
         self._kept = []
-        if batch == len(data) - 1:
+        if data.may_be_empty(batch):
             model = self.model
             own = [variable for variable in model.non_trainable_variables if id(variable) not in self._shared]
             found = [*model.metrics_variables, *own]

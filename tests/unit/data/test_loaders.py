@@ -263,3 +263,19 @@ def test_tensorflow_gets_the_same_batches_epoch_by_epoch(folder, sparse, tmp_pat
 def test_the_schema_of_these_tests_has_all_columns(folder):
     (batch,) = torch_loader(str(folder), 300, columns=SCHEMA.names())
     assert list(batch) == SCHEMA.names()
+
+
+def test_a_transformation_makes_the_same_columns_of_batches_without_rows(tmp_path):
+    """The function cannot be called for these."""
+    parquet.write_table(pa.table({"words": ["1", "20", "3", "4"], "id": [0, 1, 2, 3]}), tmp_path / "texts.parquet")
+
+    def numbers(columns):
+        return {"words": np.array([[len(text), int(text)] for text in columns["words"]], np.float32)}
+
+    options = {"shuffle": False, "transformation_fn": numbers}
+    ranks = [torch_loader(str(tmp_path / "texts.parquet"), 1, rank=rank, size=3, **options) for rank in range(3)]
+    shapes = [[(list(batch), batch["words"].shape, batch["words"].dtype) for batch in loader] for loader in ranks]
+    full, empty = ((["words"], (rows, 2), torch.float32) for rows in (1, 0))
+    assert shapes == [[full, full], [full, empty], [full, empty]]
+    (batch,) = torch_loader(str(tmp_path / "texts.parquet"), 1, rank=4, size=5, **options)
+    assert (list(batch), batch["words"].shape, batch["words"].dtype) == empty, "a rank without any rows"

@@ -251,3 +251,16 @@ def test_a_schema_without_shapes_and_wrong_numbers_are_refused(store, make_datas
     unknown = DataSchema((ColumnSpec("a.b", "float32", None, "feature", "array"),))
     with pytest.raises(DataError, match=r"The shape of column 'a.b' is not known"):
         source_of(store, make_dataset(dataset_id="e", schema=SCHEMA.replaced(unknown.columns)))
+
+
+def test_a_batch_without_rows_has_the_columns_that_the_transformation_is_known_to_make(store, make_dataset):
+    made = DataSchema((ColumnSpec("id", "float32", (2,), "feature", "array"),))
+
+    def never(columns):
+        raise AssertionError("there are no rows to transform")
+
+    source = source_of(store, make_dataset(((4,),)), rank=4, size=5, batch=1, transformation=never, made=made)
+    (batch,) = source.epoch(0)
+    assert (batch.rows, source.schema) == (0, made)
+    assert {name: (array.shape, array.dtype) for name, array in batch.columns.items()} == {"id": ((0, 2), "float32")}
+    assert not source.has_rows(0)

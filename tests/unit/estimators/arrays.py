@@ -34,6 +34,9 @@ class ArraySource:
     def rows(self) -> int:
         return sum(self.everyones)
 
+    def has_rows(self, step: int) -> bool:
+        return bool(self.mine[step])
+
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         for rows, together in list(zip(self.mine, self.everyones, strict=True))[first_step:]:
             yield Batch({name: array[rows] for name, array in self.columns.items()}, len(rows), together)

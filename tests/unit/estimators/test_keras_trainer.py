@@ -31,6 +31,7 @@ WEIGHTED = schema(
 EVEN = [(4, 4)] * 10
 PARTIAL_END = [(4, 4)] * 9 + [(2, 1)]
 EMPTY_END = [(4, 4)] * 9 + [(1, 0)]
+EMPTY_WITHIN = [(4, 4)] * 4 + [(8, 0)] + [(4, 4)] * 4 + [(0, 8)] + [(4, 4)]
 
 
 @pytest.fixture(scope="module", params=["tensorflow", "torch"])
@@ -123,6 +124,7 @@ def train_plainly(sizes, weighted, passes=1):
         *((sizes, weighted, 1) for sizes in (EVEN, PARTIAL_END, EMPTY_END) for weighted in (False, True)),
         (PARTIAL_END, False, 2),
         (EMPTY_END, True, 3),
+        (EMPTY_WITHIN, False, 1),
     ],
 )
 def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
