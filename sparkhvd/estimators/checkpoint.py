@@ -107,6 +107,12 @@ def path_of(store: Store, run_id: str, epoch: int) -> str:
     return path
 
 
+def ended(store: Store, run_id: str) -> frozenset[int]:
+    """The epochs of a run whose ends are kept."""
+    places = map(layout.checkpoint_place, _paths(store, run_id))
+    return frozenset(place[0] for place in places if place is not None and place[1] == float("inf"))
+
+
 def latest(store: Store, run_id: str) -> str | None:
     """The path of a run's last checkpoint; None where there is none."""
     return max(_paths(store, run_id), key=layout.checkpoint_place, default=None)  # type: ignore[arg-type]  # none is None

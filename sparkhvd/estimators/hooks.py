@@ -44,14 +44,17 @@ class RunHooks:
         self._spec = spec
         self._communicator = communicator
         self._division = division
-        self.resumed = None if store is None else _resumed(store, run_id, communicator)
+        found = None if store is None else _resumed(store, run_id, communicator)
+        self.resumed, kept = (None, frozenset()) if found is None else found
         self.history: list[EpochRecord] = [] if self.resumed is None else list(self.resumed.history)
+        self._gone = frozenset(range(len(self.history))) - kept  # epochs of earlier fits without a checkpoint
         self.first_epoch_batches: int | None = None
         self._redealt = False
         self._last_step = 0 if self.within is None else self.within.step
         self._best: tuple[int, bytes] | None = None  # without a Store, on rank 0
         if self.resumed is not None and communicator.world.rank == 0:
             _say_where_it_continues(run_id, self.resumed, spec.epochs)
+        self._say_whether_the_best_is_gone()
 
     @property
     def first_epoch(self) -> int:
@@ -121,7 +124,7 @@ class RunHooks:
         self.history.append(record)
         self._last_step = 0
         wants_end = report.on_record is not None and report.on_record(record)
-        best = self._spec.checkpoints.best_epoch(self.history)
+        best = self._best_epoch()
         if self._communicator.world.rank == 0:
             logger.info("%s", record.line(self._spec.epochs))
             self._keep(record.epoch, best, trainer)
@@ -142,7 +145,7 @@ class RunHooks:
 
     def restore_best(self, trainer: Trainer) -> None:
         """Make the trainer's model that of the best epoch, where that one is asked for; on rank 0."""
-        best = self._spec.checkpoints.best_epoch(self.history)
+        best = self._best_epoch()
         if best is None or best == len(self.history) - 1:
             return
         if self._best is not None and self._best[0] == best:
@@ -151,6 +154,22 @@ class RunHooks:
             path = checkpoint.path_of(self._store, self._run_id, best)
             trainer.restore(checkpoint.load(self._store, path).state)
         logger.info("the model is that of epoch %d, the best by %s", best + 1, self._spec.checkpoints.best)
+
+    def _best_epoch(self) -> int | None:
+        return self._spec.checkpoints.best_epoch(self.history, self._gone)
+
+    def _say_whether_the_best_is_gone(self) -> None:
+        policy = self._spec.checkpoints
+        best = policy.best_epoch(self.history)
+        if best in self._gone and self._communicator.world.rank == 0:
+            logger.warning(
+                "Run %s was best by %s after epoch %d, whose checkpoint has not been kept; the best of the other "
+                "epochs is taken. Give Checkpoints(best=%r) from the start of a run.",
+                self._run_id,
+                policy.best,
+                (best or 0) + 1,
+                policy.best,
+            )
 
     def _anybody(self, wants: bool, epoch: int) -> bool:
         total = self._communicator.allreduce(np.array([float(wants)]), ReduceOp.SUM, name=f"epoch {epoch} stop")
@@ -181,7 +200,7 @@ class RunHooks:
                 rank_states=tuple(own),
             )
             policy = self._spec.checkpoints
-            best = policy.best_epoch(self.history)
+            best = self._best_epoch()
             content = Checkpoint(report.epoch, self._spec.seed, tuple(self.history), trainer.state(), within)
             checkpoint.save(store, self._run_id, content, policy.keep, () if best is None else (best,))
 
@@ -202,10 +221,13 @@ def _totals(
     }
 
 
-def _resumed(store: Store, run_id: str, communicator: Communicator) -> Checkpoint | None:
-    found = checkpoint.latest(store, run_id) if communicator.world.rank == 0 else None
-    path = objects.broadcast_object(communicator, found, 0, name="checkpoint to resume")
-    return None if path is None else checkpoint.load(store, path)
+def _resumed(store: Store, run_id: str, communicator: Communicator) -> tuple[Checkpoint | None, frozenset[int]]:
+    """The checkpoint to go on from, and the epochs whose ends are kept."""
+    found: tuple[str | None, frozenset[int]] = (None, frozenset())
+    if communicator.world.rank == 0:
+        found = (checkpoint.latest(store, run_id), checkpoint.ended(store, run_id))
+    path, kept = objects.broadcast_object(communicator, found, 0, name="checkpoint to resume")
+    return None if path is None else checkpoint.load(store, path), kept
 
 
 def _say_where_it_continues(run_id: str, resumed: Checkpoint, epochs: int) -> None:

@@ -6,7 +6,7 @@ The history is the same on every rank, and so are the decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -72,15 +72,22 @@ class Checkpoints:
                 f"Checkpoints(every_steps={self.every_steps}, keep={self.keep}): both numbers are at least 1."
             )
 
-    def best_epoch(self, history: Sequence[EpochRecord]) -> int | None:
-        """The epoch whose model is returned; None for the last."""
-        return None if self.best is None else best_epoch(history, self.best, self.mode)
+    def best_epoch(self, history: Sequence[EpochRecord], gone: Collection[int] = ()) -> int | None:
+        """The epoch whose model is returned, none of those that are ``gone``; None for the last."""
+        return None if self.best is None else best_epoch(history, self.best, self.mode, gone=gone)
 
 
-def best_epoch(history: Sequence[EpochRecord], monitor: str, mode: Mode, min_delta: float = 0.0) -> int | None:
-    """The first epoch that no later one improved on by more than ``min_delta``; None while all values are NaN."""
+def best_epoch(
+    history: Sequence[EpochRecord], monitor: str, mode: Mode, min_delta: float = 0.0, gone: Collection[int] = ()
+) -> int | None:
+    """The first epoch that no later one improved on by more than ``min_delta``; None while all values are NaN.
+
+    Those that are ``gone`` do not count.
+    """
     best, value = None, math.inf
     for index, record in enumerate(history):
+        if index in gone:
+            continue
         found = measured(record, monitor) * (1 if mode == "min" else -1)
         if found < value - min_delta or (best is None and not math.isnan(found)):
             best, value = index, found

@@ -116,6 +116,22 @@ def alone():
     session.shutdown()
 
 
+def test_the_best_epoch_of_a_run_that_goes_on_is_one_whose_checkpoint_is_kept(alone, tmp_path, caplog):
+    store, trainer = Store.create(str(tmp_path)), Counting()
+
+    def train(policy, losses):
+        hooks = RunHooks(store, "run", spec(DATA, epochs=9, checkpoints=policy), alone)
+        for loss in losses:
+            trainer.now = b"epoch %d" % len(hooks.history)
+            hooks.on_epoch_end(EpochReport(len(hooks.history), {"loss": (loss, 1)}), trainer)
+        hooks.restore_best(trainer)
+
+    train(Checkpoints(), (5.0, 1.0, 4.0))
+    train(Checkpoints(best="loss"), (2.0, 3.0))
+    assert "Run run was best by loss after epoch 2, whose checkpoint has not been kept" in caplog.text
+    assert trainer.restored == b"epoch 3"
+
+
 def test_a_loss_that_is_no_number_ends_the_training_where_that_is_asked_for(alone):
     trainer = Counting()
     RunHooks(None, "r", spec(DATA), alone).on_step_end(step(3, trainer, math.nan), trainer)

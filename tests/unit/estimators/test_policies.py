@@ -41,6 +41,7 @@ def test_more_is_better_where_the_mode_says_so():
     assert best_epoch(history(3.0, 1.0, 2.0), "val_loss", "min") == 1
     assert Checkpoints(best="val_loss").best_epoch(history(2.0, 2.0)) == 0
     assert Checkpoints().best_epoch(history(2.0, 1.0)) is None
+    assert Checkpoints(best="val_loss").best_epoch(history(1.0, 3.0, 2.0), gone={0}) == 2
 
 
 def test_what_cannot_work_is_refused():
