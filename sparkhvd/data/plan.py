@@ -202,6 +202,12 @@ class Plan:
         """Number of ranks."""
         return len(self.shards.rows)
 
+    def order(self) -> tuple[bool | int, ...]:
+        """What decides, besides seed, ranks and batch size, which rows come when."""
+        if not self.shuffle:
+            return (False,)
+        return (True, isinstance(self.shards, SharedBlocks) and self.shards.keep, self.window_rows)
+
     def steps(self) -> int:
         """Steps per epoch, the same on every rank and in every epoch."""
         return self.steps_per_epoch or self._steps_per_pass

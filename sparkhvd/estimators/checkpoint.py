@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ class Within:
         step: batches of every rank that have been trained on in the epoch.
         num_proc: how many ranks there were.
         batch_size: rows of a full batch.
-        division: tells divisions of the rows into blocks apart; the next batch is known only with the same one.
+        division: tells divisions of the rows into batches apart; the next batch is known only with the same one.
         sums: the epoch's metrics so far: (sum over the rows of all ranks, rows) by name.
         rank_states: what each rank has of its own, such as the state of its random numbers.
     """
@@ -68,9 +68,14 @@ class Checkpoint:
         return self.epoch + 1 if self.within is None else self.epoch
 
 
-def division(manifest: Manifest) -> str:
-    """What tells the division of a dataset's rows into blocks from others."""
-    content = [manifest.schema.names(), manifest.train.block_rows()]
+def division(manifest: Manifest, order: Sequence[object]) -> str:
+    """What tells a division of a dataset's rows into batches from others.
+
+    Args:
+        manifest: the rows.
+        order: what decides, besides seed, ranks and batch size, which of them come when; JSON knows it.
+    """
+    content = [manifest.schema.names(), manifest.train.block_rows(), list(order)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

@@ -237,7 +237,9 @@ def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], co
     train = LoaderSource(module.train_data(), manifest.schema, "train", communicator)
     loader = module.val_data() if held_out else None
     validation = None if loader is None else LoaderSource(loader, manifest.schema, "validation", communicator)
-    return Rows(spec.schema, train, validation, [], checkpoint.division(manifest), opened)
+    return Rows(
+        spec.schema, train, validation, [], checkpoint.division(manifest, ("data module", spec.shuffle)), opened
+    )
 
 
 def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> Rows:
@@ -246,7 +248,14 @@ def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> Rows:
     validation = None if manifest.validation is None else _stored_part(stored, held_out, spec.seed, world)
     source = _stored_part(stored, train, spec.seed, world)
     # The driver has found out what a transformation makes of the columns.
-    return Rows(spec.schema, source, validation, [], checkpoint.division(manifest))
+    return Rows(spec.schema, source, validation, [], checkpoint.division(manifest, _order(source, spec)))
+
+
+def _order(source: BatchSource, spec: TrainSpec) -> tuple[object, ...]:
+    """What decides which rows come when, see ``checkpoint.division``."""
+    if not isinstance(source, ParquetSource):
+        return ("petastorm", spec.shuffle)
+    return ("native", *source.plan.order())
 
 
 def _stored_part(stored: StoredRows, part: _Part, seed: int, world: World) -> BatchSource:
@@ -279,7 +288,8 @@ def _continued(job: TrainJob, rows: Rows, hooks: RunHooks, world: World) -> Batc
         raise DataError(
             f"Run {job.run_id!r} was interrupted in epoch {hooks.resumed.epoch + 1} after step {within.step}, on rows "
             "that were divided in another way than those of now, so the next row is not known. Fit on the same rows "
-            "with the same random_seed, or choose another run_id to train anew."
+            "with the same random_seed, shuffle, reader, inmemory_cache_all and local_cache, or choose another run_id "
+            "to train anew."
         )
     if (within.num_proc, within.batch_size) == (world.size, job.spec.batch_size):
         return train

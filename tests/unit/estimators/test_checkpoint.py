@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
+from sparkhvd.data.existing import open_existing
+from sparkhvd.data.readers import Reading
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.checkpoint import Checkpoint
 from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.worker import StoredRows, _stored_rows
 from sparkhvd.store import Store, layout
+from sparkhvd.world import World
+from tests.unit.estimators.arrays import spec
 
 
 @pytest.fixture
@@ -73,3 +80,20 @@ def test_fetched_files_are_removed_at_the_end(store, tmp_path):
     with files.fetched(store, written) as folder:
         assert {file.name: file.read_bytes() for file in folder.iterdir()} == {"one": b"1", "two": b"2"}
     assert not folder.exists()
+
+
+def test_what_changes_the_order_of_rows_makes_another_division_of_them(tmp_path):
+    (tmp_path / "rows").mkdir()
+    parquet.write_table(pa.table({"x": [1.0] * 9, "y": [2.0] * 9}), tmp_path / "rows" / "one.parquet", row_group_size=3)
+    files = open_existing(str(tmp_path / "rows"), feature_cols=["x"], label_cols=["y"])
+
+    def division(**how):
+        data = files.manifest.schema
+        return _stored_rows(StoredRows(files.store, files.manifest), spec(data, **how), World(rank=0, size=1)).division
+
+    memory, disk = Reading(cache="memory"), Reading(cache="disk")
+    found = [division(), division(reading=memory), division(shuffle=False), division(reading=Reading(window_bytes=40))]
+    assert len(set(found)) == 4, found
+    assert division(epochs=5) == found[0]
+    assert division(reading=disk) == found[1], "where the rows are kept does not matter"
+    assert division(reading=memory, shuffle=False) == found[2], "without shuffling a cache changes nothing"
