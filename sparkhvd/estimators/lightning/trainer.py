@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
 from sparkhvd.world import World
+
+logger = logging.getLogger(__name__)
 
 
 class LightningTrainer:
@@ -145,21 +148,35 @@ class LightningTrainer:
         """On rank 0: the best model, where the user's ModelCheckpoint looks for it, and the files of loggers."""
         if self._world.rank != 0:
             return
-        for callback in trainer.checkpoint_callbacks:
-            best = getattr(callback, "best_model_path", "")
-            if getattr(callback, "monitor", None) is not None and best:
-                self._take_weights(Path(best).read_bytes())
-                break
-        written = [file for logger in trainer.loggers if logger.log_dir for file in Path(logger.log_dir).rglob("*")]
+        best = best_file(trainer.checkpoint_callbacks)
+        if best is not None:
+            self._take_weights(best.read_bytes())
+        written = [file for each in trainer.loggers if each.log_dir for file in Path(each.log_dir).rglob("*")]
         if any(file.resolve().is_relative_to(folder.resolve()) for file in written):
             with tempfile.TemporaryDirectory(prefix="sparkhvd-logs-") as packed:
-                for logger in trainer.loggers:
-                    source = Path(logger.log_dir or "").resolve()
-                    if logger.log_dir and source.is_relative_to(folder.resolve()) and source.is_dir():
+                for each in trainer.loggers:
+                    source = Path(each.log_dir or "").resolve()
+                    if each.log_dir and source.is_relative_to(folder.resolve()) and source.is_dir():
                         relative = source.relative_to(folder.resolve())
                         shutil.copytree(source, Path(packed) / "logs" / relative, dirs_exist_ok=True)
                 archive = shutil.make_archive(str(Path(packed) / "packed"), "zip", Path(packed) / "logs")
                 self._logs = Path(archive).read_bytes()
+
+
+def best_file(callbacks: Sequence[Any]) -> Path | None:
+    """The best model that a user's ``ModelCheckpoint(monitor=...)`` has kept; None where the last one is returned.
+
+    A run that goes on may name a file that went with the folder of the process that made it.
+    """
+    named = [getattr(each, "best_model_path", "") for each in callbacks if getattr(each, "monitor", None) is not None]
+    found = next((Path(path) for path in named if path and Path(path).is_file()), None)
+    if found is None and any(named):
+        logger.warning(
+            "The best model by ModelCheckpoint(monitor=...) was %s, made before the run went on, and is not here any "
+            "more; the last epoch's model is returned. Checkpoints(best=...) keeps the best one in the Store.",
+            next(path for path in named if path),
+        )
+    return found
 
 
 @contextlib.contextmanager
