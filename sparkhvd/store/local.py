@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
+import stat
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from sparkhvd.errors import StoreError
 from sparkhvd.store.places import LEFTOVER_SECONDS, UNFINISHED, Places, root_of
@@ -20,6 +22,11 @@ from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
     from pyarrow import fs
+
+T = TypeVar("T")
+
+_TRIES = 100
+_RACED = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EISDIR, None})
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,7 @@ class LocalStore(Store):
             if mode == "rb":
                 return target.open("rb")
             if mode == "wb":
-                target.parent.mkdir(parents=True, exist_ok=True)
-                return _UnfinishedFile(target, self._shown(path))
+                return _insisting(lambda: _UnfinishedFile(_with_folder(target), self._shown(path)))
         raise StoreError(f"Cannot open {self._shown(path)} with mode {mode!r}; a Store knows 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
@@ -105,31 +111,21 @@ class LocalStore(Store):
     def publish(self, path: str, content: bytes) -> None:
         target = self._file(path)
         with _reporting("publish", self._shown(path)):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = _unfinished_name(target)
             try:
-                with temporary.open("xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                self._give_name(temporary, target)
+                _insisting(lambda: self._publish(_with_folder(target), content))
             except FileExistsError as error:
                 raise StoreError(
                     f"Cannot publish {self._shown(path)}: it exists already, and published files are never changed. "
                     "Use another id, or delete it first."
                 ) from error
-            finally:
-                temporary.unlink(missing_ok=True)
-            _sync_folder(target.parent)
+            with suppress(FileNotFoundError):  # another has removed it already
+                _sync_folder(target.parent)
             _remove_leftovers(target.parent)
 
     def delete(self, path: str) -> None:
         target = self._file(path)
         with _reporting("delete", self._shown(path)), suppress(FileNotFoundError):
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
-            else:
-                target.unlink()
+            _remove(target)
 
     def spark_url(self, path: str) -> str:
         return self._shown(path)
@@ -157,6 +153,17 @@ class LocalStore(Store):
     def _shown(self, path: str) -> str:
         return f"file://{self._file(path)}"
 
+    def _publish(self, target: Path, content: bytes) -> None:
+        temporary = _unfinished_name(target)
+        try:
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            self._give_name(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
     def _give_name(self, temporary: Path, target: Path) -> None:
         """Name a file, or ``FileExistsError`` when another has that name: a link does that, unlike a rename."""
         os.link(temporary, target)
@@ -168,8 +175,9 @@ class _UnfinishedFile(io.BufferedWriter):
     def __init__(self, target: Path, url: str) -> None:
         self._target = target
         self._url = url
-        self._temporary = _unfinished_name(target)
-        super().__init__(io.FileIO(self._temporary, "xb"))
+        temporary = _unfinished_name(target)
+        super().__init__(io.FileIO(temporary, "xb"))
+        self._temporary = temporary  # which says that there is something to close
 
     def write(self, content: Any) -> int:  # whatever has a buffer
         try:
@@ -227,6 +235,40 @@ def absolute_path(path_or_url: str) -> str:
     if not path.strip():
         raise StoreError(f"{path_or_url!r} names no folder; a Store needs a path such as /mnt/shared/experiments.")
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111  (Path.absolute keeps '..')
+
+
+def _insisting(write: Callable[[], T]) -> T:
+    """Write again when others removed the folder meanwhile."""
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):
+            return write()
+    return write()
+
+
+def _remove(target: Path) -> None:
+    """Remove what is there, also when others write to it or remove it, too."""
+    for attempt in range(_TRIES):
+        try:
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            else:
+                target.unlink()
+        except OSError as error:
+            # rmtree has no number for a folder that another one has taken the place of.
+            if error.errno not in _RACED or attempt == _TRIES - 1:
+                raise
+        if not os.path.lexists(target):
+            return
+
+
+def _with_folder(target: Path) -> Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # pathlib also says so of a folder that is gone when it looks again.
+        if not stat.S_ISDIR(target.parent.stat().st_mode):
+            raise
+    return target
 
 
 def _unfinished_name(target: Path) -> Path:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,34 @@ def test_arrow_maps_files_into_memory(tmp_path):
     filesystem, path = LocalStore(str(tmp_path)).arrow("x")
     assert filesystem.equals(fs.LocalFileSystem(use_mmap=True))
     assert path == f"{tmp_path}/x"
+
+
+def test_writers_are_not_disturbed_by_others_who_remove_the_folder(tmp_path):
+    store = Store.create(str(tmp_path))
+    failed, ended = [], threading.Event()
+
+    def write(writer):
+        try:
+            for number in range(150):
+                store.publish(f"leases/one/{writer}-{number}", b"x")
+                store.open(f"leases/one/{writer}", "wb")._discard()
+        except StoreError as error:
+            failed.append(error)
+
+    def remove():
+        try:
+            while not ended.wait(0.01):
+                store.delete("leases/one")
+        except StoreError as error:
+            failed.append(error)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(3)]
+    removers = [threading.Thread(target=remove) for _ in range(2)]
+    for thread in (*writers, *removers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    ended.set()
+    for thread in removers:
+        thread.join()
+    assert failed == []
