@@ -52,13 +52,33 @@ def reduce_buffer(
     return channel.handle(*_submitted("allreduce", channel, source, target, reduction, way))
 
 
-def reduce_in_place(
-    me: HasChannels, buffer: Buffer, result: T, reduction: Reduction = _MEAN, way: Way = _ANY
+def reduce_in_place(  # noqa: PLR0917  the way of most tensors: records would cost more than the rest of the call
+    me: HasChannels,
+    address: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    owner: T,
+    op: str,
+    prescale: float,
+    postscale: float,
+    name: str | None,
+    process_set: ProcessSet | None,
+    with_waiter: bool,
 ) -> Handle[T]:
-    """Start an allreduce within ``buffer``; the handle brings ``result``, which is what owns it, say."""
-    channel = me.channel(way.process_set)
-    name, operation = _submitted("allreduce", channel, buffer, buffer, reduction, way)
-    return Handle(name, operation, channel.timeout, result)
+    """Start an allreduce within some memory; the handle brings its owner.
+
+    The arguments are the fields of a ``Buffer``, a ``Reduction`` and a ``Way``, one by one.
+    """
+    channel = me.channel(process_set)
+    if name is None:
+        name = channel.named("allreduce", None)
+    try:
+        operation = channel.engine.allreduce(
+            name, address, address, shape, dtype, op, prescale, postscale, owner, with_waiter
+        )
+    except CoreError as error:
+        raise translate(error) from error
+    return Handle(name, operation, channel.timeout, owner)
 
 
 def reduce_buffers(me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, way: Way = _ANY) -> Handle[None]:

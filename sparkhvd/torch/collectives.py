@@ -43,7 +43,7 @@ def allreduce(
         postscale_factor: multiplies the result; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(_chosen(average, op), prescale_factor, postscale_factor)
+    asked = Reduction(chosen(average, op), prescale_factor, postscale_factor)
     return Call(Allreduce((tensor,), asked, Way(name, process_set), compression), first)
 
 
@@ -70,7 +70,7 @@ def grouped_allreduce(
         postscale_factor: multiplies the results; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(_chosen(average, op), prescale_factor, postscale_factor)
+    asked = Reduction(chosen(average, op), prescale_factor, postscale_factor)
     return Call(Allreduce(_some(tensors), asked, Way(name, process_set), compression, grouped=True), as_list)
 
 
@@ -99,7 +99,7 @@ def reducescatter(
         postscale_factor: multiplies the result; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(_chosen(None, op), prescale_factor, postscale_factor)
+    asked = Reduction(chosen(None, op), prescale_factor, postscale_factor)
     return Call(Reducescatter((tensor,), asked, Way(name, process_set), compression), first)
 
 
@@ -124,7 +124,7 @@ def grouped_reducescatter(
         postscale_factor: multiplies the results; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(_chosen(None, op), prescale_factor, postscale_factor)
+    asked = Reduction(chosen(None, op), prescale_factor, postscale_factor)
     return Call(Reducescatter(_some(tensors), asked, Way(name, process_set), compression, grouped=True), as_list)
 
 
@@ -198,7 +198,7 @@ def alltoall(
     return Call(Alltoall(tensor, given, Way(name, process_set)), lambda outputs, _: (outputs[0], outputs[1]))
 
 
-def _chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     """The reduction that the arguments ask for: the mean unless they say otherwise."""
     if average is None:
         return ReduceOp.AVERAGE if op is None else op if type(op) is ReduceOp else ReduceOp(op)

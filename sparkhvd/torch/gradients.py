@@ -207,9 +207,10 @@ class GradientExchange:
         flags = [layout is torch.strided for layout in layouts] + [layout is torch.sparse_coo for layout in layouts]
         self._flags = torch.tensor(flags, dtype=self._settings.dtype_on_the_way(first.parameter.dtype))
         op = self._weight().op
-        self._presence = session.current().reduce_in_place(
-            buffer_of(self._flags, "The vector of what is there"),
-            None,
+        own = buffer_of(self._flags, "The vector of what is there")
+        self._presence = session.current().reduce_buffer(
+            own,
+            own,
             Reduction(
                 op if op in {ReduceOp.AVERAGE, ReduceOp.SUM} else ReduceOp.MAX, postscale=self._settings.predivide
             ),

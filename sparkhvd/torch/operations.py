@@ -13,7 +13,7 @@ from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch import collectives, sparse
+from sparkhvd.torch import collectives, plain, sparse
 from sparkhvd.torch.calls import asynchronous, asynchronous_in_place, blocking, in_place
 from sparkhvd.torch.tensors import buffer_of, called
 
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 allreduce = blocking(collectives.allreduce)
 allreduce_async = asynchronous(collectives.allreduce)
-allreduce_ = in_place(collectives.allreduce)
-allreduce_async_ = asynchronous_in_place(collectives.allreduce)
+allreduce_ = in_place(collectives.allreduce, plain.run_allreduce)
+allreduce_async_ = asynchronous_in_place(collectives.allreduce, plain.start_allreduce)
 
 grouped_allreduce = blocking(collectives.grouped_allreduce)
 grouped_allreduce_async = asynchronous(collectives.grouped_allreduce)

@@ -14,7 +14,7 @@ from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.calls import Call, Finish, Rows, Tensors, every, of_gradient
 from sparkhvd.torch.compression import Compressor, NoneCompressor
-from sparkhvd.torch.tensors import buffer_of, called, is_plain, require_contiguous, stage
+from sparkhvd.torch.tensors import buffer_of, called, plain_buffer, require_contiguous, stage
 
 T = TypeVar("T")
 
@@ -47,14 +47,12 @@ class Allreduce(NamedTuple):
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
         """Submit it."""
         way = self.way.waiting() if waits else self.way
-        if in_place and not self.grouped and self.compression is NoneCompressor:
-            # The short way of most tensors: nothing to convert, nothing to bring back.
-            tensors = self.tensors
-            what = called("Tensor", way.name)
-            require_contiguous(tensors[0], what)
-            if is_plain(tensors[0]):
-                own = buffer_of(tensors[0], what)
-                return session.current().reduce_in_place(own, finish(tensors, ()), self.reduction, way)
+        if in_place and self.grouped and self.compression is NoneCompressor:
+            # The short way of most groups: nothing to convert, nothing to bring back.
+            buffers = [plain_buffer(tensor) for tensor in self.tensors]
+            if None not in buffers:
+                pairs = [(own, own) for own in buffers if own is not None]
+                return session.current().reduce_buffers(pairs, self.reduction, way).bringing(finish(self.tensors, ()))
         parts = [self._part(tensor, in_place=in_place) for tensor in self.tensors]
         if self.grouped:
             pairs = [(part.source, part.target) for part in parts]

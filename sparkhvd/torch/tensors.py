@@ -21,6 +21,7 @@ _NAME_OF = {
     torch.float32: "float32",
     torch.float64: "float64",
 }
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,17 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return memory
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a contiguous tensor's own memory is what the core reads and writes."""
-    return tensor.is_cpu and tensor.layout is torch.strided
+def plain_dtype(tensor: torch.Tensor) -> str | None:
+    """The element type of a tensor whose own memory is what the core reads and writes; None for any other tensor."""
+    if tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
+        return _NAME_OF.get(tensor.dtype)
+    return None
+
+
+def plain_buffer(tensor: torch.Tensor) -> Buffer | None:
+    """The own memory of a tensor that has a ``plain_dtype``; None for any other tensor."""
+    dtype = plain_dtype(tensor)
+    return None if dtype is None else Buffer(tensor.data_ptr(), tensor.shape, dtype, tensor)
 
 
 def require_contiguous(tensor: torch.Tensor, what: str) -> None:

@@ -15,7 +15,7 @@ from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch import sparse
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
-from sparkhvd.torch.tensors import buffer_of, stage
+from sparkhvd.torch.tensors import buffer_of, plain_dtype, stage
 
 
 @dataclass(frozen=True)
@@ -94,26 +94,25 @@ def send_nothing(
 
 
 def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings) -> Transfer:
+    asked = Reduction(weight.op, weight.share / settings.predivide, settings.predivide)
+    way = Way(name, settings.process_set)
+    dtype = plain_dtype(gradient) if settings.compression is NoneCompressor else None
+    if dtype is not None:
+        handle = session.current().reduce_in_place(gradient.data_ptr(), gradient.shape, dtype, gradient, *asked, *way)
+        return Transfer(gradient, handle, sparse=False)
     what = f"The gradient {name!r}"
     compressed, context = settings.compression.compress(gradient)
     staged = stage(compressed, what)
-    handle = session.current().reduce_in_place(
-        buffer_of(staged.memory, what),
-        gradient,
-        Reduction(weight.op, weight.share / settings.predivide, settings.predivide),
-        Way(name, settings.process_set),
-    )
-    if staged.memory is gradient:
-        return Transfer(gradient, handle, sparse=False)
+    sent = buffer_of(staged.memory, what)
 
-    def receive(_: torch.Tensor) -> torch.Tensor:
+    def receive(_: None) -> torch.Tensor:
         reduced = staged.write_back()
         if reduced is not gradient:
             with torch.no_grad():
                 gradient.copy_(settings.compression.decompress(reduced, context))
         return gradient
 
-    return Transfer(gradient, handle.then(receive), sparse=False)
+    return Transfer(gradient, session.current().reduce_buffer(sent, sent, asked, way).then(receive), sparse=False)
 
 
 def _send_sparse(
