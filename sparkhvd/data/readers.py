@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.config import local_folders
-from sparkhvd.data import cache, columns
+from sparkhvd.data import arrow_memory, cache, columns
 from sparkhvd.data.ahead import Ahead
 from sparkhvd.data.ahead import Job as AheadJob
 from sparkhvd.data.batches import Batch
 from sparkhvd.data.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.plan import Piece, Plan, RowIds, SharedBlocks, Window
-from sparkhvd.data.recycled import Recycled
 from sparkhvd.data.row_stream import RowStream
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.errors import ConfigError, DataError
@@ -299,10 +298,9 @@ def _groups(
     rows = RowStream(iter(chunks))
     row_bytes = columns.row_bytes(schema)
     group: list[Batch] = []
-    memory = Recycled(schema)
     size = 0
     for window in windows:
-        for batch in _cut(window, rows, schema, memory):
+        for batch in _cut(window, rows, schema):
             if transformation is None:
                 group.append(batch)
                 size += batch.rows * row_bytes
@@ -317,36 +315,32 @@ def _groups(
         yield group, size
 
 
-def _cut(window: Window, rows: RowStream, schema: DataSchema, memory: Recycled) -> Iterator[Batch]:
+def _cut(window: Window, rows: RowStream, schema: DataSchema) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
             yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
         return
-    shuffled = _shuffled(window, window.order, rows, schema, memory)
+    shuffled = _shuffled(window, window.order, rows, schema)
     ends = np.cumsum([0, *window.rows]).tolist()
     for (start, stop), global_rows in zip(pairwise(ends), window.global_rows, strict=True):
         yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
 
 
-def _shuffled(window: Window, order: RowIds, rows: RowStream, schema: DataSchema, memory: Recycled) -> Arrays:
+def _shuffled(window: Window, order: RowIds, rows: RowStream, schema: DataSchema) -> Arrays:
     """The rows of a window in its order."""
     parts = list(rows.parts(sum(piece.rows for piece in window.pieces)))
     # Column by column, so that what has been mixed is let go before the next one.
-    return {
-        column.name: _mixed([part.pop(column.name) for part in parts], order, column, memory)
-        for column in schema.columns
-    }
+    return {column.name: _mixed([part.pop(column.name) for part in parts], order, column) for column in schema.columns}
 
 
-def _mixed(
-    parts: list[npt.NDArray[np.generic]], order: RowIds, column: ColumnSpec, memory: Recycled
-) -> npt.NDArray[np.generic]:
+def _mixed(parts: list[npt.NDArray[np.generic]], order: RowIds, column: ColumnSpec) -> npt.NDArray[np.generic]:
     """The rows of all parts at these places."""
-    into = memory.empty(column, len(order))
+    into = arrow_memory.empty(column, len(order))
     if columns.column_bytes(column) <= _GATHERED_BYTES:
-        # The order is made of places that exist; only where numpy need not check that does it write without a copy.
-        return _put_together(parts, column, memory).take(order, axis=0, out=into, mode="clip")
+        # The order is made of places that exist. Where numpy need not raise an error it writes without a copy, and in
+        # this mode it asks the least of every place.
+        return _put_together(parts, column).take(order, axis=0, out=into, mode="wrap")
     places = np.full(sum(map(len, parts)), -1)
     places[order] = np.arange(len(order))
     at = 0
@@ -358,13 +352,11 @@ def _mixed(
     return into
 
 
-def _put_together(
-    parts: list[npt.NDArray[np.generic]], column: ColumnSpec, memory: Recycled
-) -> npt.NDArray[np.generic]:
+def _put_together(parts: list[npt.NDArray[np.generic]], column: ColumnSpec) -> npt.NDArray[np.generic]:
     """Parts one after the other."""
     if len(parts) == 1:
         return parts[0]
-    return np.concatenate(parts, out=memory.empty(column, sum(map(len, parts))))
+    return np.concatenate(parts, out=arrow_memory.empty(column, sum(map(len, parts))))
 
 
 def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:
