@@ -1,7 +1,7 @@
-"""Arrays in memory of Arrow's pool: it keeps what is let go for what is made next, while fresh pages cost more than rows.
+"""Arrays in memory of Arrow's pool: it keeps what is let go for what is made next, while fresh pages cost more time.
 
-Whatever shows a part of such an array (a view of numpy, a tensor that was made without a copy) keeps the array alive, so
-memory comes back to the pool only when nobody sees it any more. Decoded columns lie in the same pool.
+Whatever shows a part of such an array (a view of numpy, a tensor that was made without a copy) keeps the array alive,
+so memory comes back to the pool only when nobody sees it any more. Decoded columns lie in the same pool.
 """
 
 from __future__ import annotations
