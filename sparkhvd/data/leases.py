@@ -6,7 +6,8 @@ dataset. It makes these things safe among drivers that share a Store and may be 
 - a dataset is removed only when nobody holds it and it has not been used for as long as it is to be kept;
 - the remains of a preparation that was killed are found by the lease that it leaves.
 
-A lease of a process on this machine ends with the process; one of another machine is believed for ``BELIEVED_SECONDS``.
+A lease of a process on this machine ends with the process; one of another machine is believed for ``BELIEVED_SECONDS``,
+so whoever holds one renews it (``Renewal``) long before.
 
 Taking a lease and removing a dataset can happen at the same time. Whoever removes takes the manifest away first and
 then looks for leases once more; whoever takes a lease looks for the manifest afterwards. So at least one of them sees
@@ -16,18 +17,27 @@ the other: the remover puts the manifest back, or the taker prepares the data an
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import platform
+import threading
 import time
 import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sparkhvd.errors import StoreError
+from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
+logger = logging.getLogger(__name__)
+
 BELIEVED_SECONDS = 7 * 24 * 3600.0
+RENEW_SECONDS = 24 * 3600.0
+# By the clock on the wall, since a machine may sleep meanwhile; so this is also how soon a failure is tried again.
+_LOOK_SECONDS = 3600.0
+_JOIN_TIMEOUT = 60.0
 _RELEASED = "released"
 
 
@@ -39,8 +49,9 @@ class Record:
         machine: identifies the machine, and the container on it.
         pid: the process.
         started: when the process started, in the kernel's own count: a pid is used again, the pair is not.
-        taken: when the lease was taken, in seconds since 1970.
+        taken: when the lease was taken or renewed, in seconds since 1970.
         keep_seconds: how long the dataset is to be kept after its last use.
+        borrowed: whether somebody else opened the dataset, and this is one use of it.
     """
 
     machine: str
@@ -48,6 +59,7 @@ class Record:
     started: str
     taken: float
     keep_seconds: float
+    borrowed: bool = False
 
     def holds(self, now: float) -> bool:
         """Whether the owner may still use the dataset."""
@@ -64,32 +76,100 @@ class Lease:
     dataset_id: str
     owner: str
     keep_seconds: float
+    borrowed: bool = False
+
+    @property
+    def path(self) -> str:
+        """The file that says so."""
+        return layout.lease_path(self.dataset_id, self.owner)
+
+    def renew(self) -> None:
+        """Have other machines believe in it for as long again.
+
+        Raises:
+            StoreError: the Store cannot be written, or the lease was removed: it had not been renewed for too long.
+        """
+        if not self.store.exists(self.path):
+            raise StoreError(
+                f"{self.store.url}/{self.path} was removed meanwhile, as if nobody held the prepared rows."
+            )
+        with self.store.open(self.path, "wb") as file:
+            file.write(_record(self.keep_seconds, borrowed=self.borrowed))
+
+    def withdraw(self) -> None:
+        """End the hold as if it had never been."""
+        self.store.delete(self.path)
 
     def release(self) -> None:
         """End the hold; the dataset is removed if nobody else holds it and it is not to be kept."""
         now = time.time()
         with self.store.open(layout.lease_path(self.dataset_id, _RELEASED), "wb") as file:
             file.write(json.dumps({"time": now, "keep_seconds": self.keep_seconds}).encode())
-        self.store.delete(layout.lease_path(self.dataset_id, self.owner))
+        self.store.delete(self.path)
         if self.keep_seconds <= 0:
             remove_unused(self.store, self.dataset_id, now)
 
 
+class Renewal:
+    """Renews a lease every ``RENEW_SECONDS``, until it is closed; a failure is logged and tried again.
+
+    Args:
+        lease: taken just now.
+        look_seconds: how often its age is looked at.
+        renew_seconds: the age at which it is renewed.
+    """
+
+    def __init__(
+        self, lease: Lease, *, look_seconds: float = _LOOK_SECONDS, renew_seconds: float = RENEW_SECONDS
+    ) -> None:
+        self._lease = lease
+        self._look_seconds, self._renew_seconds = look_seconds, renew_seconds
+        self._closed = threading.Event()
+        # Rows may be prepared without ever being closed; that must not keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._work, name="sparkhvd-lease", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; before the lease is released."""
+        self._closed.set()
+        self._thread.join(_JOIN_TIMEOUT)
+
+    def _work(self) -> None:
+        renewed = time.time()
+        while not self._closed.wait(self._look_seconds):
+            now = time.time()
+            if now - renewed < self._renew_seconds:
+                continue
+            try:
+                self._lease.renew()
+            except (SparkHvdError, OSError) as error:  # the training may well end before anybody minds
+                logger.warning("Could not renew the hold on the prepared rows: %s", error)
+            else:
+                renewed = now
+
+
 def take(store: Store, dataset_id: str, keep_seconds: float) -> Lease:
     """Hold a dataset. Look for its manifest after this, not before."""
-    record = Record(_machine(), os.getpid(), _process_start(os.getpid()), time.time(), keep_seconds)
-    owner = f"{record.taken:017.6f}-{uuid.uuid4().hex[:16]}"
-    store.publish(layout.lease_path(dataset_id, owner), json.dumps(asdict(record)).encode())
-    return Lease(store, dataset_id, owner, keep_seconds)
+    return _publish(Lease(store, dataset_id, _owner(), keep_seconds))
+
+
+def borrow(store: Store, dataset_id: str) -> Lease:
+    """Hold a dataset for one use, and have it kept afterwards for as long as those said who held it before."""
+    found = (_json(store, path).get("keep_seconds") for path in store.list(layout.lease_folder(dataset_id)))
+    keeps = [float(keep) for keep in found if isinstance(keep, int | float)]
+    # What nobody ever held is not to be removed because of this.
+    return _publish(Lease(store, dataset_id, _owner(), max(keeps, default=math.inf), borrowed=True))
 
 
 def held_here(store: Store) -> list[str]:
-    """The datasets that this process holds, the one taken last first."""
+    """The datasets that this process holds (not only for one use), the one taken last first."""
     found = []
     now = time.time()
     for path in store.list(layout.LEASES):
         record = _read(store, path)
-        if record is not None and record.pid == os.getpid() and record.machine == _machine() and record.holds(now):
+        if record is None or record.borrowed or record.pid != os.getpid():
+            continue
+        if record.machine == _machine() and record.holds(now):
             found.append((path.rpartition("/")[2], layout.leased_dataset(path)))
     return list(dict.fromkeys(dataset for _, dataset in sorted(found, reverse=True)))
 
@@ -123,6 +203,22 @@ def remove_unused(store: Store, dataset_id: str, now: float) -> bool:
     store.delete(layout.dataset_folder(dataset_id))
     store.delete(layout.lease_folder(dataset_id))
     return True
+
+
+def _publish(lease: Lease) -> Lease:
+    lease.store.publish(lease.path, _record(lease.keep_seconds, borrowed=lease.borrowed))
+    return lease
+
+
+def _owner() -> str:
+    """A name of its own for a lease; names sort by the time."""
+    return f"{time.time():017.6f}-{uuid.uuid4().hex[:16]}"
+
+
+def _record(keep_seconds: float, *, borrowed: bool) -> bytes:
+    """What a lease of this process says now."""
+    record = Record(_machine(), os.getpid(), _process_start(os.getpid()), time.time(), keep_seconds, borrowed)
+    return json.dumps(asdict(record)).encode()
 
 
 def _forget(store: Store, dataset_id: str, manifest: bytes) -> None:

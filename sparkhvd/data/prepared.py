@@ -50,6 +50,7 @@ class PreparedData:
         self.manifest = manifest
         self.reused = reused
         self._lease: leases.Lease | None = lease
+        self._renewal = leases.Renewal(lease)
 
     @property
     def dataset_id(self) -> str:
@@ -75,6 +76,7 @@ class PreparedData:
         """Let go of the dataset; a second call does nothing."""
         lease, self._lease = self._lease, None
         if lease is not None:
+            self._renewal.close()
             _release(lease)
 
     def __enter__(self) -> PreparedData:
@@ -198,6 +200,24 @@ def acquire(
     if manifest.fingerprint is None:
         lease = replace(lease, keep_seconds=0.0)
     return PreparedData(store, manifest, lease, reused=False)
+
+
+def hold(store: Store, dataset_id: str) -> PreparedData:
+    """A dataset that was prepared before, for one more use: it cannot be removed before ``close``.
+
+    Raises:
+        StoreError: there is no such dataset, or it cannot be held.
+        DataError: its manifest is damaged.
+    """
+    lease = leases.borrow(store, dataset_id)
+    try:
+        return PreparedData(store, load(store, layout.manifest_path(dataset_id)), lease, reused=True)
+    except BaseException:
+        try:
+            lease.withdraw()
+        except SparkHvdError as error:  # it must not hide the error that led here
+            logger.warning("Could not let go of dataset %s in %s: %s", dataset_id, store.url, error)
+        raise
 
 
 def open_here(store: Store, columns: Collection[str]) -> Manifest | None:

@@ -194,10 +194,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         spark = SparkSession.active()
         self._settle(spark, values)
         access = Access(values["store"], told=partial(told_by_spark, spark=spark))
-        files = existing_rows(values, dataset_idx, path, validation_path, reader, access=access)
-        check_watched(values, held_out=files.manifest.validation is not None)
-        self._check_schema(values, files.manifest.schema)
-        return self._fit_rows(spark, values, files.store, files.manifest, reader)
+        with existing_rows(values, dataset_idx, path, validation_path, reader, access=access) as files:
+            check_watched(values, held_out=files.manifest.validation is not None)
+            self._check_schema(values, files.manifest.schema)
+            return self._fit_rows(spark, values, files.store, files.manifest, reader)
 
     def _settle(self, spark: SparkSession, params: dict[str, Any]) -> None:
         """Decide what was left open: ranks, run and seed."""

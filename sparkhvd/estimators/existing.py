@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from sparkhvd.data.existing import ExistingFiles, open_existing
 from sparkhvd.data.facts import too_few_rows
 from sparkhvd.data.located import Access
-from sparkhvd.data.manifest import load
-from sparkhvd.data.prepared import PreparedData, chosen, open_here
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.prepared import PreparedData, chosen, hold, open_here
 from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.contradictions import check
 from sparkhvd.estimators.params import READERS
-from sparkhvd.store import layout
 
 
+@contextmanager
 def existing_rows(
     params: Mapping[str, Any],
     dataset: PreparedData | str | None,
@@ -25,10 +26,10 @@ def existing_rows(
     reader: str,
     *,
     access: Access,
-) -> ExistingFiles:
+) -> Iterator[ExistingFiles]:
     """The rows that ``fit_on_parquet`` was asked for, with the columns of the estimator's parameters.
 
-    ``access`` is how files are reached that are there already.
+    Prepared rows cannot be removed within the context. ``access`` is how files are reached that are there already.
 
     Raises:
         DataError: there is no such dataset, or it has too few rows.
@@ -36,29 +37,41 @@ def existing_rows(
         ParamError: the reader is not known, or cannot do what was asked for.
     """
     _check_reader(reader, params)
-    store, features, labels = params["store"], params["feature_cols"], params["label_cols"]
+    store = params["store"]
     if store is None and path is None and not isinstance(dataset, PreparedData):
         raise ParamError("fit_on_parquet needs the store of the prepared rows (store=), or path=.")
-    manifest = None
+    dataset_id = dataset if isinstance(dataset, str) else None
     if dataset is None and path is None:
         weights = [] if params["sample_weight_col"] is None else [params["sample_weight_col"]]
-        manifest = open_here(store, [*features, *labels, *weights])
+        manifest = open_here(store, [*params["feature_cols"], *params["label_cols"], *weights])
+        dataset_id = None if manifest is None else manifest.dataset_id
         path, validation_path = store.train_path, store.val_path
     elif isinstance(dataset, PreparedData):
-        store, manifest = dataset.store, dataset.manifest
-    elif dataset is not None:
-        manifest = load(store, layout.manifest_path(dataset))
-    if manifest is not None:
-        manifest = chosen(manifest, features, labels, params["sample_weight_col"])
-        for column in manifest.schema.columns if params["transformation_fn"] is None else ():
-            numbers_only(column)
-        if manifest.train.rows < params["num_proc"]:
-            raise DataError(too_few_rows(manifest.train.rows, params["num_proc"]))
-        return ExistingFiles(store, manifest)
+        store, dataset_id = dataset.store, dataset.dataset_id
+    if dataset_id is None:
+        yield _files(params, path, validation_path, access)
+        return
+    with hold(store, dataset_id) as data:
+        yield ExistingFiles(store, _trainable(data.manifest, params))
+
+
+def _trainable(manifest: Manifest, params: Mapping[str, Any]) -> Manifest:
+    """A prepared dataset with the columns that are trained on."""
+    manifest = chosen(manifest, params["feature_cols"], params["label_cols"], params["sample_weight_col"])
+    for column in manifest.schema.columns if params["transformation_fn"] is None else ():
+        numbers_only(column)
+    if manifest.train.rows < params["num_proc"]:
+        raise DataError(too_few_rows(manifest.train.rows, params["num_proc"]))
+    return manifest
+
+
+def _files(params: Mapping[str, Any], path: str | None, validation_path: str | None, access: Access) -> ExistingFiles:
+    """Files that are there already."""
+    features, labels = params["feature_cols"], params["label_cols"]
     if path is None:
         raise DataError(
-            f"No dataset with the columns {[*features, *labels]} is open in {store.url}. Call fit_on_parquet inside "
-            "'with prepare_data(...)' with the same store, or give it path=, or a Store with train_path."
+            f"No dataset with the columns {[*features, *labels]} is open in {params['store'].url}. Call fit_on_parquet "
+            "inside 'with prepare_data(...)' with the same store, or give it path=, or a Store with train_path."
         )
     if params["validation"] is not None and validation_path is None:
         raise DataError(

@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from sparkhvd.data import leases
+from sparkhvd.data.prepared import clean, hold
+from sparkhvd.errors import StoreError
 from sparkhvd.store import layout
 
 
@@ -140,3 +143,123 @@ def test_removing_a_dataset_forgets_its_fingerprint(store, make_dataset, edit_ma
 def test_a_lease_that_is_no_record_is_ignored(store, content):
     store.publish(layout.lease_path("d", "x"), content)
     assert leases.held_here(store) == []
+
+
+def record_of(lease):
+    with lease.store.open(lease.path, "rb") as file:
+        return json.loads(file.read())
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within 20 seconds"
+        time.sleep(0.002)
+
+
+def test_a_hold_is_renewed_until_it_is_let_go(store, make_dataset):
+    make_dataset(dataset_id="d")
+    lease = leases.take(store, "d", 7.0)
+    first = record_of(lease)
+    renewal = leases.Renewal(lease, look_seconds=0.001, renew_seconds=0.0)
+    wait_for(lambda: record_of(lease)["taken"] > first["taken"])
+    renewal.close()
+    assert {**record_of(lease), "taken": first["taken"]} == first
+    lease.release()
+    assert store.list(layout.LEASES) == ["leases/d/released"]
+
+
+def test_a_hold_is_renewed_when_it_is_old_enough_and_not_before(store, make_dataset, monkeypatch):
+    make_dataset(dataset_id="d")
+    lease, looks = leases.take(store, "d", 7.0), []
+    first, started = record_of(lease)["taken"], time.time()
+
+    def now():
+        looks.append(None)
+        return started + (leases.RENEW_SECONDS + 1 if len(looks) > 20 else 1)
+
+    monkeypatch.setattr(leases, "time", SimpleNamespace(time=now))
+    renewal = leases.Renewal(lease, look_seconds=0.001)
+    wait_for(lambda: len(looks) > 10)
+    assert record_of(lease)["taken"] == first
+    wait_for(lambda: record_of(lease)["taken"] > first + leases.RENEW_SECONDS)
+    renewal.close()
+
+
+def test_a_failed_renewal_is_logged_and_tried_again(store, make_dataset, monkeypatch, caplog):
+    make_dataset(dataset_id="d")
+    lease, original, failures = leases.take(store, "d", 7.0), type(store).open, []
+    first = record_of(lease)["taken"]
+
+    def failing(self, path, mode):
+        if mode == "wb" and not failures:
+            failures.append(path)
+            raise StoreError("the network is away")
+        return original(self, path, mode)
+
+    monkeypatch.setattr(type(store), "open", failing)
+    renewal = leases.Renewal(lease, look_seconds=0.001, renew_seconds=0.0)
+    wait_for(lambda: record_of(lease)["taken"] > first)
+    renewal.close()
+    assert failures == [lease.path]
+    assert "Could not renew the hold on the prepared rows: the network is away" in caplog.text
+
+
+def test_a_hold_that_was_taken_away_is_not_made_anew(store, make_dataset):
+    make_dataset(dataset_id="d")
+    lease = leases.take(store, "d", 7.0)
+    lease.withdraw()
+    with pytest.raises(StoreError, match=f"{lease.path} was removed meanwhile, as if nobody held the prepared rows"):
+        lease.renew()
+    assert store.list(layout.LEASES) == []
+
+
+def test_one_use_of_a_dataset_outlives_the_hold_of_who_prepared_it(store, make_dataset):
+    make_dataset(dataset_id="d")
+    lease, use = leases.take(store, "d", 0.0), leases.borrow(store, "d")
+    lease.release()
+    assert leases.remove_all_unused(store) == leases.remove_expired(store) == []
+    assert ids_of(store) == ["d"]
+    use.release()
+    assert store.list("") == []
+
+
+def test_after_one_more_use_a_dataset_is_kept_as_long_as_before(store, make_dataset):
+    make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 1500.0)
+    use = leases.borrow(store, "d")
+    assert use.keep_seconds == 1500.0
+    use.release()
+    assert leases.remove_expired(store) == []
+    release_long_ago(store, "d", use.keep_seconds - 600)
+    assert leases.remove_expired(store) == ["d"]
+
+
+def test_what_nobody_ever_held_stays_after_a_use(store, make_dataset):
+    make_dataset(dataset_id="d")
+    leases.borrow(store, "d").release()
+    assert leases.remove_expired(store) == []
+    assert ids_of(store) == ["d"]
+
+
+def test_one_use_of_a_dataset_does_not_make_it_the_one_opened_last(store, make_dataset):
+    for name in ("d", "e"):
+        make_dataset(dataset_id=name)
+    leases.take(store, "d", 10.0)
+    leases.borrow(store, "e")
+    assert leases.held_here(store) == ["d"]
+
+
+def test_a_dataset_that_is_held_is_held_until_it_is_closed(store, make_dataset):
+    make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 0.0)
+    with hold(store, "d") as data:
+        assert (data.dataset_id, data.train_rows) == ("d", 10)
+        assert clean(store) == []
+    assert store.list("") == []
+
+
+def test_holding_a_dataset_that_is_gone_leaves_nothing(store):
+    with pytest.raises(StoreError, match=r"There is no dataset at .*datasets/d/manifest\.json; its preparation"):
+        hold(store, "d")
+    assert store.list("") == []

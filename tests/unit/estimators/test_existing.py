@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparkhvd.data import ColumnSpec, DataSchema, Manifest, clean, leases
+from sparkhvd.data.located import Access
+from sparkhvd.data.manifest import DataFile, Split
+from sparkhvd.data.prepared import PreparedData
+from sparkhvd.errors import SchemaError, StoreError
+from sparkhvd.estimators.existing import existing_rows
+from sparkhvd.estimators.torch import TorchEstimator
+from sparkhvd.store import LocalStore, layout
+
+SCHEMA = DataSchema(
+    (ColumnSpec("x", "float32", (), "feature", "scalar"), ColumnSpec("y", "float32", (), "label", "scalar"))
+)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def prepared(store):
+    """A dataset whose preparation has ended, and which is not to be kept."""
+    train = Split((DataFile("rows/0.parquet", (10,)),))
+    manifest = Manifest("d", layout.dataset_folder("d"), SCHEMA, train, None, 3, None)
+    lease = leases.take(store, "d", 0.0)
+    store.publish(manifest.path, manifest.to_json())
+    with PreparedData(store, manifest, lease, reused=False) as data:
+        yield data
+
+
+def rows_of(store, dataset, **given):
+    model = torch.nn.Linear(1, 1)
+    fixed = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": len, "store": store}
+    estimator = TorchEstimator(**{**fixed, "feature_cols": ["x"], "label_cols": ["y"], "num_proc": 2, **given})
+    access = Access(store)
+    return existing_rows(estimator._checked_values(), dataset, None, None, "native", access=access)
+
+
+@pytest.mark.parametrize("named", ["object", "id", "open here"])
+def test_prepared_rows_stay_while_they_are_trained_on_whoever_lets_go_of_them(store, prepared, named):
+    dataset = {"object": prepared, "id": "d", "open here": None}[named]
+    with rows_of(store, dataset) as files:
+        prepared.close()
+        assert clean(store) == []
+        assert store.exists(files.manifest.path)
+    assert store.list("") == []
+
+
+def test_a_fit_that_cannot_begin_lets_go_of_the_rows(store, prepared):
+    with pytest.raises(SchemaError, match="z"), rows_of(store, prepared, feature_cols=["z"]):
+        pass
+    prepared.close()
+    assert store.list("") == []
+
+
+def test_rows_that_were_removed_are_refused_by_name(store, prepared):
+    prepared.close()
+    gone = r"There is no dataset at .*datasets/d/manifest\.json; its preparation failed or it was deleted"
+    for dataset in (prepared, "d"):
+        with pytest.raises(StoreError, match=gone), rows_of(store, dataset):
+            pass
+    assert store.list("") == []
