@@ -39,10 +39,10 @@ def options_for(endpoint: str) -> dict[str, Any]:
 
 
 @contextmanager
-def running_s3() -> Iterator[S3]:
-    """A server on a free port of loopback."""
+def running_s3(python: str = sys.executable) -> Iterator[S3]:
+    """A server on a free port of loopback, in a Python that has moto."""
     process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     try:
         assert process.stdout is not None

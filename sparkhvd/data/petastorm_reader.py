@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.data import columns
+from sparkhvd.data import columns, petastorm_files
 from sparkhvd.data.batches import Batch
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.schema import ColumnSpec, DataSchema
@@ -71,7 +71,8 @@ class PetastormSource:
         self._rank, self._size, self._batch = world.rank, world.size, batch_size
         self._seed, self._shuffle = seed, shuffle
         folders = {posixpath.dirname(file.path) for file in manifest.split(split).files}
-        self._url = posixpath.join(store.url, manifest.folder, posixpath.commonpath(folders)).rstrip("/")
+        self._store = store
+        self._folder = posixpath.join(manifest.folder, posixpath.commonpath(folders)).strip("/")
 
     @property
     def schema(self) -> DataSchema:
@@ -118,8 +119,8 @@ class PetastormSource:
 
     def _lost(self, given: int, wanted: int) -> DataError:
         return DataError(
-            f"petastorm read {given} rows of {self._url} for rank {self._rank}, where the Parquet footers have "
-            f"{wanted}. Read the dataset without it: reader='native'."
+            f"petastorm read {given} rows of {self._store.url}/{self._folder} for rank {self._rank}, where the Parquet "
+            f"footers have {wanted}. Read the dataset without it: reader='native'."
         )
 
     def _shuffled(self, rows: Iterator[tuple[Any, ...]], epoch: int) -> Iterator[tuple[Any, ...]]:
@@ -141,10 +142,11 @@ class PetastormSource:
             "num_epochs": 1,
             "cur_shard": self._rank,
             "shard_count": min(self._size, len(self._blocks)),  # it refuses shards without a row group
+            "filesystem": petastorm_files.filesystem(self._store, self._folder),
         }
         packed = any(column.codec is not None for column in self._schema.columns)
         make: Callable[..., Any] = self._petastorm.make_reader if packed else self._petastorm.make_batch_reader
-        with closing(_Stopping(make(self._url, **options))) as reader:
+        with closing(_Stopping(make(petastorm_files.URL, **options))) as reader:
             for found in reader.rows():
                 values = [getattr(found, name) for name in names]
                 if packed:

@@ -14,13 +14,17 @@ petastorm = pytest.importorskip("petastorm", reason="needs petastorm's own envir
 
 from sparkhvd.data import ParquetSource  # noqa: E402
 from sparkhvd.data.existing import open_existing  # noqa: E402
+from sparkhvd.data.located import Access  # noqa: E402
 from sparkhvd.data.petastorm_reader import PetastormSource  # noqa: E402
 from sparkhvd.errors import DataError  # noqa: E402
+from sparkhvd.store import Store  # noqa: E402
 from sparkhvd.world import World  # noqa: E402
+from tests.s3_server import BUCKET, running_s3  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # petastorm uses much that is deprecated
 
 DATASET = Path(__file__).parent / "dataset"
+MOTO = Path(__file__).parents[2] / ".venv/bin/python"  # which cannot live beside petastorm
 NUMBERS = ["id", "matrix", "packed", "image", "depth"]
 
 
@@ -48,16 +52,37 @@ def plain(tmp_path_factory):
     return open_existing(str(folder), feature_cols=["x", "a"], label_cols=["y"])
 
 
-def test_petastorm_and_the_native_reader_give_the_same_rows(packed):
-    native = list(ParquetSource(packed.store, packed.manifest, "train", World(), 3, seed=0, shuffle=False).epoch(0))
-    theirs = list(source_of(packed).epoch(0))
-    assert len(theirs) == len(native) == source_of(packed).steps()
+def check_against_the_native_reader(files):
+    native = list(ParquetSource(files.store, files.manifest, "train", World(), 3, seed=0, shuffle=False).epoch(0))
+    theirs = list(source_of(files).epoch(0))
+    assert len(theirs) == len(native) == source_of(files).steps()
     for one, other in zip(theirs, native, strict=True):
         assert list(one.columns) == list(other.columns)
         assert (one.rows, one.global_rows) == (other.rows, other.global_rows)
         for name, array in one.columns.items():
             np.testing.assert_array_equal(array, other.columns[name])
             assert array.dtype == other.columns[name].dtype
+
+
+def test_petastorm_and_the_native_reader_give_the_same_rows(packed):
+    check_against_the_native_reader(packed)
+
+
+def test_petastorm_reads_s3_with_the_storage_options_of_the_native_reader(plain):
+    first = plain.manifest.train.files[0].path
+    here = Path(plain.store.url.removeprefix("file://"), plain.manifest.folder, first).parent
+    with running_s3(str(MOTO)) as server:
+        url = f"s3://{BUCKET}/data"
+        store = Store.create(url, storage_options=server.options)
+        for name, folder in (("packed", DATASET), ("plain", here)):
+            for file in folder.iterdir():
+                with store.open(f"{name}/{file.name}", "wb") as copy:
+                    copy.write(file.read_bytes())
+        access = Access(storage_options=server.options)
+        for name, features in (("packed", NUMBERS), ("plain", ["x", "a"])):
+            files = open_existing(f"{url}/{name}", feature_cols=features, label_cols=["y"], access=access)
+            assert files.store.url == url
+            check_against_the_native_reader(files)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
