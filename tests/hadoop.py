@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,6 +32,7 @@ builder.config("spark.driver.host", "127.0.0.1").getOrCreate().stop()
 """
 START_SECONDS = 150.0
 _STOP_SECONDS = 20.0
+_ROOM = 2**30
 _LOG = """log4j.rootLogger=WARN,E
 log4j.appender.E=org.apache.log4j.ConsoleAppender
 log4j.appender.E.layout=org.apache.log4j.PatternLayout
@@ -49,6 +53,19 @@ def hadoop_jars() -> Path:
             assert done.returncode == 0, f"Hadoop's jars cannot be fetched:\n{done.stdout}{done.stderr}"
             complete.write_text(packages)
     return jars
+
+
+@contextmanager
+def roomy_folder(folder: Path) -> Iterator[Path]:
+    """``folder``, or one in memory where the disk has little room left.
+
+    Hadoop counts what others than root may still use: it gives up on a disk where everything else goes on working.
+    """
+    if shutil.disk_usage(folder).free >= _ROOM:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-hadoop-", dir="/dev/shm") as memory:
+        yield Path(memory)
 
 
 def configure(conf: Path, files: Mapping[str, Mapping[str, object]]) -> Path:

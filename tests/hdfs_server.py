@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.hadoop import START_SECONDS, configure, listening_ports, start_daemon, stop_daemons
+from tests.hadoop import START_SECONDS, configure, listening_ports, roomy_folder, start_daemon, stop_daemons
 
 _SERVER = "org.apache.hadoop.hdfs.server"
 
@@ -33,7 +33,12 @@ class Hdfs:
 
 @contextmanager
 def running_hdfs(folder: Path, data_nodes: int = 1) -> Iterator[Hdfs]:
-    """An HDFS whose files lie in ``folder``, with as many replicas as data nodes."""
+    """An HDFS whose files lie in ``folder``, or in memory, with as many replicas as data nodes."""
+    with roomy_folder(folder) as roomy:
+        yield from _run(roomy, data_nodes)
+
+
+def _run(folder: Path, data_nodes: int) -> Iterator[Hdfs]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         port_file = folder / "name.log"

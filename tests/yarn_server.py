@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from tests.hadoop import START_SECONDS, configure, start_daemon, stop_daemons
+from tests.hadoop import START_SECONDS, configure, roomy_folder, start_daemon, stop_daemons
 
 _SERVER = "org.apache.hadoop.yarn.server"
 _LOCAL = "127.0.0.1"
@@ -20,7 +20,7 @@ _LOCAL = "127.0.0.1"
 
 @contextmanager
 def running_yarn(folder: Path) -> Iterator[Path]:
-    """A YARN whose files lie in ``folder``; gives the folder to use as ``HADOOP_CONF_DIR``.
+    """A YARN whose logs lie in ``folder``; gives the folder to use as ``HADOOP_CONF_DIR``.
 
     Its one node has 4 GB and 8 cores to give. The files of applications go through local folders.
     """
@@ -28,18 +28,19 @@ def running_yarn(folder: Path) -> Iterator[Path]:
     addresses = {
         f"yarn.resourcemanager.{name}": f"{_LOCAL}:{port}" for name, port in zip(names, _ports(len(names)), strict=True)
     }
-    conf = _configuration(folder, addresses)
     started: list[subprocess.Popen[bytes]] = []
-    try:
-        for name, main in (("manager", "resourcemanager.ResourceManager"), ("node", "nodemanager.NodeManager")):
-            started.append(start_daemon(conf, f"{_SERVER}.{main}", folder / f"{name}.log"))
-        _wait_for_the_node(addresses["yarn.resourcemanager.webapp.address"], started, folder)
-        yield conf
-    finally:
-        stop_daemons(started)
+    with roomy_folder(folder) as containers:
+        conf = _configuration(folder, containers / "containers", addresses)
+        try:
+            for name, main in (("manager", "resourcemanager.ResourceManager"), ("node", "nodemanager.NodeManager")):
+                started.append(start_daemon(conf, f"{_SERVER}.{main}", folder / f"{name}.log"))
+            _wait_for_the_node(addresses["yarn.resourcemanager.webapp.address"], started, folder)
+            yield conf
+        finally:
+            stop_daemons(started)
 
 
-def _configuration(folder: Path, addresses: dict[str, str]) -> Path:
+def _configuration(folder: Path, containers: Path, addresses: dict[str, str]) -> Path:
     any_port = f"{_LOCAL}:0"
     queue = "yarn.scheduler.capacity"
     return configure(
@@ -54,7 +55,7 @@ def _configuration(folder: Path, addresses: dict[str, str]) -> Path:
                 "yarn.nodemanager.localizer.address": any_port,
                 "yarn.nodemanager.collector-service.address": any_port,
                 "yarn.nodemanager.webapp.address": any_port,
-                "yarn.nodemanager.local-dirs": folder / "containers",
+                "yarn.nodemanager.local-dirs": containers,
                 "yarn.nodemanager.log-dirs": folder / "logs",
                 "yarn.nodemanager.resource.memory-mb": 4096,
                 "yarn.nodemanager.resource.cpu-vcores": 8,

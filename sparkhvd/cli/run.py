@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -125,7 +126,8 @@ def _run_by_mpi(
     flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequence[str], command: Sequence[str]
 ) -> int:
     """By ``mpirun`` alone: it starts the ranks, and ``hvd.init()`` asks MPI who they are."""
-    line = [find_mpirun(), *mpirun_words(flags, hosts, names, is_root()), *command]
+    carried = [name for name in ("PATH", "PYTHONPATH", *names) if name in os.environ]
+    line = [find_mpirun(), *mpirun_words(flags, hosts, carried, is_root()), *command]
     if flags.verbose:
         sys.stderr.write(f"sparkhvdrun: {shlex.join(line)}\n")
     # In a session of its own, so that a signal reaches it once, through us, and it ends its ranks in order.
@@ -169,7 +171,7 @@ def mpirun_words(flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequ
         *(["--output-filename", flags.output_filename] if flags.output_filename else []),
         *(["--timestamp-output"] if flags.prefix_output_with_timestamp else []),
         "--tag-output",
-        *(word for name in ("PATH", "PYTHONPATH", *names) for word in ("-x", name)),
+        *(word for name in names for word in ("-x", name)),
         *shlex.split(flags.mpi_args),
     ]
 

@@ -30,7 +30,8 @@ def sparkhvdrun(*arguments, **options) -> subprocess.CompletedProcess[str]:
 
 
 def said(done: subprocess.CompletedProcess[str], prefix: str = r"\[(\d+)\]<stdout>:") -> dict[int, dict]:
-    found = re.findall(prefix + r"(\{.*\})$", done.stdout, re.MULTILINE)
+    # Not by lines: what mpirun reads of a rank may end before its newline; then the next one follows on the same line.
+    found = re.findall(prefix + r"(\{[^}]*\})", done.stdout)
     assert found, done.stdout + done.stderr
     return {int(rank): json.loads(text) for rank, text in found}
 
