@@ -17,7 +17,8 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         source = Path(__file__).resolve().parent
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
-        staging = (Path(self.build_temp) / "cmake").resolve()
+        # One folder for every kind of build: what one of them compiled, the next one finds.
+        staging = source / "build" / "core" / str(sys.implementation.cache_tag)
         ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
         self.spawn(
             [

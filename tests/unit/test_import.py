@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -67,17 +66,9 @@ def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
 
 @pytest.mark.timeout(600)  # it compiles the core
 def test_wheel_holds_the_compiled_core_and_every_module(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "CMakeLists.txt", "README.md", "LICENSE", "cmake", "core", "sparkhvd"):
-        copy = shutil.copytree if (_ROOT / name).is_dir() else shutil.copy
-        copy(_ROOT / name, source / name)
-    for compiled in (source / "sparkhvd").glob("_core*.so"):
-        compiled.unlink()
+    _build_wheel(tmp_path)
 
-    _build_wheel(source, tmp_path / "wheels")
-
-    (wheel,) = (tmp_path / "wheels").glob("sparkhvd-*.whl")
+    (wheel,) = tmp_path.glob("sparkhvd-*.whl")
     content = zipfile.ZipFile(wheel).namelist()
     assert [name for name in content if name.startswith("sparkhvd/_core.") and name.endswith(".so")]
     assert "sparkhvd/py.typed" in content
@@ -86,26 +77,24 @@ def test_wheel_holds_the_compiled_core_and_every_module(tmp_path: Path) -> None:
     assert not [name for name in content if name.startswith(("tests/", "core/"))]
 
 
-def _build_wheel(source: Path, target: Path) -> None:
+def _build_wheel(folder: Path) -> None:
     """With the build tools of this environment, and without any framework: they are hidden from the build."""
-    blocked = source.parent / "blocked"
+    blocked = folder / "blocked"
     for name in ("torch", "tensorflow", "pyspark"):
         (blocked / name).mkdir(parents=True)
         (blocked / name / "__init__.py").write_text(f"raise ImportError('the build imported {name}')\n")
+    # What setuptools would leave in the source; the core's own build folder is used as it is.
+    settings = folder / "settings.cfg"
+    settings.write_text(f"[build]\nbuild_base={folder / 'build'}\n[egg_info]\negg_base={folder}\n")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(folder)]
     result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "-q",
-            "-w",
-            str(target),
-            str(source),
-        ],
-        env=os.environ | {"PYTHONPATH": str(blocked), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        [*command, str(_ROOT)],
+        env=os.environ
+        | {
+            "DIST_EXTRA_CONFIG": str(settings),
+            "PYTHONPATH": str(blocked),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
         capture_output=True,
         text=True,
         check=False,
