@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from sparkhvd.data import columns
+from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
-from sparkhvd.estimators.plugin import ON_CPU, Arrays, Inference, TrainSpec
+from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
 from sparkhvd.estimators.policies import Checkpoints
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparkhvd.data.batches import BatchSource
-from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
+from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
 from sparkhvd.estimators.lightning.batches import RankLoader, batch_form
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import EstimatorSteps, Feed, SharedLog, scale_lr
@@ -26,8 +25,6 @@ from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
 from sparkhvd.world import World
-
-logger = logging.getLogger(__name__)
 
 
 class LightningTrainer:
@@ -41,6 +38,7 @@ class LightningTrainer:
         self._module = lightning_module(given, self._inputs)
         self._lightning = package(given.flavour)
         self._trainer: Any = None
+        self._ends: Any = None  # the last callback
         self._resumed: bytes | None = None
         self._logs: bytes | None = None
 
@@ -48,7 +46,8 @@ class LightningTrainer:
         """A checkpoint of Lightning's; called on rank 0 alone."""
         with tempfile.TemporaryDirectory(prefix="sparkhvd-state-") as folder:
             path = Path(folder) / CHECKPOINT
-            self._save(path)
+            with self._ends.keeping(best_model.packed(self._trainer.checkpoint_callbacks)):
+                self._save(path)
             return path.read_bytes()
 
     def restore(self, state: bytes) -> None:
@@ -99,7 +98,7 @@ class LightningTrainer:
         strategy.feed = feed
         strategy.lr_scale = float(self._world.size) if self._spec.scale_lr else 1.0
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
-        ends = callback(self, feed, hooks, strategy.lr_scale)
+        ends = self._ends = callback(self, feed, hooks, strategy.lr_scale)
         own = {
             "strategy": strategy,
             "devices": 1,
@@ -133,8 +132,7 @@ class LightningTrainer:
         trainer.fit(self._module, **source)
 
     def _seed(self, epoch: int) -> None:
-        # From the epoch, so that a resumed run draws what an undisturbed one would.
-        torch.manual_seed(((self._spec.seed * 100_003 + epoch) * 10_007 + self._world.rank) % 2**63)
+        torch.manual_seed(self._spec.seed_of(epoch, self._world.rank))
 
     def _save(self, path: Path) -> None:
         with _alone(self._trainer.strategy):
@@ -148,7 +146,7 @@ class LightningTrainer:
         """On rank 0: the best model, where the user's ModelCheckpoint looks for it, and the files of loggers."""
         if self._world.rank != 0:
             return
-        best = best_file(trainer.checkpoint_callbacks)
+        best = best_model.best_file(trainer.checkpoint_callbacks)
         if best is not None:
             self._take_weights(best.read_bytes())
         written = [file for each in trainer.loggers if each.log_dir for file in Path(each.log_dir).rglob("*")]
@@ -161,22 +159,6 @@ class LightningTrainer:
                         shutil.copytree(source, Path(packed) / "logs" / relative, dirs_exist_ok=True)
                 archive = shutil.make_archive(str(Path(packed) / "packed"), "zip", Path(packed) / "logs")
                 self._logs = Path(archive).read_bytes()
-
-
-def best_file(callbacks: Sequence[Any]) -> Path | None:
-    """The best model that a user's ``ModelCheckpoint(monitor=...)`` has kept; None where the last one is returned.
-
-    A run that goes on may name a file that went with the folder of the process that made it.
-    """
-    named = [getattr(each, "best_model_path", "") for each in callbacks if getattr(each, "monitor", None) is not None]
-    found = next((Path(path) for path in named if path and Path(path).is_file()), None)
-    if found is None and any(named):
-        logger.warning(
-            "The best model by ModelCheckpoint(monitor=...) was %s, made before the run went on, and is not here any "
-            "more; the last epoch's model is returned. Checkpoints(best=...) keeps the best one in the Store.",
-            next(path for path in named if path),
-        )
-    return found
 
 
 @contextlib.contextmanager
@@ -199,6 +181,7 @@ class RunCallback:
         self._hooks = hooks
         self._lr_scale = lr_scale
         self._loaded: dict[str, Any] = {}
+        self._best: dict[str, Any] | None = None
         self._metrics: dict[str, float] = {}
         self._ended = 0.0
 
@@ -206,8 +189,22 @@ class RunCallback:
     def state_key(self) -> str:
         return "sparkhvd"
 
+    @contextlib.contextmanager
+    def keeping(self, best: dict[str, Any] | None) -> Iterator[None]:
+        """Checkpoints made within this block hold the best model, too."""
+        self._best = best
+        try:
+            yield
+        finally:
+            self._best = None
+
     def state_dict(self) -> dict[str, Any]:
-        return {"lr_scale": self._lr_scale, "metrics": dict(self._metrics)}
+        return {"lr_scale": self._lr_scale, "metrics": dict(self._metrics), "best": self._best}
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        states = checkpoint["callbacks"]
+        best = states[self.state_key].pop("best", None)
+        best_model.unpack(best, trainer.checkpoint_callbacks, states, trainer.is_global_zero)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state

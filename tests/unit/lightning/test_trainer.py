@@ -216,22 +216,32 @@ class Keeping(Hooks):
         return super().on_epoch_end(report, trainer)
 
 
-def continued(kind):
+def continued(kind, keeps_best=False):
     """The parameters of an undisturbed run of four epochs, and those of one that stops after two and goes on."""
+    from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
+
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
     rank, found = session.current().world.rank, []
-    for stops in ((4,), (2, 4)):
+    for stops in ((1,), (4,), (2, 3, 4)) if keeps_best else ((4,), (2, 4)):
         state, first = None, 0
         for epochs in stops:
-            trainer, hooks = trainer_of(module(kind), epochs), Keeping(first_epoch=first)
+            # The loss falls: by the highest one, the first epoch is the best.
+            best = [ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=2)] if keeps_best else []
+            trainer, hooks = trainer_of(module(kind), epochs, callbacks=best), Keeping(first_epoch=first)
             if state is not None:
                 trainer.restore(state)
             trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
             assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
             state, first = hvd.broadcast_object(hooks.state, 0), epochs  # as all ranks read it from the Store
-        found.append(flat(trainer._given.model))
+        found.append(flat(trainer._given.model) if rank == 0 or not keeps_best else None)
     return found
+
+
+def test_a_resumed_run_returns_the_best_epoch_of_all(group):
+    first, undisturbed, resumed = group.run(continued, "simple", True)[0]
+    assert np.array_equal(first, undisturbed)
+    assert np.array_equal(first, resumed)
 
 
 @pytest.mark.parametrize("kind", ["simple", "plateau"])

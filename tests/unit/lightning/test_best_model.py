@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sparkhvd.estimators.lightning.trainer import best_file
+from sparkhvd.estimators.lightning.best_model import best_file
 
 
 def callback(path, monitor="val_loss"):
@@ -17,4 +17,4 @@ def test_the_best_model_is_the_one_that_is_there(tmp_path, caplog):
     assert best_file([callback(gone), callback(there)]) == there
     assert not caplog.records
     assert best_file([callback(""), callback(gone)]) is None
-    assert f"was {gone}, made before the run went on" in caplog.text
+    assert f"{gone}, is gone; the last one is returned" in caplog.text

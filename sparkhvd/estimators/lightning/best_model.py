@@ -1,0 +1,74 @@
+"""The best model by a user's ``ModelCheckpoint(monitor=...)``, also of a run that goes on in another process.
+
+Every process has a folder of its own, and Lightning forgets what it knows of files in another one. So the weights of
+the best model travel in the state of the run, and what ``ModelCheckpoint`` knows is said of the new folder.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def best_file(callbacks: Sequence[Any]) -> Path | None:
+    """The file of the best model; None where the last one is returned."""
+    monitoring = _monitoring(callbacks)
+    found = next((Path(each.best_model_path) for each in monitoring if Path(each.best_model_path).is_file()), None)
+    if found is None and monitoring:
+        path = monitoring[0].best_model_path
+        logger.warning("The best model by ModelCheckpoint(monitor=...), %s, is gone; the last one is returned.", path)
+    return found
+
+
+def packed(callbacks: Sequence[Any]) -> dict[str, Any] | None:
+    """What ``unpack`` needs of the best model so far; None where there is none."""
+    for each in _monitoring(callbacks):
+        if Path(each.best_model_path).is_file():
+            content = torch.load(each.best_model_path, weights_only=True, map_location="cpu")
+            return {"callback": each.state_key, "weights": content["state_dict"]}
+    return None
+
+
+def unpack(best: dict[str, Any] | None, callbacks: Sequence[Any], states: dict[str, Any], writes: bool) -> None:
+    """Change ``states`` of callbacks, before they are loaded, to the folders of this process.
+
+    Args:
+        best: what ``packed`` gave; its file is written where it is not there.
+        callbacks: those that make checkpoints.
+        states: of all callbacks, by their keys.
+        writes: whether this rank does.
+    """
+    for each in callbacks:
+        state = states.get(each.state_key)
+        if state is not None and state.get("best_k_models") and state["dirpath"] != each.dirpath:
+            states[each.state_key] = _moved(state, each.dirpath)
+    if best is None or not writes or best["callback"] not in states:
+        return
+    path = Path(states[best["callback"]]["best_model_path"])
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"state_dict": best["weights"]}, path)
+
+
+def _monitoring(callbacks: Sequence[Any]) -> list[Any]:
+    """Those that look for the best model by a metric, and have found one."""
+    monitoring = [each for each in callbacks if getattr(each, "monitor", None) is not None]
+    return [each for each in monitoring if getattr(each, "best_model_path", "")]
+
+
+def _moved(state: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The state of a ``ModelCheckpoint``, with its files in ``folder``."""
+
+    def place(path: str) -> str:
+        inside = path and Path(path).is_relative_to(state["dirpath"])
+        return str(Path(folder) / Path(path).relative_to(state["dirpath"])) if inside else path
+
+    paths = {name: place(state[name]) for name in ("best_model_path", "kth_best_model_path", "last_model_path")}
+    models = {place(path): score for path, score in state["best_k_models"].items()}
+    return {**state, **paths, "dirpath": folder, "best_k_models": models}
