@@ -8,7 +8,8 @@ An output is an array whose first dimension are the rows. What is asked for it i
 ``"array"``        arrays inside arrays, in the shape of the output, of floats
 ``"scalar"``       a number; the output must have one value per row
 ``"label"``        the type of the label: the class with the highest value where there are several for a label that is
-                   a number, else the values themselves, rounded for integers
+                   a number, else the values themselves, rounded for integers; null where that is no such number
+                   (NaN, or beyond the type)
 a type of Spark's  ``"double"``, ``"int"``, ``"array<float>"``, ``"struct<no float, yes float>"``... A struct has a
                    field for every value, or what a ``prediction_fn`` gave under the names of its fields
 =================  ==================================================================================================
@@ -19,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -192,7 +193,9 @@ def encoded(prediction: Predicted, column: OutputColumn, arrow: pa.DataType) -> 
             raise _no_room(prediction, column)
         return _fields({arrow.field(place).name: flat[:, place] for place in range(arrow.num_fields)}, column, arrow)
     if column.best and flat.shape[1] > 1:
-        return _nested(flat.argmax(axis=1), column, arrow)
+        # NaN would be the highest value: a row with one has no class.
+        places = np.where(np.isnan(flat).any(axis=1), np.nan, flat.argmax(axis=1))
+        return _nested(places, column, arrow)
     return _nested(flat if column.vector else prediction, column, arrow)
 
 
@@ -227,15 +230,20 @@ def _nested(values: npt.NDArray[np.generic], column: OutputColumn, arrow: pa.Dat
     return found
 
 
-def _elements(values: npt.NDArray[np.generic], element: pa.DataType) -> pa.Array:
+def _elements(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
     import pyarrow as pa  # noqa: PLC0415
 
     if pa.types.is_string(element) or pa.types.is_large_string(element):
         return pa.array([str(value) for value in values.tolist()], element)
     numpy_type = np.dtype(element.to_pandas_dtype())
-    if numpy_type.kind in "iub" and values.dtype.kind == "f":
-        values = np.rint(values)
-    return pa.array(np.ascontiguousarray(values, dtype=numpy_type), element)
+    if numpy_type.kind not in "iu":
+        values = np.rint(values) if numpy_type.kind == "b" and values.dtype.kind == "f" else values
+        return pa.array(np.ascontiguousarray(values, dtype=numpy_type), element)
+    if values.dtype.kind == "f":
+        values = np.rint(values.astype(np.float64))
+    limits = np.iinfo(numpy_type)
+    fits = (values >= float(limits.min)) & (values < float(limits.max) + 1.0)
+    return pa.array(np.where(fits, values, 0).astype(numpy_type), element, mask=~fits)
 
 
 def _no_room(values: npt.NDArray[np.generic], column: OutputColumn) -> ModelOutputError:

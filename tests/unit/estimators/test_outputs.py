@@ -104,6 +104,30 @@ def test_values_become_arrow_arrays_of_the_type(values, column, arrow, wanted):
 
 
 @pytest.mark.parametrize(
+    ("values", "column", "arrow", "wanted"),
+    [
+        (
+            [[1.4], [np.nan], [127.4], [127.6], [-129.0]],
+            OutputColumn("o", "tinyint"),
+            pa.int8(),
+            [1, None, 127] + [None] * 2,
+        ),
+        ([[np.nan], [2.0**63], [-(2.0**63)]], OutputColumn("o", "bigint"), pa.int64(), [None, None, -(2**63)]),
+        ([[0.1, 0.9], [np.nan, 0.9]], OutputColumn("o", "int", best=True), pa.int32(), [1, None]),
+        ([[0.1, 0.9], [np.nan, 0.9]], OutputColumn("o", "array<int>"), pa.list_(pa.int32()), [[0, 1], [None, 1]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_what_is_no_number_of_an_integer_type_is_null(values, column, arrow, wanted, dtype):
+    with np.errstate(over="ignore"):
+        values = np.array(values, dtype)
+    found = encoded(values, column, arrow).to_pylist()
+    if dtype is np.float16 and column.type == "bigint":
+        wanted = [None, None, None]  # they are infinite
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
     ("values", "column", "arrow", "message"),
     [
         (VALUES, OutputColumn("o", "double"), pa.float64(), r"has no place for rows of shape \[3\]"),
