@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import Array, ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.operations import allreduce
 from sparkhvd.tensorflow.tensors import as_written, graph_name, outside_graph
@@ -30,17 +31,22 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     Takes the arguments of ``keras.layers.BatchNormalization``. Importing ``sparkhvd.tensorflow`` makes the layer known
     to ``keras.saving.load_model``.
 
+    Args:
+        process_set: the ranks that take part, all by default. It is not saved with the layer, as process sets end with
+            their job: a loaded layer is for all ranks.
+
     Raises:
         ConfigError: Keras runs on another backend than TensorFlow.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, process_set: ProcessSet | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if keras.config.backend() != "tensorflow":
             raise ConfigError(
                 f"SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on {keras.config.backend()!r}."
             )
         self.supports_jit = False  # XLA cannot compile the exchange
+        self._process_set = process_set
         self._counts: Callable[[], bool] | None = None
 
     def count_rows_if(self, counts: Callable[[], bool]) -> None:
@@ -52,12 +58,17 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         # Keras' own method asks this one for the mean and the variance of the batch.
         x = tf.convert_to_tensor(inputs)
         included = None if mask is None else tf.cast(tf.expand_dims(mask, -1), tf.bool)
-        moments: tuple[tf.Tensor, tf.Tensor] = _moments_of_all(x, included, self._reduction_axes, self._counts)
+        of_all = (included, self._reduction_axes, self._counts, self._process_set)
+        moments: tuple[tf.Tensor, tf.Tensor] = _moments_of_all(x, *of_all)
         return moments
 
 
 def _moments_of_all(
-    x: tf.Tensor, included: tf.Tensor | None, axes: Sequence[int], counts: Callable[[], bool] | None
+    x: tf.Tensor,
+    included: tf.Tensor | None,
+    axes: Sequence[int],
+    counts: Callable[[], bool] | None,
+    process_set: ProcessSet | None,
 ) -> Any:
     """Mean and variance per channel over all ranks.
 
@@ -69,7 +80,8 @@ def _moments_of_all(
     def join(*own: tf.Tensor) -> Sequence[Array]:
         present = counts is None or counts()
         mine = np.stack([each.numpy().astype(np.float64) for each in own])
-        parts = session.current().allgather((mine if present else np.zeros_like(mine))[None], name=name)
+        mine = (mine if present else np.zeros_like(mine))[None]
+        parts = session.current().allgather(mine, name=name, process_set=process_set)
         mean, variance, total = _joined(parts.astype(np.float64, copy=False))
         share = present / np.maximum(total, 1)
         return [each.astype(own[1].numpy().dtype) for each in (mean, variance, share)]
@@ -80,7 +92,8 @@ def _moments_of_all(
         mean, variance, share = outside_graph(join, own, [(each.dtype, each.shape) for each in own])
 
         def gradient(of_mean: tf.Tensor, of_variance: tf.Tensor) -> tf.Tensor:
-            by_mean, by_variance = tf.unstack(allreduce(tf.stack([of_mean, of_variance]), op=ReduceOp.SUM) * share)
+            summed = allreduce(tf.stack([of_mean, of_variance]), op=ReduceOp.SUM, process_set=process_set)
+            by_mean, by_variance = tf.unstack(summed * share)
             deviations = values - _spread(mean, values, axes)
             found = _spread(by_mean, values, axes) + 2.0 * deviations * _spread(by_variance, values, axes)
             return _only(included, found)

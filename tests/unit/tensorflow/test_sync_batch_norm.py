@@ -122,6 +122,22 @@ def work_alone_where_nothing_is_trained():
     hvd.barrier()
 
 
+def normalize_by_a_process_set():
+    """Rank 1 alone is the set: it gets what Keras' own layer gives it."""
+    alone = hvd.add_process_set([1])
+    if hvd.rank() == 1:
+        layer, own = hvd.SyncBatchNormalization(process_set=alone), keras.layers.BatchNormalization()
+        values = tf.constant([[1.0], [4.0]])
+        for each in (layer, own):
+            with tf.GradientTape() as tape:
+                tape.watch(values)
+                loss = tf.reduce_sum(each(values, training=True) ** 3)
+            each.found = [each.moving_mean.numpy(), each.moving_variance.numpy(), tape.gradient(loss, values).numpy()]
+        for one, other in zip(layer.found, own.found, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4)
+    hvd.remove_process_set(alone)
+
+
 def refuse_no_rows_at_all():
     with pytest.raises(ValueError, match="no rank has a row in this step"):
         hvd.SyncBatchNormalization()(tf.zeros([0, 3]), training=True)
@@ -155,6 +171,10 @@ def test_half_precision_loses_nothing_on_the_way(group):
 
 def test_a_layer_that_is_not_trained_needs_no_other_rank(group):
     group.run(work_alone_where_nothing_is_trained)
+
+
+def test_a_process_set_is_normalized_by_its_own_rows(group):
+    group.run(normalize_by_a_process_set)
 
 
 def test_a_step_without_any_rows_is_an_error_on_all_ranks(group):
