@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.background import in_background
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.resources import TaskResources, profile_of
@@ -86,7 +87,8 @@ def preflight(
         df: five of its rows go through the model of ``estimator`` on the driver.
         gpus_per_task: as in ``run``.
         cpus_per_task: as in ``run``.
-        timeout: how many seconds to wait for executors that are not there yet, or whose slots other jobs keep busy.
+        timeout: how many seconds to wait for executors that are not there yet, or whose slots other jobs keep busy, and
+            for the rows of ``df``.
         stdout: where the report is printed; None is ``sys.stdout``.
     """
     began = time.monotonic()
@@ -98,11 +100,13 @@ def preflight(
         store = told_by_spark(store, session)
     asked = _Asked(session, num_proc, TaskResources(cpus_per_task, gpus_per_task), store, timeout)
     # Beside the stage: both wait, the one for executors, the other for imports and Spark's first query.
-    model = None if estimator is None or df is None else _begun(session, functools.partial(_model, estimator, df))
+    model = None
+    if estimator is not None and df is not None:
+        model = in_background(functools.partial(_model, estimator, df), "sparkhvd-preflight-model", session)
     count, slots = _slots(asked)
     tasks, checks = _cluster(asked, count)
     if model is not None:
-        checks.append(model.result())
+        checks.append(_in_time(model, timeout, began))
     report = PreflightReport((slots, *checks), tuple(tasks), versions(), time.monotonic() - began)
     (sys.stdout if stdout is None else stdout).write(f"{report}\n")
     return report
@@ -178,23 +182,13 @@ def _store(store: Store | None, probe: Probe | None, tasks: Sequence[Examination
     return [Check("store", Verdict.OK, f"{store.url}: driver and all tasks see the same files")]
 
 
-def _begun(spark: SparkSession, check: Callable[[], Check]) -> Future[Check]:
-    """Run a check in a thread of its own, with the caller's Spark properties."""
-    from pyspark import InheritableThread  # noqa: PLC0415 - importing this module needs no Spark
-
-    future: Future[Check] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(check())
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
-            future.set_exception(error)
-
-    thread = InheritableThread(target=run, session=spark)
-    thread.name = "sparkhvd-preflight-model"
-    thread.daemon = True
-    thread.start()
-    return future
+def _in_time(model: Future[Check], timeout: float, began: float) -> Check:
+    try:
+        left = max(0.0, began + timeout - time.monotonic())
+        return model.result(left if math.isfinite(left) else None)
+    except TimeoutError:
+        words = f"{_SAMPLE_ROWS} rows of df did not go through the model within {timeout:g} s."
+        return Check("model", Verdict.FAIL, f"{words} Is df costly to compute (then cache() it), or the cluster busy?")
 
 
 def _model(estimator: Tryable, df: DataFrame) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import uuid
 
 import pytest
@@ -46,7 +47,7 @@ def rows(spark):
 def test_the_preflight_says_of_a_good_cluster_that_it_is_ready(spark, rows, tmp_path):
     printed = io.StringIO()
     report = sparkhvd.preflight(
-        spark, estimator=estimator_of(Store.create(str(tmp_path)), TwoInputs(4)), df=rows, stdout=printed
+        spark, estimator=estimator_of(Store.create(str(tmp_path)), TwoInputs(4)), df=rows, timeout=200.0, stdout=printed
     )
     assert report.ok, printed.getvalue()
     assert printed.getvalue() == f"{report}\n"
@@ -63,7 +64,7 @@ def test_the_preflight_names_everything_that_is_wrong_at_once(spark, rows):
     store = Store.create(f"memory://{uuid.uuid4().hex}")  # every process has one of its own
     printed = io.StringIO()
     report = sparkhvd.preflight(
-        spark, 9, store=store, estimator=estimator_of(None, TwoInputs(7)), df=rows, stdout=printed
+        spark, 9, store=store, estimator=estimator_of(None, TwoInputs(7)), df=rows, timeout=200.0, stdout=printed
     )
     failed = {check.name: check.says for check in report.checks if check.verdict is Verdict.FAIL}
     assert set(failed) == {"slots", "store", "model"}
@@ -72,6 +73,29 @@ def test_the_preflight_names_everything_that_is_wrong_at_once(spark, rows):
     assert "mat1 and mat2 shapes cannot be multiplied" in failed["model"]
     assert len(report.tasks) == 4, "the slots that are there are asked all the same"
     assert "3 to solve" in printed.getvalue()
+
+
+def test_rows_that_take_too_long_are_given_up(spark, rows):
+    ended = threading.Event()
+
+    class Slow:
+        def getStore(self):  # noqa: N802
+            return None
+
+        def getNumProc(self):  # noqa: N802
+            return 1
+
+        def try_rows(self, dataset, count):
+            ended.wait(60)
+            return "gave nothing"
+
+    try:
+        report = sparkhvd.preflight(spark, estimator=Slow(), df=rows, timeout=1.0, stdout=io.StringIO())
+    finally:
+        ended.set()
+    (said,) = [check for check in report.checks if check.name == "model"]
+    assert said.verdict is Verdict.FAIL
+    assert said.says.startswith("5 rows of df did not go through the model within 1 s. Is df costly to compute")
 
 
 def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path, capsys):
