@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     from tests.s3_server import S3
 
 pytest_plugins = ["pytester"]
+
+# A change is judged by the same examples every time; `make soak` searches for others.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("searching", max_examples=3000, deadline=None)
+settings.load_profile("repeatable")
 
 # Every process that descends from this one carries the mark in its environment, also after it lost its parent.
 _MARK = "SPARKHVD_TEST_RUN"

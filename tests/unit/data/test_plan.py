@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -80,13 +81,16 @@ def test_the_pieces_are_those_of_the_windows_with_neighbours_joined(plan, epoch)
 def test_a_rank_decodes_about_its_part_of_the_rows_and_no_block_inside_of_it_twice(plan, epoch):
     """Decoding starts where a block starts, so the worst is one block more than the rank's own rows at either end.
 
-    The order of the blocks is a circle: a part that goes nearly all around may begin and end in the same block.
+    The order of the blocks is a circle: a part that goes nearly all around may begin and end in the same block. Kept
+    parts are mixed, so these two pieces may then lie anywhere.
     """
     for rank in range(plan.size):
         pieces = list(plan.pieces(rank, epoch))
-        inner = [piece.block for piece in pieces[1:-1]]
-        assert len(set(inner)) == len(inner)
-        assert not set(inner) & {piece.block for piece in (*pieces[:1], *pieces[-1:])}
+        times = Counter(piece.block for piece in pieces)
+        again = [block for block, number in times.items() if number > 1]
+        assert not again or (len(again), times[again[0]]) == (1, 2)
+        if again and not plan.shards.keep:
+            assert [pieces[0].block, pieces[-1].block] == again * 2
         decoded = sum({piece.block: piece.stop for piece in sorted(pieces, key=lambda p: p.stop)}.values())
         assert decoded <= plan.shards.rows[rank] + 2 * max(plan.shards.block_rows)
 
