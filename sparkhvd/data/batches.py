@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from sparkhvd.data.schema import DataSchema
 
+Arrays = dict[str, npt.NDArray[np.generic]]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -22,7 +24,7 @@ class Batch:
         global_rows: rows of the step over all ranks, at least 1.
     """
 
-    columns: dict[str, npt.NDArray[np.generic]]
+    columns: Arrays
     rows: int
     global_rows: int
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from sparkhvd.data import columns
+from sparkhvd.data.batches import Arrays
 from sparkhvd.data.blocks import ArrowBlocks, Blocks
 from sparkhvd.data.facts import (
     SIZE_PREFIX,
@@ -24,7 +25,7 @@ from sparkhvd.data.facts import (
 from sparkhvd.data.manifest import SplitName
 from sparkhvd.data.plan import OwnBlocks, Piece, Plan
 from sparkhvd.data.prepare import as_written, prepared
-from sparkhvd.data.readers import Arrays, Reading, RowSource
+from sparkhvd.data.readers import Reading, RowSource
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, source
 from sparkhvd.errors import DataError

@@ -19,7 +19,7 @@ from sparkhvd.config import local_folders
 from sparkhvd.data import arrow_memory, cache, columns
 from sparkhvd.data.ahead import Ahead
 from sparkhvd.data.ahead import Job as AheadJob
-from sparkhvd.data.batches import Batch
+from sparkhvd.data.batches import Arrays, Batch
 from sparkhvd.data.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.plan import Piece, Plan, RowIds, SharedBlocks, Window
@@ -32,7 +32,6 @@ from sparkhvd.world import World
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Arrays = dict[str, npt.NDArray[np.generic]]
 Transformation = Callable[[Arrays], Arrays]
 
 PREFETCH_BYTES = 256 * 1024 * 1024

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
-
+from sparkhvd.data.batches import Arrays
 from sparkhvd.errors import DataError
-
-Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 class RowStream:

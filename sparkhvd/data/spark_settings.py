@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.store.protocol import Store
@@ -55,7 +55,7 @@ def spark_can_write(spark: SparkSession, url: str | None) -> bool:
     if jvm is None:
         return False
     try:
-        jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, context._jsc.hadoopConfiguration())  # noqa: SLF001
+        jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, _hadoop_configuration(spark))
     except Py4JError:
         return False
     return True
@@ -66,7 +66,7 @@ def in_default_file_system(spark: SparkSession, path: str) -> str:
     if is_connect(spark):
         default = spark.conf.get("spark.hadoop.fs.defaultFS", _LOCAL) or _LOCAL
         return path if default.startswith("file:") else f"{default.rstrip('/')}/{path.lstrip('/')}"
-    conf = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001  (it also holds what Hadoop's files say)
+    conf = _hadoop_configuration(spark)
     if str(conf.get("fs.defaultFS", _LOCAL)).startswith("file:"):
         return path
     found = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(path)  # type: ignore[union-attr]  # noqa: SLF001
@@ -102,8 +102,13 @@ def _hadoop_settings(spark: SparkSession) -> dict[str, str]:
         wanted = re.compile(_OF_STORES)
         found = {name.removeprefix(_HADOOP): value for name, value in spark.conf.getAll.items()}
         return {name: value for name, value in found.items() if wanted.match(name)}
-    conf = spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001  (it also holds what Hadoop's files say)
+    conf = _hadoop_configuration(spark)
     return {str(name): str(value) for name, value in dict(conf.getValByRegex(_OF_STORES)).items()}
+
+
+def _hadoop_configuration(spark: SparkSession) -> Any:
+    """Of a classic session; it also holds what Hadoop's files say."""
+    return spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001  (nothing public leads there)
 
 
 def _scheme_of(url: str) -> str:

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import NUMBERS, ColumnSpec, DataSchema
 from sparkhvd.errors import DataError
-
-Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 def transformed(schema: DataSchema, function: Callable[[Arrays], Arrays], rows: Arrays) -> tuple[DataSchema, Arrays]:

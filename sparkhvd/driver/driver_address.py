@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from sparkhvd.addresses import LOOPBACK, address_to_bind, is_loopback, outgoing_address
-from sparkhvd.driver.slots import is_connect
+from sparkhvd.data.spark_job import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

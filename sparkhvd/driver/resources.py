@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd.data.spark_job import is_connect
 from sparkhvd.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def profile_of(spark: SparkSession, resources: TaskResources) -> ResourceProfile
     if gpus:
         requests.resource("gpu", gpus)
     profile = ResourceProfileBuilder().require(requests).build
-    if "connect" in type(spark).__module__:
+    if is_connect(spark):
         _make_on_server(spark, profile)
     return profile
 

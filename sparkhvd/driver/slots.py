@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.resources import TaskResources, profile_of, refuse_where_ignored
 from sparkhvd.errors import LaunchError, SlotsError
@@ -47,11 +48,6 @@ class Cluster:
     count: Callable[[], int]
     task_gpus: float = 0
     executor_gpus: int = 0
-
-
-def is_connect(spark: SparkSession) -> bool:
-    """Whether the session talks to a Spark Connect server."""
-    return "connect" in type(spark).__module__
 
 
 def refuse_dynamic_allocation(spark: SparkSession) -> None:

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.slots import is_connect
 from sparkhvd.errors import StartTimeoutError
 from sparkhvd.task.job import RESULT_SCHEMA
 

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from sparkhvd.driver.pickling import is_installed
 from sparkhvd.errors import ParamError
 
 _AUTOMATIC_NUMBER = re.compile(r"_\d+$")
@@ -295,8 +295,7 @@ def _is_installed(module: str) -> bool:
     file = getattr(found, "__file__", None)
     if file is None or package == __name__.partition(".")[0]:
         return True
-    places = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib", "platlib")]
-    return any(Path(file).is_relative_to(place) for place in places)
+    return is_installed(Path(file))
 
 
 def _name(kind: type) -> str:

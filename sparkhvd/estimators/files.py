@@ -16,7 +16,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol
 
-from sparkhvd.driver.slots import is_connect
+from sparkhvd.data.spark_job import is_connect
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store.protocol import Store
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Below what a job itself may hold (100 MB), with room for the rest of it.
 INLINE_BYTES = 64 * 1024 * 1024
-_PIECE_BYTES = 8 * 1024 * 1024
+PIECE_BYTES = 8 * 1024 * 1024
 
 
 class Source(Protocol):
@@ -137,7 +137,7 @@ class StoredFile:
 def _copied(source: BinaryIO, target: BinaryIO) -> str:
     """Copy all of a file; the SHA-256 of its content."""
     digest = hashlib.sha256()
-    while piece := source.read(_PIECE_BYTES):
+    while piece := source.read(PIECE_BYTES):
         digest.update(piece)
         target.write(piece)
     return digest.hexdigest()

@@ -32,7 +32,7 @@ from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.backend import SparkBackend
 from sparkhvd.estimators.declare import Declarations
-from sparkhvd.estimators.files import StoredFile
+from sparkhvd.estimators.files import PIECE_BYTES, StoredFile
 from sparkhvd.estimators.history import record_from_json
 from sparkhvd.estimators.outputs import OutputSpec
 from sparkhvd.estimators.trained import Trained
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FORMAT = 1
-_PIECE_BYTES = 8 * 1024 * 1024
 _METADATA, _OBJECTS, _TRAINED, _MODEL = "metadata/part-00000", "objects.pkl", "trained.json", "model"
 
 
@@ -115,7 +114,7 @@ def _copy(store: Store, source: str, target: str) -> None:
             store.open(path, "rb") as content,
             store.open(f"{target}/{path.removeprefix(source).lstrip('/')}", "wb") as copied,
         ):
-            shutil.copyfileobj(content, copied, _PIECE_BYTES)
+            shutil.copyfileobj(content, copied, PIECE_BYTES)
 
 
 def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, spark_version: str) -> None:

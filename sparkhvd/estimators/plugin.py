@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.data.batches import BatchSource
+from sparkhvd.data.batches import Arrays, BatchSource
 from sparkhvd.data.readers import Reading
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
@@ -18,8 +18,6 @@ from sparkhvd.world import World
 
 if TYPE_CHECKING:
     from sparkhvd.estimators.history import EpochRecord
-
-Arrays = dict[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,10 @@ class TrainSpec:
     terminate_on_nan: bool = False
     log_every_n_steps: int | None = None
     use_gpu: bool = True
+
+    def seed_of(self, epoch: int, rank: int) -> int:
+        """Of a rank's random numbers in an epoch, so that a resumed run draws what an undisturbed one would."""
+        return ((self.seed * 100_003 + epoch) * 10_007 + rank) % 2**63
 
 
 @dataclass(frozen=True)

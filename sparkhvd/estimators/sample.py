@@ -7,9 +7,9 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sparkhvd.data.batches import Arrays
 from sparkhvd.data.direct import GivenRows, checked, dealt
 from sparkhvd.data.facts import SPLIT
-from sparkhvd.data.readers import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection
 from sparkhvd.data.spool import Spool

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkhvd.data import columns
+from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import ColumnSpec, DataSchema, Fill
 from sparkhvd.data.selection import Selection, select
 from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.files import Source, StoredFile, keep_folder, write_folder
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.outputs import OutputSpec
-from sparkhvd.estimators.plugin import Arrays
 from sparkhvd.estimators.sample import sampled
 from sparkhvd.estimators.worker import find_plugin
 from sparkhvd.store import Store, layout

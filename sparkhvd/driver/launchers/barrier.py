@@ -7,13 +7,14 @@ import threading
 from contextlib import ExitStack
 from dataclasses import replace
 
+from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import log_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.resources import profile_of
 from sparkhvd.driver.results import cut_off, results_of, spark_failure
-from sparkhvd.driver.slots import is_connect, reserve_tasks
+from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import Attending

@@ -6,12 +6,13 @@ import logging
 import os
 import secrets
 import socket
-import threading
+from concurrent import futures
 from contextlib import ExitStack
 
 from sparkhvd.addresses import LOOPBACK
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.background import in_background
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.results import results_in_order
@@ -24,7 +25,7 @@ from sparkhvd.task.output import HandlerLog
 from sparkhvd.task.process import WorkerProcess, spawn_worker
 from sparkhvd.task.rank import Plan, worker_spec
 from sparkhvd.task.report import FailureReport
-from sparkhvd.task.supervise import OUTCOME, Outcome
+from sparkhvd.task.supervise import OUTCOME
 from sparkhvd.task.threads import thread_defaults
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,6 @@ class LocalHandle:
     def __init__(self, job: Job, stream: LogStream) -> None:
         self._job = job
         self._deadline = Deadline.after(job.start_timeout)
-        self._contents: dict[int, bytes | Outcome] = {}  # written before _ended is set
-        self._error: Exception | None = None  # written before _ended is set
-        # Not Thread.join: one that Ctrl-C breaks off takes the thread for ended from then on.
-        self._ended = threading.Event()
         with ExitStack() as stack:
             token = secrets.token_bytes(32)
             self._server = RendezvousServer(token)
@@ -63,7 +60,9 @@ class LocalHandle:
             offers = [TaskOffer(index, host_hash(), host, LOOPBACK) for index in range(job.num_proc)]
             self._plan = Plan(tuple(assign(offers)), ((LOOPBACK, self._server.port),), token)
             workers = self._start(stream, stack)
-            threading.Thread(target=self._run, args=(workers,), name="sparkhvd-job", daemon=True).start()
+            self._contents = in_background(
+                lambda: run_ranks(self._plan, workers, self._deadline, parent=0), "sparkhvd-job"
+            )
             self._stack = stack.pop_all()
         stream.started.set()
 
@@ -71,16 +70,17 @@ class LocalHandle:
         """They do when ``launch`` returns; the supervision of the ranks bounds the rest."""
 
     def results(self) -> list[bytes]:
-        self._ended.wait()
-        if self._error is not None:
-            raise LaunchError(str(self._error)) from self._error
-        return results_in_order(self._contents, self._job.num_proc)
+        try:
+            contents = self._contents.result()
+        except (SparkHvdError, OSError) as error:
+            raise LaunchError(str(error)) from error
+        return results_in_order(contents, self._job.num_proc)
 
     def close(self) -> None:
-        if not self._ended.is_set():
+        if not self._contents.done():
             host = self._plan.slots[0].offer.host
             self._server.set(OUTCOME, FailureReport(0, host, "was cancelled").to_json())
-            if not self._ended.wait(_END_SECONDS):
+            if futures.wait([self._contents], _END_SECONDS).not_done:
                 logger.warning("The ranks of this job did not end within %g s.", _END_SECONDS)
         self._stack.close()
 
@@ -97,11 +97,3 @@ class LocalHandle:
             worker.send(worker_spec(job, self._plan, slot))
             workers[slot.world.rank] = worker
         return workers
-
-    def _run(self, workers: dict[int, WorkerProcess]) -> None:
-        try:
-            self._contents = run_ranks(self._plan, workers, self._deadline, parent=0)
-        except (SparkHvdError, OSError) as error:
-            self._error = error
-        finally:
-            self._ended.set()

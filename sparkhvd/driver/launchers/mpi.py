@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sparkhvd.addresses import LOOPBACK
 from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import log_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
@@ -23,7 +24,7 @@ from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts, routable, with_address
 from sparkhvd.driver.resources import profile_of
 from sparkhvd.driver.results import cut_off, failure_of, results_of, spark_failure
-from sparkhvd.driver.slots import is_connect, reserve_tasks
+from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, SparkHvdError
 from sparkhvd.rpc.client import Client, connect

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import queue
 import secrets
-import threading
 from collections.abc import Collection
+from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
 
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.background import in_background
 from sparkhvd.driver.hosts import Host, take_slots
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.remote import Gone, HostProcess, host_command
 from sparkhvd.driver.results import results_in_order
-from sparkhvd.errors import ConfigError, LaunchError, SparkHvdError, StartTimeoutError
+from sparkhvd.errors import ConfigError, LaunchError, StartTimeoutError
 from sparkhvd.rpc.messages import Flush, Output, Started
 from sparkhvd.task.assignment import TaskOffer, assign
 from sparkhvd.task.job import Job
@@ -51,10 +52,6 @@ class SshHandle:
         self._deadline = Deadline.after(job.start_timeout)
         self._token = secrets.token_bytes(32)
         self._inbox: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
-        self._contents: dict[int, bytes | Outcome] = {}  # written before _ended is set
-        self._error: SparkHvdError | None = None  # written before _ended is set
-        # Not Thread.join: one that Ctrl-C breaks off takes the thread for ended from then on.
-        self._ended = threading.Event()
         with ExitStack() as stack:
             self._processes = []
             for number, host in enumerate(hosts):
@@ -62,39 +59,33 @@ class SshHandle:
                 stack.callback(process.close)
                 self._processes.append(process)
             self._stack = stack.pop_all()
-        threading.Thread(target=self._run, name="sparkhvd-job", daemon=True).start()
+        self._contents = in_background(self._run, "sparkhvd-job")
 
     def wait_started(self, deadline: Deadline) -> None:
         """The thread that talks with the hosts does, and ends the job when they do not start."""
 
     def results(self) -> list[bytes]:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-        return results_in_order(self._contents, self._job.num_proc)
+        return results_in_order(self._contents.result(), self._job.num_proc)
 
     def close(self) -> None:
         self._stack.close()
-        self._ended.wait()
+        futures.wait([self._contents])
 
-    def _run(self) -> None:
-        try:
-            for process, part in zip(self._processes, self._parts(), strict=True):
-                process.send(part)
-            plan = self._plan(self._await_ready())
-            self._stream.started.set()
-            for process in self._processes:
-                process.send(plan)
-            waiting = set(range(len(self._hosts)))
-            while waiting:
-                number, message = self._next(None, waiting)
-                if isinstance(message, HostDone):
-                    self._contents |= message.contents
-                    waiting.discard(number)
-        except SparkHvdError as error:
-            self._error = error
-        finally:
-            self._ended.set()
+    def _run(self) -> dict[int, bytes | Outcome]:
+        for process, part in zip(self._processes, self._parts(), strict=True):
+            process.send(part)
+        plan = self._plan(self._await_ready())
+        self._stream.started.set()
+        for process in self._processes:
+            process.send(plan)
+        contents: dict[int, bytes | Outcome] = {}
+        waiting = set(range(len(self._hosts)))
+        while waiting:
+            number, message = self._next(None, waiting)
+            if isinstance(message, HostDone):
+                contents |= message.contents
+                waiting.discard(number)
+        return contents
 
     def _parts(self) -> list[HostJob]:
         environment, folder = environment_for_hosts(), str(Path.cwd())

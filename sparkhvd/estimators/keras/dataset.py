@@ -11,10 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from sparkhvd.data.batches import Batch, BatchSource
+from sparkhvd.data.batches import Arrays, Batch, BatchSource
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.keras.inputs import Ports
-from sparkhvd.estimators.plugin import Arrays
 
 
 class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no types

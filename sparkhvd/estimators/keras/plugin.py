@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.config import export
+from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.named_inputs import NamedInput
-from sparkhvd.estimators.plugin import ON_CPU, Arrays, Inference, Predicted, TrainSpec
+from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.world import World
 
 if TYPE_CHECKING:

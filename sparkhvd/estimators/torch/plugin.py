@@ -12,11 +12,12 @@ import numpy.typing as npt
 import torch
 
 from sparkhvd.data import columns
+from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.named_inputs import NamedInput
-from sparkhvd.estimators.plugin import ON_CPU, Arrays, Inference, Predicted, TrainSpec
+from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs

@@ -149,8 +149,7 @@ class TorchTrainer:
 
     def _seed(self, epoch: int, hooks: TrainHooks, first: bool) -> None:
         state = hooks.rank_state if first else None
-        # From the epoch, so that a resumed run draws what an undisturbed one would.
-        torch.manual_seed(((self._spec.seed * 100_003 + epoch) * 10_007 + self._world.rank) % 2**63)
+        torch.manual_seed(self._spec.seed_of(epoch, self._world.rank))
         if state is not None:
             _restore_random(state, self._device)
 
