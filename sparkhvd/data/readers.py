@@ -1,15 +1,16 @@
 """Reading rows: the batches of one rank, decoded by threads ahead of their use.
 
-Threads decode the pieces of the plan; one more puts windows together, shuffles them and cuts them into batches. A batch
-is a part of its window's memory wherever that allows, so most rows are moved once or not at all.
+Threads decode the pieces of the plan; one more puts windows together, has others shuffle them and cuts them into
+batches. A batch is a part of its window's memory wherever that allows, so most rows are moved once or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,7 +57,7 @@ class Reading:
             window within which rows are shuffled, one waits, one is in the making and one in use.
         window_bytes: the window's own size, where it is not the less of a quarter of ``prefetch_bytes`` and 131,072
             rows; the same on every rank.
-        threads: how many threads decode.
+        threads: how many threads decode, and mix columns.
         timeout: seconds to wait for one batch.
         transformation: makes the columns of a batch into other columns with as many rows; called by a reader thread.
         made: the columns that the transformation makes, where they are known: what a batch without rows has then, for
@@ -178,7 +179,7 @@ class RowSource:
             jobs, limit=share, threads=reading.threads, name=name, timeout=reading.timeout, waiting_for=wait_for
         )
         windows = self._plan.windows(self._rank, number, first_step)
-        cut = partial(_groups, windows, chunks, self._schema, reading.transformation, self._nothing)
+        cut = partial(_groups, windows, chunks, self._schema, reading, self._nothing)
         groups = Ahead([cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for)
         try:
             for group in groups:
@@ -290,16 +291,17 @@ def _groups(
     windows: Iterator[Window],
     chunks: Ahead[Arrays],
     schema: DataSchema,
-    transformation: Transformation | None,
+    reading: Reading,
     nothing: Callable[[], Arrays],
 ) -> Iterator[tuple[list[Batch], int]]:
     """The batches of all windows, in groups, with their bytes."""
     rows = RowStream(iter(chunks))
     row_bytes = columns.row_bytes(schema)
+    transformation = reading.transformation
     group: list[Batch] = []
     size = 0
-    for window in windows:
-        for batch in _cut(window, rows, schema):
+    with ThreadPoolExecutor(reading.threads, thread_name_prefix="sparkhvd-mix") as threads:
+        for batch in chain.from_iterable(_cut(window, rows, schema, threads) for window in windows):
             if transformation is None:
                 group.append(batch)
                 size += batch.rows * row_bytes
@@ -314,23 +316,27 @@ def _groups(
         yield group, size
 
 
-def _cut(window: Window, rows: RowStream, schema: DataSchema) -> Iterator[Batch]:
+def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
             yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
         return
-    shuffled = _shuffled(window, window.order, rows, schema)
+    shuffled = _shuffled(window, window.order, rows, schema, threads)
     ends = np.cumsum([0, *window.rows]).tolist()
     for (start, stop), global_rows in zip(pairwise(ends), window.global_rows, strict=True):
         yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
 
 
-def _shuffled(window: Window, order: RowIds, rows: RowStream, schema: DataSchema) -> Arrays:
+def _shuffled(window: Window, order: RowIds, rows: RowStream, schema: DataSchema, threads: Executor) -> Arrays:
     """The rows of a window in its order."""
     parts = list(rows.parts(sum(piece.rows for piece in window.pieces)))
-    # Column by column, so that what has been mixed is let go before the next one.
-    return {column.name: _mixed([part.pop(column.name) for part in parts], order, column) for column in schema.columns}
+
+    def mixed(column: ColumnSpec) -> npt.NDArray[np.generic]:
+        # What has been mixed is let go before the next column is begun.
+        return _mixed([part.pop(column.name) for part in parts], order, column)
+
+    return dict(zip(schema.names(), threads.map(mixed, schema.columns), strict=True))
 
 
 def _mixed(parts: list[npt.NDArray[np.generic]], order: RowIds, column: ColumnSpec) -> npt.NDArray[np.generic]:
