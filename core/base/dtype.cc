@@ -1,13 +1,14 @@
 #include "base/dtype.h"
 
 #include <array>
+#include <string_view>
 
 namespace sparkhvd {
 namespace {
 
 struct DTypeRow {
   DType dtype;
-  const char* name;
+  std::string_view name;  // of a literal
   size_t size;
 };
 
@@ -27,7 +28,7 @@ constexpr std::array<DTypeRow, 10> kDTypes = {{
 
 struct ReduceOpRow {
   ReduceOp op;
-  const char* name;
+  std::string_view name;  // of a literal
 };
 
 constexpr std::array<ReduceOpRow, 6> kReduceOps = {{
@@ -48,12 +49,12 @@ size_t SizeOf(DType dtype) {
 
 const char* Name(DType dtype) {
   const auto index = static_cast<size_t>(dtype);
-  return index < kDTypes.size() ? kDTypes[index].name : "unknown";
+  return index < kDTypes.size() ? kDTypes[index].name.data() : "unknown";
 }
 
 const char* Name(ReduceOp op) {
   const auto index = static_cast<size_t>(op);
-  return index < kReduceOps.size() ? kReduceOps[index].name : "unknown";
+  return index < kReduceOps.size() ? kReduceOps[index].name.data() : "unknown";
 }
 
 std::optional<DType> ParseDType(std::string_view name) {

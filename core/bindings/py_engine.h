@@ -86,12 +86,12 @@ class Handle {
   bool done() const { return operation_->done(); }
 
   void Wait(double timeout_s) {
-    if (operation_->done()) return Check(operation_->Wait(Deadline::AfterSeconds(0)));
+    if (operation_->done()) return Check(operation_->outcome());
     const Status status = WaitInSlices(
         timeout_s, [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
         [&] { return operation_->done(); });
     // It may have finished since the last slice ended; then that is the outcome.
-    Check(operation_->done() ? operation_->Wait(Deadline::AfterSeconds(0)) : status);
+    Check(operation_->done() ? operation_->outcome() : status);
   }
 
   // Fails unless this is an operation with results of its own and has succeeded.
@@ -104,7 +104,7 @@ class Handle {
     if (!operation_->done()) {
       Check(Status(StatusCode::kInvalidArgument, request.Title() + " is not finished: wait first"));
     }
-    Check(operation_->Wait(Deadline::AfterSeconds(0)));
+    Check(operation_->outcome());
     return *operation_;
   }
 

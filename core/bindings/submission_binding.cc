@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -22,24 +23,35 @@ using HandlePointer = std::unique_ptr<Handle>;
 // One of a group: name, source, target (ignored by an allgather), shape, dtype, keep_alive.
 using Tensor = std::tuple<std::string, uintptr_t, uintptr_t, Shape, std::string, py::object>;
 
-DType ToDType(const std::string& name) {
+DType ToDType(std::string_view name) {
   if (const std::optional<DType> dtype = ParseDType(name)) return *dtype;
   throw CoreFailure(Status(StatusCode::kInvalidArgument,
-                           "dtype '" + name +
+                           "dtype '" + std::string(name) +
                                "' is not one of bool, uint8, int8, int16, int32, int64, float16, "
                                "bfloat16, float32, float64"));
 }
 
-ReduceOp ToReduceOp(const std::string& name) {
+ReduceOp ToReduceOp(std::string_view name) {
   if (const std::optional<ReduceOp> op = ParseReduceOp(name)) return *op;
-  throw CoreFailure(
-      Status(StatusCode::kInvalidArgument,
-             "op '" + name + "' is not one of sum, average, min, max, product, adasum"));
+  throw CoreFailure(Status(
+      StatusCode::kInvalidArgument,
+      "op '" + std::string(name) + "' is not one of sum, average, min, max, product, adasum"));
 }
 
 // Addresses are what Python has: tensor.data_ptr(), array.ctypes.data.
 std::byte* ToPointer(uintptr_t address) {
   return reinterpret_cast<std::byte*>(address);  // NOLINT: the caller's contract
+}
+
+// Without the detours of a conversion that takes any sequence: one is made for every tensor.
+Shape ToShape(const py::tuple& lengths) {
+  Shape shape(lengths.size());
+  for (size_t i = 0; i < shape.size(); ++i) {
+    const auto place = static_cast<py::ssize_t>(i);
+    shape[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(lengths.ptr(), place));
+    if (shape[i] == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  }
+  return shape;
 }
 
 // What a reduction is asked for with.
@@ -48,7 +60,7 @@ struct Scales {
   double postscale;
 };
 
-Request MakeRequest(OperationKind kind, std::string name, Shape shape, const std::string& dtype) {
+Request MakeRequest(OperationKind kind, std::string name, Shape shape, std::string_view dtype) {
   Request request;
   request.kind = kind;
   request.name = std::move(name);
@@ -57,7 +69,7 @@ Request MakeRequest(OperationKind kind, std::string name, Shape shape, const std
   return request;
 }
 
-void SetReduction(Request& request, const std::string& op, Scales scales) {
+void SetReduction(Request& request, std::string_view op, Scales scales) {
   request.op = ToReduceOp(op);
   request.prescale = scales.prescale;
   request.postscale = scales.postscale;
@@ -102,16 +114,17 @@ std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKin
 
 template <OperationKind kKind>
 HandlePointer Reduce(const EnginePointer& engine, std::string name, uintptr_t source,
-                     uintptr_t target, Shape shape, const std::string& dtype, const std::string& op,
-                     double prescale, double postscale, py::object keep_alive, bool with_waiter) {
-  Request request = MakeRequest(kKind, std::move(name), std::move(shape), dtype);
+                     uintptr_t target, const py::tuple& shape, std::string_view dtype,
+                     std::string_view op, double prescale, double postscale, py::object keep_alive,
+                     bool with_waiter) {
+  Request request = MakeRequest(kKind, std::move(name), ToShape(shape), dtype);
   SetReduction(request, op, Scales{prescale, postscale});
   return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter);
 }
 
 template <OperationKind kKind>
 std::vector<HandlePointer> ReduceGroup(const EnginePointer& engine, const std::string& group,
-                                       std::vector<Tensor> tensors, const std::string& op,
+                                       std::vector<Tensor> tensors, std::string_view op,
                                        double prescale, double postscale, bool with_waiter) {
   return SubmitGroup(engine, kKind, group, std::move(tensors), with_waiter, [&](Request& request) {
     SetReduction(request, op, Scales{prescale, postscale});
@@ -119,7 +132,7 @@ std::vector<HandlePointer> ReduceGroup(const EnginePointer& engine, const std::s
 }
 
 HandlePointer Allgather(const EnginePointer& engine, std::string name, uintptr_t source,
-                        Shape shape, const std::string& dtype, py::object keep_alive,
+                        Shape shape, std::string_view dtype, py::object keep_alive,
                         bool with_waiter) {
   return Submit(engine,
                 MakeRequest(OperationKind::kAllgather, std::move(name), std::move(shape), dtype),
@@ -133,7 +146,7 @@ std::vector<HandlePointer> AllgatherGroup(const EnginePointer& engine, const std
 }
 
 HandlePointer Alltoall(const EnginePointer& engine, std::string name, uintptr_t source, Shape shape,
-                       Shape splits, const std::string& dtype, py::object keep_alive,
+                       Shape splits, std::string_view dtype, py::object keep_alive,
                        bool with_waiter) {
   Request request = MakeRequest(OperationKind::kAlltoall, std::move(name), std::move(shape), dtype);
   request.splits = std::move(splits);
@@ -141,7 +154,7 @@ HandlePointer Alltoall(const EnginePointer& engine, std::string name, uintptr_t 
 }
 
 HandlePointer Broadcast(const EnginePointer& engine, std::string name, uintptr_t source,
-                        uintptr_t target, Shape shape, const std::string& dtype, int root,
+                        uintptr_t target, Shape shape, std::string_view dtype, int root,
                         py::object keep_alive, bool with_waiter) {
   Request request =
       MakeRequest(OperationKind::kBroadcast, std::move(name), std::move(shape), dtype);

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
@@ -17,6 +18,12 @@ struct KindCounters {
   std::atomic<uint64_t> operations{0};
   std::atomic<uint64_t> bytes{0};
 };
+
+// Time as it is counted.
+inline uint64_t Microseconds(std::chrono::steady_clock::duration duration) {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(duration).count());
+}
 
 // Written by the thread that steers the engine, read by any.
 struct Counters {

@@ -31,10 +31,7 @@ constexpr size_t kEnoughBytes = size_t{1} << 20;
 // operation.
 constexpr double kBoardSeconds = 2.0;
 
-uint64_t MicrosecondsSince(Clock::time_point start) {
-  return static_cast<uint64_t>(
-      std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - start).count());
-}
+uint64_t MicrosecondsSince(Clock::time_point start) { return Microseconds(Clock::now() - start); }
 
 std::vector<int> LocalRanks(const Mesh& mesh) {
   return mesh.arena ? mesh.arena->ranks() : std::vector<int>{mesh.transport->rank()};
@@ -229,7 +226,7 @@ Status Engine::AllreduceNow(const Reduction& reduction, const std::byte* source,
       direct_calls_->Allreduce(reduction, source, target, count,
                                Deadline::AfterSeconds(config_.collective_timeout_s), interrupted);
   if (status.ok()) {
-    CountOperation(OperationKind::kAllreduce, count * SizeOf(reduction.dtype));
+    CountOperations(OperationKind::kAllreduce, 1, count * SizeOf(reduction.dtype));
   } else if (status.code() != StatusCode::kMismatch) {
     const Status why = FirstFailure(status.Annotate("direct allreduce"));
     End(why);
@@ -370,24 +367,28 @@ Status Engine::EnterCycle() {
   }
   std::vector<const Request*> requests;
   requests.reserve(submitted.size());
+  const auto now = Clock::now();
+  Clock::duration queued{0};
   for (const OperationPointer& operation : submitted) {
     requests.push_back(&operation->request());
     pending_[operation->request().name] = operation;
-    counters_.queue_us += MicrosecondsSince(operation->submitted());
+    queued += now - operation->submitted();
   }
+  counters_.queue_us += Microseconds(queued);
   EnterAll(submitted, Phase::kNegotiate);
   RequestMessage report = negotiation_->Report(requests);
   if (autotuner_) report.retuning = autotuner_->TakeRetuning();
-  entered_ = Entered{Deadline::AfterSeconds(config_.collective_timeout_s), Clock::now(),
-                     submitted.size(), false};
+  entered_ =
+      Entered{Deadline::AfterSeconds(config_.collective_timeout_s), now, submitted.size(), false};
   counters_.cache_hits += report.cached.size();
   const Bytes room = negotiation_->Announce(report);
-  if (report.requests.empty() && execution_.MayDeposit(submitted, room)) {
+  if (report.requests.empty() &&
+      execution_.MayDeposit({submitted.data(), submitted.size()}, room)) {
     std::vector<OperationPointer> in_order;
     for (const uint32_t id : report.cached) {
       in_order.push_back(pending_[negotiation_->cache().Own(id).name]);
     }
-    execution_.Deposit(in_order, room);
+    execution_.Deposit({in_order.data(), in_order.size()}, room);
     entered_->deposited = true;
   }
   return negotiation_->Enter();
@@ -485,19 +486,21 @@ Result<Engine::OperationPointer> Engine::Accept(const Agreement& agreement) {
 
 Status Engine::Execute(const std::vector<Ready>& ready) {
   std::vector<const Request*> requests;
-  for (const Ready& entry : ready) {
-    requests.push_back(&entry.operation->request());
-    EnterAll({entry.operation}, Phase::kWait);
+  requests.reserve(ready.size());
+  for (const Ready& entry : ready) requests.push_back(&entry.operation->request());
+  if (timeline_.on()) {
+    for (const Request* request : requests) timeline_.Enter(request->name, Phase::kWait);
   }
   Status failure;
   for (const std::vector<size_t>& positions :
        PlanFusion(requests, execution_.tunables().fusion_threshold)) {
     std::vector<OperationPointer> group;
+    group.reserve(positions.size());
     for (const size_t position : positions) group.push_back(ready[position].operation);
     if (failure.ok()) {
       const auto start = Clock::now();
       const Deadline deadline = Deadline::AfterSeconds(config_.collective_timeout_s);
-      failure = group.size() > 1 ? execution_.Allreduce(group, deadline)
+      failure = group.size() > 1 ? execution_.Allreduce({group.data(), group.size()}, deadline)
                                  : execution_.Run(*group[0], ready[positions[0]].rows, deadline);
       counters_.collective_us += MicrosecondsSince(start);
       if (!failure.ok()) failure = FirstFailure(failure);
@@ -511,7 +514,7 @@ Status Engine::Execute(const std::vector<Ready>& ready) {
 void Engine::CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round) {
   std::vector<OperationPointer> group;
   for (const Ready& entry : ready) group.push_back(entry.operation);
-  execution_.CombineDeposits(group, round);
+  execution_.CombineDeposits({group.data(), group.size()}, round);
   if (group.size() > 1) ++counters_.fused_buffers;
   Complete({group.data(), group.size()}, Status());
 }
@@ -532,20 +535,23 @@ void Engine::Complete(Span<const OperationPointer> operations, const Status& sta
       if (operation->request().kind == OperationKind::kJoin) joined_ = false;
     }
   }
+  if (status.ok() && !operations.empty()) {
+    size_t bytes = 0;
+    for (const OperationPointer& operation : operations) bytes += operation->bytes();
+    CountOperations(operations[0]->request().kind, operations.size(), bytes);
+  }
   const Status outcome = config_.label.empty() ? status : status.Annotate(config_.label);
   for (const OperationPointer& operation : operations) {
-    const Request& request = operation->request();
-    if (status.ok()) CountOperation(request.kind, operation->bytes());
-    if (timeline_.on()) timeline_.End(request.name, status.message());
+    if (timeline_.on()) timeline_.End(operation->request().name, status.message());
     operation->Complete(outcome);
   }
 }
 
-void Engine::CountOperation(OperationKind kind, size_t bytes) {
-  ++counters_.operations;
+void Engine::CountOperations(OperationKind kind, size_t number, size_t bytes) {
+  counters_.operations += number;
   counters_.bytes += bytes;
   KindCounters& of_kind = counters_.OfKind(kind);
-  ++of_kind.operations;
+  of_kind.operations += number;
   of_kind.bytes += bytes;
 }
 

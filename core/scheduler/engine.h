@@ -157,8 +157,9 @@ class Engine {
   Status Refusal(const Request& request) const;                          // mutex_ is held
   Result<OperationPointer> Accept(const Agreement& agreement);
   OperationPointer TakePending(std::string_view name);
+  // They are of one kind where they succeeded.
   void Complete(Span<const OperationPointer> operations, const Status& status);
-  void CountOperation(OperationKind kind, size_t bytes);
+  void CountOperations(OperationKind kind, size_t number, size_t bytes);
   void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
   void End(const Status& why);
   void FailEverything();

@@ -25,6 +25,10 @@
 namespace sparkhvd {
 namespace {
 
+// Up to so many ranks it costs less to read the contributions of all, each once, than to share the
+// work and copy every tensor into a buffer before and out of it afterwards.
+constexpr int kMostRanksInSlots = 4;
+
 Reduction ReductionOf(const Request& request) {
   return Reduction{request.dtype, request.op, request.prescale, request.postscale};
 }
@@ -108,7 +112,7 @@ void Execution::Enter(const Operation& operation, Phase phase) const {
   if (timeline_.on()) timeline_.Enter(operation.request().name, phase);
 }
 
-bool Execution::MayDeposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const {
+bool Execution::MayDeposit(Operations group, Bytes room) const {
   if (algorithm_ != Algorithm::kArena || group.empty()) return false;
   const size_t limit = std::min(room.size(), SmallAllreduceBytes(*steps_, tunables_.arena));
   size_t total = 0;
@@ -121,7 +125,7 @@ bool Execution::MayDeposit(const std::vector<std::shared_ptr<Operation>>& group,
   return true;
 }
 
-void Execution::Deposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const {
+void Execution::Deposit(Operations group, Bytes room) const {
   std::byte* target = room.data();
   for (const auto& operation : group) {
     CopyPrescaled(ReductionOf(operation->request()), target, operation->source(),
@@ -130,11 +134,11 @@ void Execution::Deposit(const std::vector<std::shared_ptr<Operation>>& group, By
   }
 }
 
-void Execution::CombineDeposits(const std::vector<std::shared_ptr<Operation>>& group,
-                                const ArenaSteps::Round& round) const {
+void Execution::CombineDeposits(Operations group, const ArenaSteps::Round& round,
+                                Phase phase) const {
   size_t offset = 0;
   for (const auto& operation : group) {
-    Enter(*operation, Phase::kCollective);
+    Enter(*operation, phase);
     CombineSlots(*steps_, round.Behind(offset), ReductionOf(operation->request()),
                  operation->target(), Slice{0, operation->count()});
     offset += operation->bytes();
@@ -173,13 +177,47 @@ Status Execution::ReduceAlone(const Operation& operation, Deadline deadline) {
                 Span<const size_t>(&count, 1), deadline);
 }
 
-Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group,
-                            Deadline deadline) {
+Status Execution::Allreduce(Operations group, Deadline deadline) {
   if (group.size() == 1) {
-    const Operation& only = *group.front();
+    const Operation& only = *group[0];
     Enter(only, Phase::kCollective);
     return ReduceAlone(only, deadline);
   }
+  return GoThroughSlots(group) ? AllreduceInSlots(group, deadline)
+                               : AllreduceInBuffer(group, deadline);
+}
+
+bool Execution::GoThroughSlots(Operations group) const {
+  if (reducing_ != Algorithm::kArena || steps_->count() > kMostRanksInSlots) return false;
+  if (group[0]->request().op == ReduceOp::kAdasum) return false;
+  return std::all_of(group.begin(), group.end(), [this](const auto& operation) {
+    return operation->bytes() <= steps_->SlotBytes();
+  });
+}
+
+// From the tensors to where everybody reads them, and combined to the tensors: as many in a round
+// as a slot has room for.
+Status Execution::AllreduceInSlots(Operations group, Deadline deadline) {
+  for (size_t begin = 0, end = 0; begin < group.size(); begin = end) {
+    const auto start = Deadline::Clock::now();
+    size_t bytes = 0;
+    for (; end < group.size() && group[end]->bytes() <= steps_->SlotBytes() - bytes; ++end) {
+      Enter(*group[end], Phase::kCopyIn);
+      bytes += group[end]->bytes();
+    }
+    const Operations part = group.Sub(begin, end - begin);
+    const ArenaSteps::Round round = steps_->StartRound();
+    Deposit(part, Bytes(round.Slot(steps_->member()), bytes));
+    for (const auto& operation : part) Enter(*operation, Phase::kCollective);
+    counters_.fusion_copy_us += Microseconds(Deadline::Clock::now() - start);
+    SHVD_TRY(steps_->ArriveAndAwaitAll(deadline));
+    CombineDeposits(part, round, Phase::kCopyOut);
+  }
+  return Status();
+}
+
+// Through memory of this rank's own, which then is one long tensor.
+Status Execution::AllreduceInBuffer(Operations group, Deadline deadline) {
   size_t total = 0;
   for (const auto& operation : group) total += operation->bytes();
   if (fused_.size() < total) fused_.resize(total);
@@ -193,7 +231,7 @@ Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group
   }
   const auto filled = Deadline::Clock::now();
   for (const auto& operation : group) Enter(*operation, Phase::kCollective);
-  Reduction reduction = ReductionOf(group.front()->request());
+  Reduction reduction = ReductionOf(group[0]->request());
   reduction.prescale = 1.0;  // done while the buffer was filled
   std::vector<size_t> lengths;
   for (const auto& operation : group) lengths.push_back(operation->count());
@@ -207,8 +245,7 @@ Status Execution::Allreduce(const std::vector<std::shared_ptr<Operation>>& group
     offset += operation->bytes();
   }
   const auto copying = (filled - start) + (Deadline::Clock::now() - reduced);
-  counters_.fusion_copy_us +=
-      static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(copying).count());
+  counters_.fusion_copy_us += Microseconds(copying);
   return Status();
 }
 

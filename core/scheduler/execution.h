@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/span.h"
 #include "base/status.h"
 #include "collectives/arena_steps.h"
 #include "collectives/hierarchy.h"
@@ -19,6 +20,8 @@
 #include "transport/mesh.h"
 
 namespace sparkhvd {
+
+using Operations = Span<const std::shared_ptr<Operation>>;
 
 // One rank's hands: the links, and working memory that outlives a single operation.
 class Execution {
@@ -36,18 +39,19 @@ class Execution {
   TuningScope tuning_scope() const;
 
   // Runs one allreduce over all the operations together. They compute the same.
-  Status Allreduce(const std::vector<std::shared_ptr<Operation>>& group, Deadline deadline);
+  Status Allreduce(Operations group, Deadline deadline);
 
   // Whether these are allreduces of which the contributions of a rank are small enough for `room`,
   // beside a message of the negotiation. All ranks come to the same answer.
-  bool MayDeposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const;
+  bool MayDeposit(Operations group, Bytes room) const;
 
   // Puts this rank's contributions there.
-  void Deposit(const std::vector<std::shared_ptr<Operation>>& group, Bytes room) const;
+  void Deposit(Operations group, Bytes room) const;
 
-  // Completes such an allreduce from what all ranks have put there.
-  void CombineDeposits(const std::vector<std::shared_ptr<Operation>>& group,
-                       const ArenaSteps::Round& round) const;
+  // Completes such an allreduce from what all ranks have put there. `phase` is how the timeline
+  // calls that.
+  void CombineDeposits(Operations group, const ArenaSteps::Round& round,
+                       Phase phase = Phase::kCollective) const;
 
   // Runs an operation of any kind; `rows` is what the agreement says.
   Status Run(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
@@ -55,6 +59,9 @@ class Execution {
  private:
   Status Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                 Span<const size_t> lengths, Deadline deadline);
+  bool GoThroughSlots(Operations group) const;
+  Status AllreduceInSlots(Operations group, Deadline deadline);
+  Status AllreduceInBuffer(Operations group, Deadline deadline);
   Status ReduceAlone(const Operation& operation, Deadline deadline);
   Status Gather(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
   Status Exchange(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);

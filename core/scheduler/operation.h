@@ -43,6 +43,9 @@ class Operation {
 
   bool done() const { return done_.load(std::memory_order_acquire); }
 
+  // Once done.
+  const Status& outcome() const { return status_; }
+
   // The outcome; kTimeout naming the tensor when there is none by the deadline (the operation goes
   // on).
   Status Wait(Deadline deadline) {

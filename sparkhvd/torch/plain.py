@@ -41,7 +41,7 @@ def start_allreduce(
             tensor.shape,
             dtype,
             tensor,
-            collectives.chosen(None, op),
+            op if type(op) is ReduceOp else collectives.chosen(None, op),
             prescale_factor,
             postscale_factor,
             name,

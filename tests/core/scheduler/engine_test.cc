@@ -194,6 +194,42 @@ TEST(Engine, FusesWhatIsReadyTogether) {
   });
 }
 
+// A group is ready as a whole, so that it is fused as a whole. In-process arenas have slots of 16
+// KiB.
+TEST(Engine, WhatIsFusedNeedNotFitIntoOneSlotOfTheArena) {
+  for (const int ranks : {2, 3, 5}) {
+    OnEveryRank(OneHost(ranks), Quick(), [ranks](int rank, Rank& self) {
+      std::vector<std::vector<float>> data;
+      std::vector<Engine::Submission> submissions;
+      for (const size_t length : {1000u, 0u, 4096u, 1u, 3001u, 7u, 2999u, 17u}) {
+        data.emplace_back(length, static_cast<float>(rank + 1));
+      }
+      data.front()[999] = 7.0f;
+      for (std::vector<float>& tensor : data) {
+        Request request;
+        request.name = "tensor " + std::to_string(submissions.size());
+        request.group = "all";
+        request.group_size = static_cast<uint32_t>(data.size());
+        request.shape = {static_cast<int64_t>(tensor.size())};
+        request.prescale = 2.0;
+        auto* bytes = reinterpret_cast<std::byte*>(tensor.data());
+        submissions.push_back({std::move(request), bytes, bytes});
+      }
+      const auto operations = self.engine.SubmitAll(std::move(submissions));
+      ASSERT_TRUE(operations.ok()) << operations.status().message();
+      for (const Pointer& operation : operations.value()) {
+        EXPECT_TRUE(operation->Wait(Soon()).ok());
+      }
+      EXPECT_EQ(data.front()[999], static_cast<float>(14 * ranks));
+      data.front()[999] = data.front()[0];
+      const auto sum = static_cast<float>(ranks * (ranks + 1));
+      for (const auto& tensor : data) EXPECT_EQ(tensor, std::vector<float>(tensor.size(), sum));
+      EXPECT_EQ(self.engine.counters().fused_buffers.load(), 1u);
+      EXPECT_EQ(self.engine.counters().operations.load(), data.size());
+    });
+  }
+}
+
 TEST(Engine, MismatchFailsThatOperationOnEveryRankAndNothingElse) {
   OnEveryRank(OneHost(3), Quick(), [](int rank, Rank& self) {
     std::vector<float> wrong(rank == 2 ? 5 : 4);
