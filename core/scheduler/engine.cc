@@ -19,8 +19,8 @@ using Clock = Deadline::Clock;
 constexpr std::chrono::microseconds kShortestPause{50};
 constexpr std::chrono::microseconds kLongestPause{5000};
 
-// What is fused is copied twice. Where all ranks share memory that soon costs more than the
-// meetings that it spares, and more than this leaves the cache in between.
+// What is fused is copied, by more than a few ranks twice. Where all ranks share memory that soon
+// costs more than the meetings that it spares, and more than this leaves the cache in between.
 constexpr size_t kFusionInMemory = size_t{1} << 20;
 
 // How long submissions that nobody waits for are gathered, unless they come to so many bytes.
