@@ -81,6 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
+        # For JVMs that live for seconds: their second compiler and collecting in parallel cost more than they bring.
+        "SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
 
 
