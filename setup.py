@@ -17,9 +17,9 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         source = Path(__file__).resolve().parent
         output = Path(self.get_ext_fullpath(ext.name)).resolve()
-        # One folder for every kind of build: what one of them compiled, the next one finds.
-        staging = source / "build" / "core" / str(sys.implementation.cache_tag)
         ninja = ["-G", "Ninja"] if shutil.which("ninja") else []
+        # One folder for every kind of build: what one of them compiled, the next one finds.
+        staging = source / "build" / "core" / f"{sys.implementation.cache_tag}-{'ninja' if ninja else 'make'}"
         self.spawn(
             [
                 "cmake",
