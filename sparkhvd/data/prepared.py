@@ -79,6 +79,10 @@ class PreparedData:
             self._renewal.close()
             _release(lease)
 
+    def __getstate__(self) -> dict[str, object]:
+        """Ranks get to know the dataset; who prepared it holds it."""
+        return {**self.__dict__, "_lease": None, "_renewal": None}
+
     def __enter__(self) -> PreparedData:
         return self
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import time
@@ -257,6 +258,16 @@ def test_a_dataset_that_is_held_is_held_until_it_is_closed(store, make_dataset):
         assert (data.dataset_id, data.train_rows) == ("d", 10)
         assert clean(store) == []
     assert store.list("") == []
+
+
+def test_ranks_get_to_know_a_dataset_without_holding_it(store, make_dataset):
+    make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 0.0)
+    with hold(store, "d") as data:
+        sent = pickle.loads(pickle.dumps(data))
+        assert (sent.dataset_id, sent.train_rows) == ("d", 10)
+        sent.close()
+        assert clean(store) == []
 
 
 def test_holding_a_dataset_that_is_gone_leaves_nothing(store):
