@@ -236,13 +236,15 @@ def _elements(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
     if pa.types.is_string(element) or pa.types.is_large_string(element):
         return pa.array([str(value) for value in values.tolist()], element)
     numpy_type = np.dtype(element.to_pandas_dtype())
-    if numpy_type.kind not in "iu":
-        values = np.rint(values) if numpy_type.kind == "b" and values.dtype.kind == "f" else values
+    if numpy_type.kind not in "iub" or np.can_cast(values.dtype, numpy_type):
         return pa.array(np.ascontiguousarray(values, dtype=numpy_type), element)
     if values.dtype.kind == "f":
         values = np.rint(values.astype(np.float64))
-    limits = np.iinfo(numpy_type)
-    fits = (values >= float(limits.min)) & (values < float(limits.max) + 1.0)
+    if numpy_type.kind == "b":
+        fits = ~np.isnan(values)
+    else:
+        limits = np.iinfo(numpy_type)
+        fits = (values >= float(limits.min)) & (values < float(limits.max) + 1.0)
     return pa.array(np.where(fits, values, 0).astype(numpy_type), element, mask=~fits)
 
 

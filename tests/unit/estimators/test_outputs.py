@@ -114,6 +114,8 @@ def test_values_become_arrow_arrays_of_the_type(values, column, arrow, wanted):
         ),
         ([[np.nan], [2.0**63], [-(2.0**63)]], OutputColumn("o", "bigint"), pa.int64(), [None, None, -(2**63)]),
         ([[0.1, 0.9], [np.nan, 0.9]], OutputColumn("o", "int", best=True), pa.int32(), [1, None]),
+        ([[0.1, 0.9], [np.nan, 0.9]], OutputColumn("o", "boolean", best=True), pa.bool_(), [True, None]),
+        ([[0.4], [0.6], [np.nan]], OutputColumn("o", "boolean"), pa.bool_(), [False, True, None]),
         ([[0.1, 0.9], [np.nan, 0.9]], OutputColumn("o", "array<int>"), pa.list_(pa.int32()), [[0, 1], [None, 1]]),
     ],
 )
@@ -125,6 +127,11 @@ def test_what_is_no_number_of_an_integer_type_is_null(values, column, arrow, wan
     if dtype is np.float16 and column.type == "bigint":
         wanted = [None, None, None]  # they are infinite
     assert found == wanted
+
+
+def test_the_greatest_integers_stay_what_they_are():
+    greatest = [2**63 - 1, -(2**63), 2**63 - 2]
+    assert encoded(np.array(greatest)[:, None], OutputColumn("o", "bigint"), pa.int64()).to_pylist() == greatest
 
 
 @pytest.mark.parametrize(
