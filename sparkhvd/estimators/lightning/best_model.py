@@ -38,20 +38,22 @@ def packed(callbacks: Sequence[Any]) -> dict[str, Any] | None:
 def unpack(best: dict[str, Any] | None, callbacks: Sequence[Any], states: dict[str, Any], writes: bool) -> None:
     """Change ``states`` of callbacks, before they are loaded, to the folders of this process.
 
+    Nothing is changed without the best model or its callback: scores whose model is gone would only hinder others.
+
     Args:
         best: what ``packed`` gave; its file is written where it is not there.
         callbacks: those that make checkpoints.
         states: of all callbacks, by their keys.
         writes: whether this rank does.
     """
+    if best is None or best["callback"] not in {each.state_key for each in callbacks}:
+        return
     for each in callbacks:
         state = states.get(each.state_key)
         if state is not None and state.get("best_k_models") and state["dirpath"] != each.dirpath:
             states[each.state_key] = _moved(state, each.dirpath)
-    if best is None or not writes or best["callback"] not in states:
-        return
     path = Path(states[best["callback"]]["best_model_path"])
-    if not path.exists():
+    if writes and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"state_dict": best["weights"]}, path)
 

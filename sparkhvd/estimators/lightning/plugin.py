@@ -57,6 +57,7 @@ class LightningPlugin:
                 labels.
         """
         _check_kinds(params)
+        _refuse_what_lightning_lacks(params)
         payload = self.pack({**params, "schema": schema})
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
@@ -182,12 +183,20 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                 f"callbacks holds a {type(callback).__name__}, which is no callback of {flavour or 'Lightning'}"
                 + (f" but of {other}: import both from one of them." if other else ".")
             )
+    _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
+
+
+def _refuse_what_lightning_lacks(params: Mapping[str, object]) -> None:
+    if params.get("inputs"):
+        raise ParamError(
+            "inputs names those of TorchEstimator's and KerasEstimator's models; a LightningModule gets columns as "
+            "batch_format says. Leave it out, and name the columns in feature_cols."
+        )
     checkpoints = cast("Checkpoints | None", params.get("checkpoints"))
     if checkpoints is not None and checkpoints.every_steps is not None:
         raise ParamError(
             "checkpoints has every_steps, but LightningEstimator continues runs after whole epochs only. Leave it out."
         )
-    _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
 
 
 def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) -> None:

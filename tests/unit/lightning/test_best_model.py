@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from sparkhvd.estimators.lightning.best_model import best_file
+import torch
+
+from sparkhvd.estimators.lightning.best_model import best_file, unpack
 
 
 def callback(path, monitor="val_loss"):
@@ -18,3 +20,32 @@ def test_the_best_model_is_the_one_that_is_there(tmp_path, caplog):
     assert not caplog.records
     assert best_file([callback(""), callback(gone)]) is None
     assert f"{gone}, is gone; the last one is returned" in caplog.text
+
+
+def test_what_is_known_of_the_best_model_moves_to_the_folder_of_this_process(tmp_path):
+    old, new = "/gone/checkpoints", tmp_path / "checkpoints"
+    state = {
+        "dirpath": old,
+        "best_model_path": f"{old}/a/best.ckpt",
+        "kth_best_model_path": f"{old}/second.ckpt",
+        "last_model_path": "",
+        "best_k_models": {f"{old}/a/best.ckpt": 0.1, f"{old}/second.ckpt": 0.2},
+    }
+    best = {"callback": "mine", "weights": {"w": torch.ones(2)}}
+    mine, other = SimpleNamespace(state_key="mine", dirpath=str(new)), SimpleNamespace(state_key="other", dirpath="x")
+    for given, callbacks in ((best, [other]), (None, [mine])):
+        states = {"mine": dict(state)}
+        unpack(given, callbacks, states, writes=True)
+        assert states == {"mine": state}, "its model is not known, or nobody looks for it any more"
+    assert not new.exists()
+    unpack(best, [mine], states, writes=False)
+    assert not new.exists()
+    unpack(best, [mine], states, writes=True)
+    assert states["mine"] == {
+        "dirpath": str(new),
+        "best_model_path": str(new / "a" / "best.ckpt"),
+        "kth_best_model_path": str(new / "second.ckpt"),
+        "last_model_path": "",
+        "best_k_models": {str(new / "a" / "best.ckpt"): 0.1, str(new / "second.ckpt"): 0.2},
+    }
+    assert torch.load(new / "a" / "best.ckpt", weights_only=True)["state_dict"]["w"].tolist() == [1.0, 1.0]
