@@ -56,7 +56,7 @@ soak: .venv/.core-built ## Kill ranks, come and go, fuzz: half an hour; the repo
 	@$(RUN) python -m bench.soak
 
 docs: .venv/.installed ## Build the documentation into site/, warnings as errors
-	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
 	@echo "The documentation is in site/index.html"
 
 clean: ## Remove what the targets made, .venv included

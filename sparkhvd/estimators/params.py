@@ -20,10 +20,10 @@ START_METHODS = ("fork", "spawn", "forkserver")
 
 # Horovod's parameters without a meaning here, and what to say to those who set them.
 RETIRED = {
-    "shuffle_buffer_size": "rows are shuffled within windows whose size follows from prefetch_bytes; shuffle=False "
-    "keeps their order.",
-    "shuffling_buffer_size": "rows are shuffled within windows whose size follows from prefetch_bytes; shuffle=False "
-    "keeps their order.",
+    "shuffle_buffer_size": "rows are shuffled within windows of 64 MB or 131,072 rows; shuffle=False keeps their "
+    "order.",
+    "shuffling_buffer_size": "rows are shuffled within windows of 64 MB or 131,072 rows; shuffle=False keeps their "
+    "order.",
     "reader_pool_type": "rows are always decoded by threads, which need no second process; train_reader_num_workers "
     "says how many.",
     "transformation_edit_fields": "what transformation_fn returns says itself which types and shapes its columns have.",
@@ -31,7 +31,7 @@ RETIRED = {
     "weights are among them.",
     "continuous_cols": "it was for NVTabular's loaders; list the columns in feature_cols.",
     "categorical_cols": "it was for NVTabular's loaders; list the columns in feature_cols, integers stay integers.",
-    "tensorflow_dataset_prefetch_buffer_size": "rows are decoded ahead up to prefetch_bytes (256 MB) on every rank.",
+    "tensorflow_dataset_prefetch_buffer_size": "rows are decoded ahead up to 256 MB on every rank.",
 }
 
 

@@ -41,7 +41,8 @@ class TorchCallback:
         >>> class ShowRate(TorchCallback):
         ...     def on_epoch_end(self, run, epoch, logs):
         ...         if run.rank == 0:
-        ...             print(epoch, logs["loss"], run.optimizer.param_groups[0]["lr"])
+        ...             first, *_ = run.optimizer.param_groups
+        ...             print(epoch, logs["loss"], first["lr"])
     """
 
     def on_train_begin(self, run: TorchRun) -> None:
