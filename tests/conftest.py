@@ -49,13 +49,18 @@ _LASTING_THREAD_MODULES = ("py4j", "pyspark")
 # fsspec's event loop and its pool: one for the life of the process.
 _LASTING_THREAD_NAMES = ("fsspecIO", "asyncio_")
 _OWN_NATIVE_THREADS = ("shvd", "sparkhvd")  # threads of the compiled core are known by their name to the kernel
-# Set for the life of a process by pytest, by pyspark, and by the import of Lightning.
-_PYTEST_AND_SPARK_VARIABLES = (
+# Set for the life of a process by pytest, by pyspark, and by the imports of Lightning and TensorFlow.
+_LASTING_VARIABLES = (
     "PYTEST_",
     "SPARK_AUTH_SOCKET_TIMEOUT",
     "SPARK_BUFFER_SIZE",
     "SPARK_ENV_LOADED",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+    "HDF5_PLUGIN_PATH",
+    "KMP_",
+    "TF2_BEHAVIOR",
+    "TPU_ML_PLATFORM",
 )
 # The client of HDFS keeps connections with data nodes for reuse, as long as the process lives.
 _ports_of_data_nodes: set[int] = set()
@@ -170,7 +175,7 @@ def _snapshot() -> _Snapshot:
         descriptors=_descriptors(),
         shared_memory=_entries("/dev/shm"),
         temporary_files=_entries(os.environ["TMPDIR"]),
-        environment={k: v for k, v in os.environ.items() if not k.startswith(_PYTEST_AND_SPARK_VARIABLES)},
+        environment={k: v for k, v in os.environ.items() if not k.startswith(_LASTING_VARIABLES)},
     )
 
 
@@ -293,7 +298,7 @@ def _entries(folder: str) -> frozenset[str]:
 
 def _restore_environment(environment: dict[str, str]) -> None:
     """Undo a leaked change, so that it fails one test and not all that follow."""
-    for name in [n for n in os.environ if n not in environment and not n.startswith(_PYTEST_AND_SPARK_VARIABLES)]:
+    for name in [n for n in os.environ if n not in environment and not n.startswith(_LASTING_VARIABLES)]:
         del os.environ[name]
     os.environ.update(environment)
 
