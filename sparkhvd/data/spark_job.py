@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
+import math
+import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, TypeVar
+
+from sparkhvd.background import in_background
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -17,43 +23,36 @@ _CANCEL_SECONDS = 60.0
 _LOOK_SECONDS = 0.5  # an interrupt is delivered between two waits
 
 
-def run_job(spark: SparkSession, action: Callable[[], object]) -> None:
-    """Run ``action``, which starts Spark jobs, in a thread, and wait for it.
+def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.inf) -> T:
+    """What ``action``, which starts Spark jobs, returns; it runs in a thread.
 
-    When the waiting thread is interrupted (control-C in a script or a notebook), the jobs are cancelled and have ended
-    before the exception goes on: what they wrote can be removed then.
+    When the waiting thread is interrupted (control-C in a script or a notebook) or the time is up, the jobs are
+    cancelled and have ended before the exception goes on: what they wrote can be removed then.
 
     Raises:
+        TimeoutError: it took longer than ``seconds``.
         Exception: what ``action`` raised.
     """
-    from pyspark import InheritableThread  # noqa: PLC0415 - importing this module needs no Spark
-
     tag = f"sparkhvd-{uuid.uuid4().hex}"
-    ended = threading.Event()
-    failed: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            _add_tag(spark, tag)
-            action()
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            failed.append(error)
-        finally:
-            ended.set()
+    def tagged() -> T:
+        _add_tag(spark, tag)
+        return action()
 
-    thread = InheritableThread(target=run, session=spark)
-    thread.name = "sparkhvd-spark-job"
-    thread.start()
+    done = in_background(tagged, "sparkhvd-spark-job", spark)
     try:
-        while not ended.wait(_LOOK_SECONDS):
-            pass
+        _await(done, seconds)
     except BaseException:
-        _cancel(spark, tag, ended)
+        _cancel(spark, tag, done)
         raise
-    finally:
-        thread.join(_CANCEL_SECONDS)
-    if failed:
-        raise failed[0]
+    return done.result()
+
+
+def _await(done: Future[T], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not wait([done], min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))).done:
+        if time.monotonic() >= end:
+            raise TimeoutError(f"The Spark job did not end within {seconds:g} s.")
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -69,7 +68,7 @@ def _add_tag(spark: SparkSession, tag: str) -> None:
         spark.sparkContext.addJobTag(tag)
 
 
-def _cancel(spark: SparkSession, tag: str, ended: threading.Event) -> None:
+def _cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
     try:
         if is_connect(spark):
             spark.interruptTag(tag)
@@ -77,5 +76,5 @@ def _cancel(spark: SparkSession, tag: str, ended: threading.Event) -> None:
             spark.sparkContext.cancelJobsWithTag(tag)
     except Exception as error:  # noqa: BLE001 - the session may have been stopped; nothing is left to cancel then
         logger.warning("The Spark job %s could not be cancelled: %s", tag, error)
-    if not ended.wait(_CANCEL_SECONDS):
+    if not wait([done], _CANCEL_SECONDS).done:
         logger.warning("Spark did not cancel job %s within %g s.", tag, _CANCEL_SECONDS)

@@ -14,9 +14,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from sparkhvd.background import in_background
+from sparkhvd.data.spark_job import run_job
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.background import in_background
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.resources import TaskResources, profile_of
@@ -102,7 +103,7 @@ def preflight(
     # Beside the stage: both wait, the one for executors, the other for imports and Spark's first query.
     model = None
     if estimator is not None and df is not None:
-        model = in_background(functools.partial(_model, estimator, df), "sparkhvd-preflight-model", session)
+        model = in_background(functools.partial(_model, estimator, df, timeout), "sparkhvd-preflight-model", session)
     count, slots = _slots(asked)
     tasks, checks = _cluster(asked, count)
     if model is not None:
@@ -186,16 +187,22 @@ def _in_time(model: Future[Check], timeout: float, began: float) -> Check:
     try:
         left = max(0.0, began + timeout - time.monotonic())
         return model.result(left if math.isfinite(left) else None)
-    except TimeoutError:
-        words = f"{_SAMPLE_ROWS} rows of df did not go through the model within {timeout:g} s."
-        return Check("model", Verdict.FAIL, f"{words} Is df costly to compute (then cache() it), or the cluster busy?")
+    except TimeoutError:  # what is not Spark's, a model that never returns, goes on in its thread
+        return _too_late(timeout)
 
 
-def _model(estimator: Tryable, df: DataFrame) -> Check:
+def _too_late(timeout: float) -> Check:
+    words = f"{_SAMPLE_ROWS} rows of df did not go through the model within {timeout:g} s."
+    return Check("model", Verdict.FAIL, f"{words} Is df costly to compute (then cache() it), or the cluster busy?")
+
+
+def _model(estimator: Tryable, df: DataFrame, timeout: float) -> Check:
     from pyspark.errors import PySparkException  # noqa: PLC0415 - importing this module needs no Spark
 
     attempt: Callable[[], str] = functools.partial(estimator.try_rows, df, _SAMPLE_ROWS)
     try:
-        return Check("model", Verdict.OK, attempt())
+        return Check("model", Verdict.OK, run_job(df.sparkSession, attempt, timeout))
+    except TimeoutError:
+        return _too_late(timeout)
     except (SparkHvdError, PySparkException) as error:
         return Check("model", Verdict.FAIL, str(error))

@@ -10,9 +10,9 @@ from concurrent import futures
 from contextlib import ExitStack
 
 from sparkhvd.addresses import LOOPBACK
+from sparkhvd.background import in_background
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.background import in_background
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.results import results_in_order

@@ -9,9 +9,9 @@ from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
 
+from sparkhvd.background import in_background
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.background import in_background
 from sparkhvd.driver.hosts import Host, take_slots
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
