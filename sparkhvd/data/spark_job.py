@@ -69,12 +69,17 @@ def _add_tag(spark: SparkSession, tag: str) -> None:
 
 
 def _cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
-    try:
-        if is_connect(spark):
-            spark.interruptTag(tag)
-        else:
-            spark.sparkContext.cancelJobsWithTag(tag)
-    except Exception as error:  # noqa: BLE001 - the session may have been stopped; nothing is left to cancel then
-        logger.warning("The Spark job %s could not be cancelled: %s", tag, error)
-    if not wait([done], _CANCEL_SECONDS).done:
+    """Cancel again and again: a query that is still being planned has no job yet that could be cancelled."""
+    end = time.monotonic() + _CANCEL_SECONDS
+    while not done.done() and time.monotonic() < end:
+        try:
+            if is_connect(spark):
+                spark.interruptTag(tag)
+            else:
+                spark.sparkContext.cancelJobsWithTag(tag)
+        except Exception as error:  # noqa: BLE001 - the session may have been stopped; nothing is left to cancel then
+            logger.warning("The Spark job %s could not be cancelled: %s", tag, error)
+            return
+        wait([done], _LOOK_SECONDS)
+    if not done.done():
         logger.warning("Spark did not cancel job %s within %g s.", tag, _CANCEL_SECONDS)
