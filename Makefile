@@ -13,7 +13,9 @@ help: ## Show the targets
 quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with two ranks
 	@$(RUN) python examples/digits.py --folder quickstart
 
-test: test-core test-python ## Run every test
+# Side by side: the Python tests often wait for a server or a deadline, the C++ tests have to be compiled three times.
+test: .venv/.core-built ## Run every test
+	@$(MAKE) --no-print-directory --jobs=2 test-python test-core
 
 test-core: .venv/.core-built ## C++ tests: optimised, under AddressSanitizer, under ThreadSanitizer
 	@$(RUN) tools/core-tests release

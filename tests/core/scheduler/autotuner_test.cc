@@ -111,7 +111,7 @@ void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
 
 class Autotuning : public ::testing::TestWithParam<Layout> {};
 
-constexpr size_t kTensors = 12;
+constexpr size_t kTensors = 8;
 constexpr size_t kLengths[] = {1, 40, 3000, 20000};  // below and above every switch point
 
 void Step(int rank, int size, Rank& self, const std::string& set) {
