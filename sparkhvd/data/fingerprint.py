@@ -5,9 +5,11 @@ anew. What is known:
 
 - the analysed plan of the DataFrame, made only of operators and expressions of an allow-list, all deterministic.
   User-defined functions, the current time and unseeded randomness have no place on it;
-- its leaves: ranges, rows that are part of the plan, and files. Of files, everything that Spark's listing says: path,
-  size and modification time, listed now and equal to the listing that the DataFrame reads by;
-- no part of it is cached: a cache holds the rows of then, whatever the files hold now;
+- functions of Spark ML's own transformers (``VectorAssembler``), by their code's name and what they hold;
+- its leaves: ranges, rows that are part of the plan, caches, and files. Of files, everything that Spark's listing says:
+  path, size and modification time, listed now and equal to the listing that the DataFrame reads by. A cache holds the
+  rows of then, whatever its files hold now; so it counts as itself, by the number of its RDD, which the application
+  gives to no other, and its rows are recognised as long as it lives;
 - the session's ``spark.sql`` settings, the versions of Spark and of this writing, the selection and the split's seed.
 
 Two things follow from Spark and not from this module: ``limit`` without an order, and functions such as ``first``, may
@@ -21,13 +23,14 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.data.spark_job import is_connect
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ Concat ConcatWs Contains EndsWith StartsWith Length Like Lower Upper RLike RegEx
 StringTrim StringTrimLeft StringTrimRight Substring StringReplace StringRepeat
 ArrayContains ArrayMax ArrayMin ArrayRepeat ArraySize CreateArray CreateNamedStruct CreateMap ElementAt Flatten
 GetArrayItem GetArrayStructFields GetMapValue GetStructField Reverse Sequence Size Slice SortArray UnwrapUDT Explode
+ScalaUDF
 PosExplode ArrayTransform ArrayFilter LambdaFunction NamedLambdaVariable ArrayAggregate ArraysZip
 DateAdd DateSub DateDiff DayOfMonth DayOfWeek DayOfYear Hour Minute Month Quarter Second UnixDate UnixMicros
 UnixMillis UnixSeconds WeekDay WeekOfYear Year
@@ -63,10 +67,19 @@ SubqueryAlias Union View Window WithCTE
 _EXPRESSIONS = frozenset(_EXPRESSION_NAMES.split())
 _PLANS = frozenset(_PLAN_NAMES.split())
 _RELATION = "org.apache.spark.sql.execution.datasources.LogicalRelation"
+_CACHE = "org.apache.spark.sql.execution.columnar.InMemoryRelation"
+_OWN_FUNCTIONS = "org.apache.spark.ml."
 _PLAN_PACKAGE = "org.apache.spark.sql.catalyst.plans.logical."
 _EXPRESSION_PACKAGE = "org.apache.spark.sql.catalyst.expressions."
+_FUNCTION = f"{_EXPRESSION_PACKAGE}ScalaUDF"
+# What the JSON of a cache and of a function tells beside: how the cache was or will be filled, and the same again.
+_LOOKED_AT_ELSEWHERE = {_CACHE: ("cacheBuilder", "outputOrdering"), _FUNCTION: ("inputEncoders", "outputEncoder")}
 _EXPRESSION_ID = re.compile(r'"id":(\d+),"jvmId":"[^"]*"')
+# Of a transformer, drawn when it is made; the names of fields that it makes hold it.
+_TRANSFORMER_ID = re.compile(r"(?<=_)VectorAssembler_[0-9a-f]{12}")
 _SHOWN_ID = re.compile(r"#(\d+)")
+_CACHE_SHOWN = re.compile(r"[ :+-]*InMemoryRelation \[")
+_INDENTATION = re.compile(r"[ :+-]*")
 _ACCESS_TIME = re.compile(r"access_time=\d+; ")
 # What holds no rows and differs between sessions.
 _IGNORED_SETTINGS = ("spark.sql.warehouse.dir", "spark.sql.artifact.", "spark.sql.session.uuid")
@@ -76,8 +89,21 @@ class _UnknownError(Exception):
     """Why a DataFrame has no fingerprint."""
 
 
-def fingerprint(df: DataFrame, *parts: object) -> str | None:
-    """A text that two preparations share only if they would write the same rows.
+@dataclass(frozen=True)
+class Fingerprint:
+    """What two preparations share only if they would write the same rows.
+
+    Attributes:
+        text: a digest of everything that decides the rows.
+        caches: the caches among it; without any, it means the same in every application.
+    """
+
+    text: str
+    caches: tuple[str, ...] = ()
+
+
+def fingerprint(df: DataFrame, *parts: object) -> Fingerprint | None:
+    """What identifies the rows of a DataFrame.
 
     Args:
         df: the rows.
@@ -89,11 +115,33 @@ def fingerprint(df: DataFrame, *parts: object) -> str | None:
     if is_connect(df.sparkSession):  # the client sees neither the plan nor the files
         return None
     try:
-        identity = [_WRITING, _session(df), _plan(df), [repr(part) for part in parts]]
+        plan, caches = _plan(df)
+        identity = [_WRITING, _session(df), plan, [repr(part) for part in parts]]
     except _UnknownError as reason:
         logger.debug("The rows of this DataFrame cannot be recognised later: %s", reason)
         return None
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return Fingerprint(hashlib.sha256(json.dumps(identity).encode()).hexdigest(), caches)
+
+
+def living_caches(spark: SparkSession) -> Callable[[str], bool]:
+    """Tells of one of ``Fingerprint.caches`` whether it may live; those of other applications are taken to."""
+    if is_connect(spark):
+        return lambda _cache: True
+    application = _application(spark)
+    alive = {int(number) for number in spark.sparkContext._jsc.getPersistentRDDs()}  # noqa: SLF001
+
+    def may_live(cache: str) -> bool:
+        of, _, number = cache.rpartition("/")
+        return of != application or int(number) in alive
+
+    return may_live
+
+
+def _application(spark: SparkSession) -> str:
+    """Names the application as no other is named, also where masters number theirs alike."""
+    context = spark.sparkContext
+    process = context._jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getName()  # type: ignore[union-attr]  # noqa: SLF001
+    return f"{context.applicationId}/{context.startTime}/{process}"
 
 
 def _session(df: DataFrame) -> list[object]:
@@ -107,28 +155,81 @@ def _session(df: DataFrame) -> list[object]:
     return [spark.version, sorted(chosen.items())]
 
 
-def _plan(df: DataFrame) -> list[object]:
+def _plan(df: DataFrame) -> tuple[list[object], tuple[str, ...]]:
     # A new query over the rows: one that ran before remembers what was cached then.
-    execution = df.select("*")._jdf.queryExecution()  # noqa: SLF001  (nothing public tells the plan in full)
-    plan = execution.analyzed()
-    if not plan.deterministic():
-        raise _UnknownError("an expression is not deterministic")
+    plan = df.select("*")._jdf.queryExecution().withCachedData()  # noqa: SLF001  (nothing public tells the plan in full)
     # One call gives every operator and expression; a call for each would take seconds for wide tables.
-    description, shown = str(plan.toJSON()), str(plan.treeString(True, False, 2**31 - 1, False, False))
-    _refuse_unknown(description)
-    if "InMemoryRelation" in str(execution.withCachedData().toString()):
-        raise _UnknownError("a part of it is cached")
+    described, shown = json.loads(plan.toJSON()), str(plan.treeString(True, False, 2**31 - 1, False, False))
+    nodes = []
+    for node in _nodes(described):
+        for name in _LOOKED_AT_ELSEWHERE.get(str(node["class"]), ()):
+            node.pop(name, None)
+        nodes.append(node)
+    description = json.dumps(described, separators=(",", ":"))
+    _refuse_unknown(nodes)
+    functions = _functions(df, plan)
+    if len(functions) != sum(node["class"] == _FUNCTION for node in nodes):
+        raise _UnknownError("a function is where it cannot be looked at")
+    # VectorAssembler says that it is not, so that Spark calls it once per row.
+    if not functions and not plan.deterministic():
+        raise _UnknownError("an expression is not deterministic")
     leaves = plan.collectLeaves()
     sources = [_source(df, leaves.apply(index)) for index in range(leaves.size())]
-    return [*_with_own_numbers(description, shown), sources]
+    caches = tuple(source[1] for source in sources if source[0] == _CACHE)
+    return [*_with_own_numbers(description, _without_cached_plans(shown)), functions, sources], caches
 
 
-def _refuse_unknown(description: str) -> None:
-    for node in _nodes(json.loads(description)):
+def _without_cached_plans(shown: str) -> str:
+    """The plan as shown, without how caches were or will be filled, which is shown below each and changes."""
+    kept, inside = [], None
+    for line in shown.split("\n"):
+        depth = len(_INDENTATION.match(line)[0])  # type: ignore[index]  # it matches everything
+        if inside is not None and depth > inside:
+            continue
+        inside = depth if _CACHE_SHOWN.match(line) else None
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def _functions(df: DataFrame, plan: Any) -> list[str]:
+    """Digests of the plan's Scala functions, all of them Spark ML's own; equal ones do the same."""
+    kind = df.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern.SCALA_UDF()  # type: ignore[union-attr]  # noqa: SLF001
+    found: list[str] = []
+    waiting = [(plan, True)]
+    while waiting:
+        one, has_expressions = waiting.pop()
+        if not one.containsPattern(kind):
+            continue
+        if str(one.getClass().getName()) == _FUNCTION:
+            name = str(one.function().getClass().getName())
+            if not name.startswith(_OWN_FUNCTIONS):
+                raise _UnknownError(f"{name} is a user-defined function")
+            found.append(_digest(df, one.function()))
+        children = one.children()
+        waiting.extend((children.apply(index), has_expressions) for index in range(children.size()))
+        if has_expressions:
+            expressions = one.expressions()
+            waiting.extend((expressions.apply(index), False) for index in range(expressions.size()))
+    return found
+
+
+def _digest(df: DataFrame, content: Any) -> str:
+    """Of what Java's serialization makes of an object."""
+    from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415  (comes with pyspark)
+
+    try:
+        serialized = df.sparkSession._jvm.org.apache.spark.util.Utils.serialize(content)  # type: ignore[union-attr]  # noqa: SLF001
+    except Py4JJavaError as error:
+        raise _UnknownError(f"{content.getClass().getName()} cannot be serialized") from error
+    return hashlib.sha256(bytes(serialized)).hexdigest()
+
+
+def _refuse_unknown(nodes: list[dict[str, object]]) -> None:
+    for node in nodes:
         name = str(node["class"])
         short = name.rpartition(".")[2]
         known = (
-            name == _RELATION
+            name in {_RELATION, _CACHE}
             or (name == _PLAN_PACKAGE + short and short in _PLANS)
             or (name.startswith(_EXPRESSION_PACKAGE) and short in _EXPRESSIONS)
             or name.endswith("UDT")  # a type, not an expression
@@ -156,12 +257,16 @@ def _nodes(found: object) -> Iterator[dict[str, object]]:
 
 
 def _with_own_numbers(description: str, shown: str) -> list[str]:
-    """The plan without the numbers that Spark gives to columns, which differ between equal plans."""
+    """The plan without the numbers that Spark gives to columns and transformers, which differ between equal plans."""
     numbers: dict[str, int] = {}
 
     def number(match: re.Match[str]) -> str:
         return f'"id":{numbers.setdefault(match[1], len(numbers))}'
 
+    def transformer(match: re.Match[str]) -> str:
+        return f"VectorAssembler_{numbers.setdefault(match[0], len(numbers))}"
+
+    description, shown = (_TRANSFORMER_ID.sub(transformer, text) for text in (description, shown))
     described = _EXPRESSION_ID.sub(number, description)
     return [described, _SHOWN_ID.sub(lambda match: f"#{numbers.setdefault(match[1], len(numbers))}", shown)]
 
@@ -169,8 +274,10 @@ def _with_own_numbers(description: str, shown: str) -> list[str]:
 def _source(df: DataFrame, leaf: Any) -> list[str]:
     name = str(leaf.getClass().getName())
     if name == _PLAN_PACKAGE + "LocalRelation":
-        serialized = df.sparkSession._jvm.org.apache.spark.util.Utils.serialize(leaf.data())  # type: ignore[union-attr]  # noqa: SLF001
-        return [name, hashlib.sha256(bytes(serialized)).hexdigest()]
+        return [name, _digest(df, leaf.data())]
+    if name == _CACHE:
+        # Asking for the buffers makes the RDD; what they hold is computed when they are read.
+        return [name, f"{_application(df.sparkSession)}/{leaf.cacheBuilder().cachedColumnBuffers().id()}"]
     if name != _RELATION:
         return [name]  # on the list, and described by the plan itself
     relation = leaf.relation()

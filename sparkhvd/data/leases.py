@@ -24,6 +24,7 @@ import platform
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -70,13 +71,23 @@ class Record:
 
 @dataclass(frozen=True)
 class Lease:
-    """This process's hold on a dataset; ``release`` ends it."""
+    """This process's hold on a dataset; ``release`` ends it.
+
+    Attributes:
+        store: where the dataset is.
+        dataset_id: names it.
+        owner: names the hold.
+        keep_seconds: see ``Record``.
+        borrowed: see ``Record``.
+        caches: Spark's caches that the rows are of; when one of them is gone, nobody can want the dataset again.
+    """
 
     store: Store
     dataset_id: str
     owner: str
     keep_seconds: float
     borrowed: bool = False
+    caches: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -103,8 +114,9 @@ class Lease:
     def release(self) -> None:
         """End the hold; the dataset is removed if nobody else holds it and it is not to be kept."""
         now = time.time()
+        note = {"time": now, "keep_seconds": self.keep_seconds, "caches": self.caches}
         with self.store.open(layout.lease_path(self.dataset_id, _RELEASED), "wb") as file:
-            file.write(json.dumps({"time": now, "keep_seconds": self.keep_seconds}).encode())
+            file.write(json.dumps(note).encode())
         self.store.delete(self.path)
         if self.keep_seconds <= 0:
             remove_unused(self.store, self.dataset_id, now)
@@ -148,9 +160,9 @@ class Renewal:
                 renewed = now
 
 
-def take(store: Store, dataset_id: str, keep_seconds: float) -> Lease:
+def take(store: Store, dataset_id: str, keep_seconds: float, caches: tuple[str, ...] = ()) -> Lease:
     """Hold a dataset. Look for its manifest after this, not before."""
-    return _publish(Lease(store, dataset_id, _owner(), keep_seconds))
+    return _publish(Lease(store, dataset_id, _owner(), keep_seconds, caches=caches))
 
 
 def borrow(store: Store, dataset_id: str) -> Lease:
@@ -174,11 +186,18 @@ def held_here(store: Store) -> list[str]:
     return list(dict.fromkeys(dataset for _, dataset in sorted(found, reverse=True)))
 
 
-def remove_expired(store: Store) -> list[str]:
-    """Remove what nobody holds and nobody used for as long as it was to be kept; returns the ids."""
+def remove_expired(store: Store, may_live: Callable[[str], bool] = lambda _cache: True) -> list[str]:
+    """Remove what nobody holds and nobody used for as long as it was to be kept; returns the ids.
+
+    Args:
+        store: where.
+        may_live: tells of a cache (see ``Lease``) whether it may still be there.
+    """
     now = time.time()
     return [
-        dataset for dataset in _leased(store) if _expired(store, dataset, now) and remove_unused(store, dataset, now)
+        dataset
+        for dataset in _leased(store)
+        if _expired(store, dataset, now, may_live) and remove_unused(store, dataset, now)
     ]
 
 
@@ -240,13 +259,15 @@ def _held(store: Store, dataset_id: str, now: float) -> bool:
     return any(record is not None and record.holds(now) for record in records)
 
 
-def _expired(store: Store, dataset_id: str, now: float) -> bool:
+def _expired(store: Store, dataset_id: str, now: float, may_live: Callable[[str], bool]) -> bool:
     """Whether the dataset has been kept for long enough after its last use, or was never finished."""
     if not store.exists(layout.manifest_path(dataset_id)):
         return True
     ends = []
     for path in store.list(layout.lease_folder(dataset_id)):
         content = _json(store, path)
+        if not all(may_live(str(cache)) for cache in content.get("caches", ())):
+            return True
         used = content.get("time", content.get("taken"))
         if isinstance(used, int | float):
             ends.append(float(used) + float(content.get("keep_seconds", 0)))

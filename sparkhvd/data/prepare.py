@@ -32,6 +32,7 @@ from sparkhvd.data.facts import (
     checked_schema,
     size_columns,
 )
+from sparkhvd.data.fingerprint import Fingerprint
 from sparkhvd.data.footers import Footer, read_footers
 from sparkhvd.data.manifest import DataFile, Manifest, Split
 from sparkhvd.data.schema import ColumnSpec, DataSchema
@@ -102,8 +103,8 @@ def prepare(
     *,
     writing: Writing,
     dataset_id: str | None = None,
-    fingerprint: str | None = None,
-    identify: Callable[[], str | None] = lambda: None,
+    fingerprint: Fingerprint | None = None,
+    identify: Callable[[], Fingerprint | None] = lambda: None,
 ) -> Manifest:
     """Write the selected columns of ``df`` to ``store`` as a new dataset.
 
@@ -150,7 +151,7 @@ def prepare(
             validation=None if selection.validation is None else _split(files, "validation"),
             seed=writing.seed,
             validated_by=selection.validation,
-            fingerprint=fingerprint if fingerprint is not None and fingerprint == identify() else None,
+            fingerprint=fingerprint.text if fingerprint is not None and fingerprint == identify() else None,
         )
         store.publish(layout.manifest_path(dataset_id), manifest.to_json())
     except BaseException:

@@ -9,19 +9,21 @@ preparation removes what has been kept for long enough.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from sparkhvd.data import leases
 from sparkhvd.data.facts import too_few_rows
-from sparkhvd.data.fingerprint import fingerprint
+from sparkhvd.data.fingerprint import Fingerprint, fingerprint, living_caches
 from sparkhvd.data.manifest import Manifest, load
 from sparkhvd.data.prepare import Writing, new_dataset_id, prepare, refuse_streaming
 from sparkhvd.data.schema import DataSchema, Fill, Role
 from sparkhvd.data.selection import Selection, no_such_column, select
 from sparkhvd.data.spark_settings import told_by_spark
+from sparkhvd.data.turns import in_turn
+from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -29,11 +31,13 @@ from sparkhvd.store.protocol import Store
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 24 * 3600.0
+# How long somebody who prepares the same rows is waited for.
+_TURN_SECONDS = 3600.0
 
 
 class PreparedData:
@@ -181,17 +185,32 @@ def acquire(
         raise ConfigError(f"keep_seconds is {keep_seconds}; it must be at least 0.")
     refuse_streaming(df)
     store = told_by_spark(store, df.sparkSession)
-    _remove_expired(store)
+    _remove_expired(store, df.sparkSession)
     identify = partial(_identity, df, selection, writing)
     known = identify() if keep_seconds > 0 else None
-    found = None if known is None else _prepared_before(store, known, keep_seconds)
-    if found is not None:
-        if found.train_rows < writing.num_proc:
-            found.close()
-            raise DataError(too_few_rows(found.train_rows, writing.num_proc))
-        return found
+    prepare_anew = partial(_prepared_now, df, selection, store, writing=writing, identify=identify, known=known)
+    if known is None:
+        return prepare_anew(keep_seconds=0.0)
+    with in_turn(f"{store.url} {known.text}", Deadline.after(_TURN_SECONDS)):
+        found = _prepared_before(store, known, keep_seconds) or prepare_anew(keep_seconds=keep_seconds)
+    if found.train_rows < writing.num_proc:
+        found.close()
+        raise DataError(too_few_rows(found.train_rows, writing.num_proc))
+    return found
+
+
+def _prepared_now(
+    df: DataFrame,
+    selection: Selection,
+    store: Store,
+    *,
+    writing: Writing,
+    identify: Callable[[], Fingerprint | None],
+    known: Fingerprint | None,
+    keep_seconds: float,
+) -> PreparedData:
     dataset_id = new_dataset_id()
-    lease = leases.take(store, dataset_id, keep_seconds if known is not None else 0.0)
+    lease = leases.take(store, dataset_id, keep_seconds, () if known is None else known.caches)
     try:
         manifest = prepare(
             df, selection, store, writing=writing, dataset_id=dataset_id, fingerprint=known, identify=identify
@@ -270,16 +289,16 @@ def clean(store: Store) -> list[str]:
     return leases.remove_all_unused(store)
 
 
-def _identity(df: DataFrame, selection: Selection, writing: Writing) -> str | None:
+def _identity(df: DataFrame, selection: Selection, writing: Writing) -> Fingerprint | None:
     by_fraction = isinstance(selection.validation, float)
     return fingerprint(df, selection, writing.compress, writing.seed if by_fraction else None)
 
 
-def _prepared_before(store: Store, known: str, keep_seconds: float) -> PreparedData | None:
-    for note in reversed(store.list(layout.fingerprint_folder(known))):
+def _prepared_before(store: Store, known: Fingerprint, keep_seconds: float) -> PreparedData | None:
+    for note in reversed(store.list(layout.fingerprint_folder(known.text))):
         dataset_id = note.rpartition("/")[2]
-        lease = leases.take(store, dataset_id, keep_seconds)
-        manifest = _complete(store, dataset_id, known)
+        lease = leases.take(store, dataset_id, keep_seconds, known.caches)
+        manifest = _complete(store, dataset_id, known.text)
         if manifest is not None:
             logger.info("Dataset %s holds these rows already; using it", dataset_id)
             return PreparedData(store, manifest, lease, reused=True)
@@ -304,9 +323,9 @@ def _complete(store: Store, dataset_id: str, known: str) -> Manifest | None:
     return manifest if manifest.fingerprint == known and wanted <= there else None
 
 
-def _remove_expired(store: Store) -> None:
+def _remove_expired(store: Store, spark: SparkSession) -> None:
     try:
-        removed = leases.remove_expired(store)
+        removed = leases.remove_expired(store, living_caches(spark))
     except SparkHvdError as error:  # somebody else's leftovers must not keep anybody from training
         logger.warning("Could not remove expired datasets: %s", error)
     else:

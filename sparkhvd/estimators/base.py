@@ -6,11 +6,11 @@ import logging
 import secrets
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO, cast
 
 import cloudpickle
 from pyspark.ml import Estimator
@@ -37,7 +37,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.backend import run_ranks
 from sparkhvd.estimators.checkpoint import Checkpoint
-from sparkhvd.estimators.contradictions import cache_of, check, check_run_ids, check_watched
+from sparkhvd.estimators.contradictions import cache_of, check, check_alone, check_watched
 from sparkhvd.estimators.describe import description
 from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.identity import run_id_by_content
@@ -48,7 +48,7 @@ from sparkhvd.estimators.persistence import FolderReader, FolderWriter, pickled,
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.progress import ProgressOutput, somebody_looks
 from sparkhvd.estimators.sample import sampled
-from sparkhvd.estimators.tracking import track
+from sparkhvd.estimators.tracking import active_run, track
 from sparkhvd.estimators.trained import Trained, output_spec
 from sparkhvd.estimators.worker import (
     SAMPLE_ROWS,
@@ -81,9 +81,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     model_class: ClassVar[type[TrainedModel]]
     preload: ClassVar[tuple[str, ...]]  # what the ranks import while they wait for each other; first the framework
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
+    _mlflow_run: str | None = None
 
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         params = self._checked_values()
+        check_alone(params["run_id"])
         check_watched(params, held_out=params["validation"] is not None)
         selection = _selection(dataset, params)
         self._check_schema(params, selection.schema)
@@ -105,18 +107,14 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
             return self._fit_rows(spark, params, data.store, data.manifest, params["reader"])
 
-    def fitMultiple(  # noqa: N802  (pyspark's name)
-        self,
-        dataset: DataFrame,
-        paramMaps: Sequence[Mapping[Param[Any], Any]],  # noqa: N803  (pyspark's name)
-    ) -> Iterator[tuple[int, TrainedModel]]:
-        """What ``fit(df, [params, ...])`` and Spark ML's tuning call: the models, with the places of their maps.
+    def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
+        """A copy with these parameters, as ``fit(df, params)`` and Spark ML's tuning make one for every fit.
 
-        Raises:
-            ParamError: a fit has a ``run_id``, which the others, or those on other rows, would go on with.
+        Their fits run in threads; the copy knows in which MLflow run the thread was that wanted them.
         """
-        check_run_ids(self.copy(given).getOrDefault("run_id") for given in paramMaps)  # type: ignore[arg-type]
-        return super().fitMultiple(dataset, paramMaps)  # type: ignore[arg-type]
+        copied: Self = super().copy(extra)  # type: ignore[arg-type]
+        copied._mlflow_run = active_run() or self._mlflow_run
+        return copied
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
         """Put a few rows through the model, on the driver; which columns went where and what came out, in words.
@@ -332,7 +330,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             label_columns=params["label_cols"],
             run_id=params["run_id"],
         )
-        track(model, params)
+        track(model, params, self._mlflow_run)
         return model
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Mapping
 from typing import Any
+
+from pyspark.ml.base import _FitMultipleIterator
 
 from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
@@ -54,18 +57,25 @@ def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
             )
 
 
-def check_run_ids(run_ids: Iterable[str | None]) -> None:
-    """Refuse to give several fits, possibly on different rows, the name of one run.
+def check_alone(run_id: str | None) -> None:
+    """Refuse to give one of several fits, possibly on different rows, the name of a run.
+
+    Several fits are those of ``fit(df, [params, ...])`` and of Spark ML's tuning, whichever Pipelines are between.
+    Those hand nothing down that would tell; but what they call for each fit is known.
 
     Raises:
-        ParamError: one of the fits has a run_id.
+        ParamError: it is one of several, and has a run_id.
     """
-    for run_id in run_ids:
-        if run_id is not None:
+    if run_id is None:
+        return
+    caller = inspect.currentframe()
+    while caller is not None:
+        if caller.f_code is _FitMultipleIterator.__next__.__code__:
             raise ParamError(
                 f"run_id={run_id!r} would make every one of several fits go on from the checkpoints of the one before. "
                 "Leave run_id out, so that each has a run of its own; or call fit(df, params) once for each map."
             )
+        caller = caller.f_back
 
 
 def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:

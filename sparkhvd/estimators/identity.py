@@ -37,12 +37,12 @@ def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Ma
         ParamError: it cannot be told what the rows, or a parameter, are made of.
     """
     rows = fingerprint(df, selection)
-    if rows is None:
+    if rows is None or rows.caches:
         raise ParamError(
             "resume='auto' recognises a run by its rows, and what these are made of cannot be told: there is a "
             "user-defined function, a cache or something random in the DataFrame, or Spark Connect before it. Give the "
             "run a run_id instead."
         )
     content = {name: described(value, name) for name, value in params.items() if name not in _NO_MATTER}
-    identity = json.dumps([kind, rows, sorted(content.items())])
+    identity = json.dumps([kind, rows.text, sorted(content.items())])
     return f"auto-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"

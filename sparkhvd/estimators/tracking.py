@@ -6,7 +6,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,19 +20,39 @@ logger = logging.getLogger(__name__)
 _TEXT_LIMIT = 500  # MLflow refuses parameters that are longer
 _PART_SIGNS = (("", "train"), ("val_", "validation"))
 _TAG = "sparkhvd.run_id"  # marks an MLflow run that holds a training
+_PARENT_TAG = "mlflow.parentRunId"  # MLflow's own
 
 
-def track(model: TrainedModel, params: Mapping[str, Any]) -> None:
+def active_run() -> str | None:
+    """The id of the MLflow run that is active in this thread."""
+    mlflow = sys.modules.get("mlflow")  # who has an active run has imported it
+    found = None if mlflow is None else mlflow.active_run()
+    return None if found is None else str(found.info.run_id)
+
+
+def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = None) -> None:
     """Write a training to the active MLflow run; nothing happens without one.
 
     Every further training in one run (the fits of a CrossValidator) gets a run of its own inside it. A server that
     cannot be reached costs a warning, not the model.
+
+    Args:
+        model: what was trained.
+        params: with what.
+        parent: the run of another thread that this training is part of, where this thread has none.
     """
-    mlflow = sys.modules.get("mlflow")  # who has an active run has imported it
-    if mlflow is None or mlflow.active_run() is None:
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is None or (parent is None and active_run() is None):
         return
     shown = {name: _shown(name, value) for name, value in params.items() if value is not None}
-    with _warned(), _run_for(mlflow, shown):
+    with _warned(), ExitStack() as opened:
+        if active_run() is not None:
+            opened.enter_context(_run_for(mlflow, shown))
+        elif (found := mlflow.get_run(parent).info).status == "RUNNING":
+            tags = {_PARENT_TAG: found.run_id}
+            opened.enter_context(mlflow.start_run(experiment_id=found.experiment_id, tags=tags))
+        else:
+            return
         mlflow.set_tag(_TAG, params.get("run_id") or "")
         for write in (
             partial(mlflow.log_params, shown),

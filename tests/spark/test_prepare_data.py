@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions
 
@@ -20,7 +21,7 @@ from sparkhvd import TorchEstimator, prepare_data
 from sparkhvd.data import ParquetSource, clean, load
 from sparkhvd.data.fingerprint import fingerprint
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import ConfigError, DataError, SchemaError
+from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError
 from sparkhvd.store import LocalStore, layout
 from sparkhvd.world import World
 
@@ -279,7 +280,6 @@ def test_rows_that_may_be_others_next_time_are_never_recognised(spark, source):
     others = "SELECT * FROM VALUES (1, 'a'), (2, 'b,c') AS t(x, s)"
     assert fingerprint(spark.sql(values)) == fingerprint(spark.sql(values)) != fingerprint(spark.sql(others))
     same = functions.udf(lambda x: x, "long")
-    cached = read().cache()
     unknown = {
         "random": df.withColumn("r", functions.rand(1)),
         "shuffled": df.orderBy(functions.rand()),
@@ -292,14 +292,71 @@ def test_rows_that_may_be_others_next_time_are_never_recognised(spark, source):
         "rows of Python": spark.createDataFrame([(1, 2)], ["x", "y"]),
         "an RDD": df.rdd.toDF(),
         "a checkpoint": df.localCheckpoint(),
-        "a cache": cached,
-        "on a cache": cached.where("x > 3"),
         "a sub-query": df.where("x IN (SELECT id FROM range(3))"),
         "an array": df.withColumn("a", functions.lit(np.array([1.0, 2.0]))),
     }
     assert {name: fingerprint(one) for name, one in unknown.items() if fingerprint(one) is not None} == {}
-    cached.unpersist()
-    assert fingerprint(cached) == fingerprint(df)
+
+
+def test_a_cache_is_recognised_as_long_as_it_lives_and_never_as_another(spark, store, source):
+    """A cache holds the rows of one evaluation, whatever its files or random numbers would give now."""
+    _, read = source
+    plain = fingerprint(read())
+    rows = read().withColumn("r", functions.rand()).orderBy("r")  # with a shuffle, whose plan changes when it has run
+    cached = rows.cache()
+    with prepare_data(1, store, cached, ["y"]) as first:
+        kept = rows_of(first)["r"].tolist()
+    seen = [fingerprint(cached), fingerprint(cached.where("x > 3"))]
+    assert len({plain.text, *(one.text for one in seen)}) == 3
+    assert plain.caches == ()
+    assert seen[0].caches == seen[1].caches != ()
+    with prepare_data(1, store, cached, ["y"]) as second:
+        assert (second.reused, rows_of(second)["r"].tolist()) == (True, kept)
+    cached.unpersist(blocking=True)
+    assert fingerprint(rows) is None, "it is random"
+    again = rows.cache()
+    try:
+        assert fingerprint(again) not in seen
+        with prepare_data(1, store, again, ["y"]) as third:
+            assert not third.reused
+            assert datasets_in(store) == [third.dataset_id], "nobody can want the rows of the cache that is gone"
+        with pytest.raises(ParamError, match="there is a user-defined function, a cache or something random"):
+            estimator(store, resume="auto", label_cols=["y"]).fit(again)
+    finally:
+        again.unpersist(blocking=True)
+    assert fingerprint(read().cache().unpersist(blocking=True)) == plain
+
+
+def test_transformers_of_spark_ml_are_recognised_by_what_they_hold(source):
+    _, read = source
+
+    def assembled(**more):
+        return VectorAssembler(inputCols=["x", "z"], outputCol="v", **more).transform(read())
+
+    assert fingerprint(assembled()) == fingerprint(assembled()) is not None
+    assert fingerprint(assembled(handleInvalid="keep")) not in {None, fingerprint(assembled())}
+    own = functions.udf(lambda x: x, "long")
+    assert fingerprint(assembled().withColumn("x", own("x"))) is None
+
+
+def test_preparations_of_the_same_rows_at_the_same_time_write_them_once(store, source):
+    _, read = source
+    df = read().cache()
+    found, start = [], threading.Barrier(3)
+
+    def one():
+        start.wait(60)
+        with prepare_data(1, store, df, ["y"]) as data:
+            found.append((data.dataset_id, data.reused, rows_of(data)["x"].sum()))
+
+    threads = [threading.Thread(target=one) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    df.unpersist()
+    assert len({dataset for dataset, _, _ in found}) == 1
+    assert sorted((reused, total) for _, reused, total in found) == [(False, 780), (True, 780), (True, 780)]
 
 
 def test_rows_of_pandas_are_recognised_by_their_content(spark):

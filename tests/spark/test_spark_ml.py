@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+
 import pytest
 import torch
 from pyspark.ml import Pipeline
@@ -10,6 +13,7 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
 
 from sparkhvd import Store, TorchEstimator
+from sparkhvd.errors import ParamError
 
 pytestmark = pytest.mark.spark
 
@@ -44,8 +48,11 @@ def estimator(**more):
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_parameter_grid_is_searched_in_parallel_and_fits_of_the_same_rows_share_what_was_prepared(line, tmp_path):
+def test_a_parameter_grid_is_searched_in_parallel_and_fits_of_the_same_rows_share_what_was_prepared(
+    line, tmp_path, caplog
+):
     """Two fits of three ranks at a time want six of four slots: they have to take turns, not wait for each other."""
+    caplog.set_level(logging.INFO, "sparkhvd.data")
     store = Store.create(str(tmp_path))
     mine = estimator(store=store, num_proc=3)
     pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="v"), mine])
@@ -60,4 +67,19 @@ def test_a_parameter_grid_is_searched_in_parallel_and_fits_of_the_same_rows_shar
     best = found.bestModel.stages[-1]
     assert len(best.getHistory()) == 12
     assert len({path.split("/")[1] for path in store.list("runs")}) == 3, "every fit is a run of its own"
+    said = [record.getMessage() for record in caplog.records]
+    prepared = [line.split()[2].rstrip(":") for line in said if line.startswith("Prepared dataset")]
+    assert len(prepared) == 2, "one of the rows of the search and one of all rows"
+    assert sum("holds these rows already" in line for line in said) == 1
+    assert {path.split("/")[1] for path in store.list("datasets")} == {prepared[1]}, "nobody can want the other again"
     assert evaluator.evaluate(found.transform(line)) == pytest.approx(many, abs=0.2)
+    gc.collect()  # pyspark leaves its pool to that, with a warning
+
+
+def test_a_run_id_within_a_pipeline_is_not_shared_by_several_fits(line):
+    """Spark ML's tuning calls for its fits what this calls."""
+    named = estimator(run_id="mine", store=Store.create("file:///nowhere"))
+    pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="v"), named])
+    grid = ParamGridBuilder().addGrid(named.epochs, [1, 2]).build()
+    with pytest.raises(ParamError, match="run_id='mine' would make every one of several fits go on from"):
+        pipeline.fit(line, grid)

@@ -12,6 +12,7 @@ from sparkhvd.estimators.contradictions import check, check_watched
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.torch import TorchEstimator
+from sparkhvd.store import LocalStore
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,12 @@ def test_validation_may_be_watched_where_the_files_have_validation_rows(given, m
 
 
 def test_several_fits_never_share_one_run():
-    named, other = TorchEstimator(run_id="r"), TorchEstimator()
+    fixed = {"model": torch.nn.Linear(1, 1), "loss": len, "feature_cols": ["x"], "label_cols": ["y"]}
+    optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
+    fixed |= {"optimizer": optimizer, "store": LocalStore("/nowhere")}
+    named, other = TorchEstimator(run_id="r", **fixed), TorchEstimator(**fixed)
     for estimator, given in ((named, {}), (other, {other.run_id: "r"})):
         with pytest.raises(ParamError, match="run_id='r' would make every one of several fits go on from"):
-            estimator.fitMultiple(object(), [given])
-    assert hasattr(TorchEstimator().fitMultiple(object(), [{}, {}]), "__next__"), "nothing is fitted yet"
+            next(estimator.fitMultiple(object(), [given]))
+        with pytest.raises(AttributeError):  # one alone gets as far as its rows, which have no schema
+            estimator.fit(object(), given)

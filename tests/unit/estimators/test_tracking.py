@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sparkhvd.estimators import native, tracking
 from sparkhvd.estimators.files import keep_folder
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.outputs import OutputSpec
-from sparkhvd.estimators.torch import TorchModel
+from sparkhvd.estimators.torch import TorchEstimator, TorchModel
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.estimators.tracking import track
 from sparkhvd.estimators.trained import Trained
@@ -85,6 +86,30 @@ def test_a_second_training_in_one_run_gets_a_run_of_its_own_inside_it(mlflow, mo
     assert nested[0].data.metrics["val_loss"] == 1.5
     assert logged == [outer.info.run_id, nested[0].info.run_id]
     assert mlflow.get_run(outer.info.run_id).data.params["batch_size"] == "5"
+
+
+def test_a_fit_in_another_thread_gets_a_run_inside_that_of_the_thread_that_wanted_it(mlflow, model, monkeypatch):
+    """As those of a CrossValidator: it copies the estimator, and fits the copies in threads."""
+    monkeypatch.setattr(tracking, "log_model", lambda _: None)
+    estimator = TorchEstimator()
+
+    def in_thread(parent, name):
+        thread = threading.Thread(target=track, args=(model, {"run_id": name}, parent))
+        thread.start()
+        thread.join(60)
+
+    with mlflow.start_run() as outer:
+        copied = estimator.copy().copy()
+        for name in ("one", "two"):
+            in_thread(copied._mlflow_run, name)
+        track(model, {"run_id": "all rows"}, copied._mlflow_run)
+    in_thread(copied._mlflow_run, "too late")
+    nested = mlflow.MlflowClient().search_runs(["0"], f"tags.mlflow.parentRunId = '{outer.info.run_id}'")
+    assert sorted(run.data.params["run_id"] for run in nested) == ["one", "two"]
+    assert {run.info.status for run in nested} == {"FINISHED"}
+    assert mlflow.get_run(outer.info.run_id).data.params["run_id"] == "all rows"
+    assert estimator.copy()._mlflow_run is None
+    assert mlflow.active_run() is None
 
 
 def test_the_environment_of_the_ranks_is_logged_by_its_names(mlflow, model, monkeypatch):
