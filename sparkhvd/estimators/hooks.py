@@ -50,7 +50,8 @@ class RunHooks:
         self._gone = frozenset(range(len(self.history))) - kept  # epochs of earlier fits without a checkpoint
         self.first_epoch_batches: int | None = None
         self._redealt = False
-        self._last_step = 0 if self.within is None else self.within.step
+        # Of the present epoch: what was reported last, and last with a state that could be kept.
+        self._last_step = self._last_whole = 0 if self.within is None else self.within.step
         self._best: tuple[int, bytes] | None = None  # without a Store, on rank 0
         if self.resumed is not None and communicator.world.rank == 0:
             _say_where_it_continues(run_id, self.resumed, spec.epochs)
@@ -100,29 +101,28 @@ class RunHooks:
                 f"The loss of {where} is {report.loss} on rank {rank}, and terminate_on_nan is set. Lower the learning "
                 "rate, clip the gradients, or look for such values in the rows."
             )
-        if rank == 0 and self._is_due(spec.log_every_n_steps, report):
+        if rank == 0 and _is_due(spec.log_every_n_steps, report, self._last_step):
             logger.info("%s%s", where, "" if report.loss is None else f"  loss {report.loss:.4g}")
-        due = report.step < report.steps and self._is_due(spec.checkpoints.every_steps, report)
+        self._last_step = report.step
+        if not report.whole:
+            return
+        due = report.step < report.steps and _is_due(spec.checkpoints.every_steps, report, self._last_whole)
+        self._last_whole = report.step
         redealt_now = self._redealt and report.epoch == self.within_epoch
         if due and self._store is not None and not redealt_now:
             self._keep_within(self._store, report, trainer)
-        self._last_step = report.step
 
     def keep_file(self, path: Path) -> None:
         """See ``TrainHooks``."""
         if self._store is not None:
             files.replace_file(self._store, layout.saved_path(self._run_id, path.name), path)
 
-    def _is_due(self, every: int | None, report: StepReport) -> bool:
-        """Whether a multiple of ``every`` was reached since the last step."""
-        return every is not None and report.step // every > self._last_step // every
-
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
         """See ``TrainHooks``."""
         before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
         record = averaged(report, self._communicator, before)
         self.history.append(record)
-        self._last_step = 0
+        self._last_step = self._last_whole = 0
         wants_end = report.on_record is not None and report.on_record(record)
         best = self._best_epoch()
         if self._communicator.world.rank == 0:
@@ -203,6 +203,11 @@ class RunHooks:
             best = self._best_epoch()
             content = Checkpoint(report.epoch, self._spec.seed, tuple(self.history), trainer.state(), within)
             checkpoint.save(store, self._run_id, content, policy.keep, () if best is None else (best,))
+
+
+def _is_due(every: int | None, report: StepReport, since: int) -> bool:
+    """Whether a multiple of ``every`` was reached after the step ``since``."""
+    return every is not None and report.step // every > since // every
 
 
 def _totals(

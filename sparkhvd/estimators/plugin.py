@@ -89,6 +89,7 @@ class StepReport:
         loss: of this rank in this step; None where it had no rows.
         sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``.
         rank_state: what this rank has of its own and needs to go on from here, such as the state of random numbers.
+        whole: whether the trainer's state is all there is; not where gradients wait for those of further batches.
     """
 
     epoch: int
@@ -97,6 +98,7 @@ class StepReport:
     loss: float | None
     sums: Callable[[], Mapping[str, tuple[float, int]]]
     rank_state: Callable[[], bytes]
+    whole: bool = True
 
 
 class TrainHooks(Protocol):

@@ -121,6 +121,7 @@ class RankLoader:
         self.passes: Callable[[], int] = lambda: 1
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.used = False
+        self._within = (-1, 0, 0)
         self.share, self.rows, self.waited, self.started = Share(), 0, 0.0, time.monotonic()
 
     def __len__(self) -> int:
@@ -132,6 +133,23 @@ class RankLoader:
         self._batches = self._given()
         return self._batches
 
+    def begin_within(self, epoch: int, first_step: int, done: int) -> None:
+        """An epoch was begun before.
+
+        Args:
+            epoch: which one.
+            first_step: where the source goes on.
+            done: batches of the epoch that Lightning counts as done; they decide where optimizer steps end.
+        """
+        self._within = (epoch, first_step, done)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the run's checkpoint says where it goes on. With these two Lightning knows that it can."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``state_dict``."""
+
     def close(self) -> None:
         """End the reading of the present epoch."""
         if (close := getattr(self._batches, "close", None)) is not None:
@@ -142,11 +160,14 @@ class RankLoader:
         epoch = self.epoch()
         self.on_epoch(epoch)
         self.used, self.rows, self.waited, self.started = True, 0, 0.0, time.monotonic()
-        batches = self._source.epoch(epoch)
+        begun, first_step, done = self._within
+        first_step, done = (first_step, done) if epoch == begun else (0, 0)
+        batches = self._source.epoch(epoch, first_step)
         last: Columns | None = None
         try:
-            while group := self._next(batches):
+            while group := self._next(batches, done):
                 total, passes = sum(batch.global_rows for batch in group), self.passes()
+                done += len(group)
                 for batch in group:
                     borrowed = batch.rows == 0
                     last = batch.columns if not borrowed else self._made_up() if last is None else last
@@ -157,10 +178,10 @@ class RankLoader:
             if (close := getattr(batches, "close", None)) is not None:
                 close()
 
-    def _next(self, batches: Iterator[Batch]) -> list[Batch]:
-        """The batches of one optimizer step."""
-        before = time.monotonic()
-        group = list(islice(batches, self.passes()))
+    def _next(self, batches: Iterator[Batch], done: int) -> list[Batch]:
+        """The batches of one optimizer step; Lightning's steps end at multiples of its passes."""
+        before, passes = time.monotonic(), self.passes()
+        group = list(islice(batches, passes - done % passes))
         self.waited += time.monotonic() - before
         return group
 

@@ -20,7 +20,6 @@ from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
-from sparkhvd.estimators.policies import Checkpoints
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
@@ -191,11 +190,6 @@ def _refuse_what_lightning_lacks(params: Mapping[str, object]) -> None:
         raise ParamError(
             "inputs names those of TorchEstimator's and KerasEstimator's models; a LightningModule gets columns as "
             "batch_format says. Leave it out, and name the columns in feature_cols."
-        )
-    checkpoints = cast("Checkpoints | None", params.get("checkpoints"))
-    if checkpoints is not None and checkpoints.every_steps is not None:
-        raise ParamError(
-            "checkpoints has every_steps, but LightningEstimator continues runs after whole epochs only. Leave it out."
         )
 
 

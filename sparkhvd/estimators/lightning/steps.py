@@ -100,7 +100,7 @@ class EstimatorSteps:
 
 @contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put back, at the end, what a step changes beside gradients: buffers and the states of torchmetrics.
+    """Put back, at the end, what a step changes beside gradients: buffers, the states of torchmetrics, random numbers.
 
     The statistics of all ranks' rows change here as on the other ranks; the rows of this one do not count in them.
     """
@@ -112,8 +112,10 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
     metrics = [(part, copy.deepcopy(part.__dict__)) for part in module.modules() if isinstance(part, Metric)]
     for layer in synchronized:
         layer.counts_rows = False
+    devices = {part.device for part in module.parameters() if part.is_cuda}
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         for layer in synchronized:
             layer.counts_rows = True
@@ -150,6 +152,29 @@ class SharedLog:
     def close(self) -> None:
         """Give the module its own method back."""
         del self._module.log
+
+
+class BatchEnd:
+    """Stands in for ``LightningModule.on_train_batch_end``, the last hook of a batch.
+
+    Args:
+        module: whose hook it is.
+        then: called after it, with the number of the batch: a checkpoint then holds what every hook has changed.
+    """
+
+    def __init__(self, module: Any, then: Callable[[int], None]) -> None:
+        self._module = module
+        self._own = module.on_train_batch_end
+        self._then = then
+        module.on_train_batch_end = self
+
+    def __call__(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._own(outputs, batch, batch_idx)
+        self._then(batch_idx)
+
+    def close(self) -> None:
+        """Give the module its own method back."""
+        del self._module.on_train_batch_end
 
 
 def _within_step(hook: str) -> bool:

@@ -8,20 +8,24 @@ import io
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sparkhvd.data.batches import BatchSource
+from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
 from sparkhvd.estimators.lightning.batches import RankLoader, batch_form
+from sparkhvd.estimators.lightning.begun import after_batches
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
-from sparkhvd.estimators.lightning.steps import EstimatorSteps, Feed, SharedLog, scale_lr
+from sparkhvd.estimators.lightning.steps import BatchEnd, EstimatorSteps, Feed, SharedLog, scale_lr
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.inputs import plan_inputs
+from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
 from sparkhvd.world import World
@@ -66,14 +70,15 @@ class LightningTrainer:
             trainer = self._trainer = self._made(feed, hooks, Path(folder))
             feed.train.epoch = lambda: int(trainer.current_epoch)
             feed.train.passes = lambda: int(trainer.accumulate_grad_batches)
-            feed.train.on_epoch = self._seed
+            feed.train.on_epoch = partial(self._seed, hooks)
             if validation is not None:
                 validation.epoch = feed.train.epoch
-            log = SharedLog(self._module, feed)
+            log, ending = SharedLog(self._module, feed), BatchEnd(self._module, self._ends.on_batch_end)
             try:
-                self._run(trainer, feed, Path(folder))
+                self._run(trainer, feed, hooks, Path(folder))
             finally:
                 log.close()
+                ending.close()
                 feed.train.close()
                 if validation is not None:
                     validation.close()
@@ -98,7 +103,8 @@ class LightningTrainer:
         strategy.feed = feed
         strategy.lr_scale = float(self._world.size) if self._spec.scale_lr else 1.0
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
-        ends = self._ends = callback(self, feed, hooks, strategy.lr_scale)
+        needs_own_rows = self._spec.checkpoints.every_steps is not None
+        ends = self._ends = callback(self, feed, hooks, strategy.lr_scale, needs_own_rows=needs_own_rows)
         own = {
             "strategy": strategy,
             "devices": 1,
@@ -119,20 +125,38 @@ class LightningTrainer:
     def _uses_gpu(self) -> bool:
         return self._spec.use_gpu and torch.cuda.is_available()
 
-    def _run(self, trainer: Any, feed: Feed, folder: Path) -> None:
+    def _run(self, trainer: Any, feed: Feed, hooks: TrainHooks, folder: Path) -> None:
         source: dict[str, Any] = {"train_dataloaders": feed.train, "val_dataloaders": feed.validation}
         if self._given.data_module is not None:
             source = {"datamodule": self._given.data_module(feed.train, feed.validation)}
         if self._resumed is not None:
             path = folder / "resumed.ckpt"
-            path.write_bytes(self._resumed)
+            path.write_bytes(self._begun(self._resumed, feed, hooks))
             source["ckpt_path"] = str(path)
             if "weights_only" in inspect.signature(trainer.fit).parameters:
                 source["weights_only"] = True  # whoever can write to the Store must not make a rank run code
         trainer.fit(self._module, **source)
 
-    def _seed(self, epoch: int) -> None:
+    def _begun(self, state: bytes, feed: Feed, hooks: TrainHooks) -> bytes:
+        """The checkpoint to go on from; where it was made within an epoch, the batches go on there too."""
+        left, done = hooks.first_epoch_batches, hooks.first_step
+        if left is None and not done:
+            return state
+        if left is not None:
+            # Other ranks go on: what is left is to end when Lightning has counted as many batches as an epoch has.
+            done = len(feed.train) - left
+            if done < 0:
+                raise DataError(
+                    f"The run was interrupted where {left} batches were left of an epoch, which now has "
+                    f"{len(feed.train)}; Lightning cannot count that. Go on with the batch_size or num_proc of then."
+                )
+        feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
+        return after_batches(state, done)
+
+    def _seed(self, hooks: TrainHooks, epoch: int) -> None:
         torch.manual_seed(self._spec.seed_of(epoch, self._world.rank))
+        if epoch == hooks.first_epoch and hooks.rank_state is not None:
+            restore_random(hooks.rank_state, self._trainer.strategy.root_device)
 
     def _save(self, path: Path) -> None:
         with _alone(self._trainer.strategy):
@@ -174,7 +198,9 @@ def _alone(strategy: Any) -> Iterator[None]:
 class RunCallback:
     """The last of all callbacks, before ``Checkpoint`` among the bases: so its checkpoint holds what others changed."""
 
-    def __init__(self, owner: LightningTrainer, feed: Feed, hooks: TrainHooks, lr_scale: float) -> None:
+    def __init__(
+        self, owner: LightningTrainer, feed: Feed, hooks: TrainHooks, lr_scale: float, *, needs_own_rows: bool = False
+    ) -> None:
         super().__init__()
         self._owner = owner
         self._feed = feed
@@ -183,6 +209,8 @@ class RunCallback:
         self._loaded: dict[str, Any] = {}
         self._best: dict[str, Any] | None = None
         self._metrics: dict[str, float] = {}
+        self._needs_own_rows = needs_own_rows
+        self._batches = 0  # of the present epoch; 0 at its end
         self._ended = 0.0
 
     @property
@@ -199,7 +227,8 @@ class RunCallback:
             self._best = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lr_scale": self._lr_scale, "metrics": dict(self._metrics), "best": self._best}
+        metrics = dict(self._metrics)
+        return {"lr_scale": self._lr_scale, "metrics": metrics, "best": self._best, "batches": self._batches}
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         states = checkpoint["callbacks"]
@@ -213,26 +242,41 @@ class RunCallback:
         """Finish what the checkpoint was made before: schedulers that read a metric come after it in an epoch."""
         if not self._loaded:
             return
+        batches = self._loaded.get("batches", 0)
+        interval, done = ("step", batches) if batches else ("epoch", int(trainer.current_epoch))
         for config in trainer.lr_scheduler_configs:
             value = self._loaded["metrics"].get(config.monitor)
-            if config.reduce_on_plateau and config.interval == "epoch" and value is not None:
+            due = config.interval == interval and done % config.frequency == 0
+            if config.reduce_on_plateau and due and value is not None:
                 module.lr_scheduler_step(config.scheduler, value)
         factor = self._lr_scale / self._loaded["lr_scale"]
         if factor != 1.0:
             scale_lr(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs], factor)
         self._loaded = {}
 
-    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
-        """Say how far the rank is; ends for a loss that is no number where that is asked for."""
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:  # noqa: ARG002
+        self._trainer = trainer
+
+    def on_batch_end(self, batch: int) -> None:
+        """After all hooks of a batch: say how far the rank is; ends for a loss that is no number where asked for."""
         self._ended = time.monotonic()
-        feed, step = self._feed, int(rest[-1]) + 1
+        feed, trainer = self._feed, self._trainer
+        if self._needs_own_rows and not feed.train.used:
+            raise ParamError(
+                "checkpoints has every_steps, but data_module trains on a loader of its own, and what it would give "
+                "next cannot be known. Use the loader that it is called with, or leave every_steps out."
+            )
+        self._batches = batch + 1
+        if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs):
+            self._metrics = _numbers(trainer.callback_metrics)
         report = StepReport(
             int(trainer.current_epoch),
-            step,
+            self._batches,
             int(trainer.num_training_batches),
             feed.loss,
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
-            bytes,
+            lambda: random_state(trainer.strategy.root_device),
+            whole=self._batches % int(trainer.accumulate_grad_batches) == 0,
         )
         self._hooks.on_step_end(report, self._owner)
 
@@ -243,7 +287,7 @@ class RunCallback:
         """Report the epoch; collective."""
         feed = self._feed
         feed.train.close()
-        self._metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._batches, self._metrics = 0, _numbers(trainer.callback_metrics)
         rows = max(1, feed.train.rows)
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
         validation = {}
@@ -270,3 +314,7 @@ class RunCallback:
         whole = max(self._ended - self._feed.train.started, 0.0)
         waited, communicated = self._feed.train.waited, self._feed.communicated
         return StepTimes(waited, max(whole - waited - communicated, 0.0), communicated)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}

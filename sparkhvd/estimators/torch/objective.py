@@ -77,6 +77,20 @@ class Objective:
             labels.append(_label(name, raw if shape is None else raw.reshape(len(raw), *shape), output, loss, shape))
         return labels
 
+    def check_training(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Refuse what a model gives in training mode where there are not as many outputs as labels.
+
+        Raises:
+            ModelOutputError: some models give more then, for auxiliary losses that nobody here knows.
+        """
+        if len(outputs) != len(self.label_cols):
+            raise ModelOutputError(
+                f"In training mode the model gives {len(outputs)} output(s) of shapes "
+                f"{[list(o.shape) for o in outputs]}, in evaluation mode one for each of label_cols "
+                f"{list(self.label_cols)}. Turn auxiliary outputs off (aux_logits=False of torchvision's models), or "
+                "make one loss of all outputs in train_minibatch_fn."
+            )
+
     def loss(
         self,
         outputs: Sequence[torch.Tensor],

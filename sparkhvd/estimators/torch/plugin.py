@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from sparkhvd.estimators.torch.trainer import TorchTrainer
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 from sparkhvd.world import World
+
+logger = logging.getLogger(__name__)
 
 _MADE_UP_ROWS = 2
 _COMPRESSIONS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
@@ -249,7 +252,21 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple
                     "must be the rows."
                 )
         package.objective.try_out(outputs, sample)
+        _try_training(package, inputs)
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _try_training(package: Package, inputs: Sequence[torch.Tensor]) -> None:
+    """Look at the outputs in training mode too, where the model can be run so here."""
+    if package.stepping.minibatch_fn is not None:
+        return
+    model = package.model.train()
+    try:
+        outputs = outputs_of(model(*inputs))
+    except Exception as error:  # noqa: BLE001 - what only ranks can do (exchange statistics) fails here, or needs more rows
+        logger.debug("The model was not tried in training mode: %s", error)
+    else:
+        package.objective.check_training(outputs)
 
 
 def _cannot_take(

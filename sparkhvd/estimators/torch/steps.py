@@ -54,6 +54,8 @@ class Forward:
     def __call__(self, batch: Batch) -> Result:
         with self.precision():
             outputs = self.outputs(self._call(*self.inputs(batch)))
+            if self.model.training:
+                self.objective.check_training(outputs)
             labels = self.objective.labels(outputs, batch.columns)
             return self.objective.loss(outputs, labels, batch.columns), outputs, labels
 

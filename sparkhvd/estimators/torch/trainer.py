@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 import sparkhvd.torch as hvd
@@ -25,6 +24,7 @@ from sparkhvd.estimators.torch.callbacks import TorchRun
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.package import Package
+from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.steps import Forward, Stepper
 from sparkhvd.world import World
@@ -151,7 +151,7 @@ class TorchTrainer:
         state = hooks.rank_state if first else None
         torch.manual_seed(self._spec.seed_of(epoch, self._world.rank))
         if state is not None:
-            _restore_random(state, self._device)
+            restore_random(state, self._device)
 
     def _train(self, source: BatchSource, epoch: int, hooks: TrainHooks, run: TorchRun, watch: Stopwatch) -> Measures:
         self._model.train()
@@ -170,7 +170,7 @@ class TorchTrainer:
                 self._adopt(optimizer)
                 for callback in self._package.callbacks:
                     callback.on_step_end(run, epoch, step, loss)
-                report = StepReport(epoch, step, steps, loss, measures.sums, lambda: _random_state(self._device))
+                report = StepReport(epoch, step, steps, loss, measures.sums, lambda: random_state(self._device))
                 hooks.on_step_end(report, self)
                 watch.lap("compute")
         return measures
@@ -235,16 +235,3 @@ def _check_devices(device: torch.device) -> None:
             f"Ranks {without} see no GPU while the others do, so they would train at different speeds. Ask Spark for a "
             "GPU per task, or pass use_gpu=False."
         )
-
-
-def _random_state(device: torch.device) -> bytes:
-    state = torch.get_rng_state().numpy().tobytes()
-    return state if device.type == "cpu" else state + torch.cuda.get_rng_state(device).numpy().tobytes()
-
-
-def _restore_random(state: bytes, device: torch.device) -> None:
-    size = len(torch.get_rng_state())
-    numbers = torch.from_numpy(np.frombuffer(state, np.uint8).copy())
-    torch.set_rng_state(numbers[:size])
-    if device.type == "cuda" and len(numbers) > size:
-        torch.cuda.set_rng_state(numbers[size:], device)

@@ -100,6 +100,26 @@ def test_an_output_that_is_no_tensor_is_refused():
         PLUGIN.check(params(Named(3, 2)), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
 
 
+class Auxiliary(torch.nn.Module):
+    """Has a second output while it is trained, as Inception has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return (self.layer(x), self.layer(x) / 2) if self.training else self.layer(x)
+
+
+def test_outputs_that_are_only_there_in_training_are_refused_unless_a_function_of_the_users_takes_them():
+    rows = {"x": np.zeros((2, 3)), "y": np.zeros(2, int)}
+    with pytest.raises(
+        ModelOutputError, match=r"In training mode the model gives 2 .* make one loss .* train_minibatch"
+    ):
+        PLUGIN.check(params(Auxiliary()), columns((3,)), rows)
+    assert PLUGIN.check(params(Auxiliary(), train_minibatch_fn=print), columns((3,)), rows) == [(2,)]
+
+
 def test_objects_of_the_wrong_kind_are_refused():
     model = torch.nn.Linear(3, 2)
     with pytest.raises(ParamError, match=r"model is a str; it must be a torch\.nn\.Module"):

@@ -13,7 +13,6 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data import DataModule
 from sparkhvd.estimators.history import averaged
-from sparkhvd.estimators.policies import Checkpoints
 from tests.ranks import RankGroup
 from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
 
@@ -65,6 +64,14 @@ def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
+def scheduled(optimizer, kind):
+    if not kind.startswith("plateau"):
+        return optimizer
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.3)
+    by_step = {"interval": "step", "monitor": "twice", "frequency": 3} if kind.endswith("step") else {}
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss", **by_step}}
+
+
 def module(kind="simple"):
     import lightning.pytorch as lightning  # noqa: PLC0415
     from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415
@@ -74,15 +81,22 @@ def module(kind="simple"):
             super().__init__()
             self.save_hyperparameters()
             self.layers = normalizing() if kind == "normalizing" else network()
+            self.register_buffer("average", torch.zeros(3))
             self.accuracy = MulticlassAccuracy(3, average="micro")
             self.automatic_optimization = kind != "by hand"
 
         def forward(self, x):
             return self.layers(x)
 
+        def on_train_batch_end(self, *_):
+            if kind == "dropping":  # what it makes takes part in the next step
+                self.average = 0.9 * self.average + 0.1 * self.layers[2].bias.detach()
+
         def training_step(self, batch, _index):
             x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
             output = self(x)
+            if kind == "dropping":
+                output = torch.nn.functional.dropout(output, 0.2) + self.average
             loss = torch.nn.functional.cross_entropy(output, y)
             self.accuracy(output, y)
             self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
@@ -100,10 +114,7 @@ def module(kind="simple"):
 
         def configure_optimizers(self):
             optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
-            if self.hparams["kind"] != "plateau":
-                return optimizer
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.3)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+            return scheduled(optimizer, self.hparams["kind"])
 
     return Simple(kind)
 
@@ -250,6 +261,68 @@ def test_a_resumed_run_equals_an_undisturbed_one(group, kind):
         assert np.array_equal(undisturbed, resumed)
 
 
+class Interrupting(Hooks):
+    """Takes the state within an epoch, as a checkpoint does, and ends the process' training there."""
+
+    def on_step_end(self, report, trainer):
+        super().on_step_end(report, trainer)
+        if (report.epoch, report.step) == (1, 6):
+            assert report.whole
+            state = trainer.state() if session.current().world.rank == 0 else None
+            self.found = state, report.rank_state()
+            raise InterruptedError
+
+
+class Begun(ArraySource):
+    """Gives the rest of the second epoch as if other ranks had begun it."""
+
+    def epoch(self, number, first_step=0):
+        assert first_step == 0
+        return super().epoch(number, 6 if number == 1 else 0)
+
+
+def interrupted(kind, passes, by_others):
+    """The parameters and the last loss of an undisturbed run of three epochs, and of one that was interrupted."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, sizes = session.current().world.rank, [*SOME_EMPTY, *SOME_EMPTY]
+    arguments = {"trainer_args": {"accumulate_grad_batches": passes}}
+
+    def fit(hooks, rows, state=None):
+        trainer = trainer_of(module(kind), 3, **arguments)
+        if state is not None:
+            trainer.restore(state)
+        trainer.fit(rows, source(sizes, rank), hooks)
+        return trainer
+
+    undisturbed = Hooks()
+    wanted = flat(fit(undisturbed, source(sizes, rank))._given.model)
+    broken = Interrupting()
+    with pytest.raises(InterruptedError):
+        fit(broken, source(sizes, rank))
+    state, own = hvd.broadcast_object(broken.found[0], 0), broken.found[1]
+    rows_left, hooks = source(sizes, rank), Hooks(first_epoch=1, first_step=6, rank_state=own)
+    if by_others:
+        rows_left = Begun(rows_left.schema, rows_left.columns, rows_left.mine, rows_left.everyones)
+        hooks = Hooks(first_epoch=1, first_epoch_batches=len(sizes) - 6)
+    found = flat(fit(hooks, rows_left, state)._given.model)
+    steps = [(report.epoch, report.step, report.whole) for report in hooks.steps]
+    assert steps == [(r.epoch, r.step, r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)]
+    one, other = (averaged(each.reports[-1], session.current()) for each in (hooks, undisturbed))
+    assert (one.train, one.validation) == (other.train, other.validation)
+    return wanted, found
+
+
+@pytest.mark.parametrize(
+    ("kind", "passes", "by_others"),
+    [("dropping", 1, False), ("dropping", 3, False), ("plateau by step", 1, False), ("simple", 2, True)],
+)
+def test_a_run_that_was_interrupted_within_an_epoch_ends_like_one_that_was_not(group, kind, passes, by_others):
+    """Also with dropout, with a moving average that the module makes after each batch, and with other ranks."""
+    for wanted, found in group.run(interrupted, kind, passes, by_others):
+        assert np.array_equal(wanted, found)
+
+
 def exported(folder):
     """With a logger, a checkpoint of the best epoch, early stopping and a data module of the user's."""
     import lightning.pytorch as lightning  # noqa: PLC0415
@@ -340,7 +413,6 @@ def refused(more):
     [
         ({"loss": torch.nn.functional.cross_entropy}, "loss belongs to plain modules"),
         ({"model": torch.nn.Linear(6, 3)}, "plain Linear, which needs optimizer="),
-        ({"checkpoints": Checkpoints(every_steps=2)}, "after whole epochs only"),
         ({"trainer_args": {"max_epochs": 3}}, "see its parameter epochs"),
         ({"trainer_args": {"max_epoch": 3}}, "'max_epoch', which Lightning's Trainer does not take"),
         ({"callbacks": [print]}, "is no callback"),
