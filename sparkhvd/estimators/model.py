@@ -22,6 +22,7 @@ from sparkhvd.estimators.outputs import AUTO, OutputColumn, output_column, spark
 from sparkhvd.estimators.params import ModelParams, shapes
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_model, write_model
 from sparkhvd.estimators.predict import PredictSpec, arrow_function, field_of
+from sparkhvd.estimators.spare import SpareFiles
 from sparkhvd.estimators.trained import Trained, wrapped
 from sparkhvd.store import Store
 
@@ -47,6 +48,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     def __init__(self, trained: Trained, **values: Any) -> None:
         super().__init__(**values)
         self._trained = trained
+        self.spare: SpareFiles | None = None
 
     @property
     def trained(self) -> Trained:

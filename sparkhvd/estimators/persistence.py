@@ -35,6 +35,7 @@ from sparkhvd.estimators.declare import Declarations
 from sparkhvd.estimators.files import PIECE_BYTES, StoredFile
 from sparkhvd.estimators.history import record_from_json
 from sparkhvd.estimators.outputs import OutputSpec
+from sparkhvd.estimators.spare import SpareFiles, is_part
 from sparkhvd.estimators.trained import Trained
 from sparkhvd.store import Store
 
@@ -166,7 +167,7 @@ def write_model(model: TrainedModel, store: Store, folder: str, spark_version: s
     for source in trained.files:
         name = source.path.rpartition("/")[2]
         with store.open(f"{folder}/{_MODEL}/{name}", "wb") as target:
-            source.copy_to(target, trained.store)
+            source.copy_to(target, model.spare or trained.store)
         digests[name] = source.sha256
     content = {
         "files": digests,
@@ -194,6 +195,8 @@ def read_model(kind: type[TrainedModel], store: Store, folder: str) -> Any:
     )
     model = kind(trained, **metadata["paramMap"], **_read_objects(store, folder))
     model._resetUid(metadata["uid"])  # noqa: SLF001
+    if is_part(f"{store.url}/{folder}"):
+        model.spare = SpareFiles(store, trained.files)
     return model
 
 

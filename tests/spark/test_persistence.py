@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from pyspark.ml.feature import VectorAssembler
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.keras import KerasModel
+from sparkhvd.store import LocalStore
 
 pytestmark = pytest.mark.spark
 
@@ -84,6 +86,26 @@ def test_an_estimator_is_the_same_after_it_was_loaded(pipeline, rows, tmp_path):
     model, optimizer = loaded.getModel(), loaded.getOptimizer()
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, model.parameters()))
     np.testing.assert_array_equal(model.weight.detach(), estimator.getModel().weight.detach())
+
+
+def test_a_loaded_pipeline_model_is_saved_over_what_it_was_loaded_from(trained, tmp_path, monkeypatch):
+    """Spark removes the folder first. Twice, and for a Store whose files cannot be mapped as they are."""
+    path, wanted = str(tmp_path / "pipeline"), trained.stages[-1].getModel().weight
+    trained.save(path)
+    for remote in (False, True):
+        with monkeypatch.context() as patch:
+            if remote:
+                patch.setattr(LocalStore, "arrow", lambda *_: (None, ""))
+            loaded = PipelineModel.load(path)
+        for _ in range(2):
+            loaded.write().overwrite().save(path)
+            assert torch.equal(PipelineModel.load(path).stages[-1].getModel().weight, wanted)
+        assert torch.equal(loaded.stages[-1].getModel().weight, wanted)
+    weights = next(Path(path).rglob("state_dict.pt"))
+    again = PipelineModel.load(path)
+    weights.write_bytes(b"")
+    with pytest.raises(StoreError, match=r"state_dict\.pt has been changed in place since the model was loaded"):
+        again.stages[-1].save(str(tmp_path / "other"))
 
 
 class Lock:

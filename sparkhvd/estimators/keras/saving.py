@@ -14,6 +14,38 @@ from sparkhvd.estimators.plugin import TrainHooks
 from sparkhvd.estimators.policies import Checkpoints, Mode, measured
 
 
+class UserRate(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
+    """Comes before a ``ModelCheckpoint``: what that saves has the learning rate that the user gave, not the scaled one.
+
+    A model is trained further with the optimizer that it was saved with, and would be scaled again.
+
+    Args:
+        scale: what the rate was multiplied by.
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale = scale
+        self._scaled: float | None = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Set the user's rate; ``close`` sets the scaled one again."""
+        if self._scale != 1.0:
+            optimizer = self.model.optimizer
+            self._scaled = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
+            optimizer.learning_rate = self._scaled / self._scale
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See ``on_train_batch_end``."""
+        self.on_train_batch_end(epoch, logs)
+
+    def close(self) -> None:
+        """Set the rate that is trained with."""
+        if self._scaled is not None:
+            self.model.optimizer.learning_rate = self._scaled
+            self._scaled = None
+
+
 class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Comes after a ``ModelCheckpoint`` and brings what that has written to the hooks.
 
@@ -22,14 +54,20 @@ class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
             on.
         hooks: keep the files.
         policy: by which the best epoch is chosen.
+        lr_scale: what the user's learning rate was multiplied by.
+
+    Attributes:
+        callbacks: what Keras is to call, in this order.
     """
 
-    def __init__(self, callback: Any, hooks: TrainHooks, policy: Checkpoints) -> None:
+    def __init__(self, callback: Any, hooks: TrainHooks, policy: Checkpoints, lr_scale: float = 1.0) -> None:
         super().__init__()
+        self._rate = UserRate(lr_scale)
+        self.callbacks = (self._rate, callback, self)
         self._folder = tempfile.TemporaryDirectory(prefix="sparkhvd-saved-")
         self._hooks = hooks
         self._known: dict[Path, tuple[int, int]] = {}
-        self.callback = callback
+        self._callback = callback
         callback.filepath = str(Path(self._folder.name, Path(callback.filepath).name))
         best = policy.best_epoch(hooks.history)
         if callback.save_best_only and best is not None and policy.best is not None:
@@ -37,11 +75,13 @@ class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Keep what was saved within the epoch."""
-        if self.callback.save_freq != "epoch":
+        self._rate.close()
+        if self._callback.save_freq != "epoch":
             self._keep()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Keep what was saved at the end of the epoch."""
+        self._rate.close()
         self._keep()
 
     def close(self) -> None:

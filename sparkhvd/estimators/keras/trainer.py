@@ -85,7 +85,7 @@ class KerasTrainer:
         begin = _EpochBegin(data, validation, shared)
         end = _EpochEnd(begin, data, hooks, self)
         saving = self._saving(hooks)
-        callbacks = [begin, *self._package.callbacks, *([] if saving is None else [saving.callback, saving]), end]
+        callbacks = [begin, *self._package.callbacks, *(() if saving is None else saving.callbacks), end]
 
         def fit(first: int, last: int) -> None:
             with self._device():
@@ -121,7 +121,7 @@ class KerasTrainer:
         callback = self._package.checkpoint_callback
         if callback is None or session.current().world.rank != 0:
             return None
-        return KeptFiles(callback, hooks, self._spec.checkpoints)
+        return KeptFiles(callback, hooks, self._spec.checkpoints, self._lr_scale)
 
     def export(self, folder: Path) -> None:
         """Write the model, its optimizer with the user's unscaled learning rate."""

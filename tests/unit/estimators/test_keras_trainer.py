@@ -282,9 +282,10 @@ def save_by_callback(save_best_only, history):
     policy = Checkpoints(best="loss") if save_best_only else Checkpoints()
     packed = PLUGIN.pack(parameters(checkpoint_callback=callback))
     world = session.current().world
-    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2, checkpoints=policy), world)
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2, checkpoints=policy, scale_lr=True), world)
     hooks = Keeping(first_epoch=len(history), history=history)
     trainer.fit(source(PARTIAL_END, world.rank), None, hooks)
+    assert float(keras.ops.convert_to_numpy(trainer._model.optimizer.learning_rate)) == pytest.approx(2 * 0.02)
     return hooks.kept, trainer._model.get_weights()
 
 
@@ -295,6 +296,8 @@ def test_rank_0_keeps_what_the_checkpoint_callback_saves(group, tmp_path):
     model = keras.saving.load_model(tmp_path / "kept.keras")
     for one, other in zip(model.get_weights(), wanted, strict=True):
         np.testing.assert_array_equal(one, other)
+    rate = float(keras.ops.convert_to_numpy(model.optimizer.learning_rate))
+    assert rate == pytest.approx(0.02), "whoever trains it further would scale it again"
 
 
 def test_a_run_that_goes_on_knows_its_best_epoch(group):
