@@ -6,6 +6,7 @@ and nothing is written. That all rows have those shapes is checked as they are r
 
 from __future__ import annotations
 
+import logging
 import math
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.data import arrow_types, codecs, columns, unischema
+from sparkhvd.data import arrow_types, codecs, columns, leases, unischema
 from sparkhvd.data.facts import too_few_rows
 from sparkhvd.data.footers import Footer, LeafFacts, read_footers
 from sparkhvd.data.located import Access, locate
@@ -23,20 +24,36 @@ from sparkhvd.data.schema import ColumnSpec, DataSchema, Fill, Role
 from sparkhvd.data.selection import RESERVED_PREFIX, completed, no_such_column
 from sparkhvd.data.spark_types import checked_fill
 from sparkhvd.errors import DataError, SchemaError, StoreError
+from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
+from sparkhvd.store.read_only import ReadOnlyFolder
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class ExistingFiles:
-    """Where the files of a dataset lie, and what they consist of."""
+    """Where the files of a dataset lie, and what they consist of.
+
+    Attributes:
+        store: where they lie.
+        manifest: what they consist of.
+        hold: keeps prepared rows from being removed; None where nobody would remove the files.
+    """
 
     store: Store
     manifest: Manifest
+    hold: leases.Hold | None = None
+
+    def close(self) -> None:
+        """Let go of them."""
+        if self.hold is not None:
+            self.hold.close()
 
 
 @dataclass(frozen=True)
@@ -90,10 +107,11 @@ def open_existing(
         StoreError: the file system cannot be reached.
     """
     store, places = locate([train] if validation is None else [train, validation], access or Access())
-    manifest = _manifest(store, places, Wanted(feature_cols, label_cols, weight_col, fill, transformed))
-    if manifest.train.rows < num_proc:
-        raise DataError(too_few_rows(manifest.train.rows, num_proc))
-    return ExistingFiles(store, manifest)
+    files = _opened(store, places, Wanted(feature_cols, label_cols, weight_col, fill, transformed))
+    if files.manifest.train.rows < num_proc:
+        files.close()
+        raise DataError(too_few_rows(files.manifest.train.rows, num_proc))
+    return files
 
 
 def open_data(
@@ -123,16 +141,45 @@ def open_data(
             raise StoreError("A manifest says nothing of the Store that it lies in; pass store= with it.")
         return ExistingFiles(store, _of_prepared(data, wanted))
     if store is not None:
-        return ExistingFiles(store, _manifest(store, [data.strip("/")], wanted))
+        return _opened(store, [data.strip("/")], wanted)
     found, places = locate([data], Access(storage_options=storage_options))
-    return ExistingFiles(found, _manifest(found, places, wanted))
+    return _opened(found, places, wanted)
+
+
+def _opened(store: Store, places: Sequence[str], wanted: Wanted) -> ExistingFiles:
+    """What lies at a place: a prepared dataset, or other files; at two of them, to train and to validate on."""
+    at = places[0] if places[0].endswith(_MANIFEST) else f"{places[0]}/{_MANIFEST}"
+    if len(places) > 1 or not store.exists(at):
+        return ExistingFiles(store, _manifest(store, places, wanted))
+    hold = _held(store, at.removesuffix(_MANIFEST))
+    try:
+        return ExistingFiles(store, _of_prepared(load(store, at), wanted), hold)
+    except BaseException:
+        if hold is not None:
+            hold.close()
+        raise
+
+
+def _held(store: Store, folder: str) -> leases.Hold | None:
+    """A hold on the prepared rows in a folder, if it belongs to a Store whose drivers could remove them."""
+    found = layout.dataset_at(f"{store.url}/{folder}")
+    if found is None:
+        return None
+    url, dataset_id = found
+    try:
+        home = store.at(url)
+        if not home.list(layout.lease_folder(dataset_id)):
+            return None  # a copy: only what was held before is ever removed
+        if isinstance(home, ReadOnlyFolder):
+            home = Store.create(url)
+        return leases.Hold(leases.borrow(home, dataset_id))
+    except StoreError as error:
+        logger.info("The prepared rows in %s are read without a hold on them: %s", url, error)
+        return None
 
 
 def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
-    """What lies at a place: a prepared dataset, or other files; at two of them, to train and to validate on."""
-    at = places[0] if places[0].endswith(_MANIFEST) else f"{places[0]}/{_MANIFEST}"
-    if len(places) == 1 and store.exists(at):
-        return _of_prepared(load(store, at), wanted)
+    """What other files consist of."""
     listed = [_visible_files(store, place) for place in places]
     footers = [read_footers(store, files) for files in listed]
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)

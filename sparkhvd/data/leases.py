@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from sparkhvd.errors import SparkHvdError, StoreError
@@ -113,6 +113,9 @@ class Lease:
 
     def release(self) -> None:
         """End the hold; the dataset is removed if nobody else holds it and it is not to be kept."""
+        if math.isinf(self.keep_seconds):
+            self.withdraw()  # a note of its use would make the dataset one that `clean` may remove
+            return
         now = time.time()
         note = {"time": now, "keep_seconds": self.keep_seconds, "caches": self.caches}
         with self.store.open(layout.lease_path(self.dataset_id, _RELEASED), "wb") as file:
@@ -158,6 +161,33 @@ class Renewal:
                 logger.warning("Could not renew the hold on the prepared rows: %s", error)
             else:
                 renewed = now
+
+
+class Hold:
+    """A lease that is renewed until ``close``.
+
+    Args:
+        lease: taken just now.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease: Lease | None = lease
+        self._renewal = Renewal(lease)
+
+    def close(self) -> None:
+        """Release the lease; a second call does nothing."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._renewal.close()
+            let_go(lease)
+
+
+def let_go(lease: Lease) -> None:
+    """Release a lease, and log it where that fails: it may neither hide an error nor make one of a success."""
+    try:
+        lease.release()
+    except SparkHvdError as error:
+        logger.warning("Could not let go of the prepared rows in %s: %s", lease.store.url, error)
 
 
 def take(store: Store, dataset_id: str, keep_seconds: float, caches: tuple[str, ...] = ()) -> Lease:
@@ -237,7 +267,10 @@ def _owner() -> str:
 def _record(keep_seconds: float, *, borrowed: bool) -> bytes:
     """What a lease of this process says now."""
     record = Record(_machine(), os.getpid(), _process_start(os.getpid()), time.time(), keep_seconds, borrowed)
-    return json.dumps(asdict(record)).encode()
+    content = asdict(record)
+    if not borrowed:
+        del content["borrowed"]  # versions that do not know it take a lease with it for none
+    return json.dumps(content).encode()
 
 
 def _forget(store: Store, dataset_id: str, manifest: bytes) -> None:
@@ -275,8 +308,12 @@ def _expired(store: Store, dataset_id: str, now: float, may_live: Callable[[str]
 
 
 def _read(store: Store, path: str) -> Record | None:
+    content = _json(store, path)
+    known = {field.name for field in fields(Record)}
     try:
-        return Record(**_json(store, path))
+        return Record(
+            **{name: value for name, value in content.items() if name in known}
+        )  # a later version may say more
     except TypeError:  # the note of a release, or a file that is gone meanwhile
         return None
 

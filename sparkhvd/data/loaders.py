@@ -6,12 +6,13 @@ ahead. All ranks get the same number of batches, and every row comes once per ep
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.comm import session
-from sparkhvd.data.existing import open_data
+from sparkhvd.data.existing import ExistingFiles, open_data
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.readers import ParquetSource, Reading, Transformation
 from sparkhvd.data.schema import Fill
@@ -33,7 +34,7 @@ class Loading:
     columns: Sequence[str] | None = None
     split: SplitName = "train"
     store: Store | None = None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     rank: int | None = None
     size: int | None = None
     shuffle: bool = True
@@ -45,9 +46,19 @@ class Loading:
     prefetch_bytes: int = Reading.prefetch_bytes
     threads: int = Reading.threads
 
-    def source(self, data: str | Manifest) -> ParquetSource:
-        """The rows of this rank."""
+    def open(self, data: str | Manifest) -> tuple[ParquetSource, ExistingFiles]:
+        """The rows of this rank, and the files that they lie in."""
         found = open_data(data, self.columns, self.fill, store=self.store, storage_options=self.storage_options)
+        try:
+            source = self._source(found)
+        except BaseException:
+            found.close()
+            raise
+        # For those who close nothing. A process that is killed before leaves a hold that goes with it or grows old.
+        weakref.finalize(source, found.close)
+        return source, found
+
+    def _source(self, found: ExistingFiles) -> ParquetSource:
         reading = Reading(
             prefetch_bytes=self.prefetch_bytes,
             threads=self.threads,
@@ -72,6 +83,9 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
 
     Iterate over it directly, or hand it to ``DataLoader(loader, batch_size=None)``. Its threads decode ahead already,
     so ``num_workers`` has to be 0; it says so otherwise. Call ``set_epoch`` before each epoch for another order.
+
+    Prepared rows that are opened by their path or URL cannot be removed by other drivers until ``close``, the end of
+    ``with``, or the loader's own end; those of a manifest are held by whoever prepared them.
 
     Args:
         data: the URL of a Parquet file or of a folder of them, of a prepared dataset, or a prepared dataset's manifest.
@@ -101,7 +115,8 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
     """
     from sparkhvd.data.torch_data import TorchBatches  # noqa: PLC0415  (imports torch)
 
-    return TorchBatches(Loading(batch_size, **options).source(data))
+    source, files = Loading(batch_size, **options).open(data)
+    return TorchBatches(source, files.close)
 
 
 def tf_dataset(data: str | Manifest, batch_size: int, *, epochs: int = 1, **options: Any) -> tf.data.Dataset:
@@ -127,7 +142,8 @@ def tf_dataset(data: str | Manifest, batch_size: int, *, epochs: int = 1, **opti
 
     if epochs < 1:
         raise ConfigError(f"epochs is {epochs}; it must be at least 1.")
-    return dataset(Loading(batch_size, **options).source(data), epochs)
+    source, _ = Loading(batch_size, **options).open(data)
+    return dataset(source, epochs)
 
 
 def _world(rank: int | None, size: int | None) -> World:

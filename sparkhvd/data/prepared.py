@@ -53,8 +53,7 @@ class PreparedData:
         self.store = store
         self.manifest = manifest
         self.reused = reused
-        self._lease: leases.Lease | None = lease
-        self._renewal = leases.Renewal(lease)
+        self._hold: leases.Hold | None = leases.Hold(lease)
 
     @property
     def dataset_id(self) -> str:
@@ -78,14 +77,12 @@ class PreparedData:
 
     def close(self) -> None:
         """Let go of the dataset; a second call does nothing."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._renewal.close()
-            _release(lease)
+        if self._hold is not None:
+            self._hold.close()
 
     def __getstate__(self) -> dict[str, object]:
         """Ranks get to know the dataset; who prepared it holds it."""
-        return {**self.__dict__, "_lease": None, "_renewal": None}
+        return {**self.__dict__, "_hold": None}
 
     def __enter__(self) -> PreparedData:
         return self
@@ -218,7 +215,7 @@ def _prepared_now(
         if manifest.fingerprint is not None:
             store.publish(layout.fingerprint_path(manifest.fingerprint, dataset_id), b"")
     except BaseException:
-        _release(replace(lease, keep_seconds=0.0))
+        leases.let_go(replace(lease, keep_seconds=0.0))
         raise
     if manifest.fingerprint is None:
         lease = replace(lease, keep_seconds=0.0)
@@ -303,7 +300,7 @@ def _prepared_before(store: Store, known: Fingerprint, keep_seconds: float) -> P
             logger.info("Dataset %s holds these rows already; using it", dataset_id)
             return PreparedData(store, manifest, lease, reused=True)
         store.delete(note)
-        _release(replace(lease, keep_seconds=0.0))
+        leases.let_go(replace(lease, keep_seconds=0.0))
     return None
 
 
@@ -331,10 +328,3 @@ def _remove_expired(store: Store, spark: SparkSession) -> None:
     else:
         if removed:
             logger.info("Removed %d datasets that had expired", len(removed))
-
-
-def _release(lease: leases.Lease) -> None:
-    try:
-        lease.release()
-    except SparkHvdError as error:  # neither may it hide the error that led here, nor make one of a success
-        logger.warning("Could not remove the prepared rows in %s: %s", lease.store.url, error)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,9 @@ from sparkhvd.data.columns import coordinates, sparse_widths
 from sparkhvd.data.readers import RowSource
 from sparkhvd.errors import ConfigError, SchemaError
 
+if TYPE_CHECKING:
+    from types import TracebackType
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -25,9 +29,10 @@ class TorchBatches(IterableDataset[Tensors]):
     Vectors that were prepared as ``sparse_cols`` are sparse tensors of shape ``(rows, size)``.
     """
 
-    def __init__(self, source: RowSource) -> None:
+    def __init__(self, source: RowSource, close: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._source = source
+        self._close = close
         self._sparse = sparse_widths(source.schema)
         self._epoch = 0
         self._first_step = 0
@@ -44,6 +49,18 @@ class TorchBatches(IterableDataset[Tensors]):
             first_step: batches to leave out; the others are the same as in the whole epoch. Holds for one iteration.
         """
         self._epoch, self._first_step = epoch, first_step
+
+    def close(self) -> None:
+        """Let go of the rows; not before the last batch."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def __iter__(self) -> Iterator[Tensors]:
         if get_worker_info() is not None:

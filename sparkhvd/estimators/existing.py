@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from sparkhvd.data.existing import ExistingFiles, open_existing
@@ -49,7 +49,8 @@ def existing_rows(
     elif isinstance(dataset, PreparedData):
         store, dataset_id = dataset.store, dataset.dataset_id
     if dataset_id is None:
-        yield _files(params, path, validation_path, access)
+        with closing(_files(params, path, validation_path, access)) as files:
+            yield files
         return
     with hold(store, dataset_id) as data:
         yield ExistingFiles(store, _trainable(data.manifest, params))

@@ -43,6 +43,12 @@ def manifest_path(dataset_id: str) -> str:
     return f"{dataset_folder(dataset_id)}/manifest.json"
 
 
+def dataset_at(url: str) -> tuple[str, str] | None:
+    """The URL of a Store and the id of its dataset whose folder ``url`` is; None for any other folder."""
+    store, _, dataset_id = url.rstrip("/").rpartition("/datasets/")
+    return (f"{store}/", dataset_id) if store and dataset_id and "/" not in dataset_id else None
+
+
 LEASES = "leases"  # the folder of all leases
 
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -9,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd.data import leases
+from sparkhvd.data import leases, torch_loader
+from sparkhvd.data.existing import open_existing
 from sparkhvd.data.prepared import clean, hold
-from sparkhvd.errors import StoreError
+from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.store import layout
 
 
@@ -274,3 +277,94 @@ def test_holding_a_dataset_that_is_gone_leaves_nothing(store):
     with pytest.raises(StoreError, match=r"There is no dataset at .*datasets/d/manifest\.json; its preparation"):
         hold(store, "d")
     assert store.list("") == []
+
+
+def test_a_lease_says_only_what_every_version_understands_and_what_later_ones_say_is_ignored(store, make_dataset):
+    make_dataset(dataset_id="d")
+    lease, use = leases.take(store, "d", 7.0), leases.borrow(store, "d")
+    assert "borrowed" not in record_of(lease)
+    assert record_of(use)["borrowed"] is True
+    lease.withdraw()
+    use.withdraw()
+    write_lease(store, "d", colour="blue")
+    assert leases.remove_all_unused(store) == []
+
+
+def test_a_use_of_what_nobody_ever_held_leaves_no_reason_to_remove_it(store, make_dataset):
+    make_dataset(dataset_id="d")
+    leases.borrow(store, "d").release()
+    assert clean(store) == []
+    assert store.list(layout.LEASES) == []
+
+
+def test_prepared_rows_that_are_opened_by_their_path_are_held_until_they_are_closed(store, make_dataset):
+    manifest = make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 10.0)
+    files = open_existing(f"{store.root}/{manifest.folder}", feature_cols=["id"], label_cols=["y"])
+    assert leases.remove_expired(store) == clean(store) == []
+    files.close()
+    files.close()
+    release_long_ago(store, "d", 10.0)
+    assert leases.remove_expired(store) == ["d"]
+
+
+def test_an_error_about_prepared_rows_ends_the_hold_on_them(store, make_dataset):
+    manifest = make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 1500.0)
+    folder = f"{store.root}/{manifest.folder}"
+    with pytest.raises(SchemaError, match="There is no column 'nothing'"):
+        open_existing(folder, feature_cols=["nothing"], label_cols=["y"])
+    with pytest.raises(DataError, match="num_proc is 11; every rank needs at least one row"):
+        open_existing(folder, feature_cols=["id"], label_cols=["y"], num_proc=11)
+    assert store.list(layout.LEASES) == ["leases/d/released"]
+
+
+def test_a_copy_of_prepared_rows_is_read_without_writing_beside_it(store, make_dataset, tmp_path):
+    manifest = make_dataset(dataset_id="d")
+    for copy in (tmp_path / "copy", tmp_path / "other" / manifest.folder):
+        shutil.copytree(f"{store.root}/{manifest.folder}", copy)
+        files = open_existing(str(copy), feature_cols=["id"], label_cols=["y"])
+        assert (files.hold, files.manifest.train.rows) == (None, 10)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["datasets"]
+
+
+def test_prepared_rows_are_read_where_a_hold_cannot_be_written(store, make_dataset, monkeypatch, caplog):
+    manifest = make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 10.0)
+
+    def refuse(*_):
+        raise StoreError("Cannot publish the lease: Read-only file system.")
+
+    monkeypatch.setattr(type(store), "publish", refuse)
+    caplog.set_level("INFO", "sparkhvd")
+    files = open_existing(f"{store.root}/{manifest.folder}", feature_cols=["id"], label_cols=["y"])
+    assert files.hold is None
+    assert "are read without a hold on them: Cannot publish the lease: Read-only file system." in caplog.text
+
+
+@pytest.mark.parametrize("end", ["close", "with", "nothing"])
+def test_a_loader_holds_prepared_rows_as_long_as_it_lives(store, make_dataset, end):
+    manifest = make_dataset(dataset_id="d")
+    leases.take(store, "d", 1500.0).release()
+    loader = torch_loader(f"{store.url}/{manifest.folder}", 4, columns=["id"])
+    batches = iter(loader)
+    assert len(next(batches)["id"]) == 4
+    assert clean(store) == []
+    assert sum(len(batch["id"]) for batch in batches) == 6
+    if end == "close":
+        loader.close()
+    elif end == "with":
+        with loader:
+            pass
+    del loader, batches
+    gc.collect()
+    assert store.list(layout.LEASES) == ["leases/d/released"]
+    assert clean(store) == ["d"]
+
+
+def test_who_reads_by_a_manifest_relies_on_who_prepared_it(store, make_dataset):
+    manifest = make_dataset(dataset_id="d")
+    leases.take(store, "d", 10.0)
+    before = store.list(layout.LEASES)
+    assert len(torch_loader(manifest, 4, store=store)) == 3
+    assert store.list(layout.LEASES) == before
