@@ -429,6 +429,11 @@ def runs_on_databricks() -> bool:
     return bool(os.environ.get("DATABRICKS_RUNTIME_VERSION"))
 
 
+def hadoop_token_file() -> str | None:
+    """Where YARN put the tokens of the container, if this process runs in one."""
+    return os.environ.get("HADOOP_TOKEN_FILE_LOCATION")
+
+
 def hadoop_user_name() -> str:
     """The user that Hadoop's clients without Kerberos are."""
     return os.environ.get("HADOOP_USER_NAME") or getpass.getuser()

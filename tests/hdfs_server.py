@@ -75,6 +75,7 @@ def _configuration(folder: Path, name: str, url: str, replicas: int, data: str =
                 "dfs.datanode.hostname": "127.0.0.1",
                 "dfs.namenode.fs-limits.min-block-size": 1024,
                 "dfs.heartbeat.interval": 1,
+                "dfs.namenode.delegation.token.always-use": "true",
                 "dfs.namenode.heartbeat.recheck-interval": 1000,
             },
         },

@@ -5,12 +5,13 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sparkhvd.errors import DataError
 from sparkhvd.store.dbfs import mounted_path
 from sparkhvd.store.local import absolute_path
+from sparkhvd.store.options import refuse_credentials
 from sparkhvd.store.protocol import Store
 from sparkhvd.store.read_only import ReadOnlyFolder
 from sparkhvd.store.registry import is_served_alike
@@ -29,7 +30,7 @@ class Access:
     """
 
     near: Store | None = None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     told: Callable[[Store], Store] = lambda store: store
 
 
@@ -40,6 +41,8 @@ def locate(urls: Sequence[str], access: Access) -> tuple[Store, list[str]]:
         DataError: they do not lie on one file system, or one of them is a whole file system.
         StoreError: no Store serves them.
     """
+    for url in urls:
+        refuse_credentials(url)
     parsed = [_parsed(url) for url in urls]
     if len({where for where, _ in parsed}) > 1:
         raise DataError(f"{' and '.join(urls)} do not lie on one file system; put the rows side by side.")

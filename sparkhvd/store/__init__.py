@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sparkhvd.store.protocol import Store
@@ -15,23 +14,26 @@ if TYPE_CHECKING:
     from sparkhvd.store.local import LocalStore as LocalStore
     from sparkhvd.store.s3 import S3Store as S3Store
 
-_HOME_OF = {
-    "DBFSLocalStore": "sparkhvd.store.dbfs",
-    "DBFSStore": "sparkhvd.store.dbfs",
-    "FilesystemStore": "sparkhvd.store.filesystem",
-    "HDFSStore": "sparkhvd.store.hdfs",
-    "LocalStore": "sparkhvd.store.local",
-    "S3Store": "sparkhvd.store.s3",
+# The class by name -> a scheme that it serves.
+_SERVES = {
+    "DBFSLocalStore": "dbfs",
+    "DBFSStore": "dbfs",
+    "FilesystemStore": "",
+    "HDFSStore": "hdfs",
+    "LocalStore": "file",
+    "S3Store": "s3",
 }
 
 __all__ = ["DBFSLocalStore", "DBFSStore", "FilesystemStore", "HDFSStore", "LocalStore", "S3Store", "Store"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
+    if name not in _SERVES:
         raise AttributeError(f"module 'sparkhvd.store' has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
+    from sparkhvd.store.registry import backend_of  # noqa: PLC0415  (importing this module loads no Store)
+
+    return backend_of(_SERVES[name])
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME_OF])
+    return sorted([*globals(), *_SERVES])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import glob
 import io
-import re
+import traceback
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
 
 import fsspec
@@ -16,7 +17,7 @@ import fsspec
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store.connection import Connection
-from sparkhvd.store.options import StorageOptions
+from sparkhvd.store.options import StorageOptions, refuse_credentials
 from sparkhvd.store.places import UNFINISHED, Places, root_of
 from sparkhvd.store.protocol import Store
 from sparkhvd.store.remote_file import READ_AHEAD_BYTES, SPOOL_BYTES, RangeReader, Ranges, SpooledFile
@@ -29,7 +30,15 @@ Result = TypeVar("Result")
 
 SILENCE_SECONDS = 60.0  # after which a server that says nothing is given up
 _SLOWEST = 1e6  # bytes per second; a slower transfer is taken for one that stands still
-_WITH_CREDENTIALS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/@]*:[^/@]*@")
+# What to install for the schemes that are asked for most; fsspec says it for the others.
+_PACKAGES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+        **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
+        "oss": "ossfs",
+        "sftp": "paramiko",
+    }
+)
 # Schemes that Hadoop has file systems for; whether a session has the jars is for the session to say.
 _HADOOP_SCHEMES = frozenset({"hdfs", "viewfs", "gs", "abfs", "abfss", "wasb", "wasbs", "oss", "cos", "obs"})
 
@@ -70,7 +79,10 @@ class FilesystemStore(Store):
 
     def __post_init__(self) -> None:
         names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
-        urls = [None if (url := getattr(self, name)) is None else self._normalized(url) for name in names]
+        given = [getattr(self, name) for name in names]
+        for url in given:
+            refuse_credentials(url or "")
+        urls = [None if url is None else self._normalized(url) for url in given]
         for name, url in zip(names, urls, strict=True):
             object.__setattr__(self, name, url)
         bases = sorted({self._base_of(url) for url in urls if url is not None})
@@ -184,9 +196,6 @@ class FilesystemStore(Store):
         """A URL as this class writes it."""
         if "::" in url:
             raise StoreError(f"{url!r} chains file systems; a Store lies on one. Give the last URL of the chain alone.")
-        if _WITH_CREDENTIALS.match(url):
-            shown = url.partition("://")[0] + "://***@" + url.partition("@")[2]
-            raise StoreError(f"{shown} has credentials in it, which would be shown; give them as storage_options.")
         if "://" not in url:
             raise StoreError(f"{url!r} is not a URL; this Store needs one like s3://bucket/folder.")
         scheme, _, rest = url.partition("://")
@@ -205,7 +214,13 @@ class FilesystemStore(Store):
         try:
             return fsspec.get_filesystem_class(self.scheme)
         except (ImportError, ValueError) as error:
-            raise StoreError(f"Nothing serves {self.scheme}:// here: {error}") from error
+            package = _PACKAGES.get(self.scheme)
+            if package is None and isinstance(error, ValueError):
+                raise StoreError(f"Nothing serves {self.scheme}:// here: {error}") from error
+            install = "" if package is None else f" Install {package}: pip install {package}."
+            raise StoreError(
+                f"The Store for {self.scheme}:// needs a package that is not installed ({error}).{install}"
+            ) from error
 
     def _new_filesystem(self) -> Any:
         options = dict(self.storage_options or {})
@@ -291,10 +306,13 @@ class FilesystemStore(Store):
             )
         except StoreError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (raised below as a StoreError)
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             options = cast("StorageOptions", self.storage_options)
-            raise StoreError(f"Cannot {verb} {url}: {options.scrubbed(self._explain(error))}{notes}.") from error
+            # Tracebacks show causes; one that has a secret in it is left out.
+            whole = "".join(traceback.format_exception(error))
+            cause = error if options.scrubbed(whole) == whole else None
+            raise StoreError(f"Cannot {verb} {url}: {options.scrubbed(self._explain(error))}{notes}.") from cause
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from fsspec import AbstractFileSystem
 from hdfs_native import Client, FileReader, WriteOptions
 from hdfs_native.fsspec import HdfsFileSystem
 
-from sparkhvd.config import hadoop_user_name
+from sparkhvd.config import hadoop_token_file, hadoop_user_name
 from sparkhvd.errors import StoreError
 from sparkhvd.store.filesystem import FilesystemStore
 from sparkhvd.store.places import LEFTOVER_SECONDS, UNFINISHED
 from sparkhvd.store.remote_file import Ranges
 from sparkhvd.store.retry import is_passing
+from sparkhvd.store.ticket import principal_of
+from sparkhvd.store.tokens import name_with_token
 
 # A name node that does not answer is tried for minutes by default; the Store has a deadline of its own around it.
 _CLIENT_DEFAULTS = {
@@ -42,6 +44,7 @@ _OF_CLIENT = re.compile(
 _SEND_BYTES = 4 * 1024 * 1024
 # Names among the storage options for what is no setting of Hadoop.
 _USER, _TICKET = "user", "kerb_ticket"
+_DEFAULT = "fs.defaultFS"
 
 
 class HDFSStore(FilesystemStore):
@@ -50,6 +53,9 @@ class HDFSStore(FilesystemStore):
     It understands ``hdfs://namenode:8020/folder``, ``hdfs://nameservice/folder``, ``hdfs:///folder`` and ``/folder``;
     the last two lie on the default file system of the Hadoop configuration (``HADOOP_CONF_DIR``). Files are written
     under a hidden name and then renamed, which the name node does for one writer only.
+
+    With Kerberos (``hadoop.security.authentication``) the client takes the delegation token of the name node from
+    Hadoop's token file (``HADOOP_TOKEN_FILE_LOCATION``), which YARN gives every container, and without one a ticket.
 
     Args:
         prefix_path: the folder; None where the paths below say enough.
@@ -92,8 +98,8 @@ class HDFSStore(FilesystemStore):
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> HDFSStore:
         found = {name: value for name, value in settings.items() if _OF_CLIENT.match(name)}
-        if not found.get("fs.defaultFS", "").startswith(("hdfs:", "viewfs:")):
-            found.pop("fs.defaultFS", None)  # Hadoop's own default, which must not hide what its files say elsewhere
+        if not found.get(_DEFAULT, "").startswith(("hdfs:", "viewfs:")):
+            found.pop(_DEFAULT, None)  # Hadoop's own default, which must not hide what its files say elsewhere
         return replace(self, storage_options={**found, **(self.storage_options or {})})
 
     def _normalized(self, url: str) -> str:
@@ -118,7 +124,14 @@ class HDFSStore(FilesystemStore):
             )
         settings = _CLIENT_DEFAULTS | {name: str(value) for name, value in self._client_options().items()}
         filesystem = _Hdfs()
-        filesystem.client = Client(self._base, settings, kerberos_cache=options.get(_TICKET))
+        scheme, _, authority = self._base.partition("://")
+        place = f"{scheme}://{name_with_token(authority, hadoop_token_file())}"
+        default_scheme, _, default = settings.get(_DEFAULT, "").partition("://")
+        if default_scheme == "hdfs":
+            settings[_DEFAULT] = f"hdfs://{name_with_token(default.rstrip('/'), hadoop_token_file())}"
+        ticket = options.get(_TICKET)
+        principal = None if ticket is None else principal_of(str(ticket))
+        filesystem.client = Client(place, settings, kerberos_principal=principal, kerberos_cache=ticket)
         return filesystem
 
     def _passing(self, error: Exception) -> bool:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from sparkhvd.errors import StoreError
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<server>[^/]*)(?P<rest>.*)", re.DOTALL)
+_SERVER = re.compile(r"\[[0-9A-Fa-f:.]*\](:\d*)?|[^:@]*(@[^:@]*)?(:\d*)?")
 _SECRET_NAME = re.compile(r"key|secret|token|password|passwd|credential|connection_string|sas|auth", re.IGNORECASE)
 _SHORTEST_SECRET = 4  # replacing shorter texts would only garble messages
 
@@ -42,6 +46,20 @@ class StorageOptions(Mapping[str, object]):
         for secret in sorted(_secrets(self._values, named_secret=False), key=len, reverse=True):
             text = text.replace(secret, "***")
         return text
+
+
+def refuse_credentials(url: str) -> None:
+    """Raise ``StoreError`` for a URL with ``user:password@`` in it, without showing them.
+
+    A password may have a slash in it, so what stands before one need not be a server.
+    """
+    for found in _URL.finditer(url):
+        if not _SERVER.fullmatch(found["server"]):
+            _, at, after = (found["server"] + found["rest"]).rpartition("@")
+            raise StoreError(
+                f"{found['scheme']}://***{at}{after if at else ''} has credentials in it, which would be shown; give "
+                "them as storage_options."
+            )
 
 
 def _secrets(value: object, *, named_secret: bool) -> set[str]:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
 from sparkhvd.config import runs_on_databricks
 from sparkhvd.errors import StoreError
+from sparkhvd.store.options import refuse_credentials
 from sparkhvd.store.protocol import Store
 
 
@@ -63,17 +65,26 @@ def is_served_alike(url: str, other: str) -> bool:
     return one == two or (one in STORES and STORES.get(one) == STORES.get(two))
 
 
-def create(url: str, **options: object) -> Store:
-    """The Store at ``url``; see ``Store.create``."""
-    scheme = scheme_of(url)
+def backend_of(scheme: str) -> Any:
+    """The class that serves a scheme.
+
+    Raises:
+        StoreError: a package is missing.
+    """
     entry = STORES.get(scheme, ANY_OTHER)
     module, _, name = entry.target.partition(":")
     try:
-        backend = getattr(import_module(module), name)
+        return getattr(import_module(module), name)
     except ImportError as error:
         raise StoreError(
             f"The Store for {scheme}:// needs a package that is not installed ({error}). {entry.missing}"
         ) from error
+
+
+def create(url: str, **options: object) -> Store:
+    """The Store at ``url``; see ``Store.create``."""
+    refuse_credentials(url)
+    backend = backend_of(scheme_of(url))
     try:
         store: Store = backend(url, **options)
     except TypeError as error:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import pickle
+import traceback
 
 import pytest
 
+from sparkhvd.data import torch_loader
+from sparkhvd.data.located import Access, locate
 from sparkhvd.errors import StoreError
 from sparkhvd.store import FilesystemStore, HDFSStore, S3Store, Store
-from sparkhvd.store.options import StorageOptions
+from sparkhvd.store.options import StorageOptions, refuse_credentials
 from sparkhvd.store.s3 import storage_options_from
 
 SECRETS = {"secret": "hunter22", "client_kwargs": {"aws_session_token": "a-long-token"}, "endpoint_url": "http://x:1"}
@@ -25,10 +28,40 @@ def test_secrets_are_taken_out_of_texts():
     assert options.scrubbed("hunter22 a-long-token http://x:1") == "*** *** http://x:1"
 
 
-def test_a_url_with_credentials_in_it_is_refused_without_showing_them():
-    with pytest.raises(StoreError, match=r"s3://\*\*\*@bucket/x has credentials in it") as caught:
-        Store.create("s3://key:hunter22@bucket/x")
-    assert "hunter22" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://key:hunter22@bucket/x", r"s3://\*\*\*@bucket/x has"),
+        ("s3a://key:hunter22/and/more@bucket/x", r"s3a://\*\*\*@bucket/x has"),
+        ("s3://key:hunter22/x", r"s3://\*\*\* has"),
+        ("simplecache::s3://key:hunter22@bucket/x", r"s3://\*\*\*@bucket/x has"),
+        ("hdfs://me:hunter22@namenode:8020/x", r"hdfs://\*\*\*@namenode:8020/x has"),
+    ],
+)
+def test_a_url_with_credentials_in_it_is_refused_without_showing_them(url, shown):
+    for use in (Store.create, FilesystemStore, lambda url: locate([url], Access()), lambda url: torch_loader(url, 1)):
+        with pytest.raises(StoreError, match=rf"^{shown} credentials in it, which would be shown") as caught:
+            use(url)
+        assert "hunter22" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["abfss://container@account.dfs.core.windows.net/x", "hdfs://namenode:8020/a:b@c", "hdfs://[::1]:8020/x", "/a:b@c"],
+)
+def test_what_only_looks_like_credentials_is_not_refused(url):
+    refuse_credentials(url)
+
+
+def test_a_cause_that_shows_a_secret_is_left_out_of_the_error():
+    store = FilesystemStore("memory://x", storage_options=SECRETS)
+
+    def fail(_):
+        raise ValueError("the connection string AccountKey=hunter22 is malformed")
+
+    with pytest.raises(StoreError, match=r"Cannot list memory:///x: the connection string AccountKey=\*\*\*") as caught:
+        store._do("list", "/x", fail)
+    assert "hunter22" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_chain_of_file_systems_is_refused():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -30,9 +31,27 @@ def test_a_scheme_that_nothing_serves_is_refused():
         Store.create("nosuch://x/y")
 
 
-def test_a_file_system_whose_package_is_missing_says_what_to_install():
-    with pytest.raises(StoreError, match=r"Nothing serves gs:// here: Please install gcsfs"):
-        Store.create("gs://bucket/x")
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("gs://bucket/x", r"\(Please install gcsfs to access .*\)\. Install gcsfs: pip install gcsfs\."),
+        ("abfss://c@a.dfs.core.windows.net/x", r"\(.*: abfss\)\. Install adlfs: pip install adlfs\."),
+        ("dvc://x", r"\(Install dvc to access DVCFileSystem\)\."),
+    ],
+)
+def test_a_file_system_whose_package_is_missing_says_what_to_install(url, said):
+    with pytest.raises(StoreError, match=rf"^The Store for \w+:// needs a package that is not installed {said}$"):
+        Store.create(url)
+
+
+@pytest.mark.parametrize(("name", "package"), [("S3Store", "s3"), ("HDFSStore", "hdfs")])
+def test_a_class_whose_package_is_missing_says_what_to_install(name, package, tmp_path):
+    for module in ("s3fs", "hdfs_native"):
+        (tmp_path / f"{module}.py").write_text("raise ModuleNotFoundError('No module named here')")
+    code = f"from sparkhvd.store import {name}"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].endswith(f": pip install 'sparkhvd[{package}]'."), done.stderr
 
 
 def test_an_option_that_a_store_does_not_take_is_refused(tmp_path):
