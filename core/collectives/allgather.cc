@@ -1,9 +1,9 @@
 #include "collectives/allgather.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
+#include "base/copy.h"
 #include "collectives/exchange.h"
 
 namespace sparkhvd {
@@ -21,7 +21,7 @@ std::vector<size_t> Offsets(const std::vector<size_t>& lengths) {
 }
 
 void Copy(std::byte* target, const std::byte* source, size_t length) {
-  if (length > 0 && target != source) std::memcpy(target, source, length);
+  if (length > 0 && target != source) CopyBytes(target, source, length);
 }
 
 }  // namespace

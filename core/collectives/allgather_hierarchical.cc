@@ -1,9 +1,9 @@
 #include "collectives/allgather_hierarchical.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
+#include "base/copy.h"
 #include "collectives/slices.h"
 
 namespace sparkhvd {
@@ -43,7 +43,7 @@ Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Dea
     };
     std::byte* shown = round.Slot(steps.member());
     for (const Bytes fragment : part(steps.member())) {
-      std::memcpy(shown, fragment.data(), fragment.size());
+      CopyBytes(shown, fragment.data(), fragment.size());
       shown += fragment.size();
     }
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
@@ -51,7 +51,7 @@ Status SpreadShm(ArenaSteps& steps, const std::vector<Fragments>& fragments, Dea
       if (member == steps.member()) continue;
       const std::byte* seen = round.Slot(member);
       for (const Bytes fragment : part(member)) {
-        std::memcpy(fragment.data(), seen, fragment.size());
+        CopyBytes(fragment.data(), seen, fragment.size());
         seen += fragment.size();
       }
     }
@@ -156,7 +156,7 @@ Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hier
     contributions.push_back(length > 0 ? Fragments{target.Sub(offset, length)} : Fragments{});
   }
   for (const Bytes own : contributions[static_cast<size_t>(hierarchy.member)]) {
-    if (own.data() != source.data()) std::memcpy(own.data(), source.data(), source.size());
+    if (own.data() != source.data()) CopyBytes(own.data(), source.data(), source.size());
   }
   if (steps != nullptr) {
     SHVD_TRY(SpreadShm(*steps, contributions, deadline).Annotate("inside the host"));

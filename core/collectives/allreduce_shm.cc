@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <string>
 
+#include "base/copy.h"
 #include "collectives/combine_slots.h"
 #include "collectives/kernels.h"
 #include "collectives/slices.h"
@@ -107,7 +107,7 @@ class Pipeline {
         Combine(reduction_.dtype, reduction_.op, result, result, contribution(member), count);
       }
       Finish(reduction_, steps_.count(), result, count);
-      std::memcpy(target_ + Begin(index) * width_ + offset, result, count * width_);
+      CopyBytes(target_ + Begin(index) * width_ + offset, result, count * width_);
     }
   }
 
@@ -118,7 +118,7 @@ class Pipeline {
       const Slice theirs = SliceOfMember(index, member);
       const size_t offset = theirs.begin * width_;
       if (theirs.count == 0) continue;
-      std::memcpy(target + offset, round.Slot(member) + offset, theirs.count * width_);
+      CopyBytes(target + offset, round.Slot(member) + offset, theirs.count * width_);
     }
   }
 

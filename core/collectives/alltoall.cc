@@ -1,16 +1,16 @@
 #include "collectives/alltoall.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
+#include "base/copy.h"
 #include "collectives/exchange.h"
 
 namespace sparkhvd {
 namespace {
 
 void Copy(std::byte* target, const std::byte* source, size_t length) {
-  if (length > 0) std::memcpy(target, source, length);
+  if (length > 0) CopyBytes(target, source, length);
 }
 
 // The table of lengths, and where things stand according to it.

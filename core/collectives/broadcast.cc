@@ -1,9 +1,10 @@
 #include "collectives/broadcast.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
+
+#include "base/copy.h"
 
 namespace sparkhvd {
 namespace {
@@ -37,7 +38,7 @@ Status BroadcastTree(Transport& transport, int root, const std::byte* source, By
     if (place + bit < size) children.push_back(rank_at(place + bit));
   }
   if (place == 0 && source != target.data() && !target.empty()) {
-    std::memcpy(target.data(), source, target.size());
+    CopyBytes(target.data(), source, target.size());
   }
   std::vector<Ticket> sends;
   for (size_t done = 0; done < target.size(); done += kPieceBytes) {
@@ -56,14 +57,14 @@ Status BroadcastShm(ArenaSteps& steps, int root, const std::byte* source, Bytes 
                     Deadline deadline) {
   const bool is_root = steps.member() == root;
   if (is_root && source != target.data() && !target.empty()) {
-    std::memcpy(target.data(), source, target.size());
+    CopyBytes(target.data(), source, target.size());
   }
   for (size_t done = 0; done < target.size(); done += steps.SlotBytes()) {
     const Bytes piece = target.Sub(done, std::min(steps.SlotBytes(), target.size() - done));
     std::byte* slot = steps.StartRound().Slot(root);
-    if (is_root) std::memcpy(slot, piece.data(), piece.size());
+    if (is_root) CopyBytes(slot, piece.data(), piece.size());
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
-    if (!is_root) std::memcpy(piece.data(), slot, piece.size());
+    if (!is_root) CopyBytes(piece.data(), slot, piece.size());
   }
   return Status();
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "base/copy.h"
 #include "collectives/kernel_loops.h"
 
 namespace sparkhvd {
@@ -70,7 +71,7 @@ void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
 
 void ToFloats(DType dtype, const std::byte* source, float* target, size_t count) {
   if (dtype == DType::kFloat32) {
-    if (count > 0) std::memcpy(target, source, count * sizeof(float));
+    if (count > 0) CopyBytes(target, source, count * sizeof(float));
   } else if (dtype == DType::kFloat16) {
     for (size_t i = 0; i < count; ++i) target[i] = Widen(loops::Load<loops::Float16>(source, i));
   } else {
@@ -80,7 +81,7 @@ void ToFloats(DType dtype, const std::byte* source, float* target, size_t count)
 
 void FromFloats(DType dtype, const float* source, std::byte* target, size_t count) {
   if (dtype == DType::kFloat32) {
-    if (count > 0) std::memcpy(target, source, count * sizeof(float));
+    if (count > 0) CopyBytes(target, source, count * sizeof(float));
   } else if (dtype == DType::kFloat16) {
     for (size_t i = 0; i < count; ++i) {
       loops::Store(target, i, loops::NarrowToFloat16(source[i]));
@@ -97,7 +98,7 @@ void CopyPrescaled(const Reduction& reduction, std::byte* target, const std::byt
   if (reduction.prescale != 1.0) {
     Scale(reduction.dtype, target, source, count, reduction.prescale);
   } else if (target != source && count > 0) {
-    std::memcpy(target, source, count * SizeOf(reduction.dtype));
+    CopyBytes(target, source, count * SizeOf(reduction.dtype));
   }
 }
 

@@ -1,8 +1,8 @@
 #include "collectives/reducescatter.h"
 
 #include <algorithm>
-#include <cstring>
 
+#include "base/copy.h"
 #include "collectives/combine_slots.h"
 #include "collectives/kernels.h"
 #include "collectives/ring.h"
@@ -30,7 +30,7 @@ Status ReducescatterRing(Transport& transport, const Reduction& reduction, const
     SHVD_TRY(
         RingReduceScatter(Ring{transport, reduction, partial.data(), slices, deadline}, scratch));
     if (own.count > 0) {
-      std::memcpy(target, partial.data() + own.begin * width, own.count * width);
+      CopyBytes(target, partial.data() + own.begin * width, own.count * width);
     }
   }
   Finish(reduction, transport.size(), target, own.count);

@@ -1,13 +1,13 @@
 #include "scheduler/execution.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <new>
 #include <numeric>
 #include <optional>
 #include <utility>
 
+#include "base/copy.h"
 #include "collectives/adasum.h"
 #include "collectives/allgather.h"
 #include "collectives/allgather_hierarchical.h"
@@ -34,7 +34,7 @@ Reduction ReductionOf(const Request& request) {
 }
 
 void CopyBytes(std::byte* target, const std::byte* source, size_t length) {
-  if (length > 0 && target != source) std::memcpy(target, source, length);
+  if (length > 0 && target != source) CopyBytes(target, source, length);
 }
 
 size_t RowElements(const Request& request) {

@@ -1,0 +1,23 @@
+// Copies of data, at the speed of the memory on every processor.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+
+namespace sparkhvd {
+
+// As std::memcpy, for the data of collectives. From a few KiB on, glibc before 2.39 copies with
+// `rep movsb`, which on AMD's Zen 3 and 4 takes several times as long as vector moves where source
+// and target lie badly within their pages (glibc bug 30994). Copies of one block become vector
+// moves.
+inline void CopyBytes(void* target, const void* source, size_t bytes) {
+  constexpr size_t kBlock = 64;
+  auto* to = static_cast<std::byte*>(target);
+  const auto* from = static_cast<const std::byte*>(source);
+  for (; bytes >= kBlock; bytes -= kBlock, to += kBlock, from += kBlock) {
+    std::memcpy(to, from, kBlock);
+  }
+  if (bytes > 0) std::memcpy(to, from, bytes);
+}
+
+}  // namespace sparkhvd
