@@ -11,6 +11,7 @@ namespace sparkhvd {
 // and target lie badly within their pages (glibc bug 30994). Copies of one block become vector
 // moves.
 inline void CopyBytes(void* target, const void* source, size_t bytes) {
+  if (target == source) return;
   constexpr size_t kBlock = 64;
   auto* to = static_cast<std::byte*>(target);
   const auto* from = static_cast<const std::byte*>(source);

@@ -20,10 +20,6 @@ std::vector<size_t> Offsets(const std::vector<size_t>& lengths) {
   return offsets;
 }
 
-void Copy(std::byte* target, const std::byte* source, size_t length) {
-  if (length > 0 && target != source) CopyBytes(target, source, length);
-}
-
 }  // namespace
 
 // Every step passes on to the right what came from the left in the step before, the own
@@ -37,7 +33,7 @@ Status AllgatherRing(Transport& transport, ConstBytes source, const std::vector<
     const auto index = static_cast<size_t>((owner + 2 * size) % size);
     return target.Sub(offsets[index], lengths[index]);
   };
-  Copy(view(rank).data(), source.data(), source.size());
+  CopyBytes(view(rank).data(), source.data(), source.size());
   for (int step = 0; step + 1 < size; ++step) {
     SHVD_TRY(Exchange(transport, (rank + 1) % size, view(rank - step), (rank + size - 1) % size,
                       view(rank - step - 1), deadline)
@@ -55,11 +51,12 @@ Status AllgatherShm(ArenaSteps& steps, ConstBytes source, const std::vector<size
   };
   for (size_t done = 0; done < longest; done += steps.SlotBytes()) {
     const ArenaSteps::Round round = steps.StartRound();
-    Copy(round.Slot(steps.member()), source.data() + done, part(source.size(), done));
+    CopyBytes(round.Slot(steps.member()), source.data() + done, part(source.size(), done));
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
     for (int member = 0; member < steps.count(); ++member) {
       const auto index = static_cast<size_t>(member);
-      Copy(target.data() + offsets[index] + done, round.Slot(member), part(lengths[index], done));
+      CopyBytes(target.data() + offsets[index] + done, round.Slot(member),
+                part(lengths[index], done));
     }
   }
   return Status();

@@ -156,7 +156,7 @@ Status AllgatherHierarchical(Transport& transport, ArenaSteps* steps, const Hier
     contributions.push_back(length > 0 ? Fragments{target.Sub(offset, length)} : Fragments{});
   }
   for (const Bytes own : contributions[static_cast<size_t>(hierarchy.member)]) {
-    if (own.data() != source.data()) CopyBytes(own.data(), source.data(), source.size());
+    CopyBytes(own.data(), source.data(), source.size());
   }
   if (steps != nullptr) {
     SHVD_TRY(SpreadShm(*steps, contributions, deadline).Annotate("inside the host"));

@@ -9,10 +9,6 @@
 namespace sparkhvd {
 namespace {
 
-void Copy(std::byte* target, const std::byte* source, size_t length) {
-  if (length > 0) CopyBytes(target, source, length);
-}
-
 // The table of lengths, and where things stand according to it.
 struct Plan {
   const std::vector<size_t>& lengths;
@@ -48,7 +44,7 @@ Status AlltoallPairwise(Transport& transport, ConstBytes source, const std::vect
   const auto incoming = [&](size_t peer) {
     return target.Sub(plan.TargetOffset(peer, me), plan.Length(peer, me));
   };
-  Copy(incoming(me).data(), outgoing(me).data(), outgoing(me).size());
+  CopyBytes(incoming(me).data(), outgoing(me).data(), outgoing(me).size());
   for (int step = 1; step < size; ++step) {
     const int to = (rank + step) % size;
     const int from = (rank + size - step) % size;
@@ -73,7 +69,7 @@ Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_
   for (size_t done = 0; done < longest; done += stretch) {
     const ArenaSteps::Round round = steps.StartRound();
     const size_t own = source.size() > done ? std::min(stretch, source.size() - done) : 0;
-    Copy(round.Slot(steps.member()), source.data() + done, own);
+    CopyBytes(round.Slot(steps.member()), source.data() + done, own);
     SHVD_TRY(steps.ArriveAndAwaitAll(deadline));
     size_t place = 0;  // where the sender's part begins in the target
     for (size_t sender = 0; sender < plan.size; ++sender) {
@@ -82,8 +78,8 @@ Status AlltoallShm(ArenaSteps& steps, ConstBytes source, const std::vector<size_
       const size_t first = std::max(begin, done);
       const size_t last = std::min(end, done + stretch);
       if (first < last) {
-        Copy(target.data() + place + (first - begin),
-             round.Slot(static_cast<int>(sender)) + (first - done), last - first);
+        CopyBytes(target.data() + place + (first - begin),
+                  round.Slot(static_cast<int>(sender)) + (first - done), last - first);
       }
       place += plan.Length(sender, me);
     }

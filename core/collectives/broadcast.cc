@@ -37,9 +37,7 @@ Status BroadcastTree(Transport& transport, int root, const std::byte* source, By
   for (int bit = lowest >> 1; bit > 0; bit >>= 1) {
     if (place + bit < size) children.push_back(rank_at(place + bit));
   }
-  if (place == 0 && source != target.data() && !target.empty()) {
-    CopyBytes(target.data(), source, target.size());
-  }
+  if (place == 0) CopyBytes(target.data(), source, target.size());
   std::vector<Ticket> sends;
   for (size_t done = 0; done < target.size(); done += kPieceBytes) {
     const Bytes piece = target.Sub(done, std::min(kPieceBytes, target.size() - done));
@@ -56,9 +54,7 @@ Status BroadcastTree(Transport& transport, int root, const std::byte* source, By
 Status BroadcastShm(ArenaSteps& steps, int root, const std::byte* source, Bytes target,
                     Deadline deadline) {
   const bool is_root = steps.member() == root;
-  if (is_root && source != target.data() && !target.empty()) {
-    CopyBytes(target.data(), source, target.size());
-  }
+  if (is_root) CopyBytes(target.data(), source, target.size());
   for (size_t done = 0; done < target.size(); done += steps.SlotBytes()) {
     const Bytes piece = target.Sub(done, std::min(steps.SlotBytes(), target.size() - done));
     std::byte* slot = steps.StartRound().Slot(root);

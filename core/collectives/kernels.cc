@@ -71,7 +71,7 @@ void Combine(DType dtype, ReduceOp op, std::byte* target, const std::byte* left,
 
 void ToFloats(DType dtype, const std::byte* source, float* target, size_t count) {
   if (dtype == DType::kFloat32) {
-    if (count > 0) CopyBytes(target, source, count * sizeof(float));
+    CopyBytes(target, source, count * sizeof(float));
   } else if (dtype == DType::kFloat16) {
     for (size_t i = 0; i < count; ++i) target[i] = Widen(loops::Load<loops::Float16>(source, i));
   } else {
@@ -81,7 +81,7 @@ void ToFloats(DType dtype, const std::byte* source, float* target, size_t count)
 
 void FromFloats(DType dtype, const float* source, std::byte* target, size_t count) {
   if (dtype == DType::kFloat32) {
-    if (count > 0) CopyBytes(target, source, count * sizeof(float));
+    CopyBytes(target, source, count * sizeof(float));
   } else if (dtype == DType::kFloat16) {
     for (size_t i = 0; i < count; ++i) {
       loops::Store(target, i, loops::NarrowToFloat16(source[i]));
@@ -97,7 +97,7 @@ void CopyPrescaled(const Reduction& reduction, std::byte* target, const std::byt
                    size_t count) {
   if (reduction.prescale != 1.0) {
     Scale(reduction.dtype, target, source, count, reduction.prescale);
-  } else if (target != source && count > 0) {
+  } else {
     CopyBytes(target, source, count * SizeOf(reduction.dtype));
   }
 }

@@ -33,10 +33,6 @@ Reduction ReductionOf(const Request& request) {
   return Reduction{request.dtype, request.op, request.prescale, request.postscale};
 }
 
-void CopyBytes(std::byte* target, const std::byte* source, size_t length) {
-  if (length > 0 && target != source) CopyBytes(target, source, length);
-}
-
 size_t RowElements(const Request& request) {
   std::vector<int64_t> row = request.shape;
   row[0] = 1;

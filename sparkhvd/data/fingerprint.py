@@ -22,12 +22,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.data.spark_job import is_connect
+from sparkhvd.data.spark_job import is_connect, run_job
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -102,37 +103,45 @@ class Fingerprint:
     caches: tuple[str, ...] = ()
 
 
-def fingerprint(df: DataFrame, *parts: object) -> Fingerprint | None:
+def fingerprint(df: DataFrame, *parts: object, caches: bool = True) -> Fingerprint | None:
     """What identifies the rows of a DataFrame.
 
     Args:
         df: the rows.
         parts: what else decides what is written; their ``repr`` counts.
+        caches: whether rows of a cache have a fingerprint, which means something in this application only.
 
     Returns:
         None where that cannot be known; the reason is logged (at level debug).
+
+    Raises:
+        PySparkException: a cache was asked for that is not filled yet, and a stage below it failed.
     """
     if is_connect(df.sparkSession):  # the client sees neither the plan nor the files
         return None
     try:
-        plan, caches = _plan(df)
+        plan, found = _plan(df, caches=caches)
         identity = [_WRITING, _session(df), plan, [repr(part) for part in parts]]
     except _UnknownError as reason:
         logger.debug("The rows of this DataFrame cannot be recognised later: %s", reason)
         return None
-    return Fingerprint(hashlib.sha256(json.dumps(identity).encode()).hexdigest(), caches)
+    return Fingerprint(hashlib.sha256(json.dumps(identity).encode()).hexdigest(), found)
 
 
 def living_caches(spark: SparkSession) -> Callable[[str], bool]:
-    """Tells of one of ``Fingerprint.caches`` whether it may live; those of other applications are taken to."""
+    """Tells of one of ``Fingerprint.caches`` whether it may live; those of other machines are taken to."""
     if is_connect(spark):
         return lambda _cache: True
     application = _application(spark)
+    host = application.rpartition("@")[2]
     alive = {int(number) for number in spark.sparkContext._jsc.getPersistentRDDs()}  # noqa: SLF001
 
     def may_live(cache: str) -> bool:
         of, _, number = cache.rpartition("/")
-        return of != application or int(number) in alive
+        if of == application:
+            return int(number) in alive
+        pid, _, its_host = of.rpartition("/")[2].partition("@")
+        return its_host != host or _is_running(int(pid))
 
     return may_live
 
@@ -142,6 +151,16 @@ def _application(spark: SparkSession) -> str:
     context = spark.sparkContext
     process = context._jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getName()  # type: ignore[union-attr]  # noqa: SLF001
     return f"{context.applicationId}/{context.startTime}/{process}"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _session(df: DataFrame) -> list[object]:
@@ -155,7 +174,7 @@ def _session(df: DataFrame) -> list[object]:
     return [spark.version, sorted(chosen.items())]
 
 
-def _plan(df: DataFrame) -> tuple[list[object], tuple[str, ...]]:
+def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]]:
     # A new query over the rows: one that ran before remembers what was cached then.
     plan = df.select("*")._jdf.queryExecution().withCachedData()  # noqa: SLF001  (nothing public tells the plan in full)
     # One call gives every operator and expression; a call for each would take seconds for wide tables.
@@ -167,6 +186,8 @@ def _plan(df: DataFrame) -> tuple[list[object], tuple[str, ...]]:
         nodes.append(node)
     description = json.dumps(described, separators=(",", ":"))
     _refuse_unknown(nodes)
+    if not caches and any(node["class"] == _CACHE for node in nodes):
+        raise _UnknownError("a cache means nothing in another application")
     functions = _functions(df, plan)
     if len(functions) != sum(node["class"] == _FUNCTION for node in nodes):
         raise _UnknownError("a function is where it cannot be looked at")
@@ -175,8 +196,8 @@ def _plan(df: DataFrame) -> tuple[list[object], tuple[str, ...]]:
         raise _UnknownError("an expression is not deterministic")
     leaves = plan.collectLeaves()
     sources = [_source(df, leaves.apply(index)) for index in range(leaves.size())]
-    caches = tuple(source[1] for source in sources if source[0] == _CACHE)
-    return [*_with_own_numbers(description, _without_cached_plans(shown)), functions, sources], caches
+    found = tuple(source[1] for source in sources if source[0] == _CACHE)
+    return [*_with_own_numbers(description, _without_cached_plans(shown)), functions, sources], found
 
 
 def _without_cached_plans(shown: str) -> str:
@@ -276,8 +297,9 @@ def _source(df: DataFrame, leaf: Any) -> list[str]:
     if name == _PLAN_PACKAGE + "LocalRelation":
         return [name, _digest(df, leaf.data())]
     if name == _CACHE:
-        # Asking for the buffers makes the RDD; what they hold is computed when they are read.
-        return [name, f"{_application(df.sparkSession)}/{leaf.cacheBuilder().cachedColumnBuffers().id()}"]
+        # The first to ask for a cache has all stages run but the last.
+        number = run_job(df.sparkSession, lambda: leaf.cacheBuilder().cachedColumnBuffers().id())
+        return [name, f"{_application(df.sparkSession)}/{number}"]
     if name != _RELATION:
         return [name]  # on the list, and described by the plan itself
     relation = leaf.relation()

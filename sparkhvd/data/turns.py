@@ -41,15 +41,24 @@ def in_turn(what: str, deadline: Deadline) -> Iterator[None]:
 
 
 def _taken(path: Path, deadline: Deadline) -> int | None:
+    waits = False
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
             logger.debug("Nobody can be waited for: %s", error)
             return None
-        if _locked(descriptor, path):
-            return descriptor
+        try:
+            if _locked(descriptor, path):
+                return descriptor
+        except OSError as error:  # some network file systems have no locks
+            logger.debug("Nobody can be waited for: %s", error)
+            os.close(descriptor)
+            return None
         os.close(descriptor)
+        if not waits:
+            waits = True
+            logger.info("Somebody on this machine prepares the same rows; waiting for them.")
         if deadline.expired():
             logger.info("Somebody on this machine prepares the same rows and has not finished; not waiting any longer.")
             return None

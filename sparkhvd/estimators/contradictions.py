@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from pyspark.ml.base import _FitMultipleIterator
+from pyspark.ml import base
 
 from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
@@ -66,11 +66,13 @@ def check_alone(run_id: str | None) -> None:
     Raises:
         ParamError: it is one of several, and has a run_id.
     """
-    if run_id is None:
+    iterator = getattr(base, "_FitMultipleIterator", None)  # private: another pyspark may not have it
+    if run_id is None or iterator is None:
         return
+    calls = inspect.unwrap(iterator.__next__).__code__
     caller = inspect.currentframe()
     while caller is not None:
-        if caller.f_code is _FitMultipleIterator.__next__.__code__:
+        if caller.f_code is calls:
             raise ParamError(
                 f"run_id={run_id!r} would make every one of several fits go on from the checkpoints of the one before. "
                 "Leave run_id out, so that each has a run of its own; or call fit(df, params) once for each map."

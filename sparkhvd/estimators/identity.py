@@ -36,8 +36,8 @@ def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Ma
     Raises:
         ParamError: it cannot be told what the rows, or a parameter, are made of.
     """
-    rows = fingerprint(df, selection)
-    if rows is None or rows.caches:
+    rows = fingerprint(df, selection, caches=False)
+    if rows is None:
         raise ParamError(
             "resume='auto' recognises a run by its rows, and what these are made of cannot be told: there is a "
             "user-defined function, a cache or something random in the DataFrame, or Spark Connect before it. Give the "

@@ -1,9 +1,9 @@
 """The files of a model that was loaded as part of something larger, after what holds them was removed.
 
 Spark ML overwrites a Pipeline by removing its folder first, and then asks each stage to write itself: a model among
-them that was loaded from there would have nothing left to write. So its files are mapped into memory when it is loaded.
-A file of this machine costs nothing so and stays readable without its name; others are copied to one that never had
-any.
+them that was loaded from there would have nothing left to write. So its files are held when it is loaded: small ones in
+memory, large ones mapped. A mapped file of this machine costs nothing and stays readable without its name; others are
+copied to one that never had any.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import mmap
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, Literal, cast
 
 from sparkhvd.errors import StoreError
@@ -21,6 +22,8 @@ from sparkhvd.store import Store
 
 # The folders in which Spark ML's writers put the models that are parts of another.
 _PARTS = frozenset({"stages", "bestModel", "subModels"})
+# A mapped file takes a descriptor, and a search may bring hundreds of models.
+_SMALL_BYTES = 4 << 20
 
 
 class SpareFiles:
@@ -34,7 +37,7 @@ class SpareFiles:
     def __init__(self, store: Store, files: Sequence[StoredFile]) -> None:
         self.url = store.url
         self._store = store
-        self._maps = {file.path: _mapped(store, file.path) for file in files}
+        self._held = {file.path: _held(store, file.path) for file in files}
 
     def open(self, path: str, mode: Literal["rb"]) -> BinaryIO:
         """A file for reading.
@@ -42,16 +45,18 @@ class SpareFiles:
         Raises:
             StoreError: it is another one now, or was there once and is not kept here.
         """
-        found = self._maps.get(path)
+        found = self._held.get(path)
         if found is None:
             return self._store.open(path, mode)
+        if isinstance(found, bytes):
+            return io.BytesIO(found)
         if found.size() != len(found):  # reading what was cut off would end the process
             raise StoreError(f"{self.url}/{path} has been changed in place since the model was loaded; load it again.")
         return cast("BinaryIO", io.BufferedReader(_MapReader(found)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Memory stays in its process."""
-        return {**self.__dict__, "_maps": {}}
+        return {**self.__dict__, "_held": {}}
 
 
 def is_part(url: str) -> bool:
@@ -75,20 +80,22 @@ class _MapReader(io.RawIOBase):
         return len(piece)
 
 
-def _mapped(store: Store, path: str) -> mmap.mmap | None:
+def _held(store: Store, path: str) -> bytes | mmap.mmap:
     from pyarrow import fs  # noqa: PLC0415  (heavy)
 
     with store.open(path, "rb") as source:
+        start = source.read(_SMALL_BYTES)
+        if len(start) < _SMALL_BYTES:
+            return start
+        source.seek(0)
         if isinstance(store.arrow(path)[0], fs.LocalFileSystem):
-            return _map_of(source)
+            with suppress(OSError):  # some file systems map nothing
+                return _map_of(source)
         with tempfile.TemporaryFile(prefix="sparkhvd-spare-") as copy:
             shutil.copyfileobj(source, copy, PIECE_BYTES)
             copy.flush()
             return _map_of(cast("BinaryIO", copy))
 
 
-def _map_of(file: BinaryIO) -> mmap.mmap | None:
-    """None for an empty file, which cannot be mapped."""
-    if file.seek(0, io.SEEK_END) == 0:
-        return None
+def _map_of(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -19,7 +19,7 @@ from pyspark.sql import functions
 
 from sparkhvd import TorchEstimator, prepare_data
 from sparkhvd.data import ParquetSource, clean, load
-from sparkhvd.data.fingerprint import fingerprint
+from sparkhvd.data.fingerprint import fingerprint, living_caches
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError
 from sparkhvd.store import LocalStore, layout
@@ -310,6 +310,12 @@ def test_a_cache_is_recognised_as_long_as_it_lives_and_never_as_another(spark, s
     assert len({plain.text, *(one.text for one in seen)}) == 3
     assert plain.caches == ()
     assert seen[0].caches == seen[1].caches != ()
+    (cache,) = seen[0].caches
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    host = cache.rpartition("/")[0].rpartition("@")[2]
+    names = [cache, f"app/1/{ended.pid}@elsewhere/7", f"app/1/{ended.pid}@{host}/7"]
+    assert [living_caches(spark)(name) for name in names] == [True, True, False], "its process has ended"
     with prepare_data(1, store, cached, ["y"]) as second:
         assert (second.reused, rows_of(second)["r"].tolist()) == (True, kept)
     cached.unpersist(blocking=True)

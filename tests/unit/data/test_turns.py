@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -48,6 +50,7 @@ def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplo
     with in_turn("one", Deadline.after(60)), in_turn("two", Deadline.after(60)):
         assert caplog.text == ""
         with in_turn("one", Deadline.after(0.1)):
+            assert "prepares the same rows; waiting for them" in caplog.text
             assert "has not finished; not waiting any longer" in caplog.text
 
 
@@ -79,3 +82,14 @@ def test_where_nothing_can_be_written_work_goes_on(folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
     with in_turn("one", Deadline.after(60)):
         assert not (folder / "missing").exists()
+
+
+def test_where_files_cannot_be_locked_work_goes_on(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with in_turn("one", Deadline.after(60)):
+            assert len(list(Path("/proc/self/fd").iterdir())) == before
