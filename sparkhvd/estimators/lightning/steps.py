@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from sparkhvd.estimators.lightning.batches import RankLoader, Share
+from sparkhvd.estimators.lightning.begun import begin_epoch_again
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
 
@@ -27,6 +30,7 @@ class Feed:
         communicated: seconds spent waiting for the other ranks' gradients.
         validated: whether there was a validation since the last report.
         loss: that the present step returned; None where the rank has no rows in it.
+        within_epoch: whether the run goes on within an epoch.
     """
 
     train: RankLoader
@@ -36,6 +40,7 @@ class Feed:
     communicated: float = 0.0
     validated: bool = False
     loss: float | None = None
+    within_epoch: bool = False
 
     def share(self, stage: str) -> Share:
         """The share of the present batch; a plain one where the rows are not ours, but of the user's own loader."""
@@ -55,11 +60,32 @@ class EstimatorSteps:
     lightning_module: Any
     optimizers: Any
     lr_scheduler_configs: Any
+    call: ModuleType
     alone = False
+    _validates_every: Any = None
 
     def weight_of_pass(self) -> float:
         """See ``RankStrategy``."""
         return self.feed.share("train").weight
+
+    def on_train_start(self) -> None:
+        """The last hook before the first epoch.
+
+        Lightning leaves out the first batch where it would validate after as many batches as are done: it takes that
+        one for done. So it is not to validate before there was one.
+        """
+        super().on_train_start()  # type: ignore[misc]
+        if self.feed.within_epoch:
+            trainer = self.lightning_module.trainer
+            begin_epoch_again(trainer, self.call)
+            self._validates_every, trainer.val_check_batch = trainer.val_check_batch, math.inf
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """See ``on_train_start``."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        if self.feed.within_epoch:
+            self.feed.within_epoch = False
+            self.lightning_module.trainer.val_check_batch = self._validates_every
 
     def training_step(self, *batch: Any, **named: Any) -> Any:
         return self._step("train", super().training_step, batch, named)  # type: ignore[misc]

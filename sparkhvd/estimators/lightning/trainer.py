@@ -19,7 +19,7 @@ from sparkhvd.data.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
 from sparkhvd.estimators.lightning.batches import RankLoader, batch_form
-from sparkhvd.estimators.lightning.begun import after_batches
+from sparkhvd.estimators.lightning.begun import after_batches, validates_after
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import BatchEnd, EstimatorSteps, Feed, SharedLog, scale_lr
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
@@ -101,6 +101,7 @@ class LightningTrainer:
         kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._given.flavour)), {})
         strategy = kind(**({} if self._given.compression is None else {"compression": self._given.compression}))
         strategy.feed = feed
+        strategy.call = self._lightning.trainer.call
         strategy.lr_scale = float(self._world.size) if self._spec.scale_lr else 1.0
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
@@ -151,6 +152,7 @@ class LightningTrainer:
                     f"{len(feed.train)}; Lightning cannot count that. Go on with the batch_size or num_proc of then."
                 )
         feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
+        feed.within_epoch = True
         return after_batches(state, done)
 
     def _seed(self, hooks: TrainHooks, epoch: int) -> None:
@@ -211,6 +213,7 @@ class RunCallback:
         self._metrics: dict[str, float] = {}
         self._needs_own_rows = needs_own_rows
         self._batches = 0  # of the present epoch; 0 at its end
+        self._optimizer_steps = 0  # when the last batch ended
         self._ended = 0.0
 
     @property
@@ -240,6 +243,7 @@ class RunCallback:
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Finish what the checkpoint was made before: schedulers that read a metric come after it in an epoch."""
+        self._optimizer_steps = int(trainer.global_step)
         if not self._loaded:
             return
         batches = self._loaded.get("batches", 0)
@@ -269,6 +273,8 @@ class RunCallback:
         self._batches = batch + 1
         if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs):
             self._metrics = _numbers(trainer.callback_metrics)
+        # Gradients that no optimizer step has used are in no checkpoint.
+        stepped, self._optimizer_steps = trainer.global_step > self._optimizer_steps, int(trainer.global_step)
         report = StepReport(
             int(trainer.current_epoch),
             self._batches,
@@ -276,7 +282,7 @@ class RunCallback:
             feed.loss,
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: random_state(trainer.strategy.root_device),
-            whole=self._batches % int(trainer.accumulate_grad_batches) == 0,
+            whole=stepped and not validates_after(trainer, self._batches),
         )
         self._hooks.on_step_end(report, self._owner)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,20 @@ def scheduled(optimizer, kind):
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss", **by_step}}
 
 
+def disturbed(trained, output):
+    """With what hooks made before the step."""
+    if trained.hparams["kind"] != "dropping":
+        return output
+    return torch.nn.functional.dropout(output, trained.dropped) + trained.average
+
+
+def step_by_hand(trained, loss, index):
+    trained.manual_backward(loss)
+    if trained.hparams["kind"] == "by hand" or index % 3 == 2:
+        trained.optimizers().step()
+        trained.optimizers().zero_grad()
+
+
 def module(kind="simple"):
     import lightning.pytorch as lightning  # noqa: PLC0415
     from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415
@@ -83,28 +98,29 @@ def module(kind="simple"):
             self.layers = normalizing() if kind == "normalizing" else network()
             self.register_buffer("average", torch.zeros(3))
             self.accuracy = MulticlassAccuracy(3, average="micro")
-            self.automatic_optimization = kind != "by hand"
+            self.automatic_optimization = not kind.startswith("by hand")
 
         def forward(self, x):
             return self.layers(x)
 
-        def on_train_batch_end(self, *_):
-            if kind == "dropping":  # what it makes takes part in the next step
-                self.average = 0.9 * self.average + 0.1 * self.layers[2].bias.detach()
+        def on_train_start(self):
+            self.dropped = None
 
-        def training_step(self, batch, _index):
+        def on_train_epoch_start(self):
+            self.dropped = 0.2
+
+        def on_train_batch_end(self, *_):
+            self.average = 0.9 * self.average + 0.1 * self.layers[-1].bias.detach()
+
+        def training_step(self, batch, index):
             x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
             output = self(x)
-            if kind == "dropping":
-                output = torch.nn.functional.dropout(output, 0.2) + self.average
-            loss = torch.nn.functional.cross_entropy(output, y)
+            loss = torch.nn.functional.cross_entropy(disturbed(self, output), y)
             self.accuracy(output, y)
             self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
             self.log("twice", 2 * loss, on_step=True, on_epoch=True)
             if not self.automatic_optimization:
-                self.optimizers().zero_grad()
-                self.manual_backward(loss)
-                self.optimizers().step()
+                step_by_hand(self, loss, index)
             return loss
 
         def validation_step(self, batch, _index):
@@ -273,39 +289,60 @@ class Interrupting(Hooks):
             raise InterruptedError
 
 
+@dataclass
 class Begun(ArraySource):
     """Gives the rest of the second epoch as if other ranks had begun it."""
 
+    done: int = 6
+
     def epoch(self, number, first_step=0):
         assert first_step == 0
-        return super().epoch(number, 6 if number == 1 else 0)
+        return super().epoch(number, self.done if number == 1 else 0)
+
+
+LONGER = [*SOME_EMPTY, *SOME_EMPTY]
+
+
+def fitted(kind, hooks, rows_left=None, state=None, epochs=3, **more):
+    """The trainer of a fit, from ``state`` on."""
+    whole = source(LONGER, session.current().world.rank)
+    trainer = trainer_of(module(kind), epochs, **more)
+    if state is not None:
+        trainer.restore(state)
+    trainer.fit(rows_left or whole, whole, hooks)
+    return trainer
+
+
+def broken_off(kind, **more):
+    """The state after six batches of the second epoch, and this rank's own."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    hooks = Interrupting()
+    with pytest.raises(InterruptedError):
+        fitted(kind, hooks, **more)
+    return hvd.broadcast_object(hooks.found[0], 0), hooks.found[1]
+
+
+def begun_by_others(done):
+    """What the second epoch has left, and the hooks to go on with."""
+    whole = source(LONGER, session.current().world.rank)
+    rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones, done)
+    return rows_left, Hooks(first_epoch=1, first_epoch_batches=len(LONGER) - done)
 
 
 def interrupted(kind, passes, by_others):
     """The parameters and the last loss of an undisturbed run of three epochs, and of one that was interrupted."""
-    import sparkhvd.torch as hvd  # noqa: PLC0415
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: PLC0415
 
-    rank, sizes = session.current().world.rank, [*SOME_EMPTY, *SOME_EMPTY]
-    arguments = {"trainer_args": {"accumulate_grad_batches": passes}}
-
-    def fit(hooks, rows, state=None):
-        trainer = trainer_of(module(kind), 3, **arguments)
-        if state is not None:
-            trainer.restore(state)
-        trainer.fit(rows, source(sizes, rank), hooks)
-        return trainer
-
+    scheduled = {"callbacks": [GradientAccumulationScheduler({0: passes})]}
+    more = {"trainer_args": {"accumulate_grad_batches": passes}} if by_others else scheduled
     undisturbed = Hooks()
-    wanted = flat(fit(undisturbed, source(sizes, rank))._given.model)
-    broken = Interrupting()
-    with pytest.raises(InterruptedError):
-        fit(broken, source(sizes, rank))
-    state, own = hvd.broadcast_object(broken.found[0], 0), broken.found[1]
-    rows_left, hooks = source(sizes, rank), Hooks(first_epoch=1, first_step=6, rank_state=own)
+    wanted = flat(fitted(kind, undisturbed, **more)._given.model)
+    state, own = broken_off(kind, **more)
+    rows_left, hooks = None, Hooks(first_epoch=1, first_step=6, rank_state=own)
     if by_others:
-        rows_left = Begun(rows_left.schema, rows_left.columns, rows_left.mine, rows_left.everyones)
-        hooks = Hooks(first_epoch=1, first_epoch_batches=len(sizes) - 6)
-    found = flat(fit(hooks, rows_left, state)._given.model)
+        rows_left, hooks = begun_by_others(6)
+    found = flat(fitted(kind, hooks, rows_left, state, **more)._given.model)
     steps = [(report.epoch, report.step, report.whole) for report in hooks.steps]
     assert steps == [(r.epoch, r.step, r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)]
     one, other = (averaged(each.reports[-1], session.current()) for each in (hooks, undisturbed))
@@ -315,12 +352,59 @@ def interrupted(kind, passes, by_others):
 
 @pytest.mark.parametrize(
     ("kind", "passes", "by_others"),
-    [("dropping", 1, False), ("dropping", 3, False), ("plateau by step", 1, False), ("simple", 2, True)],
+    [("dropping", 3, False), ("plateau by step", 1, False), ("simple", 2, True)],
 )
 def test_a_run_that_was_interrupted_within_an_epoch_ends_like_one_that_was_not(group, kind, passes, by_others):
-    """Also with dropout, with a moving average that the module makes after each batch, and with other ranks."""
+    """Also with dropout, with what hooks make after each batch or set when an epoch starts, and with other ranks."""
     for wanted, found in group.run(interrupted, kind, passes, by_others):
         assert np.array_equal(wanted, found)
+
+
+def continued_where_lightning_would_validate(done):
+    """When the second epoch was validated after other ranks began it, and how many batches loggers were told of."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    class Validations(lightning.Callback):
+        def __init__(self):
+            self.after = []
+
+        def on_validation_end(self, trainer, _module):
+            self.after.append((trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
+
+    state, _ = broken_off("plateau by step")
+    rows_left, hooks = begun_by_others(done)
+    more = {"trainer_args": {"val_check_interval": 7}, "callbacks": [Validations()]}
+    trainer = fitted("plateau by step", hooks, rows_left, state, 2, **more)
+    assert [report.step for report in hooks.steps] == list(range(done + 1, 15))
+    return trainer._given.callbacks[0].after, trainer._trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+@pytest.mark.parametrize(("done", "after"), [(0, [7, 14]), (7, [14])])
+def test_other_ranks_may_go_on_where_lightning_would_validate(group, done, after):
+    """It takes the batch that it validates after for one that is to be finished, and has no metrics of it."""
+    wanted = [(1, batch) for batch in after], len(LONGER) + 6 + len(LONGER) - done
+    assert group.run(continued_where_lightning_would_validate, done) == [wanted] * SIZE
+
+
+def whole_steps(kind, arguments):
+    """After which steps of two epochs of seven the state is all there is."""
+    rank, hooks = session.current().world.rank, Hooks()
+    trainer_of(module(kind), 2, trainer_args=arguments).fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
+    return [(report.epoch, report.step) for report in hooks.steps if report.whole]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "first", "second"),
+    [
+        ("simple", {"val_check_interval": 3}, [1, 2, 4, 5, 7], [1, 2, 4, 5, 7]),
+        ("simple", {"val_check_interval": 3, "check_val_every_n_epoch": 2}, [1, 2, 3, 4, 5, 6, 7], [1, 2, 4, 5, 7]),
+        ("simple", {"val_check_interval": 5, "check_val_every_n_epoch": None}, [1, 2, 3, 4, 6, 7], [1, 2, 4, 5, 6, 7]),
+        ("by hand in threes", {}, [3, 6], [3, 6]),
+    ],
+)
+def test_no_checkpoint_is_made_before_a_validation_or_between_optimizer_steps(group, kind, arguments, first, second):
+    wanted = [*((0, step) for step in first), *((1, step) for step in second)]
+    assert group.run(whole_steps, kind, arguments) == [wanted] * SIZE
 
 
 def exported(folder):
