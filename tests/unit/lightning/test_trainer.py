@@ -352,7 +352,7 @@ def interrupted(kind, passes, by_others):
 
 @pytest.mark.parametrize(
     ("kind", "passes", "by_others"),
-    [("dropping", 3, False), ("plateau by step", 1, False), ("simple", 2, True)],
+    [("dropping", 1, False), ("dropping", 3, False), ("plateau by step", 1, False), ("simple", 2, True)],
 )
 def test_a_run_that_was_interrupted_within_an_epoch_ends_like_one_that_was_not(group, kind, passes, by_others):
     """Also with dropout, with what hooks make after each batch or set when an epoch starts, and with other ranks."""
