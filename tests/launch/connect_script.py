@@ -53,13 +53,13 @@ def interrupted(spark: SparkSession, folder: str) -> str:
     return "".join(said)
 
 
-def trained(spark: SparkSession, folder: str | None) -> list[float]:
+def trained(spark: SparkSession, store: Store | None) -> list[float]:
     df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
     torch.manual_seed(1)
     model = torch.nn.Linear(1, 1)
     estimator = TorchEstimator(
         num_proc=2,
-        store=folder and Store.create(folder),
+        store=store,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
         loss=torch.nn.functional.mse_loss,
@@ -105,8 +105,11 @@ def main() -> None:
         except LaunchError as error:
             found["gpus"] = str(error)
         with tempfile.TemporaryDirectory() as folder:
-            found["errors"] = trained(spark, folder)
+            found["errors"] = trained(spark, Store.create(folder))
         found["errors without a Store"] = trained(spark, None)
+        # A Connect server tells its clients no keys: they are given here.
+        given = json.loads(os.environ["S3_STORE"])
+        found["errors on S3"] = trained(spark, Store.create(given["url"], storage_options=given["storage_options"]))
         found["doubled"] = doubled(spark)
         with tempfile.TemporaryDirectory() as folder:
             found["interrupted"] = interrupted(spark, folder)

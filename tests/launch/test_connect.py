@@ -5,9 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
+
+from tests.s3_server import BUCKET, SECRET
 
 SCRIPT = Path(__file__).with_name("connect_script.py")
 
@@ -15,10 +18,16 @@ SCRIPT = Path(__file__).with_name("connect_script.py")
 @pytest.mark.spark
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_run_fit_and_transform_work_through_a_spark_connect_server(tmp_path):
+def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path):
+    store = {"url": f"s3://{BUCKET}/{uuid.uuid4().hex}", "storage_options": s3.options}
     done = subprocess.run(
         [sys.executable, SCRIPT],
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "SPARK_LOCAL_DIRS": str(tmp_path)},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SCRIPT.parents[2]),
+            "SPARK_LOCAL_DIRS": str(tmp_path),
+            "S3_STORE": json.dumps(store),
+        },
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -36,7 +45,8 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(tmp_path):
     assert "a Spark Connect client is none. Use launcher='barrier'" in found["mpi"]
     assert "gpus_per_task and cpus_per_task do not work on this Spark Connect server: Spark gives" in found["gpus"]
     assert re.search("(?i)cancel|interrupt", found["interrupted"])
-    for errors in (found["errors"], found["errors without a Store"]):
+    for errors in (found["errors"], found["errors without a Store"], found["errors on S3"]):
         assert len(errors) == 64
         assert max(errors) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+    assert SECRET not in done.stdout + done.stderr
     assert found["doubled"] == [0.0, 2.0, 4.0, 6.0]

@@ -246,6 +246,8 @@ class RunCallback:
         self._optimizer_steps = int(trainer.global_step)
         if not self._loaded:
             return
+        # Schedulers and callbacks may ask for what an epoch before this one logged.
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)
         interval, done = ("step", batches) if batches else ("epoch", int(trainer.current_epoch))
         for config in trainer.lr_scheduler_configs:
