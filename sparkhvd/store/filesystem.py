@@ -151,7 +151,7 @@ class FilesystemStore(Store):
         try:
             self._do("publish", place, write)
         except StoreError as error:
-            if isinstance(error.__cause__, FileExistsError):
+            if isinstance(error.__context__, FileExistsError):  # also where a secret kept it from being the cause
                 raise StoreError(
                     f"Cannot publish {self._url_of_place(place)}: it exists already, and published files are never "
                     "changed. Use another id, or delete it first."

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping
 
 from sparkhvd.errors import StoreError
 
-_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<server>[^/]*)(?P<rest>.*)", re.DOTALL)
+# What follows the server is looked at and not taken: in a chain of file systems it is the next URL.
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<server>[^/]*)(?=(?P<rest>.*))", re.DOTALL)
 _SERVER = re.compile(r"\[[0-9A-Fa-f:.]*\](:\d*)?|[^:@]*(@[^:@]*)?(:\d*)?")
-_SECRET_NAME = re.compile(r"key|secret|token|password|passwd|credential|connection_string|sas|auth", re.IGNORECASE)
+_SECRET_NAME = re.compile(
+    r"key|secret|token|password|passwd|credential|connection_string|sas|auth(?!entication)", re.IGNORECASE
+)
 _SHORTEST_SECRET = 4  # replacing shorter texts would only garble messages
 
 

@@ -35,6 +35,7 @@ def test_secrets_are_taken_out_of_texts():
         ("s3a://key:hunter22/and/more@bucket/x", r"s3a://\*\*\*@bucket/x has"),
         ("s3://key:hunter22/x", r"s3://\*\*\* has"),
         ("simplecache::s3://key:hunter22@bucket/x", r"s3://\*\*\*@bucket/x has"),
+        ("zip://x/y::s3://key:hunter22@bucket/x", r"s3://\*\*\*@bucket/x has"),
         ("hdfs://me:hunter22@namenode:8020/x", r"hdfs://\*\*\*@namenode:8020/x has"),
     ],
 )
@@ -62,6 +63,19 @@ def test_a_cause_that_shows_a_secret_is_left_out_of_the_error():
     with pytest.raises(StoreError, match=r"Cannot list memory:///x: the connection string AccountKey=\*\*\*") as caught:
         store._do("list", "/x", fail)
     assert "hunter22" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_how_users_are_authenticated_is_no_secret():
+    options = StorageOptions({"hadoop.security.authentication": "kerberos", "headers": {"Authorization": "Bearer"}})
+    assert options.scrubbed("no kerberos ticket for the Bearer") == "no kerberos ticket for the ***"
+
+
+def test_what_exists_already_is_said_also_where_the_traceback_shows_a_secret():
+    store = FilesystemStore("memory://exists", storage_options={"password": "FileExistsError"})
+    store.publish("x", b"first")
+    with pytest.raises(StoreError, match="it exists already, and published files are never changed") as caught:
+        store.publish("x", b"second")
+    assert "FileExistsError" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_chain_of_file_systems_is_refused():
