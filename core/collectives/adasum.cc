@@ -1,11 +1,11 @@
 #include "collectives/adasum.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <string>
 #include <vector>
 
+#include "base/copy.h"
 #include "collectives/exchange.h"
 #include "collectives/kernels.h"
 #include "collectives/slices.h"
@@ -222,9 +222,9 @@ Status AdasumTree(Transport& transport, DType dtype, Span<const size_t> lengths,
   if (transport.size() == 1 || count == 0) return Status();
   if (dtype == DType::kFloat64) {
     std::vector<double> work(count);
-    std::memcpy(work.data(), data, count * sizeof(double));
+    CopyBytes(work.data(), data, count * sizeof(double));
     SHVD_TRY(RunTree(transport, lengths, work.data(), deadline));
-    std::memcpy(data, work.data(), count * sizeof(double));
+    CopyBytes(data, work.data(), count * sizeof(double));
     return Status();
   }
   std::vector<float> work(count);

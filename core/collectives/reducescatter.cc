@@ -29,9 +29,7 @@ Status ReducescatterRing(Transport& transport, const Reduction& reduction, const
     CopyPrescaled(reduction, partial.data(), source, count);
     SHVD_TRY(
         RingReduceScatter(Ring{transport, reduction, partial.data(), slices, deadline}, scratch));
-    if (own.count > 0) {
-      CopyBytes(target, partial.data() + own.begin * width, own.count * width);
-    }
+    CopyBytes(target, partial.data() + own.begin * width, own.count * width);
   }
   Finish(reduction, transport.size(), target, own.count);
   return Status();

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
 from sparkhvd.background import in_background
+from sparkhvd.deadline import Deadline
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -33,26 +33,22 @@ def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.
         TimeoutError: it took longer than ``seconds``.
         Exception: what ``action`` raised.
     """
-    tag = f"sparkhvd-{uuid.uuid4().hex}"
+    tag = new_tag()
 
     def tagged() -> T:
-        _add_tag(spark, tag)
+        add_tag(spark, tag)
         return action()
 
+    deadline = Deadline.after(seconds)
     done = in_background(tagged, "sparkhvd-spark-job", spark)
     try:
-        _await(done, seconds)
+        while not wait([done], min(_LOOK_SECONDS, deadline.remaining())).done:
+            if deadline.expired():
+                raise TimeoutError(f"The Spark job did not end within {seconds:g} s.")  # noqa: TRY301 - cancelled below
     except BaseException:
-        _cancel(spark, tag, done)
+        cancel(spark, tag, done)
         raise
     return done.result()
-
-
-def _await(done: Future[T], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not wait([done], min(_LOOK_SECONDS, max(0.0, end - time.monotonic()))).done:
-        if time.monotonic() >= end:
-            raise TimeoutError(f"The Spark job did not end within {seconds:g} s.")
 
 
 def is_connect(spark: SparkSession) -> bool:
@@ -60,7 +56,13 @@ def is_connect(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
-def _add_tag(spark: SparkSession, tag: str) -> None:
+def new_tag() -> str:
+    """A tag for the Spark jobs of one action."""
+    return f"sparkhvd-{uuid.uuid4().hex}"
+
+
+def add_tag(spark: SparkSession, tag: str) -> None:
+    """Give the Spark jobs that this thread starts from now on the tag."""
     if is_connect(spark):
         spark.addTag(tag)
     else:
@@ -68,10 +70,14 @@ def _add_tag(spark: SparkSession, tag: str) -> None:
         spark.sparkContext.addJobTag(tag)
 
 
-def _cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
-    """Cancel again and again: a query that is still being planned has no job yet that could be cancelled."""
-    end = time.monotonic() + _CANCEL_SECONDS
-    while not done.done() and time.monotonic() < end:
+def cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
+    """Cancel the jobs that have the tag, and wait for the action that started them; at most a minute.
+
+    Again and again: a query that is still being planned has no job yet that could be cancelled.
+    """
+    deadline = Deadline.after(_CANCEL_SECONDS)
+    pause = _LOOK_SECONDS
+    while not done.done() and not deadline.expired():
         try:
             if is_connect(spark):
                 spark.interruptTag(tag)
@@ -79,7 +85,7 @@ def _cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
                 spark.sparkContext.cancelJobsWithTag(tag)
         except Exception as error:  # noqa: BLE001 - the session may have been stopped; nothing is left to cancel then
             logger.warning("The Spark job %s could not be cancelled: %s", tag, error)
-            return
-        wait([done], _LOOK_SECONDS)
+            pause = deadline.remaining()
+        wait([done], pause)
     if not done.done():
         logger.warning("Spark did not cancel job %s within %g s.", tag, _CANCEL_SECONDS)

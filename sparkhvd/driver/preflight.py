@@ -184,16 +184,12 @@ def _store(store: Store | None, probe: Probe | None, tasks: Sequence[Examination
 
 
 def _in_time(model: Future[Check], timeout: float, began: float) -> Check:
+    left = max(0.0, began + timeout - time.monotonic())
     try:
-        left = max(0.0, began + timeout - time.monotonic())
         return model.result(left if math.isfinite(left) else None)
-    except TimeoutError:  # what is not Spark's, a model that never returns, goes on in its thread
-        return _too_late(timeout)
-
-
-def _too_late(timeout: float) -> Check:
-    words = f"{_SAMPLE_ROWS} rows of df did not go through the model within {timeout:g} s."
-    return Check("model", Verdict.FAIL, f"{words} Is df costly to compute (then cache() it), or the cluster busy?")
+    except TimeoutError:  # of the query, which is cancelled; a model that never returns goes on in its thread
+        words = f"{_SAMPLE_ROWS} rows of df did not go through the model within {timeout:g} s."
+        return Check("model", Verdict.FAIL, f"{words} Is df costly to compute (then cache() it), or the cluster busy?")
 
 
 def _model(estimator: Tryable, df: DataFrame, timeout: float) -> Check:
@@ -202,7 +198,5 @@ def _model(estimator: Tryable, df: DataFrame, timeout: float) -> Check:
     attempt: Callable[[], str] = functools.partial(estimator.try_rows, df, _SAMPLE_ROWS)
     try:
         return Check("model", Verdict.OK, run_job(df.sparkSession, attempt, timeout))
-    except TimeoutError:
-        return _too_late(timeout)
     except (SparkHvdError, PySparkException) as error:
         return Check("model", Verdict.FAIL, str(error))

@@ -82,7 +82,7 @@ def cut_off(task: Attending) -> LaunchError:
     )
 
 
-def spark_failure(error: Exception) -> str:
+def spark_failure(error: BaseException) -> str:
     """What to tell when Spark itself gave the job up."""
     text = str(error)
     if "No module named 'sparkhvd'" in text:

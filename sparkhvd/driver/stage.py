@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.spark_job import is_connect
+from sparkhvd.background import in_background
+from sparkhvd.data.spark_job import add_tag, cancel, is_connect, new_tag
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StartTimeoutError
 from sparkhvd.task.job import RESULT_SCHEMA
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
 logger = logging.getLogger(__name__)
-
-_CANCEL_SECONDS = 30.0
 
 TaskFunction = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]
 
@@ -47,37 +46,29 @@ class BarrierStage:
         on_end: Callable[[], None],
         rows: DataFrame | None = None,
     ) -> None:
-        from pyspark import InheritableThread  # noqa: PLC0415 - importing this module needs no Spark
-
         self._spark = spark
         self._num_tasks = num_tasks
         self._task = task
         self._profile = profile
-        self._on_end = on_end
         self._given = rows
-        self._tag = f"sparkhvd-{uuid.uuid4()}"
-        self._finished = threading.Event()
-        self._rows: Sequence[Row] = ()  # written before _finished is set
-        self._error: Exception | None = None  # written before _finished is set
+        self._tag = new_tag()
         # The user's job group, description and scheduler pool hold in this thread, too.
-        self._thread = InheritableThread(target=self._collect, session=spark)
-        self._thread.name = "sparkhvd-job"
-        self._thread.daemon = True
-        self._thread.start()
+        self._job = in_background(self._collect, "sparkhvd-job", spark)
+        self._job.add_done_callback(lambda _: on_end())
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the end of the job; whether it has come."""
-        return self._finished.wait(seconds)
+        return bool(wait([self._job], seconds).done)
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> BaseException | None:
         """Why Spark gave the job up, once it has ended."""
-        return self._error
+        return self._job.exception() if self._job.done() else None
 
     @property
     def rows(self) -> Sequence[Row]:
         """What the tasks yielded, once the job has ended."""
-        return self._rows
+        return self._job.result(0)
 
     def wait_started(self, started: threading.Event, deadline: Deadline, seconds: float) -> None:
         """Wait until the tasks run (or the job has ended).
@@ -105,43 +96,17 @@ class BarrierStage:
         )
 
     def close(self) -> None:
-        """Cancel the job if it still runs, and join its thread."""
-        if not self._finished.is_set():
-            self._cancel()
-        self._thread.join(_CANCEL_SECONDS)
-        if self._thread.is_alive():
-            logger.warning("Spark did not cancel job %s within %g s.", self._tag, _CANCEL_SECONDS)
+        """Cancel the job if it still runs."""
+        cancel(self._spark, self._tag, self._job)
 
-    def _collect(self) -> None:
-        try:
-            self._add_tag()
-            given = self._given
-            if given is None:
-                given = self._spark.range(self._num_tasks, numPartitions=self._num_tasks)
-            tasks = given.mapInArrow(self._task, RESULT_SCHEMA, barrier=True, profile=self._profile)
-            # The exchange makes the barrier stage a map stage: Spark runs those again when it loses an executor.
-            self._rows = tasks.repartition(1).collect()
-        except Exception as error:  # noqa: BLE001 - whoever waits for the result raises it in the caller's thread
-            self._error = error
-        finally:
-            self._finished.set()
-            self._on_end()
-
-    def _add_tag(self) -> None:
-        if is_connect(self._spark):
-            self._spark.addTag(self._tag)
-        else:
-            # Tags of a classic session are known to the thread that set them only; those of the context to all.
-            self._spark.sparkContext.addJobTag(self._tag)
-
-    def _cancel(self) -> None:
-        try:
-            if is_connect(self._spark):
-                self._spark.interruptTag(self._tag)
-            else:
-                self._spark.sparkContext.cancelJobsWithTag(self._tag)
-        except Exception as error:  # noqa: BLE001 - the session may have been stopped; nothing is left to cancel then
-            logger.warning("Job %s could not be cancelled: %s", self._tag, error)
+    def _collect(self) -> Sequence[Row]:
+        add_tag(self._spark, self._tag)
+        given = self._given
+        if given is None:
+            given = self._spark.range(self._num_tasks, numPartitions=self._num_tasks)
+        tasks = given.mapInArrow(self._task, RESULT_SCHEMA, barrier=True, profile=self._profile)
+        # The exchange makes the barrier stage a map stage: Spark runs those again when it loses an executor.
+        return tasks.repartition(1).collect()
 
     def _tasks_run(self, seconds: float) -> bool:
         """Whether Spark runs all tasks although none of them reached the driver's log stream."""

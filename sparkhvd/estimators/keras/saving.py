@@ -21,23 +21,26 @@ class UserRate(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no 
 
     Args:
         scale: what the rate was multiplied by.
+        within_epoch: whether that saves after batches, too.
     """
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, *, within_epoch: bool) -> None:
         super().__init__()
         self._scale = scale
+        self._within_epoch = within_epoch
         self._scaled: float | None = None
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Set the user's rate; ``close`` sets the scaled one again."""
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Set the user's rate where the model may be saved; ``close`` sets the scaled one again."""
+        if self._within_epoch:
+            self.on_epoch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """See ``on_train_batch_end``."""
         if self._scale != 1.0:
             optimizer = self.model.optimizer
             self._scaled = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
             optimizer.learning_rate = self._scaled / self._scale
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See ``on_train_batch_end``."""
-        self.on_train_batch_end(epoch, logs)
 
     def close(self) -> None:
         """Set the rate that is trained with."""
@@ -62,12 +65,12 @@ class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
 
     def __init__(self, callback: Any, hooks: TrainHooks, policy: Checkpoints, lr_scale: float = 1.0) -> None:
         super().__init__()
-        self._rate = UserRate(lr_scale)
+        self._within_epoch = callback.save_freq != "epoch"
+        self._rate = UserRate(lr_scale, within_epoch=self._within_epoch)
         self.callbacks = (self._rate, callback, self)
         self._folder = tempfile.TemporaryDirectory(prefix="sparkhvd-saved-")
         self._hooks = hooks
         self._known: dict[Path, tuple[int, int]] = {}
-        self._callback = callback
         callback.filepath = str(Path(self._folder.name, Path(callback.filepath).name))
         best = policy.best_epoch(hooks.history)
         if callback.save_best_only and best is not None and policy.best is not None:
@@ -75,8 +78,8 @@ class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Keep what was saved within the epoch."""
-        self._rate.close()
-        if self._callback.save_freq != "epoch":
+        if self._within_epoch:
+            self._rate.close()
             self._keep()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 from types import ModuleType
 from typing import Any
-
-import torch
 
 
 def validates_after(trainer: Any, batches: int) -> bool:
@@ -37,23 +34,19 @@ def begin_epoch_again(trainer: Any, call: ModuleType) -> None:
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")  # noqa: SLF001
 
 
-def after_batches(state: bytes, done: int) -> bytes:
-    """A checkpoint that was made in the last hook of a batch, as one from which Lightning goes on with the next batch.
+def go_on_after(checkpoint: dict[str, Any], done: int) -> None:
+    """Make a checkpoint of a batch's last hook, as it was loaded, one from which Lightning goes on with the next batch.
 
     Lightning counts a batch as completed after its hooks, and what it makes of one that is not differs among its
     versions.
 
     Args:
-        state: the checkpoint.
+        checkpoint: changed in place, before Lightning restores its loops from it.
         done: how many batches of the epoch Lightning is to count as done.
     """
-    content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
-    loop = content["loops"]["fit_loop"]
+    loop = checkpoint["loops"]["fit_loop"]
     progress = loop["epoch_loop.batch_progress"]
     progress["current"] = dict.fromkeys(progress["current"], done)
     progress["total"]["completed"] = progress["total"]["processed"]
     progress["is_last_batch"] = False
     loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    return buffer.getvalue()

@@ -19,7 +19,7 @@ from sparkhvd.data.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
 from sparkhvd.estimators.lightning.batches import RankLoader, batch_form
-from sparkhvd.estimators.lightning.begun import after_batches, validates_after
+from sparkhvd.estimators.lightning.begun import go_on_after, validates_after
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import BatchEnd, EstimatorSteps, Feed, SharedLog, scale_lr
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
@@ -132,17 +132,18 @@ class LightningTrainer:
             source = {"datamodule": self._given.data_module(feed.train, feed.validation)}
         if self._resumed is not None:
             path = folder / "resumed.ckpt"
-            path.write_bytes(self._begun(self._resumed, feed, hooks))
+            path.write_bytes(self._resumed)
+            self._ends.batches_done = self._batches_done(feed, hooks)
             source["ckpt_path"] = str(path)
             if "weights_only" in inspect.signature(trainer.fit).parameters:
                 source["weights_only"] = True  # whoever can write to the Store must not make a rank run code
         trainer.fit(self._module, **source)
 
-    def _begun(self, state: bytes, feed: Feed, hooks: TrainHooks) -> bytes:
-        """The checkpoint to go on from; where it was made within an epoch, the batches go on there too."""
+    def _batches_done(self, feed: Feed, hooks: TrainHooks) -> int | None:
+        """How many batches of an epoch are done where the run goes on within it; the loader goes on there, too."""
         left, done = hooks.first_epoch_batches, hooks.first_step
         if left is None and not done:
-            return state
+            return None
         if left is not None:
             # Other ranks go on: what is left is to end when Lightning has counted as many batches as an epoch has.
             done = len(feed.train) - left
@@ -153,7 +154,7 @@ class LightningTrainer:
                 )
         feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
         feed.within_epoch = True
-        return after_batches(state, done)
+        return done
 
     def _seed(self, hooks: TrainHooks, epoch: int) -> None:
         torch.manual_seed(self._spec.seed_of(epoch, self._world.rank))
@@ -208,9 +209,10 @@ class RunCallback:
         self._feed = feed
         self._hooks = hooks
         self._lr_scale = lr_scale
+        self.batches_done: int | None = None  # of the epoch within which the run goes on
         self._loaded: dict[str, Any] = {}
         self._best: dict[str, Any] | None = None
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}  # at the end of the last epoch
         self._needs_own_rows = needs_own_rows
         self._batches = 0  # of the present epoch; 0 at its end
         self._optimizer_steps = 0  # when the last batch ended
@@ -230,13 +232,15 @@ class RunCallback:
             self._best = None
 
     def state_dict(self) -> dict[str, Any]:
-        metrics = dict(self._metrics)
+        metrics = _numbers(self._trainer.callback_metrics) if self._batches else self._metrics
         return {"lr_scale": self._lr_scale, "metrics": metrics, "best": self._best, "batches": self._batches}
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         states = checkpoint["callbacks"]
         best = states[self.state_key].pop("best", None)
         best_model.unpack(best, trainer.checkpoint_callbacks, states, trainer.is_global_zero)
+        if self.batches_done is not None:
+            go_on_after(checkpoint, self.batches_done)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state
@@ -273,8 +277,6 @@ class RunCallback:
                 "next cannot be known. Use the loader that it is called with, or leave every_steps out."
             )
         self._batches = batch + 1
-        if any(config.reduce_on_plateau and config.interval == "step" for config in trainer.lr_scheduler_configs):
-            self._metrics = _numbers(trainer.callback_metrics)
         # Gradients that no optimizer step has used are in no checkpoint.
         stepped, self._optimizer_steps = trainer.global_step > self._optimizer_steps, int(trainer.global_step)
         report = StepReport(

@@ -1,0 +1,127 @@
+"""What the tests of an estimator's training with Lightning train, and on which rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sparkhvd.comm import session
+from tests.unit.estimators.arrays import ArraySource, schema, spec
+
+SIZE = 2
+DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
+
+# Rows of every rank in the steps of an epoch.
+EVEN = [(4, 4)] * 12
+SOME_EMPTY = [(5, 0), (3, 7), (4, 4), (3, 2), (1, 6), (6, 1), (4, 0)]
+
+
+def network():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+
+def normalizing():
+    torch.manual_seed(3)
+    # With a bias the gradient would be rounding alone, which Adam makes large.
+    layers = [torch.nn.Linear(6, 16, bias=False), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)]
+    return torch.nn.Sequential(*layers).double()
+
+
+def rows(count):
+    random = np.random.default_rng(5)
+    x = random.normal(size=(count, 6))
+    return {"x": x, "y": (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)}
+
+
+def source(sizes, rank):
+    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
+    mine, start = [], 0
+    for step in sizes:
+        first = start + sum(step[:rank])
+        mine.append(list(range(first, first + step[rank])))
+        start += sum(step)
+    return ArraySource(DATA, rows(start), mine, [sum(step) for step in sizes])
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+
+
+def scheduled(optimizer, kind):
+    if not kind.startswith("plateau"):
+        return optimizer
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.3)
+    monitor = "twice" if kind.endswith("on twice") else "val_loss"
+    by_step = {"interval": "step", "frequency": 3, "strict": False} if "by step" in kind else {}
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": monitor, **by_step}}
+
+
+def disturbed(trained, output):
+    """With what hooks made before the step."""
+    if trained.hparams["kind"] != "dropping":
+        return output
+    return torch.nn.functional.dropout(output, trained.dropped) + trained.average
+
+
+def step_by_hand(trained, loss, index):
+    trained.manual_backward(loss)
+    if trained.hparams["kind"] == "by hand" or index % 3 == 2:
+        trained.optimizers().step()
+        trained.optimizers().zero_grad()
+
+
+def module(kind="simple"):
+    import lightning.pytorch as lightning  # noqa: PLC0415
+    from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415
+
+    class Simple(lightning.LightningModule):
+        def __init__(self, kind="simple"):
+            super().__init__()
+            self.save_hyperparameters()
+            self.layers = normalizing() if kind == "normalizing" else network()
+            self.register_buffer("average", torch.zeros(3))
+            self.accuracy = MulticlassAccuracy(3, average="micro")
+            self.automatic_optimization = not kind.startswith("by hand")
+
+        def forward(self, x):
+            return self.layers(x)
+
+        def on_train_start(self):
+            self.dropped = None
+
+        def on_train_epoch_start(self):
+            self.dropped = 0.2
+
+        def on_train_batch_end(self, *_):
+            self.average = 0.9 * self.average + 0.1 * self.layers[-1].bias.detach()
+
+        def training_step(self, batch, index):
+            x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+            output = self(x)
+            loss = torch.nn.functional.cross_entropy(disturbed(self, output), y)
+            self.accuracy(output, y)
+            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            self.log("twice", 2 * loss, on_step=True, on_epoch=True)
+            if not self.automatic_optimization:
+                step_by_hand(self, loss, index)
+            return loss
+
+        def validation_step(self, batch, _index):
+            loss = torch.nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+            self.log("val_loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+            return scheduled(optimizer, self.hparams["kind"])
+
+    return Simple(kind)
+
+
+def trainer_of(model, epochs=1, **more):
+    from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
+
+    names = ("optimizer", "input_shapes", "label_shapes", "trainer_args", "logger", "data_module", "loss", "callbacks")
+    params = {**dict.fromkeys(names), "model": model, "batch_format": "dict", "label_cols": ("y",), "schema": DATA}
+    return PLUGIN.trainer(PLUGIN.pack({**params, **more}), spec(DATA, epochs), session.current().world)
