@@ -1,0 +1,110 @@
+// A CUDA device as this process uses it: streams, events and memory that clean up after themselves.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+#include "base/span.h"
+#include "base/status.h"
+#include "device/cuda.h"
+
+namespace sparkhvd {
+
+class Device;
+
+// A point in the work of a stream.
+class DeviceEvent {
+ public:
+  DeviceEvent(std::shared_ptr<const Device> device, CudaEvent handle)
+      : device_(std::move(device)), handle_(handle) {}
+  DeviceEvent(const DeviceEvent&) = delete;
+  DeviceEvent& operator=(const DeviceEvent&) = delete;
+  ~DeviceEvent();
+
+  // Whether the device has come so far; a device that has failed comes no further and counts as
+  // there.
+  bool Reached() const;
+
+  // Lets what is put on `stream` from now on wait for it; the host does not wait.
+  Status LetWait(CudaStream stream) const;
+
+ private:
+  const std::shared_ptr<const Device> device_;
+  const CudaEvent handle_;
+};
+
+// Memory in the order of streams: it is there for what follows on the device's own stream.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  DeviceMemory(std::shared_ptr<const Device> device, CudaAddress address, size_t bytes)
+      : device_(std::move(device)), address_(address), bytes_(bytes) {}
+  DeviceMemory(DeviceMemory&& other) noexcept
+      : device_(std::move(other.device_)),
+        address_(std::exchange(other.address_, 0)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
+  DeviceMemory& operator=(DeviceMemory&& other) noexcept;
+  ~DeviceMemory();  // after what is on the device's own stream by then
+
+  std::byte* data() const;
+  size_t bytes() const { return bytes_; }
+
+  // Copies all to `target` on `stream` and gives the memory back there; does nothing the second
+  // time.
+  Status MoveTo(std::byte* target, CudaStream stream);
+
+ private:
+  std::shared_ptr<const Device> device_;
+  CudaAddress address_ = 0;
+  size_t bytes_ = 0;
+};
+
+// May be used by any thread.
+class Device : public std::enable_shared_from_this<Device> {
+ public:
+  // Within the primary context, the one that everybody in the process uses.
+  static Result<std::shared_ptr<const Device>> Open(std::shared_ptr<const CudaFunctions> cuda,
+                                                    int ordinal);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  int ordinal() const { return ordinal_; }
+  CudaStream stream() const { return stream_; }  // its own, beside those of the program
+  const CudaFunctions& cuda() const { return *cuda_; }
+
+  // As long as it lives, this thread's CUDA calls go to the device.
+  class Current {
+   public:
+    explicit Current(const Device& device);
+    ~Current();
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+    const Status& status() const { return status_; }
+
+   private:
+    const CudaFunctions& cuda_;
+    Status status_;
+  };
+
+  // The point that `stream` has come to once what is on it by now is done.
+  Result<std::unique_ptr<DeviceEvent>> Record(CudaStream stream) const;
+
+  // `bytes` may be 0.
+  Result<DeviceMemory> Allocate(size_t bytes) const;
+  Result<DeviceMemory> Upload(ConstBytes content) const;
+
+ private:
+  Device(std::shared_ptr<const CudaFunctions> cuda, int ordinal)
+      : cuda_(std::move(cuda)), ordinal_(ordinal) {}
+  Status Initialize();
+
+  const std::shared_ptr<const CudaFunctions> cuda_;
+  const int ordinal_;
+  int handle_ = 0;
+  CudaContext context_ = nullptr;
+  CudaStream stream_ = nullptr;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,33 @@
+// Shared libraries that are looked for while the program runs.
+#pragma once
+
+#include <string>
+
+#include "base/status.h"
+
+namespace sparkhvd {
+
+// A library of this process. It is never unloaded: CUDA's leave threads and exit handlers behind.
+class Library {
+ public:
+  // `path` is a file, or a name that the dynamic linker finds. Fails with kIo.
+  static Result<Library> Open(const std::string& path);
+
+  // Sets `function` to what the library calls `name`; kIo where it has no such function.
+  template <typename Function>
+  Status Find(const char* name, Function*& function) const {
+    void* found = nullptr;
+    SHVD_TRY(FindSymbol(name, found));
+    function = reinterpret_cast<Function*>(found);
+    return Status();
+  }
+
+ private:
+  Library(std::string path, void* handle) : path_(std::move(path)), handle_(handle) {}
+  Status FindSymbol(const char* name, void*& found) const;
+
+  std::string path_;
+  void* handle_;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,161 @@
+#include "device/nccl.h"
+
+#include <thread>
+
+#include "device/library.h"
+
+namespace sparkhvd {
+namespace {
+
+std::string VersionText(int version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+// NCCL gives no sign of what it does in the background, so that it has to be asked: without a pause
+// as long as most calls take, then in intervals.
+constexpr std::chrono::microseconds kSoon{200};
+
+}  // namespace
+
+Status NcclFunctions::Check(const char* call, int result, ncclComm* communicator) const {
+  if (result == kNcclSuccess) return Status();
+  std::string message = std::string(call) + " failed: " + get_error_string(result);
+  const char* detail = get_last_error(communicator);
+  if (detail != nullptr && *detail != '\0') message += std::string(" (") + detail + ")";
+  return Status(result == kNcclRemoteError ? StatusCode::kPeerLost : StatusCode::kIo, message);
+}
+
+Result<std::shared_ptr<const NcclFunctions>> LoadNccl(const std::string& path) {
+  const Result<Library> opened = Library::Open(path);
+  SHVD_TRY(opened.status());
+  const Library& library = opened.value();
+  NcclFunctions nccl{};
+  SHVD_TRY(library.Find("ncclGetVersion", nccl.get_version));
+  if (nccl.get_version(&nccl.version) != kNcclSuccess || nccl.version < kOldestNccl) {
+    return Status(StatusCode::kIo, path + " is NCCL " + VersionText(nccl.version) + "; " +
+                                       VersionText(kOldestNccl) + " or newer is needed");
+  }
+  SHVD_TRY(library.Find("ncclGetErrorString", nccl.get_error_string));
+  SHVD_TRY(library.Find("ncclGetLastError", nccl.get_last_error));
+  SHVD_TRY(library.Find("ncclGetUniqueId", nccl.get_unique_id));
+  SHVD_TRY(library.Find("ncclCommInitRankConfig", nccl.init_rank));
+  SHVD_TRY(library.Find("ncclCommAbort", nccl.abort));
+  SHVD_TRY(library.Find("ncclCommGetAsyncError", nccl.get_async_error));
+  SHVD_TRY(library.Find("ncclGroupStart", nccl.group_start));
+  SHVD_TRY(library.Find("ncclGroupEnd", nccl.group_end));
+  SHVD_TRY(library.Find("ncclAllReduce", nccl.all_reduce));
+  SHVD_TRY(library.Find("ncclReduce", nccl.reduce));
+  SHVD_TRY(library.Find("ncclReduceScatter", nccl.reduce_scatter));
+  SHVD_TRY(library.Find("ncclBroadcast", nccl.broadcast));
+  SHVD_TRY(library.Find("ncclAllGather", nccl.all_gather));
+  SHVD_TRY(library.Find("ncclSend", nccl.send));
+  SHVD_TRY(library.Find("ncclRecv", nccl.receive));
+  return std::shared_ptr<const NcclFunctions>(std::make_shared<NcclFunctions>(nccl));
+}
+
+std::optional<int> NcclType(DType dtype) {
+  switch (dtype) {
+    case DType::kInt8:
+      return 0;
+    case DType::kUInt8:
+      return 1;
+    case DType::kInt32:
+      return 2;
+    case DType::kInt64:
+      return 4;
+    case DType::kFloat16:
+      return 6;
+    case DType::kFloat32:
+      return 7;
+    case DType::kFloat64:
+      return 8;
+    case DType::kBFloat16:
+      return 9;
+    case DType::kBool:
+    case DType::kInt16:
+      break;
+  }
+  return std::nullopt;
+}
+
+std::optional<int> NcclOperator(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return 0;
+    case ReduceOp::kProduct:
+      return 1;
+    case ReduceOp::kMax:
+      return 2;
+    case ReduceOp::kMin:
+      return 3;
+    case ReduceOp::kAverage:
+      return 4;
+    case ReduceOp::kAdasum:
+      break;
+  }
+  return std::nullopt;
+}
+
+Result<NcclId> NcclCommunicator::NewId(const NcclFunctions& nccl) {
+  NcclId id{};
+  SHVD_TRY(nccl.Check("ncclGetUniqueId", nccl.get_unique_id(&id)));
+  return id;
+}
+
+Result<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Connect(
+    std::shared_ptr<const NcclFunctions> nccl, const NcclId& id, int rank, int size,
+    const Waiting& waiting) {
+  std::unique_ptr<NcclCommunicator> communicator(new NcclCommunicator(std::move(nccl)));
+  NcclConfig config;
+  const int result =
+      communicator->nccl_->init_rank(&communicator->handle_, size, id, rank, &config);
+  SHVD_TRY(communicator->Settle("ncclCommInitRankConfig", result, waiting));
+  return communicator;
+}
+
+NcclCommunicator::~NcclCommunicator() {
+  // Neither ncclCommDestroy nor ncclCommFinalize: these wait for the other ranks.
+  if (handle_ != nullptr) nccl_->abort(handle_);
+}
+
+Status NcclCommunicator::Together(const std::vector<NcclCall>& calls, const Waiting& waiting) {
+  SHVD_TRY(nccl_->Check("ncclGroupStart", nccl_->group_start(), handle_));
+  Status status;
+  for (const NcclCall& call : calls) {
+    const int result = call.make(*nccl_, handle_);
+    if (result == kNcclInProgress) continue;  // nothing of a group is done before its end
+    status = nccl_->Check(call.name, result, handle_);
+    if (!status.ok()) break;
+  }
+  const int ended = nccl_->group_end();
+  SHVD_TRY(status);
+  return Settle("ncclGroupEnd", ended, waiting);
+}
+
+Status NcclCommunicator::Failure() const {
+  int result = kNcclSuccess;
+  SHVD_TRY(nccl_->Check("ncclCommGetAsyncError", nccl_->get_async_error(handle_, &result)));
+  return result == kNcclInProgress ? Status() : nccl_->Check("NCCL", result, handle_);
+}
+
+// Until a call that goes on in the background has come to its result.
+Status NcclCommunicator::Settle(const char* call, int result, const Waiting& waiting) const {
+  const auto start = Deadline::Clock::now();
+  while (result == kNcclInProgress) {
+    if (waiting.deadline.Expired()) {
+      return Status(StatusCode::kTimeout,
+                    std::string(call) + " is not done yet; some rank may not have come to it");
+    }
+    if (Deadline::Clock::now() - start < kSoon) {
+      std::this_thread::yield();
+    } else {
+      SHVD_TRY(waiting.trouble());
+      std::this_thread::sleep_for(kSoon);
+    }
+    SHVD_TRY(nccl_->Check("ncclCommGetAsyncError", nccl_->get_async_error(handle_, &result)));
+  }
+  return nccl_->Check(call, result, handle_);
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,124 @@
+// NCCL, found while the program runs, and communicators of it that never wait without an end.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/dtype.h"
+#include "base/status.h"
+#include "device/cuda.h"
+
+struct ncclComm;  // a name of NCCL's binary interface
+
+namespace sparkhvd {
+
+// What ranks meet by; NCCL passes it by value.
+struct NcclId {
+  std::array<std::byte, 128> bytes;
+};
+
+// What NCCL 2.14 knew of its configuration. Later ones recognise it by its size and version.
+struct NcclConfig {
+  size_t size = sizeof(NcclConfig);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21400;
+  int blocking = 0;
+};
+
+// Results of NCCL's functions.
+constexpr int kNcclSuccess = 0;
+constexpr int kNcclRemoteError = 6;
+constexpr int kNcclInProgress = 7;
+
+constexpr int kNcclBytes = 0;  // the element type of what is only moved
+constexpr int kOldestNccl = 21400;
+
+// Element types and operators are numbers, see NcclType and NcclOperator.
+struct NcclFunctions {
+  int version = 0;  // 22907 is 2.29.7
+  int (*get_version)(int* version);
+  const char* (*get_error_string)(int result);
+  const char* (*get_last_error)(ncclComm* communicator);
+  int (*get_unique_id)(NcclId* id);
+  int (*init_rank)(ncclComm** communicator, int size, NcclId id, int rank, NcclConfig* config);
+  int (*abort)(ncclComm* communicator);
+  int (*get_async_error)(ncclComm* communicator, int* result);
+  int (*group_start)();
+  int (*group_end)();
+  int (*all_reduce)(const void* source, void* target, size_t count, int type, int op,
+                    ncclComm* communicator, CudaStream stream);
+  int (*reduce)(const void* source, void* target, size_t count, int type, int op, int root,
+                ncclComm* communicator, CudaStream stream);
+  int (*reduce_scatter)(const void* source, void* target, size_t received, int type, int op,
+                        ncclComm* communicator, CudaStream stream);
+  int (*broadcast)(const void* source, void* target, size_t count, int type, int root,
+                   ncclComm* communicator, CudaStream stream);
+  int (*all_gather)(const void* source, void* target, size_t sent, int type, ncclComm* communicator,
+                    CudaStream stream);
+  int (*send)(const void* source, size_t count, int type, int peer, ncclComm* communicator,
+              CudaStream stream);
+  int (*receive)(void* target, size_t count, int type, int peer, ncclComm* communicator,
+                 CudaStream stream);
+
+  // What a `result` of `call` means; kPeerLost where NCCL lost another rank, else kIo.
+  Status Check(const char* call, int result, ncclComm* communicator = nullptr) const;
+};
+
+// Fails with kIo where it is not to be found or too old.
+Result<std::shared_ptr<const NcclFunctions>> LoadNccl(const std::string& path);
+
+// NCCL's numbers; nothing for what it cannot reduce.
+std::optional<int> NcclType(DType dtype);
+std::optional<int> NcclOperator(ReduceOp op);
+
+// How long a call may wait for other ranks: until the deadline, or until `trouble`, which is asked
+// time and again, says why it is no use.
+struct Waiting {
+  Deadline deadline;
+  std::function<Status()> trouble;
+};
+
+// A call that is going to be made; `make` returns its result.
+struct NcclCall {
+  const char* name;
+  std::function<int(const NcclFunctions&, ncclComm*)> make;
+};
+
+// One rank of a group of ranks, on the device that is current when it connects. One thread at a
+// time uses it.
+class NcclCommunicator {
+ public:
+  static Result<NcclId> NewId(const NcclFunctions& nccl);
+
+  // Returns once all ranks have come.
+  static Result<std::unique_ptr<NcclCommunicator>> Connect(
+      std::shared_ptr<const NcclFunctions> nccl, const NcclId& id, int rank, int size,
+      const Waiting& waiting);
+
+  // Ends what runs, without waiting for the other ranks.
+  ~NcclCommunicator();
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  // Makes the calls, which run together. Returns once they are on their streams.
+  Status Together(const std::vector<NcclCall>& calls, const Waiting& waiting);
+
+  // What went wrong since, on the device or on the way to other ranks.
+  Status Failure() const;
+
+ private:
+  explicit NcclCommunicator(std::shared_ptr<const NcclFunctions> nccl) : nccl_(std::move(nccl)) {}
+  Status Settle(const char* call, int result, const Waiting& waiting) const;
+
+  const std::shared_ptr<const NcclFunctions> nccl_;
+  ncclComm* handle_ = nullptr;
+};
+
+}  // namespace sparkhvd

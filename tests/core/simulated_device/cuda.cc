@@ -1,0 +1,292 @@
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#include "simulated_device/device.h"
+
+namespace simulated {
+namespace {
+
+constexpr int kInvalidValue = 1;
+constexpr int kOutOfMemory = 2;
+constexpr int kInvalidDevice = 101;
+constexpr int kInvalidContext = 201;
+constexpr int kNotReady = 600;
+
+struct Script {
+  std::mutex mutex;
+  std::map<std::string, int> calls;
+  std::map<std::string, int> failures;
+};
+
+Script& TheScript() {
+  static Script script;
+  return script;
+}
+
+std::atomic<size_t> allocations{0};
+std::array<CUctx_st, kDevices> contexts;
+
+std::vector<CUctx_st*>& Stack() {
+  thread_local std::vector<CUctx_st*> stack;
+  return stack;
+}
+
+// As `Called`, for functions that need a current context.
+int CalledInContext(const char* function) {
+  const int result = Called(function);
+  if (result != 0) return result;
+  return CurrentDevice() < 0 ? kInvalidContext : 0;
+}
+
+}  // namespace
+
+int Called(const char* function) {
+  Script& script = TheScript();
+  const std::lock_guard<std::mutex> lock(script.mutex);
+  ++script.calls[function];
+  const auto failure = script.failures.find(function);
+  if (failure == script.failures.end()) return 0;
+  const int result = failure->second;
+  script.failures.erase(failure);
+  return result;
+}
+
+Shared& TheShared() {
+  static Shared shared;
+  return shared;
+}
+
+CUstream_st* NewStream(int ordinal) { return new CUstream_st(ordinal); }
+void DeleteStream(CUstream_st* stream) { delete stream; }
+void AwaitStream(CUstream_st* stream) { stream->AwaitEmpty(); }
+
+void Hold(int ordinal) {
+  const std::lock_guard<std::mutex> lock(TheShared().mutex);
+  TheShared().held[static_cast<size_t>(ordinal)] = true;
+}
+
+void Release(int ordinal) {
+  {
+    const std::lock_guard<std::mutex> lock(TheShared().mutex);
+    TheShared().held[static_cast<size_t>(ordinal)] = false;
+  }
+  TheShared().changed.notify_all();
+}
+
+void FailNext(const char* function, int result) {
+  const std::lock_guard<std::mutex> lock(TheScript().mutex);
+  TheScript().failures[function] = result;
+}
+
+int Calls(const char* function) {
+  const std::lock_guard<std::mutex> lock(TheScript().mutex);
+  return TheScript().calls[function];
+}
+
+size_t Allocations() { return allocations; }
+
+}  // namespace simulated
+
+using simulated::Called;
+using simulated::CalledInContext;
+using simulated::TheShared;
+
+int CurrentDevice() { return simulated::Stack().empty() ? -1 : simulated::Stack().back()->ordinal; }
+
+CUstream_st::~CUstream_st() {
+  {
+    const std::lock_guard<std::mutex> lock(TheShared().mutex);
+    closed_ = true;
+  }
+  TheShared().changed.notify_all();
+  thread_.join();
+}
+
+void CUstream_st::Put(std::function<void()> task) {
+  {
+    const std::lock_guard<std::mutex> lock(TheShared().mutex);
+    tasks_.push_back(std::move(task));
+  }
+  TheShared().changed.notify_all();
+}
+
+void CUstream_st::AwaitEmpty() {
+  std::unique_lock<std::mutex> lock(TheShared().mutex);
+  TheShared().changed.wait(lock, [this] { return tasks_.empty() && !busy_; });
+}
+
+void CUstream_st::Main() {
+  const auto device = static_cast<size_t>(ordinal);
+  std::unique_lock<std::mutex> lock(TheShared().mutex);
+  while (true) {
+    TheShared().changed.wait(lock, [&] {
+      return (!tasks_.empty() && !TheShared().held[device]) || (tasks_.empty() && closed_);
+    });
+    if (tasks_.empty()) return;
+    const std::function<void()> task = std::move(tasks_.front());
+    tasks_.pop_front();
+    busy_ = true;
+    lock.unlock();
+    task();
+    lock.lock();
+    busy_ = false;
+    TheShared().changed.notify_all();
+  }
+}
+
+namespace {
+
+// How often it was recorded, and how many of these points were reached. Guarded by the shared
+// mutex.
+struct EventState {
+  uint64_t recorded = 0;
+  uint64_t reached = 0;
+};
+
+}  // namespace
+
+struct CUevent_st {
+  std::shared_ptr<EventState> state = std::make_shared<EventState>();
+};
+
+extern "C" {
+
+SIMULATED_EXPORT int cuInit(unsigned) { return Called("cuInit"); }
+
+SIMULATED_EXPORT int cuGetErrorString(int, const char** text) {
+  *text = "simulated failure";
+  return 0;
+}
+
+SIMULATED_EXPORT int cuDeviceGet(int* device, int ordinal) {
+  if (ordinal < 0 || ordinal >= simulated::kDevices) return simulated::kInvalidDevice;
+  *device = ordinal;
+  return Called("cuDeviceGet");
+}
+
+SIMULATED_EXPORT int cuDevicePrimaryCtxRetain(CUctx_st** context, int device) {
+  *context = &simulated::contexts[static_cast<size_t>(device)];
+  const std::lock_guard<std::mutex> lock(TheShared().mutex);
+  (*context)->ordinal = device;
+  return Called("cuDevicePrimaryCtxRetain");
+}
+
+SIMULATED_EXPORT int cuDevicePrimaryCtxRelease_v2(int) {
+  return Called("cuDevicePrimaryCtxRelease");
+}
+
+SIMULATED_EXPORT int cuCtxPushCurrent_v2(CUctx_st* context) {
+  simulated::Stack().push_back(context);
+  return Called("cuCtxPushCurrent");
+}
+
+SIMULATED_EXPORT int cuCtxPopCurrent_v2(CUctx_st** context) {
+  if (simulated::Stack().empty()) return simulated::kInvalidContext;
+  *context = simulated::Stack().back();
+  simulated::Stack().pop_back();
+  return Called("cuCtxPopCurrent");
+}
+
+SIMULATED_EXPORT int cuStreamCreate(CUstream_st** stream, unsigned) {
+  const int result = CalledInContext("cuStreamCreate");
+  if (result == 0) *stream = new CUstream_st(CurrentDevice());
+  return result;
+}
+
+SIMULATED_EXPORT int cuStreamDestroy_v2(CUstream_st* stream) {
+  delete stream;
+  return CalledInContext("cuStreamDestroy");
+}
+
+SIMULATED_EXPORT int cuEventCreate(CUevent_st** event, unsigned) {
+  const int result = CalledInContext("cuEventCreate");
+  if (result == 0) *event = new CUevent_st();
+  return result;
+}
+
+SIMULATED_EXPORT int cuEventDestroy_v2(CUevent_st* event) {
+  delete event;
+  return CalledInContext("cuEventDestroy");
+}
+
+SIMULATED_EXPORT int cuEventRecord(CUevent_st* event, CUstream_st* stream) {
+  const int result = CalledInContext("cuEventRecord");
+  if (result != 0) return result;
+  if (stream->ordinal != CurrentDevice()) return simulated::kInvalidValue;
+  uint64_t point = 0;
+  {
+    const std::lock_guard<std::mutex> lock(TheShared().mutex);
+    point = ++event->state->recorded;
+  }
+  stream->Put([state = event->state, point] {
+    const std::lock_guard<std::mutex> lock(TheShared().mutex);
+    state->reached = point;
+  });
+  return 0;
+}
+
+SIMULATED_EXPORT int cuEventQuery(CUevent_st* event) {
+  const int result = CalledInContext("cuEventQuery");
+  if (result != 0) return result;
+  const std::lock_guard<std::mutex> lock(TheShared().mutex);
+  return event->state->reached == event->state->recorded ? 0 : simulated::kNotReady;
+}
+
+SIMULATED_EXPORT int cuStreamWaitEvent(CUstream_st* stream, CUevent_st* event, unsigned) {
+  const int result = CalledInContext("cuStreamWaitEvent");
+  if (result != 0) return result;
+  uint64_t point = 0;
+  {
+    const std::lock_guard<std::mutex> lock(TheShared().mutex);
+    point = event->state->recorded;
+  }
+  stream->Put([state = event->state, point] {
+    std::unique_lock<std::mutex> lock(TheShared().mutex);
+    TheShared().changed.wait(lock, [&] { return state->reached >= point; });
+  });
+  return 0;
+}
+
+SIMULATED_EXPORT int cuMemAllocAsync(unsigned long long* address, size_t bytes, CUstream_st*) {
+  const int result = CalledInContext("cuMemAllocAsync");
+  if (result != 0) return result;
+  void* memory = std::malloc(bytes);
+  if (bytes == 0 || memory == nullptr) return simulated::kOutOfMemory;
+  ++simulated::allocations;
+  *address = reinterpret_cast<unsigned long long>(memory);
+  return 0;
+}
+
+SIMULATED_EXPORT int cuMemFreeAsync(unsigned long long address, CUstream_st* stream) {
+  stream->Put([address] {
+    std::free(reinterpret_cast<void*>(address));
+    --simulated::allocations;
+  });
+  return CalledInContext("cuMemFreeAsync");
+}
+
+SIMULATED_EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long target, unsigned long long source,
+                                          size_t bytes, CUstream_st* stream) {
+  const int result = CalledInContext("cuMemcpyDtoDAsync");
+  if (result != 0) return result;
+  stream->Put([=] {
+    std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
+  });
+  return 0;
+}
+
+SIMULATED_EXPORT int cuMemcpyHtoDAsync_v2(unsigned long long target, const void* source,
+                                          size_t bytes, CUstream_st* stream) {
+  const int result = CalledInContext("cuMemcpyHtoDAsync");
+  if (result != 0) return result;
+  // Memory that is not pinned is read before the call returns.
+  const auto* begin = static_cast<const char*>(source);
+  stream->Put([target, content = std::vector<char>(begin, begin + bytes)] {
+    std::memcpy(reinterpret_cast<void*>(target), content.data(), content.size());
+  });
+  return 0;
+}
+
+}  // extern "C"

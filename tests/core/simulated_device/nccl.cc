@@ -1,0 +1,457 @@
+#include <cstring>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "simulated_device/device.h"
+
+namespace {
+
+using simulated::Called;
+using simulated::TheShared;
+
+enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
+enum Type { kInt8, kUint8, kInt32, kInt64 = 4, kFloat16 = 6, kFloat32, kFloat64, kBfloat16 };
+enum Operator { kSum, kProduct, kMax, kMin, kAverage };
+enum class Kind { kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kSend, kReceive };
+
+struct Id {
+  char bytes[128];
+};
+struct Config {
+  size_t size;
+  unsigned magic;
+  unsigned version;
+  int blocking;
+};
+
+// One call of a rank.
+struct Part {
+  Kind kind;
+  const char* source;
+  char* target;
+  size_t count;
+  int type;
+  int op;    // of a reduction
+  int peer;  // of a transfer, or the root
+};
+using Parts = std::vector<Part>;
+
+size_t SizeOf(int type) {
+  switch (type) {
+    case kInt8:
+    case kUint8:
+      return 1;
+    case kFloat16:
+    case kBfloat16:
+      return 2;
+    case kInt32:
+    case kFloat32:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
+struct Brain16 {
+  uint16_t bits;
+  explicit Brain16(double value) : bits(0) {
+    const auto single = static_cast<float>(value);
+    uint32_t word = 0;
+    std::memcpy(&word, &single, sizeof(word));
+    bits = static_cast<uint16_t>(word >> 16);  // exact for what tests use
+  }
+  explicit operator double() const {
+    const uint32_t word = static_cast<uint32_t>(bits) << 16;
+    float single = 0;
+    std::memcpy(&single, &word, sizeof(single));
+    return static_cast<double>(single);
+  }
+};
+
+double Combine(int op, double one, double other) {
+  switch (op) {
+    case kProduct:
+      return one * other;
+    case kMax:
+      return one > other ? one : other;
+    case kMin:
+      return one < other ? one : other;
+    default:
+      return one + other;
+  }
+}
+
+template <typename T>
+void Reduce(const std::vector<const char*>& sources, char* target, size_t count, int op) {
+  std::vector<T> results;
+  for (size_t i = 0; i < count; ++i) {
+    const auto of = [&](const char* source) {
+      T value(0);
+      std::memcpy(&value, source + i * sizeof(T), sizeof(T));
+      return static_cast<double>(value);
+    };
+    double result = of(sources[0]);
+    for (size_t rank = 1; rank < sources.size(); ++rank) {
+      result = Combine(op, result, of(sources[rank]));
+    }
+    if (op == kAverage) result /= static_cast<double>(sources.size());
+    results.push_back(static_cast<T>(result));
+  }
+  if (count > 0) std::memcpy(target, results.data(), count * sizeof(T));
+}
+
+// The combination of `count` elements of every rank, as bytes.
+std::vector<char> Reduced(const std::vector<const char*>& sources, const Part& part, size_t count) {
+  std::vector<char> result(count * SizeOf(part.type));
+  using Reducer = void (*)(const std::vector<const char*>&, char*, size_t, int);
+  const std::map<int, Reducer> reducers = {
+      {kInt8, Reduce<int8_t>},    {kUint8, Reduce<uint8_t>},    {kInt32, Reduce<int32_t>},
+      {kInt64, Reduce<int64_t>},  {kFloat16, Reduce<_Float16>}, {kFloat32, Reduce<float>},
+      {kFloat64, Reduce<double>}, {kBfloat16, Reduce<Brain16>},
+  };
+  reducers.at(part.type)(sources, result.data(), count, part.op);
+  return result;
+}
+
+void Copy(char* target, const char* source, size_t bytes) {
+  if (bytes > 0) std::memmove(target, source, bytes);
+}
+
+// What all ranks of a communicator do together, in one group of each. False where they disagree.
+class Meeting {
+ public:
+  explicit Meeting(std::vector<Parts> by_rank) : by_rank_(std::move(by_rank)) {}
+
+  bool Run() {
+    std::vector<size_t> position(by_rank_.size(), 0);
+    while (true) {
+      std::vector<Part*> together;
+      for (size_t rank = 0; rank < by_rank_.size(); ++rank) {
+        Parts& parts = by_rank_[rank];
+        size_t& next = position[rank];
+        while (next < parts.size() && IsTransfer(parts[next])) ++next;
+        if (next < parts.size()) together.push_back(&parts[next++]);
+      }
+      if (together.empty()) return Transfer();
+      if (together.size() != by_rank_.size() || !Collective(together)) return false;
+    }
+  }
+
+ private:
+  static bool IsTransfer(const Part& part) {
+    return part.kind == Kind::kSend || part.kind == Kind::kReceive;
+  }
+
+  static bool Collective(const std::vector<Part*>& parts) {
+    const Part& first = *parts[0];
+    std::vector<const char*> sources;
+    for (const Part* part : parts) {
+      if (part->kind != first.kind || part->count != first.count || part->type != first.type ||
+          part->op != first.op || part->peer != first.peer) {
+        return false;
+      }
+      sources.push_back(part->source);
+    }
+    const size_t bytes = first.count * SizeOf(first.type);
+    const auto root = static_cast<size_t>(first.peer);
+    if (first.kind == Kind::kBroadcast) {
+      const std::vector<char> content(sources[root], sources[root] + bytes);
+      for (const Part* part : parts) Copy(part->target, content.data(), bytes);
+    } else if (first.kind == Kind::kAllGather) {
+      for (const Part* part : parts) {
+        for (size_t rank = 0; rank < parts.size(); ++rank) {
+          Copy(part->target + rank * bytes, sources[rank], bytes);
+        }
+      }
+    } else if (first.kind == Kind::kReduceScatter) {
+      const std::vector<char> all = Reduced(sources, first, first.count * parts.size());
+      for (size_t rank = 0; rank < parts.size(); ++rank) {
+        Copy(parts[rank]->target, all.data() + rank * bytes, bytes);
+      }
+    } else {
+      const std::vector<char> all = Reduced(sources, first, first.count);
+      for (size_t rank = 0; rank < parts.size(); ++rank) {
+        if (first.kind == Kind::kAllReduce || rank == root) {
+          Copy(parts[rank]->target, all.data(), bytes);
+        }
+      }
+    }
+    return true;
+  }
+
+  // Every send meets a receive of the same length.
+  bool Transfer() {
+    std::map<std::pair<size_t, size_t>, std::vector<const Part*>> sent;
+    for (size_t rank = 0; rank < by_rank_.size(); ++rank) {
+      for (const Part& part : by_rank_[rank]) {
+        const auto peer = static_cast<size_t>(part.peer);
+        if (part.kind == Kind::kSend) sent[{rank, peer}].push_back(&part);
+      }
+    }
+    for (size_t rank = 0; rank < by_rank_.size(); ++rank) {
+      for (const Part& part : by_rank_[rank]) {
+        if (part.kind != Kind::kReceive) continue;
+        std::vector<const Part*>& waiting = sent[{static_cast<size_t>(part.peer), rank}];
+        if (waiting.empty() || waiting[0]->count != part.count) return false;
+        Copy(part.target, waiting[0]->source, part.count * SizeOf(part.type));
+        waiting.erase(waiting.begin());
+      }
+    }
+    for (const auto& [way, left] : sent) {
+      if (!left.empty()) return false;
+    }
+    return true;
+  }
+
+  std::vector<Parts> by_rank_;
+};
+
+// The ranks of one id. Guarded by the shared mutex.
+struct World {
+  struct Round {
+    std::map<int, Parts> parts;
+    bool done = false;
+  };
+  int size = 0;
+  std::set<int> devices;
+  std::set<int> ranks;
+  std::map<uint64_t, Round> rounds;
+  int failure = 0;
+};
+
+struct State {
+  std::shared_ptr<World> world;
+  int rank = 0;
+  int ordinal = 0;
+  uint64_t groups = 0;
+  int in_background = 0;  // how often it is still to be asked
+  int failure = 0;
+  bool aborted = false;
+  int running = 0;
+};
+
+std::map<std::string, std::shared_ptr<World>>& Worlds() {
+  static std::map<std::string, std::shared_ptr<World>> worlds;
+  return worlds;
+}
+
+std::set<std::shared_ptr<State>>& Communicators() {
+  static std::set<std::shared_ptr<State>> communicators;
+  return communicators;
+}
+
+std::atomic<int> version{22907};
+
+// On a stream: meets the other ranks' groups of the same number.
+void Run(const std::shared_ptr<State>& state, uint64_t number, Parts parts) {
+  std::unique_lock<std::mutex> lock(TheShared().mutex);
+  World& world = *state->world;
+  World::Round& round = world.rounds[number];
+  if (!state->aborted) round.parts[state->rank] = std::move(parts);
+  if (!round.done && static_cast<int>(round.parts.size()) == world.size && world.failure == 0) {
+    std::vector<Parts> by_rank;
+    for (auto& [rank, of_rank] : round.parts) by_rank.push_back(of_rank);
+    if (!Meeting(std::move(by_rank)).Run()) world.failure = kInvalidUsage;
+    round.done = true;
+    TheShared().changed.notify_all();
+  }
+  TheShared().changed.wait(lock, [&] { return round.done || state->aborted; });
+  if (!round.done) round.parts.erase(state->rank);
+  --state->running;
+  TheShared().changed.notify_all();
+}
+
+}  // namespace
+
+struct ncclComm {
+  std::shared_ptr<State> state = std::make_shared<State>();
+};
+
+namespace {
+
+// The calls of this thread's open group.
+struct Group {
+  int depth = 0;
+  ncclComm* communicator = nullptr;
+  CUstream_st* stream = nullptr;
+  Parts parts;
+};
+
+Group& TheGroup() {
+  thread_local Group group;
+  return group;
+}
+
+int Add(const char* function, ncclComm* communicator, CUstream_st* stream, const Part& part) {
+  const int result = Called(function);
+  if (result != 0) return result;
+  Group& group = TheGroup();
+  if (group.depth == 0 || stream->ordinal != communicator->state->ordinal) return kInvalidUsage;
+  if (part.count == 0 || part.type > kBfloat16) return kInvalidArgument;
+  group.communicator = communicator;
+  group.stream = stream;
+  group.parts.push_back(part);
+  return kInProgress;
+}
+
+}  // namespace
+
+namespace simulated {
+
+void BreakCommunicators(int result) {
+  const std::lock_guard<std::mutex> lock(TheShared().mutex);
+  for (const auto& state : Communicators()) state->failure = result;
+}
+
+void SetNcclVersion(int number) { version = number; }
+
+}  // namespace simulated
+
+extern "C" {
+
+SIMULATED_EXPORT int ncclGetVersion(int* number) {
+  *number = version;
+  return kSuccess;
+}
+
+SIMULATED_EXPORT const char* ncclGetErrorString(int) { return "simulated error"; }
+SIMULATED_EXPORT const char* ncclGetLastError(ncclComm*) { return "details"; }
+
+SIMULATED_EXPORT int ncclGetUniqueId(Id* id) {
+  static std::atomic<int> next{0};
+  std::memset(id, 0, sizeof(*id));
+  const std::string text = "world " + std::to_string(++next);
+  std::memcpy(id->bytes, text.data(), text.size());
+  return Called("ncclGetUniqueId");
+}
+
+SIMULATED_EXPORT int ncclCommInitRankConfig(ncclComm** communicator, int size, Id id, int rank,
+                                            Config* config) {
+  const int result = Called("ncclCommInitRankConfig");
+  if (result != 0) return result;
+  const int device = CurrentDevice();
+  if (config->magic != 0xcafebeef || config->size != 24 || config->version != 21400 ||
+      config->blocking != 0 || device < 0 || rank < 0 || rank >= size) {
+    return kInvalidArgument;
+  }
+  const std::lock_guard<std::mutex> lock(TheShared().mutex);
+  std::shared_ptr<World>& world = Worlds()[id.bytes];
+  if (!world) world = std::make_shared<World>();
+  world->size = size;
+  if (!world->devices.insert(device).second || !world->ranks.insert(rank).second) {
+    return kInvalidUsage;
+  }
+  *communicator = new ncclComm();
+  State& state = *(*communicator)->state;
+  state.world = world;
+  state.rank = rank;
+  state.ordinal = device;
+  state.in_background = 2;
+  Communicators().insert((*communicator)->state);
+  return kInProgress;
+}
+
+SIMULATED_EXPORT int ncclCommAbort(ncclComm* communicator) {
+  {
+    std::unique_lock<std::mutex> lock(TheShared().mutex);
+    State& state = *communicator->state;
+    state.aborted = true;
+    Communicators().erase(communicator->state);
+    TheShared().changed.notify_all();
+    // What a held stream has not begun ends when it does.
+    TheShared().changed.wait(lock, [&] {
+      return state.running == 0 || TheShared().held[static_cast<size_t>(state.ordinal)];
+    });
+  }
+  delete communicator;
+  return Called("ncclCommAbort");
+}
+
+SIMULATED_EXPORT int ncclCommGetAsyncError(ncclComm* communicator, int* result) {
+  const std::lock_guard<std::mutex> lock(TheShared().mutex);
+  State& state = *communicator->state;
+  const World& world = *state.world;
+  if (state.failure != 0 || world.failure != 0) {
+    *result = state.failure != 0 ? state.failure : world.failure;
+  } else if (static_cast<int>(world.ranks.size()) < world.size || state.in_background > 0) {
+    if (state.in_background > 0) --state.in_background;
+    *result = kInProgress;
+  } else {
+    *result = kSuccess;
+  }
+  return Called("ncclCommGetAsyncError");
+}
+
+SIMULATED_EXPORT int ncclGroupStart() {
+  ++TheGroup().depth;
+  return Called("ncclGroupStart");
+}
+
+SIMULATED_EXPORT int ncclGroupEnd() {
+  Group& group = TheGroup();
+  if (--group.depth > 0) return kSuccess;
+  const Group ended = std::exchange(group, Group{});
+  const int result = Called("ncclGroupEnd");
+  if (result != 0 || ended.communicator == nullptr) return result;
+  const std::shared_ptr<State> state = ended.communicator->state;
+  uint64_t number = 0;
+  {
+    const std::lock_guard<std::mutex> lock(TheShared().mutex);
+    number = state->groups++;
+    ++state->running;
+    state->in_background = 2;
+  }
+  ended.stream->Put([state, number, parts = ended.parts] { Run(state, number, parts); });
+  return kInProgress;
+}
+
+SIMULATED_EXPORT int ncclAllReduce(const void* source, void* target, size_t count, int type, int op,
+                                   ncclComm* communicator, CUstream_st* stream) {
+  return Add("ncclAllReduce", communicator, stream,
+             Part{Kind::kAllReduce, static_cast<const char*>(source), static_cast<char*>(target),
+                  count, type, op, 0});
+}
+
+SIMULATED_EXPORT int ncclReduce(const void* source, void* target, size_t count, int type, int op,
+                                int root, ncclComm* communicator, CUstream_st* stream) {
+  return Add("ncclReduce", communicator, stream,
+             Part{Kind::kReduce, static_cast<const char*>(source), static_cast<char*>(target),
+                  count, type, op, root});
+}
+
+SIMULATED_EXPORT int ncclReduceScatter(const void* source, void* target, size_t count, int type,
+                                       int op, ncclComm* communicator, CUstream_st* stream) {
+  return Add("ncclReduceScatter", communicator, stream,
+             Part{Kind::kReduceScatter, static_cast<const char*>(source),
+                  static_cast<char*>(target), count, type, op, 0});
+}
+
+SIMULATED_EXPORT int ncclBroadcast(const void* source, void* target, size_t count, int type,
+                                   int root, ncclComm* communicator, CUstream_st* stream) {
+  return Add("ncclBroadcast", communicator, stream,
+             Part{Kind::kBroadcast, static_cast<const char*>(source), static_cast<char*>(target),
+                  count, type, kSum, root});
+}
+
+SIMULATED_EXPORT int ncclAllGather(const void* source, void* target, size_t count, int type,
+                                   ncclComm* communicator, CUstream_st* stream) {
+  return Add("ncclAllGather", communicator, stream,
+             Part{Kind::kAllGather, static_cast<const char*>(source), static_cast<char*>(target),
+                  count, type, kSum, 0});
+}
+
+SIMULATED_EXPORT int ncclSend(const void* source, size_t count, int type, int peer,
+                              ncclComm* communicator, CUstream_st* stream) {
+  return Add("ncclSend", communicator, stream,
+             Part{Kind::kSend, static_cast<const char*>(source), nullptr, count, type, kSum, peer});
+}
+
+SIMULATED_EXPORT int ncclRecv(void* target, size_t count, int type, int peer,
+                              ncclComm* communicator, CUstream_st* stream) {
+  return Add("ncclRecv", communicator, stream,
+             Part{Kind::kReceive, nullptr, static_cast<char*>(target), count, type, kSum, peer});
+}
+
+}  // extern "C"
