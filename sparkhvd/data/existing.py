@@ -167,7 +167,7 @@ def _held(store: Store, folder: str) -> leases.Hold | None:
         return None
     url, dataset_id = found
     try:
-        home = store.at(url)
+        home = store if url == f"{store.url}/" else store.at(url)
         if not home.list(layout.lease_folder(dataset_id)):
             return None  # a copy: only what was held before is ever removed
         if isinstance(home, ReadOnlyFolder):

@@ -22,12 +22,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd.data.processes import machine, process_start
 from sparkhvd.data.spark_job import is_connect, run_job
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ _SHOWN_ID = re.compile(r"#(\d+)")
 _CACHE_SHOWN = re.compile(r"[ :+-]*InMemoryRelation \[")
 _INDENTATION = re.compile(r"[ :+-]*")
 _ACCESS_TIME = re.compile(r"access_time=\d+; ")
+# The JVM in the name of an application. Of one that cannot be seen from here there is no start, so it never matches.
+_PROCESS = re.compile(r"[^/]*/\d+/(?P<pid>\d{1,9})@(?P<start>\d+)@(?P<machine>.*)", re.DOTALL)
 # What holds no rows and differs between sessions.
 _IGNORED_SETTINGS = ("spark.sql.warehouse.dir", "spark.sql.artifact.", "spark.sql.session.uuid")
 
@@ -132,16 +134,15 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
     """Tells of one of ``Fingerprint.caches`` whether it may live; those of other machines are taken to."""
     if is_connect(spark):
         return lambda _cache: True
-    application = _application(spark)
-    host = application.rpartition("@")[2]
-    alive = {int(number) for number in spark.sparkContext._jsc.getPersistentRDDs()}  # noqa: SLF001
+    application, here = _application(spark), machine()
+    alive = {str(number) for number in spark.sparkContext._jsc.getPersistentRDDs()}  # noqa: SLF001
 
     def may_live(cache: str) -> bool:
         of, _, number = cache.rpartition("/")
         if of == application:
-            return int(number) in alive
-        pid, _, its_host = of.rpartition("/")[2].partition("@")
-        return its_host != host or _is_running(int(pid))
+            return number in alive
+        process = _PROCESS.fullmatch(of)
+        return process is None or process["machine"] != here or process_start(int(process["pid"])) == process["start"]
 
     return may_live
 
@@ -149,18 +150,8 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
 def _application(spark: SparkSession) -> str:
     """Names the application as no other is named, also where masters number theirs alike."""
     context = spark.sparkContext
-    process = context._jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getName()  # type: ignore[union-attr]  # noqa: SLF001
-    return f"{context.applicationId}/{context.startTime}/{process}"
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    pid = context._jvm.java.lang.ProcessHandle.current().pid()  # type: ignore[union-attr]  # noqa: SLF001
+    return f"{context.applicationId}/{context.startTime}/{pid}@{process_start(pid)}@{machine()}"
 
 
 def _session(df: DataFrame) -> list[object]:

@@ -7,7 +7,7 @@ dataset. It makes these things safe among drivers that share a Store and may be 
 - the remains of a preparation that was killed are found by the lease that it leaves.
 
 A lease of a process on this machine ends with the process; one of another machine is believed for ``BELIEVED_SECONDS``,
-so whoever holds one renews it (``Renewal``) long before.
+so whoever holds one renews it (``Hold``) long before.
 
 Taking a lease and removing a dataset can happen at the same time. Whoever removes takes the manifest away first and
 then looks for leases once more; whoever takes a lease looks for the manifest afterwards. So at least one of them sees
@@ -20,14 +20,14 @@ import json
 import logging
 import math
 import os
-import platform
+import queue
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 
+from sparkhvd.data.processes import machine, process_start
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -38,8 +38,10 @@ BELIEVED_SECONDS = 7 * 24 * 3600.0
 RENEW_SECONDS = 24 * 3600.0
 # By the clock on the wall, since a machine may sleep meanwhile; so this is also how soon a failure is tried again.
 _LOOK_SECONDS = 3600.0
-_JOIN_TIMEOUT = 60.0
+_RELEASE_SECONDS = 300.0  # it may mean to remove the dataset
 _RELEASED = "released"
+# Ends the name of a lease for one use, of which there may be one per rank; it repeats what the others say.
+_USE = "-use"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,6 @@ class Record:
         started: when the process started, in the kernel's own count: a pid is used again, the pair is not.
         taken: when the lease was taken or renewed, in seconds since 1970.
         keep_seconds: how long the dataset is to be kept after its last use.
-        borrowed: whether somebody else opened the dataset, and this is one use of it.
     """
 
     machine: str
@@ -60,12 +61,11 @@ class Record:
     started: str
     taken: float
     keep_seconds: float
-    borrowed: bool = False
 
     def holds(self, now: float) -> bool:
         """Whether the owner may still use the dataset."""
-        if self.machine == _machine():
-            return _process_start(self.pid) == self.started
+        if self.machine == machine():
+            return process_start(self.pid) == self.started
         return now - self.taken < BELIEVED_SECONDS
 
 
@@ -78,7 +78,6 @@ class Lease:
         dataset_id: names it.
         owner: names the hold.
         keep_seconds: see ``Record``.
-        borrowed: see ``Record``.
         caches: Spark's caches that the rows are of; when one of them is gone, nobody can want the dataset again.
     """
 
@@ -86,7 +85,6 @@ class Lease:
     dataset_id: str
     owner: str
     keep_seconds: float
-    borrowed: bool = False
     caches: tuple[str, ...] = ()
 
     @property
@@ -105,7 +103,7 @@ class Lease:
                 f"{self.store.url}/{self.path} was removed meanwhile, as if nobody held the prepared rows."
             )
         with self.store.open(self.path, "wb") as file:
-            file.write(_record(self.keep_seconds, borrowed=self.borrowed))
+            file.write(_record(self.keep_seconds))
 
     def withdraw(self) -> None:
         """End the hold as if it had never been."""
@@ -117,16 +115,18 @@ class Lease:
             self.withdraw()  # a note of its use would make the dataset one that `clean` may remove
             return
         now = time.time()
-        note = {"time": now, "keep_seconds": self.keep_seconds, "caches": self.caches}
-        with self.store.open(layout.lease_path(self.dataset_id, _RELEASED), "wb") as file:
+        path = layout.lease_path(self.dataset_id, _RELEASED)
+        caches = self.caches or _json(self.store, path).get("caches", ())  # one use does not know them
+        note = {"time": now, "keep_seconds": self.keep_seconds, "caches": caches}
+        with self.store.open(path, "wb") as file:
             file.write(json.dumps(note).encode())
         self.store.delete(self.path)
         if self.keep_seconds <= 0:
             remove_unused(self.store, self.dataset_id, now)
 
 
-class Renewal:
-    """Renews a lease every ``RENEW_SECONDS``, until it is closed; a failure is logged and tried again.
+class Hold:
+    """A lease that a thread renews every ``RENEW_SECONDS`` (a failure is logged and tried again), until ``close``.
 
     Args:
         lease: taken just now.
@@ -139,19 +139,28 @@ class Renewal:
     ) -> None:
         self._lease = lease
         self._look_seconds, self._renew_seconds = look_seconds, renew_seconds
-        self._closed = threading.Event()
+        self._pid = os.getpid()
+        # A finalizer may put into it wherever it interrupts whichever thread; it could not set an event.
+        self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
         # Rows may be prepared without ever being closed; that must not keep the interpreter from ending.
         self._thread = threading.Thread(target=self._work, name="sparkhvd-lease", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Stop; before the lease is released."""
-        self._closed.set()
-        self._thread.join(_JOIN_TIMEOUT)
+    def close(self, seconds: float = _RELEASE_SECONDS) -> None:
+        """Release the lease; a second call does nothing, nor does one in a process that was forked from the owner.
+
+        Args:
+            seconds: how long to wait until it is released.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._closed.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(seconds)
 
     def _work(self) -> None:
         renewed = time.time()
-        while not self._closed.wait(self._look_seconds):
+        while not self._is_closed():
             now = time.time()
             if now - renewed < self._renew_seconds:
                 continue
@@ -161,25 +170,15 @@ class Renewal:
                 logger.warning("Could not renew the hold on the prepared rows: %s", error)
             else:
                 renewed = now
+        let_go(self._lease)
 
-
-class Hold:
-    """A lease that is renewed until ``close``.
-
-    Args:
-        lease: taken just now.
-    """
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease: Lease | None = lease
-        self._renewal = Renewal(lease)
-
-    def close(self) -> None:
-        """Release the lease; a second call does nothing."""
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._renewal.close()
-            let_go(lease)
+    def _is_closed(self) -> bool:
+        """Whether it is closed within ``look_seconds``."""
+        try:
+            self._closed.get(timeout=self._look_seconds)
+        except queue.Empty:
+            return False
+        return True
 
 
 def let_go(lease: Lease) -> None:
@@ -197,10 +196,11 @@ def take(store: Store, dataset_id: str, keep_seconds: float, caches: tuple[str, 
 
 def borrow(store: Store, dataset_id: str) -> Lease:
     """Hold a dataset for one use, and have it kept afterwards for as long as those said who held it before."""
-    found = (_json(store, path).get("keep_seconds") for path in store.list(layout.lease_folder(dataset_id)))
+    paths = [path for path in store.list(layout.lease_folder(dataset_id)) if not path.endswith(_USE)]
+    found = (_json(store, path).get("keep_seconds") for path in paths)
     keeps = [float(keep) for keep in found if isinstance(keep, int | float)]
     # What nobody ever held is not to be removed because of this.
-    return _publish(Lease(store, dataset_id, _owner(), max(keeps, default=math.inf), borrowed=True))
+    return _publish(Lease(store, dataset_id, f"{_owner()}{_USE}", max(keeps, default=math.inf)))
 
 
 def held_here(store: Store) -> list[str]:
@@ -208,10 +208,10 @@ def held_here(store: Store) -> list[str]:
     found = []
     now = time.time()
     for path in store.list(layout.LEASES):
-        record = _read(store, path)
-        if record is None or record.borrowed or record.pid != os.getpid():
+        record = None if path.endswith(_USE) else _read(store, path)
+        if record is None or record.pid != os.getpid():
             continue
-        if record.machine == _machine() and record.holds(now):
+        if record.machine == machine() and record.holds(now):
             found.append((path.rpartition("/")[2], layout.leased_dataset(path)))
     return list(dict.fromkeys(dataset for _, dataset in sorted(found, reverse=True)))
 
@@ -255,7 +255,7 @@ def remove_unused(store: Store, dataset_id: str, now: float) -> bool:
 
 
 def _publish(lease: Lease) -> Lease:
-    lease.store.publish(lease.path, _record(lease.keep_seconds, borrowed=lease.borrowed))
+    lease.store.publish(lease.path, _record(lease.keep_seconds))
     return lease
 
 
@@ -264,13 +264,10 @@ def _owner() -> str:
     return f"{time.time():017.6f}-{uuid.uuid4().hex[:16]}"
 
 
-def _record(keep_seconds: float, *, borrowed: bool) -> bytes:
+def _record(keep_seconds: float) -> bytes:
     """What a lease of this process says now."""
-    record = Record(_machine(), os.getpid(), _process_start(os.getpid()), time.time(), keep_seconds, borrowed)
-    content = asdict(record)
-    if not borrowed:
-        del content["borrowed"]  # versions that do not know it take a lease with it for none
-    return json.dumps(content).encode()
+    record = Record(machine(), os.getpid(), process_start(os.getpid()), time.time(), keep_seconds)
+    return json.dumps(asdict(record)).encode()
 
 
 def _forget(store: Store, dataset_id: str, manifest: bytes) -> None:
@@ -335,24 +332,3 @@ def _content(store: Store, path: str) -> bytes | None:
         if store.exists(path):
             raise
         return None  # another driver removed it between the listing and now
-
-
-def _machine() -> str:
-    """This machine and, inside a container, the container: what a pid means something in."""
-    parts = [platform.node()]
-    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            place = Path(source)
-            parts.append(str(place.readlink()) if place.is_symlink() else place.read_text().strip())
-        except OSError:
-            continue
-    return "/".join(parts)
-
-
-def _process_start(pid: int) -> str:
-    """When a process started, in clock ticks since boot; empty when it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] == "Z" else fields[19]

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from sparkhvd.data.torch_data import TorchBatches
 
 
+# Enough to end a hold. A finalizer may have interrupted what is needed for that, so it cannot wait for long.
+_FINALIZER_SECONDS = 10.0
+
+
 @dataclass(frozen=True)
 class Loading:
     """What both loaders can be told; see ``torch_loader``."""
@@ -55,7 +59,8 @@ class Loading:
             found.close()
             raise
         # For those who close nothing. A process that is killed before leaves a hold that goes with it or grows old.
-        weakref.finalize(source, found.close)
+        if found.hold is not None:
+            weakref.finalize(source, found.hold.close, _FINALIZER_SECONDS)
         return source, found
 
     def _source(self, found: ExistingFiles) -> ParquetSource:

@@ -62,12 +62,12 @@ class TorchBatches(IterableDataset[Tensors]):
     ) -> None:
         self.close()
 
+    def __getstate__(self) -> dict[str, object]:
+        raise _no_workers()  # a DataLoader whose workers are not forked sends it to them
+
     def __iter__(self) -> Iterator[Tensors]:
         if get_worker_info() is not None:
-            raise ConfigError(
-                "torch_loader decodes in threads of its own and is already divided among the ranks; use it with "
-                "DataLoader(..., num_workers=0), or without a DataLoader."
-            )
+            raise _no_workers()
         first, self._first_step = self._first_step, 0
         return self._batches(first)
 
@@ -75,6 +75,13 @@ class TorchBatches(IterableDataset[Tensors]):
         with closing(self._source.epoch(self._epoch, first_step)) as batches:  # type: ignore[type-var]  # a generator
             for batch in batches:
                 yield _tensors(batch, self._sparse)
+
+
+def _no_workers() -> ConfigError:
+    return ConfigError(
+        "torch_loader decodes in threads of its own and is already divided among the ranks; use it with "
+        "DataLoader(..., num_workers=0), or without a DataLoader."
+    )
 
 
 def sparse_tensor(array: npt.NDArray[np.generic], width: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:

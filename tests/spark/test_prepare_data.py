@@ -20,6 +20,7 @@ from pyspark.sql import functions
 from sparkhvd import TorchEstimator, prepare_data
 from sparkhvd.data import ParquetSource, clean, load
 from sparkhvd.data.fingerprint import fingerprint, living_caches
+from sparkhvd.data.processes import machine, process_start
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError
 from sparkhvd.store import LocalStore, layout
@@ -313,9 +314,16 @@ def test_a_cache_is_recognised_as_long_as_it_lives_and_never_as_another(spark, s
     (cache,) = seen[0].caches
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    host = cache.rpartition("/")[0].rpartition("@")[2]
-    names = [cache, f"app/1/{ended.pid}@elsewhere/7", f"app/1/{ended.pid}@{host}/7"]
-    assert [living_caches(spark)(name) for name in names] == [True, True, False], "its process has ended"
+    here, start = machine(), process_start(os.getpid())
+    others = {
+        f"app/1/{os.getpid()}@{start}@{here}/7": True,
+        f"app/1/{os.getpid()}@{int(start) - 1}@{here}/7": False,  # the number of an ended process, used again
+        f"app/1/{ended.pid}@{start}@{here}/7": False,
+        f"app/1/{ended.pid}@{start}@elsewhere/7": True,
+        f"app/1/@{here}/{10**30}": True,
+        "damaged": True,
+    }
+    assert {name: living_caches(spark)(name) for name in (cache, *others)} == {cache: True, **others}
     with prepare_data(1, store, cached, ["y"]) as second:
         assert (second.reused, rows_of(second)["r"].tolist()) == (True, kept)
     cached.unpersist(blocking=True)

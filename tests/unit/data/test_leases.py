@@ -6,14 +6,17 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
 
 from sparkhvd.data import leases, torch_loader
-from sparkhvd.data.existing import open_existing
+from sparkhvd.data.existing import open_data, open_existing
 from sparkhvd.data.prepared import clean, hold
+from sparkhvd.data.processes import machine
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.store import layout
 
@@ -96,7 +99,7 @@ def test_a_lease_of_another_machine_is_believed_for_a_week(store, make_dataset):
 def test_the_remains_of_a_killed_preparation_are_removed_at_once(store):
     with store.open(f"{layout.dataset_rows_folder('d')}/part-0", "wb") as file:
         file.write(b"half")
-    write_lease(store, "d", machine=leases._machine(), pid=2**22 + 1, keep_seconds=1e9)
+    write_lease(store, "d", machine=machine(), pid=2**22 + 1, keep_seconds=1e9)
     assert leases.remove_expired(store) == ["d"]
     assert store.list("") == []
 
@@ -165,11 +168,11 @@ def test_a_hold_is_renewed_until_it_is_let_go(store, make_dataset):
     make_dataset(dataset_id="d")
     lease = leases.take(store, "d", 7.0)
     first = record_of(lease)
-    renewal = leases.Renewal(lease, look_seconds=0.001, renew_seconds=0.0)
+    held = leases.Hold(lease, look_seconds=0.001, renew_seconds=0.0)
     wait_for(lambda: record_of(lease)["taken"] > first["taken"])
-    renewal.close()
     assert {**record_of(lease), "taken": first["taken"]} == first
-    lease.release()
+    held.close()
+    held.close()
     assert store.list(layout.LEASES) == ["leases/d/released"]
 
 
@@ -183,11 +186,11 @@ def test_a_hold_is_renewed_when_it_is_old_enough_and_not_before(store, make_data
         return started + (leases.RENEW_SECONDS + 1 if len(looks) > 20 else 1)
 
     monkeypatch.setattr(leases, "time", SimpleNamespace(time=now))
-    renewal = leases.Renewal(lease, look_seconds=0.001)
+    held = leases.Hold(lease, look_seconds=0.001)
     wait_for(lambda: len(looks) > 10)
     assert record_of(lease)["taken"] == first
     wait_for(lambda: record_of(lease)["taken"] > first + leases.RENEW_SECONDS)
-    renewal.close()
+    held.close()
 
 
 def test_a_failed_renewal_is_logged_and_tried_again(store, make_dataset, monkeypatch, caplog):
@@ -202,9 +205,9 @@ def test_a_failed_renewal_is_logged_and_tried_again(store, make_dataset, monkeyp
         return original(self, path, mode)
 
     monkeypatch.setattr(type(store), "open", failing)
-    renewal = leases.Renewal(lease, look_seconds=0.001, renew_seconds=0.0)
+    held = leases.Hold(lease, look_seconds=0.001, renew_seconds=0.0)
     wait_for(lambda: record_of(lease)["taken"] > first)
-    renewal.close()
+    held.close()
     assert failures == [lease.path]
     assert "Could not renew the hold on the prepared rows: the network is away" in caplog.text
 
@@ -237,6 +240,32 @@ def test_after_one_more_use_a_dataset_is_kept_as_long_as_before(store, make_data
     assert leases.remove_expired(store) == []
     release_long_ago(store, "d", use.keep_seconds - 600)
     assert leases.remove_expired(store) == ["d"]
+
+
+def test_a_use_that_ends_last_leaves_what_is_known_of_the_caches(store, make_dataset):
+    make_dataset(dataset_id="d")
+    lease, use = leases.take(store, "d", 100.0, ("a cache",)), leases.borrow(store, "d")
+    lease.release()
+    use.release()
+    assert leases.remove_expired(store) == []
+    assert leases.remove_expired(store, lambda cache: cache != "a cache") == ["d"]
+
+
+def test_the_uses_of_other_ranks_are_not_read(store, make_dataset, monkeypatch):
+    make_dataset(dataset_id="d")
+    lease = leases.take(store, "d", 100.0)
+    uses = [leases.borrow(store, "d") for _ in range(3)]
+    original, read = type(store).open, []
+
+    def open_file(self, path, mode):
+        read.append(path)
+        return original(self, path, mode)
+
+    monkeypatch.setattr(type(store), "open", open_file)
+    assert leases.borrow(store, "d").keep_seconds == 100.0
+    assert leases.held_here(store) == ["d"]
+    assert read == [lease.path] * 2
+    assert len({use.path for use in uses}) == 3
 
 
 def test_what_nobody_ever_held_stays_after_a_use(store, make_dataset):
@@ -279,13 +308,8 @@ def test_holding_a_dataset_that_is_gone_leaves_nothing(store):
     assert store.list("") == []
 
 
-def test_a_lease_says_only_what_every_version_understands_and_what_later_ones_say_is_ignored(store, make_dataset):
+def test_what_a_later_version_says_in_a_lease_is_ignored(store, make_dataset):
     make_dataset(dataset_id="d")
-    lease, use = leases.take(store, "d", 7.0), leases.borrow(store, "d")
-    assert "borrowed" not in record_of(lease)
-    assert record_of(use)["borrowed"] is True
-    lease.withdraw()
-    use.withdraw()
     write_lease(store, "d", colour="blue")
     assert leases.remove_all_unused(store) == []
 
@@ -360,6 +384,48 @@ def test_a_loader_holds_prepared_rows_as_long_as_it_lives(store, make_dataset, e
     gc.collect()
     assert store.list(layout.LEASES) == ["leases/d/released"]
     assert clean(store) == ["d"]
+
+
+def test_a_finalizer_ends_a_hold_also_from_within_its_thread(store, make_dataset, monkeypatch):
+    make_dataset(dataset_id="d")
+    owners = [threading.Event()]
+    lease = leases.take(store, "d", 10.0)
+    monkeypatch.setattr(leases.Lease, "renew", lambda _: owners.clear())
+    held = leases.Hold(lease, look_seconds=0.001, renew_seconds=0.0)
+    weakref.finalize(owners[0], held.close)
+    wait_for(lambda: store.list(layout.LEASES) == ["leases/d/released"])
+    held.close()
+
+
+FORKED = """
+import os, sys
+from sparkhvd.data import torch_loader
+
+loader = torch_loader(sys.argv[1], 4)
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *os.listdir(sys.argv[2]))
+"""
+
+
+def test_a_hold_ends_with_the_interpreter_and_not_with_that_of_a_forked_process(store, make_dataset):
+    manifest = make_dataset(dataset_id="d")
+    leases.take(store, "d", 1500.0).release()
+    command = [sys.executable, "-c", FORKED, f"{store.root}/{manifest.folder}", f"{store.root}/leases/d"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
+    status, *there = done.stdout.split()
+    assert status == "7", done.stderr
+    assert [name.endswith("-use") for name in sorted(there)] == [True, False]
+    assert store.list(layout.LEASES) == ["leases/d/released"]
+
+
+def test_rows_in_the_callers_own_store_are_held_through_it(store, make_dataset):
+    manifest = make_dataset(dataset_id="d")
+    release_long_ago(store, "d", 10.0)
+    files = open_data(manifest.folder, None, store=store)
+    assert files.hold._lease.store is store
+    files.close()
 
 
 def test_who_reads_by_a_manifest_relies_on_who_prepared_it(store, make_dataset):

@@ -86,15 +86,17 @@ from torch.utils.data import DataLoader
 from sparkhvd.data import torch_loader
 
 try:
-    list(DataLoader(torch_loader(sys.argv[1], 100), batch_size=None, num_workers=1))
+    loader = torch_loader(sys.argv[1], 100)
+    list(DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context=sys.argv[2]))
 except Exception as error:
     print(error)
 """
 
 
-def test_a_dataloader_with_workers_is_refused(folder):
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_dataloader_with_workers_is_refused(folder, start):
     """In a process of its own: a fork of this one would shut down its connections with Spark (py4j ends them)."""
-    command = [sys.executable, "-c", WORKERS, str(folder)]
+    command = [sys.executable, "-c", WORKERS, str(folder), start]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=True)
     assert "use it with DataLoader(..., num_workers=0), or without a DataLoader" in done.stdout, done.stderr
 
