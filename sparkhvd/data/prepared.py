@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 24 * 3600.0
-# How long somebody who prepares the same rows is waited for.
-_TURN_SECONDS = 3600.0
+# How long somebody who prepares the same rows is waited for; longer than that takes, or all who wait start at once.
+_TURN_SECONDS = 24 * 3600.0
 
 
 class PreparedData:
@@ -188,7 +188,7 @@ def acquire(
     prepare_anew = partial(_prepared_now, df, selection, store, writing=writing, identify=identify, known=known)
     if known is None:
         return prepare_anew(keep_seconds=0.0)
-    with in_turn(f"{store.url} {known.text}", Deadline.after(_TURN_SECONDS)):
+    with in_turn(f"preparing the rows {known.text} in {store.url}", Deadline.after(_TURN_SECONDS)):
         found = _prepared_before(store, known, keep_seconds) or prepare_anew(keep_seconds=keep_seconds)
     if found.train_rows < writing.num_proc:
         found.close()

@@ -20,6 +20,7 @@ from sparkhvd.deadline import Deadline
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
+_SAY_SECONDS = 3600.0
 
 
 @contextmanager
@@ -27,10 +28,14 @@ def in_turn(what: str, deadline: Deadline) -> Iterator[None]:
     """Hold the turn for ``what`` inside ``with``.
 
     Without it, work is done twice but not wrong: where no turn can be had, by the deadline or at all, it goes on so.
+
+    Args:
+        what: what is done in turn, such as "preparing rows 7"; the same text for the same thing.
+        deadline: of the wait. Whoever dies gives the turn back, so it is for those who hang.
     """
     digest = hashlib.sha256(what.encode()).hexdigest()[:32]
     path = Path(tempfile.gettempdir(), f"sparkhvd-turn-{os.getuid()}-{digest}")
-    descriptor = _taken(path, deadline)
+    descriptor = _taken(path, what, deadline)
     try:
         yield
     finally:
@@ -40,35 +45,32 @@ def in_turn(what: str, deadline: Deadline) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _taken(path: Path, deadline: Deadline) -> int | None:
-    waits = False
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            logger.debug("Nobody can be waited for: %s", error)
-            return None
-        try:
-            if _locked(descriptor, path):
-                return descriptor
-        except OSError as error:  # some network file systems have no locks
-            logger.debug("Nobody can be waited for: %s", error)
-            os.close(descriptor)
-            return None
-        os.close(descriptor)
-        if not waits:
-            waits = True
-            logger.info("Somebody on this machine prepares the same rows; waiting for them.")
-        if deadline.expired():
-            logger.info("Somebody on this machine prepares the same rows and has not finished; not waiting any longer.")
-            return None
-        time.sleep(_LOOK_SECONDS)
+def _taken(path: Path, what: str, deadline: Deadline) -> int | None:
+    level, silence = logging.INFO, Deadline.after(0)
+    try:
+        while (descriptor := _locked(path)) is None and not deadline.expired():
+            if silence.expired():
+                logger.log(level, "Somebody on this machine is %s already; waiting for them (%s).", what, path)
+                level, silence = logging.WARNING, Deadline.after(_SAY_SECONDS)
+            time.sleep(_LOOK_SECONDS)
+    except OSError as error:  # the folder cannot be written, or its network file system has no locks
+        logger.debug("Nobody can be waited for: %s", error)
+        return None
+    if descriptor is None:
+        logger.warning("Somebody on this machine is %s and has not finished; not waiting any longer.", what)
+    return descriptor
 
 
-def _locked(descriptor: int, path: Path) -> bool:
+def _locked(path: Path) -> int | None:
+    """A descriptor of the file, locked; None while another has the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    mine = False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        there, mine = path.stat(), os.fstat(descriptor)
+        mine = os.path.samestat(path.stat(), os.fstat(descriptor))
     except (BlockingIOError, FileNotFoundError):
-        return False
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+        pass
+    finally:
+        if not mine:
+            os.close(descriptor)
+    return descriptor if mine else None

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd.data import turns
 from sparkhvd.data.turns import in_turn
 from sparkhvd.deadline import Deadline
 
@@ -45,13 +46,16 @@ def test_threads_take_turns_and_leave_nothing(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplog):
+def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplog, monkeypatch):
+    monkeypatch.setattr(turns, "_SAY_SECONDS", 0.0)
     caplog.set_level("INFO")
-    with in_turn("one", Deadline.after(60)), in_turn("two", Deadline.after(60)):
+    with in_turn("doing one", Deadline.after(60)), in_turn("doing two", Deadline.after(60)):
         assert caplog.text == ""
-        with in_turn("one", Deadline.after(0.1)):
-            assert "prepares the same rows; waiting for them" in caplog.text
-            assert "has not finished; not waiting any longer" in caplog.text
+        with in_turn("doing one", Deadline.after(0.2)):
+            first, *again, last = caplog.records
+    assert (first.levelname, {record.levelname for record in again}) == ("INFO", {"WARNING"})
+    assert "Somebody on this machine is doing one already; waiting for them (/" in first.message
+    assert last.message == "Somebody on this machine is doing one and has not finished; not waiting any longer."
 
 
 def test_whoever_dies_gives_the_turn_back(folder):
