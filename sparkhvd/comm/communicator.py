@@ -91,10 +91,11 @@ class Communicator:
         """Whether every host has the same number of ranks."""
         return self._homogeneous
 
-    def counters(self) -> dict[str, int]:
-        """Monotonic counts of what the core did, by name."""
+    def counters(self, process_set: ProcessSet | None = None) -> dict[str, int]:
+        """Monotonic counts of what the core did among all ranks, or among those of ``process_set``, by name."""
+        engine = self._engine if process_set is None else self.channel(process_set).engine
         with translated():
-            return self._engine.counters()
+            return engine.counters()
 
     def tuning(self) -> dict[str, int]:
         """The settings that autotuning may change, as they are in force on all ranks; process sets are not tuned.

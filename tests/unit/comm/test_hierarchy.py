@@ -53,7 +53,7 @@ def reduce_in_a_set_of_ranks():
         results = (
             me.allreduce(np.full(5000, me.world.rank), ReduceOp.MAX, process_set=chosen).tolist(),
             me.allgather(rows_of_rank(me.world.rank), process_set=chosen).shape,
-            me.channel(chosen).engine.counters()["hierarchical"],
+            me.counters(chosen)["hierarchical"],
         )
     me.remove_process_set(chosen)
     return results
