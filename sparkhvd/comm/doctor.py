@@ -70,7 +70,7 @@ class HangDoctor:
         self._next_report = self._patience
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
-        self._is_asked(0)  # the question's connection is there from now on
+        self._is_asked(0, 0.0)  # the question's connection is there from now on
         self._rendezvous.set(self._key("who", world.rank), encode(own_identity()), self._soon())
         self._thread = threading.Thread(target=self._run, name="sparkhvd-doctor")
         self._thread.start()
@@ -92,8 +92,9 @@ class HangDoctor:
     def _run(self) -> None:
         try:
             question = 0
+            glance = min(_GLANCE_SECONDS, self._patience / 4)
             while not self._over():
-                if self._is_asked(question):
+                if self._is_asked(question, glance):
                     self._answer(question)
                     question += 1
                 self._look_for_stall(question)
@@ -105,10 +106,10 @@ class HangDoctor:
         # An interpreter that ends waits for this thread, which therefore goes when the main thread has gone.
         return self._stopping.is_set() or not threading.main_thread().is_alive()
 
-    def _is_asked(self, question: int) -> bool:
-        glance = min(_GLANCE_SECONDS, self._patience / 4)
+    def _is_asked(self, question: int, seconds: float) -> bool:
+        """Whether the question comes within so many seconds."""
         try:
-            self._rendezvous.get(self._key("question", question), Deadline.after(glance))
+            self._rendezvous.get(self._key("question", question), Deadline.after(seconds))
         except DeadlineExceededError:
             return False
         return True
