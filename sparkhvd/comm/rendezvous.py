@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from sparkhvd import _core
+from sparkhvd.closing import Closing
 from sparkhvd.comm.failures import translated
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import NotInitializedError
 
 
-class RendezvousServer:
+class RendezvousServer(Closing):
     """Serves keys and values to holders of ``token``, from construction until ``close()``.
 
     Args:
@@ -60,16 +59,8 @@ class RendezvousServer:
             raise NotInitializedError("This rendezvous server is closed; start a new one.")
         return self._core
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class RendezvousClient:
+class RendezvousClient(Closing):
     """Connection to a ``RendezvousServer``; several threads may use it at once.
 
     Args:
@@ -106,11 +97,3 @@ class RendezvousClient:
         """Leave the server. Closing twice is fine."""
         with translated():
             self.core.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

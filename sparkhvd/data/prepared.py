@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from sparkhvd.closing import Closing
 from sparkhvd.data import leases
 from sparkhvd.data.facts import too_few_rows
 from sparkhvd.data.fingerprint import Fingerprint, fingerprint, living_caches
@@ -29,8 +30,6 @@ from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from pyspark.sql import DataFrame, SparkSession
 
 logger = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ KEEP_SECONDS = 24 * 3600.0
 _TURN_SECONDS = 24 * 3600.0
 
 
-class PreparedData:
+class PreparedData(Closing):
     """A dataset in a Store that stays there until ``close``, or the end of ``with``; then see the module's text.
 
     Attributes:
@@ -83,14 +82,6 @@ class PreparedData:
     def __getstate__(self) -> dict[str, object]:
         """Ranks get to know the dataset; who prepared it holds it."""
         return {**self.__dict__, "_hold": None}
-
-    def __enter__(self) -> PreparedData:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         held_out = f", {self.validation_rows} held out" if self.manifest.validation is not None else ""

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from sparkhvd.closing import Closing
 from sparkhvd.data.batches import Batch
 from sparkhvd.data.columns import coordinates, sparse_widths
 from sparkhvd.data.readers import RowSource
 from sparkhvd.errors import ConfigError, SchemaError
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 Tensors = dict[str, torch.Tensor]
 
 
-class TorchBatches(IterableDataset[Tensors]):
+class TorchBatches(Closing, IterableDataset[Tensors]):
     """The batches of one rank; see ``sparkhvd.data.torch_loader``.
 
     Columns that no tensor can hold (strings, binary, dates, exact decimals) need a transformation or to be left out.
@@ -53,14 +50,6 @@ class TorchBatches(IterableDataset[Tensors]):
     def close(self) -> None:
         """Let go of the rows; not before the last batch."""
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, object]:
         raise _no_workers()  # a DataLoader whose workers are not forked sends it to them

@@ -7,9 +7,9 @@ import math
 import socket
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Protocol
 
+from sparkhvd.closing import Closing
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
 from sparkhvd.rpc.frames import FrameSocket, accept_handshake, is_cut_off, notice_lost_peer, shut_down, stop_receiving
@@ -31,7 +31,7 @@ class Handler(Protocol):
         """Deal with ``message``; what is returned goes back to the sender."""
 
 
-class Server:
+class Server(Closing):
     """Serves from construction until ``close()``; speaks only to holders of ``secret``.
 
     Args:
@@ -65,14 +65,6 @@ class Server:
         self.port: int = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._acceptor.start()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Stop serving, end all connections and join the threads. May be called again."""
