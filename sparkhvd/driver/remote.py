@@ -49,8 +49,9 @@ def host_command(host: str, executable: str, options: SshOptions) -> list[str]:
         return own
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
-    # Nobody is there to type a password.
-    return ["ssh", "-T", "-o", "BatchMode=yes", *port, *identity, host, shlex.join(own)]
+    # Nobody is there to type a password, and a host that was cut off is to be noticed.
+    alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
+    return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
 
 
 class HostProcess:

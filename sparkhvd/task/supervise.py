@@ -46,6 +46,9 @@ _NOT_PACKED = (
 )
 # How often a waiting task looks whether its executor still lives: nobody else tells it.
 _PARENT_CHECK_SECONDS = 5.0
+# How long the others have to end once a rank has failed; looked for that often.
+_FAILED_SECONDS = 6.0
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -221,12 +224,28 @@ def _lost(job: Supervision, event: ServerLost) -> LaunchError:
 def conclude(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
     """Wait until every rank has finished, then set the outcome; done by the task that serves the rendezvous.
 
-    A failing rank sets the outcome before it finishes, so the outcome that this sets counts only when none failed.
+    A failing rank sets the outcome before it finishes, so the outcome that this sets counts only when none failed. Ranks
+    that do not answer are not waited for for long then: their host may be gone.
     """
-    deadline = Deadline.after(_JOB_SECONDS)
-    sizes = [int(client.get(finished_key(rank), deadline)) for rank in range(len(hosts))]
+    deadline, sizes = Deadline.after(_JOB_SECONDS), list[int]()
+    while len(sizes) < len(hosts):
+        try:
+            sizes.append(int(client.get(finished_key(len(sizes)), deadline.capped(_LOOK_SECONDS))))
+        except DeadlineExceededError:
+            if deadline.expired():
+                return
+            if _has_failed(client):
+                deadline = deadline.capped(_FAILED_SECONDS)
     report = size_failure(sizes, hosts, result_cap)
     client.set(OUTCOME, b"" if report is None else report.to_json(), Deadline.after(NOTE_SECONDS))
+
+
+def _has_failed(client: RendezvousClient) -> bool:
+    try:
+        client.get(OUTCOME, Deadline.after(0.0))
+    except DeadlineExceededError:
+        return False
+    return True
 
 
 def size_failure(sizes: Sequence[int], hosts: Sequence[str], cap: int) -> FailureReport | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import sparkhvd
@@ -111,3 +113,24 @@ def test_a_host_without_the_python_of_the_launcher_is_said(ssh_server, monkeypat
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(LaunchError, match=r"Host node-b was lost: .*exit code 127.*no/such/python"):
         sparkhvd.run(place, hosts="node-b:1", ssh_port=port, ssh_identity_file=str(key), executable="/no/such/python")
+
+
+def stop_the_other_host(folder: str) -> None:
+    rank, told = os.environ["SPARKHVD_RANK"], Path(folder, "pids")
+    if rank == "1":
+        told.with_suffix(".new").write_text(f"{os.getppid()} {os.getpid()}")
+        told.with_suffix(".new").rename(told)
+        time.sleep(600)
+    while not told.exists():
+        time.sleep(0.01)
+    os.kill(int(told.read_text().split()[0]), signal.SIGSTOP)
+    raise ValueError("no luck")
+
+
+@pytest.mark.timeout(90)
+def test_a_failure_is_told_although_another_host_does_not_answer(tmp_path):
+    hosts = f"localhost:1,{socket.gethostname()}:1"
+    with pytest.raises(RankFailedError, match=r"Rank 0 on host \S+ raised ValueError: no luck"):
+        sparkhvd.run(stop_the_other_host, (str(tmp_path),), launcher="ssh", hosts=hosts)
+    left = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split() if psutil.pid_exists(int(pid))]
+    assert psutil.wait_procs(left, timeout=20)[1] == []  # a rank ends when it finds its task gone

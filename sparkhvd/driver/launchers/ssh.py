@@ -25,6 +25,9 @@ from sparkhvd.task.rank import Plan
 from sparkhvd.task.remote_job import HostDone, HostJob, HostLost, HostReady
 from sparkhvd.task.supervise import Outcome
 
+# How long a host may take to say what became of its ranks once another one has failed.
+_FAILED_SECONDS = 3.0
+
 
 class SshLauncher:
     """Starts jobs on the hosts that the user named."""
@@ -80,11 +83,17 @@ class SshHandle:
             process.send(plan)
         contents: dict[int, bytes | Outcome] = {}
         waiting = set(range(len(self._hosts)))
+        deadline: Deadline | None = None
         while waiting:
-            number, message = self._next(None, waiting)
+            try:
+                number, message = self._next(deadline, waiting)
+            except queue.Empty:  # the job has failed, and a host does not say what became of its ranks
+                break
             if isinstance(message, HostDone):
                 contents |= message.contents
                 waiting.discard(number)
+                if any(isinstance(content, Outcome) and content.failure for content in message.contents.values()):
+                    deadline = deadline or Deadline.after(_FAILED_SECONDS)
         return contents
 
     def _parts(self) -> list[HostJob]:
@@ -102,7 +111,13 @@ class SshHandle:
     def _await_ready(self) -> list[HostReady]:
         ready: dict[int, HostReady] = {}
         while len(ready) < len(self._hosts):
-            number, message = self._next(self._deadline, range(len(self._hosts)))
+            try:
+                number, message = self._next(self._deadline, range(len(self._hosts)))
+            except queue.Empty:
+                late = ", ".join(host.name for number, host in enumerate(self._hosts) if number not in ready)
+                raise StartTimeoutError(
+                    f"Not all hosts were ready within start_timeout={self._job.start_timeout:g} s: {late}."
+                ) from None
             if isinstance(message, HostReady):
                 ready[number] = message
         return [ready[number] for number in range(len(self._hosts))]
@@ -117,17 +132,11 @@ class SshHandle:
 
         Raises:
             LaunchError: a host was lost.
-            StartTimeoutError: none came by the deadline.
+            queue.Empty: none came by the deadline.
         """
         while True:
-            try:
-                number, message = self._inbox.get(
-                    timeout=None if deadline is None else max(deadline.remaining(), 0.001)
-                )
-            except queue.Empty:
-                raise StartTimeoutError(
-                    f"Not all hosts were ready within start_timeout={self._job.start_timeout:g} s."
-                ) from None
+            seconds = None if deadline is None else max(deadline.remaining(), 0.001)
+            number, message = self._inbox.get(timeout=seconds)
             if isinstance(message, Gone | HostLost):
                 if number not in needed:
                     continue
