@@ -25,7 +25,7 @@ from sparkhvd.driver.results import spark_failure
 from sparkhvd.driver.slots import describe_cluster, refuse_dynamic_allocation, reserve
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.driver.store_check import judge, needs_check, remove
-from sparkhvd.errors import LaunchError, SparkHvdError, StoreError
+from sparkhvd.errors import LaunchError, SparkHvdError, StartTimeoutError, StoreError
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store
 from sparkhvd.task.examine import Examination, Question, examine_task, versions
@@ -122,8 +122,10 @@ def _slots(asked: _Asked) -> tuple[int, Check]:
         return 0, Check("slots", Verdict.FAIL, str(error))
     try:
         count = reserve(cluster, asked.num_proc, Deadline.after(asked.timeout))
+    except StartTimeoutError as error:
+        return 0, Check("slots", Verdict.FAIL, str(error))
     except LaunchError as error:
-        return cluster.count(), Check("slots", Verdict.FAIL, str(error))
+        return cluster.count(Deadline.after(asked.timeout)), Check("slots", Verdict.FAIL, str(error))
     wanted = "as many as there are" if asked.num_proc is None else f"{asked.num_proc} asked for"
     return count, Check("slots", Verdict.OK, f"{count} ranks ({wanted}; master {cluster.master})")
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.spark_job import is_connect
+from sparkhvd.data.spark_job import is_connect, run_job
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.resources import TaskResources, profile_of, refuse_where_ignored
-from sparkhvd.errors import LaunchError, SlotsError
+from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 SETTLE_SECONDS = 60.0
 _STILL_SECONDS = 3.0
 _POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 2.0
 
 _SESSION_RESOURCES = TaskResources()
 _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
@@ -38,14 +39,14 @@ class Cluster:
     Attributes:
         master: Spark's master URL.
         task_cpus: cores per task: ``spark.task.cpus``, unless the job asks for others.
-        count: asks Spark for the slots that are registered now.
+        count: asks Spark for the slots that are registered now; raises ``StartTimeoutError`` at the deadline.
         task_gpus: GPUs per task, 0 where the job needs none.
         executor_gpus: ``spark.executor.resource.gpu.amount``.
     """
 
     master: str
     task_cpus: int
-    count: Callable[[], int]
+    count: Callable[[Deadline], int]
     task_gpus: float = 0
     executor_gpus: int = 0
 
@@ -68,13 +69,13 @@ def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RE
 
     task_cpus = resources.cpus or int(number("spark.task.cpus", "1"))
     if is_connect(spark):
-        return Cluster("connect", task_cpus, lambda: _partitions_of_range(spark))
+        return Cluster("connect", task_cpus, lambda deadline: _cores_by_query(spark, deadline) // task_cpus)
     master = str(spark.sparkContext.master)
     refuse_where_ignored(master, resources)
     task_gpus = resources.gpus or number("spark.task.resource.gpu.amount", "0")
     executor_gpus = int(number("spark.executor.resource.gpu.amount", "0"))
     profile = profile_of(spark, resources)
-    return Cluster(master, task_cpus, lambda: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
+    return Cluster(master, task_cpus, lambda _: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
 
 
 def reserve_tasks(spark: SparkSession, num_proc: int | None, resources: TaskResources, deadline: Deadline) -> int:
@@ -94,13 +95,14 @@ def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
     Raises:
         SlotsError: there are fewer slots than ``num_proc``; at once where the cluster's size is fixed, else after
             ``SETTLE_SECONDS`` or at the deadline.
+        StartTimeoutError: Spark did not say by the deadline how many there are.
     """
-    fixed = fixed_slots(cluster)
+    fixed = fixed_slots(cluster, deadline)
     if fixed is not None and num_proc is not None and num_proc > fixed:
         raise SlotsError(too_few(cluster, num_proc, fixed, waited=None))
     began = time.monotonic()
     settle = deadline.capped(SETTLE_SECONDS)
-    slots, since = cluster.count(), began
+    slots, since = cluster.count(deadline), began
     while not _enough(slots, num_proc if num_proc is not None else fixed, time.monotonic() - since):
         if settle.expired():
             if num_proc is None and slots > 0:
@@ -108,7 +110,7 @@ def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
             waited = time.monotonic() - began
             raise SlotsError(too_few(cluster, num_proc or 1, slots, waited))
         time.sleep(_POLL_SECONDS)  # Spark tells Python of new executors in no other way
-        now = cluster.count()
+        now = cluster.count(deadline)
         if now != slots:
             slots, since = now, time.monotonic()
     return num_proc if num_proc is not None else slots
@@ -120,10 +122,10 @@ def _enough(slots: int, wanted: int | None, still_for: float) -> bool:
     return slots > 0 and still_for >= _STILL_SECONDS
 
 
-def fixed_slots(cluster: Cluster) -> int | None:
+def fixed_slots(cluster: Cluster, deadline: Deadline) -> int | None:
     """The slots of a master whose size cannot change, None for all others."""
     if cluster.master == "local" or cluster.master.startswith("local["):
-        return cluster.count()
+        return cluster.count(deadline)
     if found := _LOCAL_CLUSTER.fullmatch(cluster.master):
         per_executor = int(found[2]) // cluster.task_cpus
         if cluster.task_gpus:
@@ -173,7 +175,16 @@ def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> i
     return int(scala_context.maxNumConcurrentTasks(own))
 
 
-def _partitions_of_range(spark: SparkSession) -> int:
+def _cores_by_query(spark: SparkSession, deadline: Deadline) -> int:
+    """What a Spark Connect client can learn: into how many partitions Spark divides rows, as many as it has cores."""
     from pyspark.sql.functions import spark_partition_id  # noqa: PLC0415 - differs between classic and Connect
 
-    return int(spark.range(1 << 16).select(spark_partition_id()).distinct().count())
+    partitions = spark.range(1 << 16).select(spark_partition_id()).distinct()
+    seconds = max(deadline.remaining(), _ANSWER_SECONDS)
+    try:
+        return int(run_job(spark, partitions.count, seconds))
+    except TimeoutError:
+        raise StartTimeoutError(
+            f"Spark did not answer a small query within {seconds:.0f} s: other jobs keep all slots busy. Wait for "
+            "those, give this job a cluster of its own, or raise start_timeout."
+        ) from None

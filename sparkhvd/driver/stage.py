@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from typing import TYPE_CHECKING
+from contextlib import closing
+from typing import TYPE_CHECKING, cast
 
 from sparkhvd.background import in_background
 from sparkhvd.data.spark_job import add_tag, cancel, is_connect, new_tag
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pyspark import SparkStageInfo
     from pyspark.resource import ResourceProfile
     from pyspark.sql import DataFrame, Row, SparkSession
+    from pyspark.sql.connect.shell.progress import ProgressHandler
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class BarrierStage:
         self._profile = profile
         self._given = rows
         self._tag = new_tag()
+        self._progress: _Progress | None = None
         # The user's job group, description and scheduler pool hold in this thread, too.
         self._job = in_background(self._collect, "sparkhvd-job", spark)
         self._job.add_done_callback(lambda _: on_end())
@@ -106,19 +109,32 @@ class BarrierStage:
             given = self._spark.range(self._num_tasks, numPartitions=self._num_tasks)
         tasks = given.mapInArrow(self._task, RESULT_SCHEMA, barrier=True, profile=self._profile)
         # The exchange makes the barrier stage a map stage: Spark runs those again when it loses an executor.
-        return tasks.repartition(1).collect()
+        tasks = tasks.repartition(1)
+        if not is_connect(self._spark):
+            return tasks.collect()
+        with closing(_Progress(self._spark)) as self._progress:
+            return tasks.collect()
 
     def _tasks_run(self, seconds: float) -> bool:
         """Whether Spark runs all tasks although none of them reached the driver's log stream."""
         if is_connect(self._spark):
-            # A client cannot see the tasks; ending a job that runs would be worse than waiting for one that does not.
+            running = self._running()
+            if running is not None and running < self._num_tasks:
+                return False
+            # What a client is not told it cannot know; ending a job that runs would be worse than waiting.
             logger.warning("No rank reported its start within %g s; still waiting.", seconds)
             return True
         return any(stage.numTasks == self._num_tasks == stage.numActiveTasks for stage in self._stages())
 
     def _evaluates(self) -> bool:
         """Whether Spark is at work on the rows that the tasks will get."""
+        if is_connect(self._spark):
+            return bool(self._running())
         return any(stage.numActiveTasks for stage in self._stages())
+
+    def _running(self) -> int | None:
+        """How many tasks run, as far as a client of Spark Connect is told."""
+        return None if self._progress is None else self._progress.running
 
     def _stages(self) -> list[SparkStageInfo]:
         context = self._spark.sparkContext
@@ -127,3 +143,25 @@ class BarrierStage:
         jobs = [job for number in tagged if (job := tracker.getJobInfo(number)) is not None]
         stages = [tracker.getStageInfo(number) for job in jobs for number in job.stageIds]
         return [stage for stage in stages if stage is not None]
+
+
+class _Progress:
+    """What a Spark Connect server tells of a thread's running query, every two seconds or so.
+
+    Attributes:
+        running: tasks at this moment; None as long as nothing was told.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
+        self.running: int | None = None
+        self._spark = spark
+        self._thread = threading.get_ident()
+        self._handler = cast("ProgressHandler", self._note)  # any callable will do
+        spark.registerProgressHandler(self._handler)
+
+    def close(self) -> None:
+        self._spark.removeProgressHandler(self._handler)
+
+    def _note(self, stages: object, inflight_tasks: int, operation_id: str | None, done: bool) -> None:  # noqa: ARG002
+        if threading.get_ident() == self._thread:  # pyspark tells all handlers, each time in the query's own thread
+            self.running = inflight_tasks

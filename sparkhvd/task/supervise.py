@@ -224,8 +224,8 @@ def _lost(job: Supervision, event: ServerLost) -> LaunchError:
 def conclude(client: RendezvousClient, hosts: Sequence[str], result_cap: int) -> None:
     """Wait until every rank has finished, then set the outcome; done by the task that serves the rendezvous.
 
-    A failing rank sets the outcome before it finishes, so the outcome that this sets counts only when none failed. Ranks
-    that do not answer are not waited for for long then: their host may be gone.
+    A failing rank sets the outcome before it finishes, so what this sets counts only when none failed. Those that do
+    not answer are not waited for for long then: their host may be gone.
     """
     deadline, sizes = Deadline.after(_JOB_SECONDS), list[int]()
     while len(sizes) < len(hosts):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
 import threading
 import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd import Store, TorchEstimator, TorchModel
-from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError
+from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 
 
 def place() -> list[int]:
@@ -45,12 +49,44 @@ def interrupted(spark: SparkSession, folder: str) -> str:
 
     running = threading.Thread(target=run, name="tagged")
     running.start()
-    deadline = time.monotonic() + 120
-    while len(list(Path(folder).iterdir())) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for_files(Path(folder), 2)
     spark.interruptTag("mine")
     running.join(60)
     return "".join(said)
+
+
+def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
+    """What a job of two ranks raises while others keep ``busy`` of the two slots."""
+    rest = Path(folder, f"{busy} busy")
+    rest.mkdir()
+
+    def occupy(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        Path(rest, uuid.uuid4().hex).touch()
+        time.sleep(600)
+        yield from batches
+
+    def run() -> None:
+        spark.addTag("busy")
+        with contextlib.suppress(Exception):
+            spark.range(busy, numPartitions=busy).mapInArrow(occupy, "id long").collect()
+
+    others = threading.Thread(target=run, name="others")
+    others.start()
+    wait_for_files(rest, busy)
+    try:
+        sparkhvd.run(place, num_proc=2, spark=spark, start_timeout=5)
+    except StartTimeoutError as error:
+        return str(error)
+    finally:
+        spark.interruptTag("busy")
+        others.join(60)
+    return ""
+
+
+def wait_for_files(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(list(folder.iterdir())) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def trained(spark: SparkSession, store: Store | None) -> list[float]:
@@ -113,6 +149,8 @@ def main() -> None:
         found["doubled"] = doubled(spark)
         with tempfile.TemporaryDirectory() as folder:
             found["interrupted"] = interrupted(spark, folder)
+        with tempfile.TemporaryDirectory() as folder:
+            found["busy"] = [refused_while_busy(spark, folder, busy) for busy in (1, 2)]
     finally:
         spark.stop()
     print("FOUND " + json.dumps(found))

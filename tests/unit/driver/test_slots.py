@@ -13,7 +13,7 @@ from sparkhvd.errors import SlotsError
 def cluster(master: str, *counts: int, task_cpus: int = 1) -> Cluster:
     """A cluster that reports one count after the other, then the last for good."""
     series = itertools.chain(counts, itertools.repeat(counts[-1] if counts else 0))
-    return Cluster(master, task_cpus, lambda: next(series))
+    return Cluster(master, task_cpus, lambda _: next(series))
 
 
 def soon() -> Deadline:
@@ -35,7 +35,7 @@ def soon() -> Deadline:
     ],
 )
 def test_the_size_of_fixed_masters_is_known(master, task_cpus, slots_there):
-    assert fixed_slots(cluster(master, 5, task_cpus=task_cpus)) == slots_there
+    assert fixed_slots(cluster(master, 5, task_cpus=task_cpus), Deadline.after(1.0)) == slots_there
 
 
 def test_too_few_local_slots_fail_at_once_with_both_numbers_and_the_setting():
