@@ -33,6 +33,7 @@ struct Counters {
   std::atomic<uint64_t> cache_hits{0};
   std::atomic<uint64_t> fused_buffers{0};
   std::atomic<uint64_t> hierarchical{0};  // collectives, fused ones as one
+  std::atomic<uint64_t> on_device{0};     // likewise
   // Time by phase. The engine does one thing at a time; operations queue side by side, so theirs is
   // a sum over operations.
   std::atomic<uint64_t> queue_us{0};

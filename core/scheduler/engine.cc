@@ -27,9 +27,8 @@ constexpr size_t kFusionInMemory = size_t{1} << 20;
 constexpr std::chrono::microseconds kGathering{150};
 constexpr size_t kEnoughBytes = size_t{1} << 20;
 
-// Long enough for a server on another host, short enough not to hold up the failure of an
-// operation.
-constexpr double kBoardSeconds = 2.0;
+// How often the engine looks after a device that is at work while there is nothing else to do.
+constexpr std::chrono::milliseconds kDeviceInterval(50);
 
 uint64_t MicrosecondsSince(Clock::time_point start) { return Microseconds(Clock::now() - start); }
 
@@ -83,18 +82,6 @@ void AbortMesh(const Mesh& mesh, const Status& why) {
   mesh.transport->Abort(why);
 }
 
-// A failure as it stands on the board: the code as one character, then the message.
-std::string Note(const Status& status, int rank) {
-  return std::string(1, static_cast<char>('A' + static_cast<int>(status.code()))) + "rank " +
-         std::to_string(rank) + ": " + status.message();
-}
-
-std::optional<Status> ReadNote(const std::string& note) {
-  const int last = static_cast<int>(StatusCode::kInternal);
-  if (note.empty() || note[0] <= 'A' || note[0] > 'A' + last) return std::nullopt;
-  return Status(static_cast<StatusCode>(note[0] - 'A'), note.substr(1));
-}
-
 }  // namespace
 
 Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
@@ -109,6 +96,7 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
       execution_(mesh_, steps_ ? &*steps_ : nullptr, StartOf(config, mesh_),
                  config.hierarchical_allgather, timeline_, counters_),
+      devices_(config.device_libraries, rank_, size_),
       autotuner_(AutotunerOf(rank_, config, execution_)),
       tuning_{execution_.tunables(), !config.autotune.has_value()},
       direct_calls_(DirectCallsOf(mesh_)),
@@ -120,8 +108,9 @@ Engine::~Engine() {
 }
 
 Result<std::shared_ptr<Operation>> Engine::Submit(Request request, const std::byte* source,
-                                                  std::byte* target, Start start) {
-  Result<OperationPointer> operation = Make(Submission{std::move(request), source, target});
+                                                  std::byte* target, Start start,
+                                                  const std::optional<DeviceStream>& device) {
+  Result<OperationPointer> operation = Make(Submission{std::move(request), source, target, device});
   SHVD_TRY(operation.status());
   SHVD_TRY(Enqueue(Span<const OperationPointer>(&operation.value(), 1), start));
   return operation;
@@ -140,12 +129,20 @@ Result<std::vector<std::shared_ptr<Operation>>> Engine::SubmitAll(
   return operations;
 }
 
-Result<Engine::OperationPointer> Engine::Make(Submission submission) const {
-  if (const std::optional<std::string> problem = Problem(submission.request, size_)) {
-    return Status(StatusCode::kInvalidArgument, *problem).Annotate(submission.request.Title());
+Result<Engine::OperationPointer> Engine::Make(Submission submission) {
+  Request& request = submission.request;
+  std::optional<std::string> problem = Problem(request, size_);
+  if (!problem && submission.device) problem = DeviceProblem(request);
+  if (problem) return Status(StatusCode::kInvalidArgument, *problem).Annotate(request.Title());
+  std::unique_ptr<DeviceWork> work;
+  if (submission.device) {
+    Result<std::unique_ptr<DeviceWork>> begun = devices_.Begin(*submission.device);
+    SHVD_TRY(begun.status().Annotate(request.Title()));
+    request.on_device = request.kind != OperationKind::kJoin;
+    if (request.on_device) work = std::move(begun).value();
   }
-  return std::make_shared<Operation>(std::move(submission.request), submission.source,
-                                     submission.target);
+  return std::make_shared<Operation>(std::move(request), submission.source, submission.target,
+                                     std::move(work));
 }
 
 Status Engine::Enqueue(Span<const OperationPointer> operations, Start start) {
@@ -235,6 +232,11 @@ Status Engine::AllreduceNow(const Reduction& reduction, const std::byte* source,
   return status;
 }
 
+Status Engine::Failure() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return end_ && end_->code() != StatusCode::kShutDown ? *end_ : Status();
+}
+
 void Engine::Abort(const std::string& why) {
   const std::lock_guard<std::mutex> leaving(leave_mutex_);
   const Status status(StatusCode::kAborted, why);
@@ -301,6 +303,7 @@ void Engine::Main() {
     }
   }
   FailEverything();
+  LeaveDevices();
   const std::lock_guard<std::mutex> lock(mutex_);
   finished_ = true;
   finished_changed_.notify_all();
@@ -309,6 +312,7 @@ void Engine::Main() {
 // Until this thread has a cycle to run: true. False once the engine has ended and nobody steers.
 bool Engine::AwaitWork(std::unique_lock<std::mutex>& lock) {
   while (true) {
+    if (!steered_ && !end_ && devices_.busy()) WatchDevice(lock);
     if (steered_) {
       wake_.wait(lock);
     } else if (end_) {
@@ -319,7 +323,11 @@ bool Engine::AwaitWork(std::unique_lock<std::mutex>& lock) {
       if (Clock::now() >= gathered_) return true;
       wake_.wait_until(lock, gathered_);
     } else if (pending_.empty()) {
-      wake_.wait(lock);
+      if (devices_.busy()) {
+        wake_.wait_for(lock, kDeviceInterval);
+      } else {
+        wake_.wait(lock);
+      }
     } else if (Clock::now() >= pause_end_) {
       return true;
     } else {
@@ -342,7 +350,9 @@ void Engine::SteerUntilDone(const Operation& operation, Deadline deadline) {
   }
   steered_ = false;
   // What is left is for the engine's thread.
-  if (end_ || !queue_.empty() || entered_ || !pending_.empty()) wake_.notify_one();
+  if (end_ || !queue_.empty() || entered_ || !pending_.empty() || devices_.busy()) {
+    wake_.notify_one();
+  }
 }
 
 // One cycle, or as much of it as `patience` allows where waiting can be interrupted.
@@ -445,7 +455,7 @@ Retuning Engine::tuning() const {
   return tuning_;
 }
 
-Result<std::vector<Engine::Ready>> Engine::Resolve(const ResponseMessage& response) {
+Result<std::vector<Ready>> Engine::Resolve(const ResponseMessage& response) {
   std::vector<Ready> ready;
   ResponseCache& cache = negotiation_->cache();
   for (const uint32_t id : response.cached) {
@@ -500,8 +510,12 @@ Status Engine::Execute(const std::vector<Ready>& ready) {
     if (failure.ok()) {
       const auto start = Clock::now();
       const Deadline deadline = Deadline::AfterSeconds(config_.collective_timeout_s);
-      failure = group.size() > 1 ? execution_.Allreduce({group.data(), group.size()}, deadline)
-                                 : execution_.Run(*group[0], ready[positions[0]].rows, deadline);
+      if (group[0]->request().on_device) {
+        failure = ExecuteOnDevice(ready, positions, deadline);
+      } else {
+        failure = group.size() > 1 ? execution_.Allreduce({group.data(), group.size()}, deadline)
+                                   : execution_.Run(*group[0], ready[positions[0]].rows, deadline);
+      }
       counters_.collective_us += MicrosecondsSince(start);
       if (!failure.ok()) failure = FirstFailure(failure);
       if (group.size() > 1) ++counters_.fused_buffers;
@@ -589,14 +603,7 @@ Status Engine::FirstFailure(const Status& own) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (end_) return *end_;
   }
-  if (!board_.store) return own;
-  const std::string key = board_.scope + "/failure";
-  const std::string note = Note(own, rank_);
-  const Deadline deadline = Deadline::AfterSeconds(kBoardSeconds);
-  if (!board_.store->Set(key, note, deadline).ok()) return own;
-  const Result<std::string> first = board_.store->Get(key, deadline);
-  if (!first.ok() || first.value() == note) return own;
-  return ReadNote(first.value()).value_or(own);
+  return board_.First(own, rank_);
 }
 
 std::string Engine::PendingTitles() const {

@@ -20,11 +20,12 @@
 #include "base/deadline.h"
 #include "base/span.h"
 #include "base/status.h"
-#include "rendezvous/key_value_store.h"
 #include "scheduler/autotuner.h"
 #include "scheduler/counters.h"
+#include "scheduler/device_execution.h"
 #include "scheduler/direct_calls.h"
 #include "scheduler/execution.h"
+#include "scheduler/failure_board.h"
 #include "scheduler/negotiation.h"
 #include "scheduler/operation.h"
 #include "scheduler/tunables.h"
@@ -45,13 +46,7 @@ struct EngineConfig {
   bool hierarchical_allgather = true;
   std::optional<AutotuneOptions> autotune;  // those of rank 0 count
   std::optional<int> processor_core;        // where the engine's thread runs; anywhere when empty
-};
-
-// Where the ranks of one engine tell each other why they failed; the first reason is everybody's.
-// The links themselves only say that a peer is gone, which is rarely the reason.
-struct FailureBoard {
-  std::shared_ptr<KeyValueStore> store;  // null: everybody is left with what the links say
-  std::string scope;                     // unique per engine of a job
+  std::shared_ptr<const DeviceLibraries> device_libraries;  // null: no operations on devices
 };
 
 // When an operation begins.
@@ -88,11 +83,13 @@ class Engine {
   // What is in force on all ranks, and whether it may still change.
   Retuning tuning() const;
 
-  // The caller keeps the buffers alive until the operation is done. Fails with kInvalidArgument for
-  // a request that cannot work or a name that is in flight already, and with the engine's failure
-  // once it has one.
+  // The caller keeps the buffers alive until the operation is settled. With `device` they are in
+  // its memory; a join that has it tells what it would use for the others' tensors. Fails with
+  // kInvalidArgument for a request that cannot work or a name that is in flight already, and with
+  // the engine's failure once it has one.
   Result<std::shared_ptr<Operation>> Submit(Request request, const std::byte* source,
-                                            std::byte* target, Start start = Start::kNow);
+                                            std::byte* target, Start start = Start::kNow,
+                                            const std::optional<DeviceStream>& device = {});
 
   // The outcome of an operation of this engine; kTimeout naming the tensor when there is none by
   // the deadline (the operation goes on).
@@ -103,6 +100,7 @@ class Engine {
     Request request;
     const std::byte* source;
     std::byte* target;
+    std::optional<DeviceStream> device = {};
   };
   Result<std::vector<std::shared_ptr<Operation>>> SubmitAll(std::vector<Submission> submissions,
                                                             Start start = Start::kNow);
@@ -120,6 +118,10 @@ class Engine {
   Status AllreduceNow(const Reduction& reduction, const std::byte* source, std::byte* target,
                       size_t count, const std::function<bool()>& interrupted);
 
+  // Why this engine has ended; OK as long as it goes on, and after an orderly Shutdown. What is
+  // done on a device may have failed there since.
+  Status Failure() const;
+
   // Ends every pending and future operation here and on all peers with kAborted.
   void Abort(const std::string& why);
 
@@ -128,10 +130,6 @@ class Engine {
 
  private:
   using OperationPointer = std::shared_ptr<Operation>;
-  struct Ready {
-    OperationPointer operation;
-    std::vector<int64_t> rows;
-  };
 
   // A cycle that this rank has entered and that has not concluded.
   struct Entered {
@@ -151,8 +149,13 @@ class Engine {
   void ObserveForTuning(const std::vector<Ready>& ready);
   Result<std::vector<Ready>> Resolve(const ResponseMessage& response);
   Status Execute(const std::vector<Ready>& ready);
+  Status ExecuteOnDevice(const std::vector<Ready>& ready, const std::vector<size_t>& positions,
+                         Deadline deadline);
+  void WatchDevice(std::unique_lock<std::mutex>& lock);
+  Status Trouble();
+  void LeaveDevices();
   void CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
-  Result<OperationPointer> Make(Submission submission) const;
+  Result<OperationPointer> Make(Submission submission);
   Status Enqueue(Span<const OperationPointer> operations, Start start);  // all or none
   Status Refusal(const Request& request) const;                          // mutex_ is held
   Result<OperationPointer> Accept(const Agreement& agreement);
@@ -182,7 +185,10 @@ class Engine {
   std::optional<ArenaSteps> steps_;  // where there is an arena
   std::unique_ptr<Negotiation> negotiation_;
   Execution execution_;
-  std::unique_ptr<Autotuner> autotuner_;  // of rank 0, as long as it searches
+  DeviceExecution devices_;  // some of it is for any thread
+  std::unique_ptr<Will> will_;
+  Deadline::Clock::time_point next_look_{};  // at the board
+  std::unique_ptr<Autotuner> autotuner_;     // of rank 0, as long as it searches
   std::unordered_map<std::string_view, OperationPointer> pending_;  // by their names
   std::optional<Entered> entered_;
   std::chrono::microseconds pause_{0};

@@ -1,10 +1,8 @@
 #include "scheduler/execution.h"
 
 #include <algorithm>
-#include <limits>
 #include <new>
 #include <numeric>
-#include <optional>
 #include <utility>
 
 #include "base/copy.h"
@@ -33,38 +31,8 @@ Reduction ReductionOf(const Request& request) {
   return Reduction{request.dtype, request.op, request.prescale, request.postscale};
 }
 
-size_t RowElements(const Request& request) {
-  std::vector<int64_t> row = request.shape;
-  row[0] = 1;
-  return ElementCount(row).value_or(0);
-}
-
-// The bytes of each number of rows; nothing when there are not `expected` numbers or they make too
-// many bytes.
-std::optional<std::vector<size_t>> BytesOf(const Request& request, const std::vector<int64_t>& rows,
-                                           size_t expected) {
-  const size_t row_bytes = RowElements(request) * SizeOf(request.dtype);
-  std::vector<size_t> lengths;
-  size_t total = 0;
-  if (rows.size() != expected) return std::nullopt;
-  for (const int64_t number : rows) {
-    constexpr size_t kLimit = std::numeric_limits<ptrdiff_t>::max();
-    if (number < 0 ||
-        (row_bytes > 0 && static_cast<size_t>(number) > (kLimit - total) / row_bytes)) {
-      return std::nullopt;
-    }
-    lengths.push_back(static_cast<size_t>(number) * row_bytes);
-    total += lengths.back();
-  }
-  return lengths;
-}
-
 Topology TopologyOf(const Mesh& mesh) {
   return Topology{mesh.transport->size(), static_cast<int>(mesh.memory_groups.size())};
-}
-
-Status TooMany() {
-  return Status(StatusCode::kInvalidArgument, "the ranks together contribute too many elements");
 }
 
 Result<std::unique_ptr<std::byte[]>> Allocate(size_t bytes) {
@@ -114,7 +82,10 @@ bool Execution::MayDeposit(Operations group, Bytes room) const {
   size_t total = 0;
   for (const auto& operation : group) {
     const Request& request = operation->request();
-    if (request.kind != OperationKind::kAllreduce || request.op == ReduceOp::kAdasum) return false;
+    if (request.kind != OperationKind::kAllreduce || request.op == ReduceOp::kAdasum ||
+        request.on_device) {
+      return false;
+    }
     total += operation->bytes();
     if (total > limit) return false;
   }
@@ -253,7 +224,8 @@ Status Execution::Run(Operation& operation, const std::vector<int64_t>& rows, De
     case OperationKind::kAllgather:
       return Gather(operation, rows, deadline);
     case OperationKind::kBroadcast:
-      return Broadcast(operation, deadline);
+      return Broadcast(operation.request().root, operation.source(),
+                       Bytes(operation.target(), operation.bytes()), deadline);
     case OperationKind::kBarrier:
       return algorithm_ == Algorithm::kLocal   ? Status()
              : algorithm_ == Algorithm::kArena ? steps_->ArriveAndAwaitAll(deadline)
@@ -272,8 +244,8 @@ Status Execution::Run(Operation& operation, const std::vector<int64_t>& rows, De
 Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,
                          Deadline deadline) {
   const auto lengths = BytesOf(operation.request(), rows, static_cast<size_t>(transport_.size()));
-  if (!lengths) return TooMany();
-  const size_t total = std::accumulate(lengths->begin(), lengths->end(), size_t{0});
+  SHVD_TRY(lengths.status());
+  const size_t total = std::accumulate(lengths.value().begin(), lengths.value().end(), size_t{0});
   Result<std::unique_ptr<std::byte[]>> output = Allocate(total);
   SHVD_TRY(output.status());
   const ConstBytes source(operation.source(), operation.bytes());
@@ -283,15 +255,15 @@ Status Execution::Gather(Operation& operation, const std::vector<int64_t>& rows,
       CopyBytes(target.data(), source.data(), source.size());
       break;
     case Algorithm::kArena:
-      SHVD_TRY(AllgatherShm(*steps_, source, *lengths, target, deadline));
+      SHVD_TRY(AllgatherShm(*steps_, source, lengths.value(), target, deadline));
       break;
     case Algorithm::kTransport:
-      SHVD_TRY(AllgatherRing(transport_, source, *lengths, target, deadline));
+      SHVD_TRY(AllgatherRing(transport_, source, lengths.value(), target, deadline));
       break;
     case Algorithm::kHierarchical:
       ++counters_.hierarchical;
-      SHVD_TRY(AllgatherHierarchical(transport_, steps_, hierarchy_, source, *lengths, target,
-                                     deadline));
+      SHVD_TRY(AllgatherHierarchical(transport_, steps_, hierarchy_, source, lengths.value(),
+                                     target, deadline));
       break;
   }
   operation.SetOutput(std::move(output).value(), total, rows);
@@ -303,21 +275,18 @@ Status Execution::Exchange(Operation& operation, const std::vector<int64_t>& row
   const auto size = static_cast<size_t>(transport_.size());
   const auto me = static_cast<size_t>(transport_.rank());
   const auto lengths = BytesOf(operation.request(), rows, size * size);
-  if (!lengths) return TooMany();
-  std::vector<int64_t> received;
+  SHVD_TRY(lengths.status());
   size_t total = 0;
-  for (size_t sender = 0; sender < size; ++sender) {
-    received.push_back(rows[sender * size + me]);
-    total += (*lengths)[sender * size + me];
-  }
+  for (size_t sender = 0; sender < size; ++sender) total += lengths.value()[sender * size + me];
   Result<std::unique_ptr<std::byte[]>> output = Allocate(total);
   SHVD_TRY(output.status());
   const ConstBytes source(operation.source(), operation.bytes());
   const Bytes target(output.value().get(), total);
   SHVD_TRY(algorithm_ == Algorithm::kArena
-               ? AlltoallShm(*steps_, source, *lengths, target, deadline)
-               : AlltoallPairwise(transport_, source, *lengths, target, deadline));
-  operation.SetOutput(std::move(output).value(), total, std::move(received));
+               ? AlltoallShm(*steps_, source, lengths.value(), target, deadline)
+               : AlltoallPairwise(transport_, source, lengths.value(), target, deadline));
+  operation.SetOutput(std::move(output).value(), total,
+                      RowsReceived(rows, transport_.rank(), transport_.size()));
   return Status();
 }
 
@@ -334,18 +303,16 @@ Status Execution::ReduceScatter(const Operation& operation, Deadline deadline) {
                                  slices, scratch_, deadline);
 }
 
-Status Execution::Broadcast(const Operation& operation, Deadline deadline) {
-  const int root = operation.request().root;
-  const Bytes target(operation.target(), operation.bytes());
+Status Execution::Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline) {
   switch (algorithm_) {
     case Algorithm::kLocal:
-      CopyBytes(target.data(), operation.source(), target.size());
+      CopyBytes(target.data(), source, target.size());
       return Status();
     case Algorithm::kArena:
-      return BroadcastShm(*steps_, root, operation.source(), target, deadline);
+      return BroadcastShm(*steps_, root, source, target, deadline);
     case Algorithm::kTransport:
     case Algorithm::kHierarchical:
-      return BroadcastTree(transport_, root, operation.source(), target, deadline);
+      return BroadcastTree(transport_, root, source, target, deadline);
   }
   return Status(StatusCode::kInternal, "no algorithm");
 }

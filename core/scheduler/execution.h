@@ -56,6 +56,9 @@ class Execution {
   // Runs an operation of any kind; `rows` is what the agreement says.
   Status Run(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
 
+  // Gives all ranks the bytes of one. On the root the target may be the source.
+  Status Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline);
+
  private:
   Status Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                 Span<const size_t> lengths, Deadline deadline);
@@ -66,7 +69,6 @@ class Execution {
   Status Gather(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
   Status Exchange(Operation& operation, const std::vector<int64_t>& rows, Deadline deadline);
   Status ReduceScatter(const Operation& operation, Deadline deadline);
-  Status Broadcast(const Operation& operation, Deadline deadline);
   void Enter(const Operation& operation, Phase phase) const;
 
   Transport& transport_;

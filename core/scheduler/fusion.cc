@@ -23,9 +23,16 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<const Request*>& r
     size_t bytes;
   };
   std::map<std::tuple<DType, ReduceOp, double>, Open> open;
+  std::map<OperationKind, size_t> on_device;  // the groups there
   std::vector<std::vector<size_t>> groups;
   for (size_t position = 0; position < ready.size(); ++position) {
     const Request& request = *ready[position];
+    if (request.on_device) {
+      const auto [found, first] = on_device.emplace(request.kind, groups.size());
+      if (first) groups.emplace_back();
+      groups[found->second].push_back(position);
+      continue;
+    }
     if (request.kind != OperationKind::kAllreduce) {
       groups.push_back({position});
       continue;

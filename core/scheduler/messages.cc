@@ -112,6 +112,7 @@ void Put(Writer& writer, const Request& request) {
   writer.PutList(request.splits);
   writer.PutText(request.group);
   writer.Put(request.group_size);
+  writer.Put(static_cast<uint8_t>(request.on_device));
 }
 
 Request GetRequest(Reader& reader) {
@@ -126,6 +127,7 @@ Request GetRequest(Reader& reader) {
   request.splits = reader.GetList();
   request.group = reader.GetText();
   request.group_size = reader.Get<uint32_t>();
+  request.on_device = reader.GetEnum(uint8_t{1}) != 0;
   return request;
 }
 
@@ -170,7 +172,7 @@ std::optional<Retuning> GetRetuning(Reader& reader) {
   return retuning;
 }
 
-constexpr size_t kLeastRequestBytes = 35;
+constexpr size_t kLeastRequestBytes = 36;
 constexpr size_t kLeastAgreementBytes = 14;
 
 Status Broken(const char* what) {

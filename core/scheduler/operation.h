@@ -13,6 +13,7 @@
 #include "base/deadline.h"
 #include "base/span.h"
 #include "base/status.h"
+#include "device/work.h"
 #include "scheduler/request.h"
 
 namespace sparkhvd {
@@ -20,11 +21,14 @@ namespace sparkhvd {
 // Shared by the submitter and the engine. Whoever owns the buffers keeps them alive until done().
 class Operation {
  public:
-  Operation(Request request, const std::byte* source, std::byte* target)
+  // `device` is null for the memory of the host.
+  Operation(Request request, const std::byte* source, std::byte* target,
+            std::unique_ptr<DeviceWork> device = nullptr)
       : request_(std::move(request)),
         count_(ElementCount(request_.shape).value_or(0)),
         source_(source),
-        target_(target) {}
+        target_(target),
+        device_(std::move(device)) {}
 
   // Reads from and writes to `content`, which it owns.
   Operation(Request request, std::vector<std::byte> content)
@@ -39,9 +43,16 @@ class Operation {
   std::byte* target() const { return target_; }
   size_t count() const { return count_; }
   size_t bytes() const { return count() * SizeOf(request_.dtype); }
+  // Null for the memory of the host, and for operations that own their content.
+  DeviceWork* device() const { return device_.get(); }
   Deadline::Clock::time_point submitted() const { return submitted_; }
 
+  // With device memory, that its work is on the way: what follows on a stream that waits for it
+  // sees the result.
   bool done() const { return done_.load(std::memory_order_acquire); }
+
+  // Done, and nothing uses the buffers any more.
+  bool settled() const { return done() && (!device_ || device_->Finished()); }
 
   // Once done.
   const Status& outcome() const { return status_; }
@@ -58,7 +69,8 @@ class Operation {
     return status_;
   }
 
-  // Allgather and alltoall, once done: what came from all ranks, in rank order.
+  // Allgather and alltoall, once done: what came from all ranks, in rank order; on a device its
+  // DeviceWork has it.
   Bytes output() const { return Bytes(output_.get(), output_bytes_); }
   // The rows of the output by rank. Join: the one number of the last rank to join.
   const std::vector<int64_t>& rows() const { return rows_; }
@@ -82,6 +94,7 @@ class Operation {
   std::vector<std::byte> content_;
   const std::byte* const source_;
   std::byte* const target_;
+  const std::unique_ptr<DeviceWork> device_;
   const Deadline::Clock::time_point submitted_ = Deadline::Clock::now();
   std::unique_ptr<std::byte[]> output_;
   size_t output_bytes_ = 0;
@@ -93,6 +106,12 @@ class Operation {
   std::condition_variable changed_;
   std::atomic<bool> done_{false};
   Status status_;
+};
+
+// What all ranks agreed to do: an operation and the rows that the agreement says.
+struct Ready {
+  std::shared_ptr<Operation> operation;
+  std::vector<int64_t> rows;
 };
 
 }  // namespace sparkhvd

@@ -55,6 +55,10 @@ std::string GroupText(const Request& request) {
   return request.group.empty() ? "it alone" : "it in the group '" + request.group + "'";
 }
 
+std::string MemoryText(const Request& request) {
+  return request.on_device ? "that of a CUDA device" : "that of the host";
+}
+
 std::string Differ(const char* what, int first_rank, const std::string& first, int second_rank,
                    const std::string& second) {
   return std::string("ranks disagree about the ") + what + ": rank " + std::to_string(first_rank) +
@@ -86,13 +90,48 @@ const char* Name(OperationKind kind) {
 bool Request::operator==(const Request& other) const {
   return kind == other.kind && dtype == other.dtype && op == other.op && root == other.root &&
          postscale == other.postscale && shape == other.shape && name == other.name &&
-         group_size == other.group_size && group == other.group && splits == other.splits;
+         group_size == other.group_size && on_device == other.on_device && group == other.group &&
+         splits == other.splits;
 }
 
 std::string Request::Title() const { return std::string(sparkhvd::Name(kind)) + " '" + name + "'"; }
 
 bool Reduces(OperationKind kind) {
   return kind == OperationKind::kAllreduce || kind == OperationKind::kReducescatter;
+}
+
+size_t RowElements(const Request& request) {
+  std::vector<int64_t> row = request.shape;
+  row[0] = 1;
+  return ElementCount(row).value_or(0);
+}
+
+Result<std::vector<size_t>> BytesOf(const Request& request, const std::vector<int64_t>& rows,
+                                    size_t expected) {
+  const Status too_many(StatusCode::kInvalidArgument,
+                        "the ranks together contribute too many elements");
+  const size_t row_bytes = RowElements(request) * SizeOf(request.dtype);
+  std::vector<size_t> lengths;
+  size_t total = 0;
+  if (rows.size() != expected) return too_many;
+  for (const int64_t number : rows) {
+    constexpr size_t kLimit = std::numeric_limits<ptrdiff_t>::max();
+    if (number < 0 ||
+        (row_bytes > 0 && static_cast<size_t>(number) > (kLimit - total) / row_bytes)) {
+      return too_many;
+    }
+    lengths.push_back(static_cast<size_t>(number) * row_bytes);
+    total += lengths.back();
+  }
+  return lengths;
+}
+
+std::vector<int64_t> RowsReceived(const std::vector<int64_t>& rows, int rank, int size) {
+  std::vector<int64_t> received;
+  for (int sender = 0; sender < size; ++sender) {
+    received.push_back(rows[static_cast<size_t>(sender * size + rank)]);
+  }
+  return received;
 }
 
 std::optional<size_t> ElementCount(const std::vector<int64_t>& shape) {
@@ -157,6 +196,9 @@ std::optional<std::string> Disagreement(const Request& first, int first_rank, co
     return Differ(what, first_rank, one, second_rank, other);
   };
   if (first.kind != second.kind) return differ("operation", Name(first.kind), Name(second.kind));
+  if (first.on_device != second.on_device) {
+    return differ("memory", MemoryText(first), MemoryText(second));
+  }
   if (first.group != second.group) {
     return differ("group", GroupText(first), GroupText(second));
   }

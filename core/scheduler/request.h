@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/status.h"
 
 namespace sparkhvd {
 
@@ -28,7 +29,7 @@ constexpr const char* kJoinName = "join()";
 
 // What ranks have to agree on (two ranks' requests for one tensor are compared with
 // Disagreement()), and the factor that is each rank's own: it neither travels nor takes part in
-// comparisons.
+// comparisons. In the memory of devices the submitter scales; there the factors are only compared.
 struct Request {
   std::string name;
   OperationKind kind = OperationKind::kAllreduce;
@@ -41,6 +42,7 @@ struct Request {
   std::vector<int64_t> splits;   // alltoall: how many rows go to each rank; each rank's own
   std::string group;             // what all run together or fail together; empty for one alone
   uint32_t group_size = 0;       // operations in the group
+  bool on_device = false;        // whether the buffers are in the memory of a CUDA device
 
   bool operator==(const Request& other) const;
 
@@ -50,6 +52,17 @@ struct Request {
 
 // Whether the operation combines numbers.
 bool Reduces(OperationKind kind);
+
+// Elements in a row of the first dimension.
+size_t RowElements(const Request& request);
+
+// The bytes of each number of rows; kInvalidArgument when there are not `expected` numbers or they
+// make too many bytes.
+Result<std::vector<size_t>> BytesOf(const Request& request, const std::vector<int64_t>& rows,
+                                    size_t expected);
+
+// An alltoall's rows for `rank`, by sender; `rows` as in the agreement.
+std::vector<int64_t> RowsReceived(const std::vector<int64_t>& rows, int rank, int size);
 
 // Elements of `shape`; nothing when a dimension is negative or the product does not fit.
 std::optional<size_t> ElementCount(const std::vector<int64_t>& shape);

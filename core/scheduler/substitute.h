@@ -8,7 +8,8 @@
 namespace sparkhvd {
 
 // The operation of a rank that has nothing to contribute to what the others agreed on: the identity
-// of the reduction, or no rows. It owns its buffers, and nobody waits for it.
+// of the reduction, or no rows. It owns its buffers, in the memory of the
+// host in any case, and nobody waits for it.
 std::shared_ptr<Operation> SubstituteFor(const Request& agreed);
 
 }  // namespace sparkhvd

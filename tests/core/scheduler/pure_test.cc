@@ -67,6 +67,11 @@ TEST(Request, DisagreementNamesWhatDiffersBothRanksAndBothValues) {
   EXPECT_EQ(
       MismatchOf(base, other),
       "ranks disagree about the operation: rank 0 submitted allreduce, rank 3 submitted broadcast");
+  other = base;
+  other.on_device = true;
+  EXPECT_EQ(MismatchOf(base, other),
+            "ranks disagree about the memory: rank 0 submitted that of the host, rank 3 submitted "
+            "that of a CUDA device");
   EXPECT_EQ(MismatchOf(Allgather("g", 1), Allgather("g", 7)), "agreed");
   EXPECT_EQ(MismatchOf(Alltoall({1, 2}), Alltoall({0, 9})), "agreed");
   EXPECT_NE(MismatchOf(Alltoall({1, 2}), Allgather("exchange", 3)), "agreed");
@@ -210,6 +215,17 @@ TEST(Fusion, PacksEqualAllreducesUpToTheThresholdAndNothingElse) {
   EXPECT_EQ(PlanFusion({}, 100), Groups{});
 }
 
+TEST(Fusion, OnDevicesAllOperationsOfAKindGoTogether) {
+  using Groups = std::vector<std::vector<size_t>>;
+  Request sum = Allreduce("sum", {100});
+  Request highest = Allreduce("highest", {100});
+  highest.op = ReduceOp::kMax;
+  Request gather = Allgather("gather", 2);
+  const Request host = Allreduce("host", {100});
+  sum.on_device = highest.on_device = gather.on_device = true;
+  EXPECT_EQ(PlanFusion({&sum, &gather, &host, &highest}, 0), (Groups{{0, 3}, {1}, {2}}));
+}
+
 TEST(Messages, SurviveTheWire) {
   Request request = Allgather("tensor/\xc3\xa4", 5);
   request.prescale = 0.25;
@@ -225,6 +241,7 @@ TEST(Messages, SurviveTheWire) {
   joined.splits = {3, 1};
   joined.group = "some";
   joined.group_size = 7;
+  joined.on_device = true;
   const ResponseMessage answer{
       {3}, {{"x", StatusCode::kMismatch, "why", {1, 2}, {}}, {"y", {}, "", {}, joined}}};
   const std::vector<std::byte> more = Encode(answer);

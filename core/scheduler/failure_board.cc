@@ -1,0 +1,54 @@
+#include "scheduler/failure_board.h"
+
+#include <optional>
+#include <utility>
+
+namespace sparkhvd {
+namespace {
+
+// Long enough for a server on another host, short enough not to hold up the failure of an
+// operation.
+constexpr double kSeconds = 2.0;
+
+// A failure as it stands on the board: the code as one character, then the message.
+std::string NoteOf(const Status& status, int rank) {
+  return std::string(1, static_cast<char>('A' + static_cast<int>(status.code()))) + "rank " +
+         std::to_string(rank) + ": " + status.message();
+}
+
+std::optional<Status> ReadNote(const std::string& note) {
+  const int last = static_cast<int>(StatusCode::kInternal);
+  if (note.empty() || note[0] <= 'A' || note[0] > 'A' + last) return std::nullopt;
+  return Status(static_cast<StatusCode>(note[0] - 'A'), note.substr(1));
+}
+
+}  // namespace
+
+Status FailureBoard::First(const Status& own, int rank) const {
+  if (!store) return own;
+  const std::string note = NoteOf(own, rank);
+  const Deadline deadline = Deadline::AfterSeconds(kSeconds);
+  if (!store->Set(Key(), note, deadline).ok()) return own;
+  const Result<std::string> first = store->Get(Key(), deadline);
+  if (!first.ok() || first.value() == note) return own;
+  return ReadNote(first.value()).value_or(own);
+}
+
+Status FailureBoard::Look() const {
+  if (!store) return Status();
+  const Result<std::string> note = store->Get(Key(), Deadline::AfterSeconds(0));
+  return note.ok() ? ReadNote(note.value()).value_or(Status()) : Status();
+}
+
+void FailureBoard::LookAway() const {
+  if (store) store->StopAsking(Key());
+}
+
+std::unique_ptr<Will> FailureBoard::LeaveWill(int rank) const {
+  if (!store) return nullptr;
+  const Status gone(StatusCode::kPeerLost, "its process has ended");
+  auto will = store->LeaveWill(Key(), NoteOf(gone, rank), Deadline::AfterSeconds(kSeconds));
+  return will.ok() ? std::move(will).value() : nullptr;
+}
+
+}  // namespace sparkhvd

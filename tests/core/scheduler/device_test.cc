@@ -1,0 +1,413 @@
+// The engine's operations in the memory of devices.
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "scheduler/devices.h"
+
+namespace sparkhvd {
+namespace {
+
+std::byte* BytesOf(std::vector<float>& data) { return reinterpret_cast<std::byte*>(data.data()); }
+
+class EngineDevices : public ::testing::TestWithParam<std::vector<int>> {
+ protected:
+  int size() const { return static_cast<int>(GetParam().size()); }
+  void Run(const std::function<void(int, Rank&, Program&)>& body) const {
+    OnEveryDevice(GetParam(), WithDevices(), body);
+  }
+};
+
+TEST_P(EngineDevices, ReduceWithEveryOperator) {
+  Run([this](int rank, Rank& self, Program& program) {
+    const std::vector<std::pair<ReduceOp, float>> expected = {
+        {ReduceOp::kSum, static_cast<float>(size() * (size() + 1) / 2)},
+        {ReduceOp::kAverage, static_cast<float>(size() + 1) / 2},
+        {ReduceOp::kMin, 1.0f},
+        {ReduceOp::kMax, static_cast<float>(size())}};
+    for (int round = 0; round < 3; ++round) {
+      for (const auto& [op, result] : expected) {
+        std::vector<float> data(17, static_cast<float>(rank + 1));
+        const Status status = program.Finish(program.TryAllreduce(Name(op), data, op));
+        ASSERT_TRUE(status.ok()) << status.message();
+        EXPECT_EQ(data, std::vector<float>(17, result)) << Name(op);
+      }
+      std::vector<float> data(17, 2.0f);
+      EXPECT_TRUE(program.Finish(program.TryAllreduce("product", data, ReduceOp::kProduct)).ok());
+      EXPECT_EQ(data[16], static_cast<float>(1 << size()));
+      std::vector<float> nothing;
+      EXPECT_TRUE(program.Finish(program.TryAllreduce("nothing", nothing)).ok());
+    }
+    EXPECT_EQ(self.engine.counters().on_device.load(), 18u);
+  });
+}
+
+template <typename T>
+void ExpectSum(DType dtype, int rank, int size, Program& program) {
+  std::vector<T> source(5, static_cast<T>(rank + 1));
+  std::vector<T> target(5);
+  Request request = RequestFor(OperationKind::kAllreduce, Name(dtype), {5});
+  request.dtype = dtype;
+  const Status status = program.Finish(program.TrySubmit(request, source.data(), target.data()));
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(target, std::vector<T>(5, static_cast<T>(size * (size + 1) / 2))) << Name(dtype);
+  EXPECT_EQ(source[0], static_cast<T>(rank + 1));
+}
+
+TEST_P(EngineDevices, ReduceTheElementTypesOfNccl) {
+  Run([this](int rank, Rank&, Program& program) {
+    ExpectSum<uint8_t>(DType::kUInt8, rank, size(), program);
+    ExpectSum<int8_t>(DType::kInt8, rank, size(), program);
+    ExpectSum<int32_t>(DType::kInt32, rank, size(), program);
+    ExpectSum<int64_t>(DType::kInt64, rank, size(), program);
+    ExpectSum<double>(DType::kFloat64, rank, size(), program);
+    // 1.0 of either small type, whose sums with zeros are itself.
+    for (const auto& [dtype, one] : {std::pair{DType::kFloat16, uint16_t{0x3c00}},
+                                     std::pair{DType::kBFloat16, uint16_t{0x3f80}}}) {
+      std::vector<uint16_t> data(3, rank == 0 ? one : uint16_t{0});
+      Request request = RequestFor(OperationKind::kAllreduce, Name(dtype), {3});
+      request.dtype = dtype;
+      EXPECT_TRUE(program.Finish(program.TrySubmit(request, data.data(), data.data())).ok());
+      EXPECT_EQ(data, std::vector<uint16_t>(3, one)) << Name(dtype);
+    }
+  });
+}
+
+TEST_P(EngineDevices, BroadcastAnyElementType) {
+  Run([this](int rank, Rank&, Program& program) {
+    std::vector<uint16_t> data(9, static_cast<uint16_t>(rank));
+    Request request = RequestFor(OperationKind::kBroadcast, "broadcast", {3, 3});
+    request.dtype = DType::kInt16;
+    request.root = size() - 1;
+    EXPECT_TRUE(program.Finish(program.TrySubmit(request, data.data(), data.data())).ok());
+    EXPECT_EQ(data, std::vector<uint16_t>(9, static_cast<uint16_t>(size() - 1)));
+  });
+}
+
+TEST_P(EngineDevices, GatherRowsOfEveryLength) {
+  Run([this](int rank, Rank&, Program& program) {
+    for (const bool ragged : {false, true}) {
+      for (int round = 0; round < 3; ++round) {
+        const int64_t rows = ragged ? rank : 2;
+        std::vector<float> own(static_cast<size_t>(rows), static_cast<float>(rank));
+        const Result<Pointer> gathered = program.TrySubmit(
+            RequestFor(OperationKind::kAllgather, ragged ? "ragged" : "even", {rows}), own.data(),
+            nullptr);
+        ASSERT_TRUE(FailureOf(gathered).ok());
+        std::vector<float> expected;
+        for (int r = 0; r < size(); ++r) {
+          expected.insert(expected.end(), static_cast<size_t>(ragged ? r : 2),
+                          static_cast<float>(r));
+        }
+        EXPECT_EQ(program.Output<float>(*gathered.value()), expected);
+      }
+    }
+  });
+}
+
+TEST_P(EngineDevices, ExchangeRows) {
+  Run([this](int rank, Rank&, Program& program) {
+    std::vector<int64_t> splits;
+    std::vector<float> source;
+    for (int to = 0; to < size(); ++to) {
+      splits.push_back((rank + to) % 3);
+      source.insert(source.end(), static_cast<size_t>(splits.back()),
+                    static_cast<float>(rank * 10 + to));
+    }
+    Request request =
+        RequestFor(OperationKind::kAlltoall, "exchange", {static_cast<int64_t>(source.size())});
+    request.splits = splits;
+    const Result<Pointer> operation = program.TrySubmit(request, source.data(), nullptr);
+    ASSERT_TRUE(FailureOf(operation).ok());
+    std::vector<float> expected;
+    for (int from = 0; from < size(); ++from) {
+      EXPECT_EQ(operation.value()->rows()[static_cast<size_t>(from)], (rank + from) % 3);
+      expected.insert(expected.end(), static_cast<size_t>((rank + from) % 3),
+                      static_cast<float>(from * 10 + rank));
+    }
+    EXPECT_EQ(program.Output<float>(*operation.value()), expected);
+  });
+}
+
+TEST_P(EngineDevices, ReducescatterWhetherRowsCanBeDividedOrNot) {
+  Run([this](int rank, Rank&, Program& program) {
+    for (const int64_t more : {0, 1}) {
+      const int64_t rows = 2 * size() + more;
+      std::vector<float> source(static_cast<size_t>(rows) * 3);
+      std::iota(source.begin(), source.end(), static_cast<float>(rank));
+      const bool long_part = rank < more;
+      std::vector<float> target(long_part ? 9 : 6);
+      const Status status = program.Finish(
+          program.TrySubmit(RequestFor(OperationKind::kReducescatter, "scatter", {rows, 3}),
+                            source.data(), target.data()));
+      ASSERT_TRUE(status.ok()) << status.message();
+      const int64_t first = (2 * rank + std::min<int64_t>(rank, more)) * 3;
+      for (size_t i = 0; i < target.size(); ++i) {
+        const auto place = static_cast<float>(first + static_cast<int64_t>(i));
+        EXPECT_EQ(target[i], place * static_cast<float>(size()) +
+                                 static_cast<float>(size() * (size() - 1) / 2));
+      }
+    }
+  });
+}
+
+TEST_P(EngineDevices, AGroupIsOneGroupOfNccl) {
+  Run([this](int, Rank& self, Program& program) {
+    const int before = simulated::Calls("ncclAllReduce");
+    std::vector<std::vector<float>> data(6, std::vector<float>(11, 1.0f));
+    std::vector<Engine::Submission> submissions;
+    for (size_t i = 0; i < data.size(); ++i) {
+      Request request = RequestFor(OperationKind::kAllreduce, "group." + std::to_string(i), {11});
+      request.op = i % 2 == 0 ? ReduceOp::kSum : ReduceOp::kMax;
+      request.group = "group";
+      request.group_size = static_cast<uint32_t>(data.size());
+      submissions.push_back(
+          {std::move(request), BytesOf(data[i]), BytesOf(data[i]), program.device()});
+    }
+    const auto operations = self.engine.SubmitAll(std::move(submissions));
+    ASSERT_TRUE(operations.ok()) << operations.status().message();
+    for (size_t i = 0; i < data.size(); ++i) {
+      EXPECT_TRUE(program.Finish(operations.value()[i]).ok());
+      EXPECT_EQ(data[i][10], i % 2 == 0 ? static_cast<float>(size()) : 1.0f);
+    }
+    EXPECT_EQ(self.engine.counters().on_device.load(), 1u);
+    EXPECT_GE(simulated::Calls("ncclAllReduce"), before + 6);
+  });
+}
+
+TEST_P(EngineDevices, GoTheirWayBesideTensorsOfTheHost) {
+  Run([this](int, Rank& self, Program& program) {
+    for (int round = 0; round < 20; ++round) {
+      std::vector<float> here(5, 1.0f);
+      std::vector<float> there(5, 1.0f);
+      const Result<Pointer> device = program.TryAllreduce("device", there);
+      const Pointer host = self.AllreduceWithWaiter("host", here);
+      EXPECT_TRUE(self.engine.Wait(*host, Patience()).ok());
+      EXPECT_TRUE(program.Finish(device).ok());
+      EXPECT_EQ(here[4], static_cast<float>(size()));
+      EXPECT_EQ(there[4], static_cast<float>(size()));
+    }
+  });
+}
+
+TEST_P(EngineDevices, RanksThatJoinedContributeNothing) {
+  Run([this](int rank, Rank& self, Program& program) {
+    for (int turn = 0; turn < 2; ++turn) {
+      for (int step = 0; step < rank; ++step) {
+        std::vector<float> sum(5, 1.0f);
+        EXPECT_TRUE(program.Finish(program.TryAllreduce("sum", sum)).ok());
+        EXPECT_EQ(sum[4], static_cast<float>(size() - 1 - step));
+        std::vector<float> lowest(5, static_cast<float>(rank));
+        EXPECT_TRUE(program.Finish(program.TryAllreduce("min", lowest, ReduceOp::kMin)).ok());
+        EXPECT_EQ(lowest[0], static_cast<float>(step + 1));
+        std::vector<float> own(1, static_cast<float>(rank));
+        const Result<Pointer> gathered = program.TrySubmit(
+            RequestFor(OperationKind::kAllgather, "rows", {1}), own.data(), nullptr);
+        EXPECT_TRUE(FailureOf(gathered).ok());
+        EXPECT_EQ(program.Output<float>(*gathered.value()).size(),
+                  static_cast<size_t>(size() - 1 - step));
+      }
+      // A rank that has used no device says with its join which one is its own.
+      const Result<Pointer> join =
+          program.TrySubmit(RequestFor(OperationKind::kJoin, kJoinName, {0}), nullptr, nullptr);
+      ASSERT_TRUE(FailureOf(join).ok());
+      EXPECT_TRUE(self.BarrierAndWait("together").ok());
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, EngineDevices,
+                         ::testing::Values(OneHost(1), OneHost(2), OneHost(3),
+                                           std::vector<int>{0, 0, 1, 1}, std::vector<int>{0, 1}));
+
+TEST(EngineDevice, WorksBehindWhatTheProgramHasPutOnItsStream) {
+  OnEveryDevice(OneHost(2), WithDevices(), [](int rank, Rank& self, Program& program) {
+    std::vector<float> data(4, 0.0f);
+    const std::vector<float> computed(4, static_cast<float>(rank + 1));
+    const Result<std::shared_ptr<const Device>> device =
+        Device::Open(SimulatedLibraries().cuda, rank);
+    ASSERT_TRUE(device.ok());
+    const auto* content = reinterpret_cast<const std::byte*>(computed.data());
+    Result<DeviceMemory> memory =
+        device.value()->Upload(ConstBytes(content, computed.size() * sizeof(float)));
+    ASSERT_TRUE(memory.ok());
+    const auto uploaded = device.value()->Record(device.value()->stream());
+    ASSERT_TRUE(uploaded.value()->LetWait(program.stream().handle()).ok());
+
+    simulated::Hold(rank);
+    ASSERT_TRUE(memory.value().MoveTo(BytesOf(data), program.stream().handle()).ok());
+    const Result<Pointer> operation = program.TryAllreduce("sum", data);
+    EXPECT_TRUE(FailureOf(operation).ok()) << "the host does not wait for the device";
+    EXPECT_FALSE(operation.value()->settled());
+    EXPECT_TRUE(self.BarrierAndWait("both have submitted").ok());
+    EXPECT_EQ(data[0], 0.0f);
+    simulated::Release(rank);
+    EXPECT_TRUE(program.Finish(operation).ok());
+    EXPECT_EQ(data, std::vector<float>(4, 3.0f));
+    EXPECT_TRUE(operation.value()->settled());
+  });
+}
+
+TEST(EngineDevice, EveryEngineHasACommunicatorOfItsOwn) {
+  auto store = std::make_shared<InProcessStore>();
+  std::vector<std::unique_ptr<Rank>> pair;  // ranks 1 and 2 of the job
+  for (Mesh& mesh : InProcessMeshes(OneHost(2))) {
+    pair.push_back(std::make_unique<Rank>(WithDevices(), std::move(mesh), store));
+  }
+  OnEveryDevice(OneHost(3), WithDevices(), [&pair](int rank, Rank&, Program& program) {
+    for (int round = 0; round < 10; ++round) {
+      std::vector<float> data(4, 1.0f);
+      const Result<Pointer> all = program.TryAllreduce("all", data);
+      if (rank > 0) {
+        Program in_pair(rank, pair[static_cast<size_t>(rank - 1)]->engine);
+        std::vector<float> more(4, 1.0f);
+        EXPECT_TRUE(in_pair.Finish(in_pair.TryAllreduce("all", more)).ok());
+        EXPECT_EQ(more[3], 2.0f);
+      }
+      EXPECT_TRUE(program.Finish(all).ok());
+      EXPECT_EQ(data[3], 3.0f);
+    }
+  });
+}
+
+TEST(EngineDevice, MemoryOfTheHostOnOneRankIsAMismatch) {
+  OnEveryDevice(OneHost(3), WithDevices(), [](int rank, Rank& self, Program& program) {
+    for (int round = 0; round < 2; ++round) {  // the second time some ask by id
+      std::vector<float> data(4, 1.0f);
+      const Result<Pointer> mixed = rank == 2 && round == 0 ? self.TryAllreduce("mixed", data)
+                                                            : program.TryAllreduce("mixed", data);
+      if (round > 0) {
+        EXPECT_TRUE(program.Finish(mixed).ok()) << "the name is free again";
+        continue;
+      }
+      ExpectFailure(FailureOf(mixed), StatusCode::kMismatch,
+                    {"allreduce 'mixed'", "about the memory", "rank 0 submitted that of a CUDA",
+                     "rank 2 submitted that of the host"});
+    }
+  });
+}
+
+TEST(EngineDevice, WhatCannotBeDoneIsRefusedAtOnce) {
+  const ProgramStream elsewhere(5);
+  OnEveryDevice(OneHost(1), WithDevices(), [&](int, Rank& self, Program& program) {
+    std::vector<float> data(4);
+    ExpectFailure(FailureOf(program.TryAllreduce("x", data, ReduceOp::kAdasum)),
+                  StatusCode::kInvalidArgument, {"NCCL has no adasum of float32"});
+    Request request = RequestFor(OperationKind::kAllreduce, "x", {2});
+    request.dtype = DType::kInt16;
+    ExpectFailure(FailureOf(program.TrySubmit(request, data.data(), data.data())),
+                  StatusCode::kInvalidArgument, {"NCCL has no sum of int16"});
+    request.dtype = DType::kInt32;
+    request.op = ReduceOp::kAverage;
+    ExpectFailure(FailureOf(program.TrySubmit(request, data.data(), data.data())),
+                  StatusCode::kInvalidArgument, {"NCCL has no average of int32"});
+    EXPECT_TRUE(program.Finish(program.TryAllreduce("x", data)).ok());
+    ExpectFailure(FailureOf(self.engine.Submit(RequestFor(OperationKind::kAllreduce, "y", {4}),
+                                               BytesOf(data), BytesOf(data), Start::kNow,
+                                               DeviceStream{5, elsewhere.handle()})),
+                  StatusCode::kInvalidArgument,
+                  {"allreduce 'y'", "device 5", "first collective", "device 0"});
+  });
+  OnEveryDevice(OneHost(1), Quick(), [](int, Rank&, Program& program) {
+    std::vector<float> data(4);
+    ExpectFailure(FailureOf(program.TryAllreduce("x", data)), StatusCode::kInvalidArgument,
+                  {"without NCCL"});
+  });
+}
+
+void AwaitFailure(const Engine& engine, StatusCode code, const std::vector<std::string>& words) {
+  const Deadline deadline = Patience();
+  while (engine.Failure().ok() && !deadline.Expired()) std::this_thread::yield();
+  ExpectFailure(engine.Failure(), code, words);
+}
+
+TEST(EngineDevice, ACallThatFailsOnOneRankEndsAll) {
+  for (const char* call :
+       {"ncclAllReduce", "ncclCommInitRankConfig", "ncclGetUniqueId", "cuStreamWaitEvent"}) {
+    simulated::FailNext(call, 3);
+    OnEveryDevice(OneHost(2), WithDevices(), [call](int, Rank& self, Program& program) {
+      std::vector<float> data(4, 1.0f);
+      const Status first = program.Finish(program.TryAllreduce("sum", data));
+      // The rank whose calls were good has nothing to complain about, and learns it now.
+      const Status status = first.ok() ? self.BarrierAndWait("after") : first;
+      ExpectFailure(status, StatusCode::kIo, {std::string(call) + " failed"});
+      AwaitFailure(self.engine, StatusCode::kIo, {std::string(call) + " failed"});
+    });
+  }
+}
+
+TEST(EngineDevice, AnErrorBehindTheHostsBackEndsTheEngine) {
+  Gate held(2);
+  OnEveryDevice(OneHost(2), WithDevices(), [&held](int rank, Rank& self, Program& program) {
+    simulated::Hold(rank);
+    std::vector<float> data(4, 1.0f);
+    EXPECT_TRUE(FailureOf(program.TryAllreduce("sum", data)).ok());
+    held.Meet();
+    if (rank == 0) simulated::BreakCommunicators(kNcclRemoteError);
+    AwaitFailure(self.engine, StatusCode::kPeerLost, {"allreduce 'sum'", "NCCL failed"});
+    simulated::Release(rank);
+    program.stream().Await();
+    ExpectFailure(FailureOf(program.TryAllreduce("next", data)), StatusCode::kPeerLost,
+                  {"allreduce 'next'", "NCCL failed"});
+  });
+}
+
+TEST(EngineDevice, ADeviceThatDoesNotGoOnIsGivenUpAfterTheTimeout) {
+  OnEveryDevice(OneHost(2), WithDevices(0.3), [](int rank, Rank& self, Program& program) {
+    if (rank == 1) simulated::Hold(rank);
+    std::vector<float> data(4, 1.0f);
+    const Result<Pointer> operation = program.TryAllreduce("sum", data);
+    EXPECT_TRUE(FailureOf(operation).ok());
+    AwaitFailure(self.engine, StatusCode::kTimeout,
+                 {"allreduce 'sum'", "not finished there", "some rank may have failed"});
+    if (rank == 1) simulated::Release(rank);
+    EXPECT_TRUE(operation.value()->device()->LetWait(program.stream().handle()).ok());
+    program.stream().Await();  // what was given up holds up nothing
+  });
+}
+
+TEST(EngineDevice, ARankThatIsGoneIsNoticedWhileOthersOnlyWaitForTheirDevices) {
+  Gate submitted(3);
+  OnEveryDevice(OneHost(3), WithDevices(), [&](int rank, Rank& self, Program& program) {
+    if (rank == 2) simulated::Hold(rank);
+    std::vector<float> data(4, 1.0f);
+    EXPECT_TRUE(FailureOf(program.TryAllreduce("sum", data)).ok());
+    submitted.Meet();
+    if (rank == 2) {
+      self.engine.Abort("out of memory");
+      EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
+      simulated::Release(rank);
+      return;
+    }
+    AwaitFailure(self.engine, StatusCode::kAborted, {"rank 2: out of memory"});
+    program.stream().Await();
+  });
+}
+
+TEST(EngineDevice, LeavingWaitsForWhatTheDeviceStillDoes) {
+  for (int round = 0; round < 10; ++round) {
+    OnEveryDevice(OneHost(2), WithDevices(), [](int, Rank& self, Program& program) {
+      std::vector<float> data(4, 1.0f);
+      const Result<Pointer> operation = program.TryAllreduce("last", data);
+      EXPECT_TRUE(FailureOf(operation).ok());
+      EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
+      EXPECT_TRUE(operation.value()->settled());
+      EXPECT_EQ(data[3], 2.0f);
+    });
+  }
+}
+
+TEST(EngineDevice, ARankThatJoinsWithoutADeviceIsNamed) {
+  OnEveryDevice(OneHost(2), WithDevices(), [](int rank, Rank& self, Program& program) {
+    std::vector<float> data(4, 1.0f);
+    const Result<Pointer> operation =
+        rank == 0 ? program.TryAllreduce("sum", data)
+                  : self.engine.Submit(RequestFor(OperationKind::kJoin, kJoinName, {0}), nullptr,
+                                       nullptr);
+    ExpectFailure(FailureOf(operation), StatusCode::kInvalidArgument,
+                  {"rank 1", "has joined without ever using a CUDA device", "join()"});
+  });
+}
+
+}  // namespace
+}  // namespace sparkhvd
