@@ -19,11 +19,12 @@ from sparkhvd.cli.check_build import check_build
 from sparkhvd.cli.flags import parser
 from sparkhvd.cli.settings import notices, read_file, variables
 from sparkhvd.config import export
+from sparkhvd.driver.arguments import RunOptions
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.mpi.command import find_mpirun, is_root
 from sparkhvd.driver.remote import SshOptions
-from sparkhvd.driver.run import RunOptions, run_with
+from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
 from sparkhvd.task.command import run_command
 

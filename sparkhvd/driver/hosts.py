@@ -25,6 +25,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     Raises:
         ConfigError: the text is not such a list, or names a host twice.
     """
+    if not isinstance(text, str):
+        raise ConfigError(f"hosts={text!r} is not one text like 'host1:2,host2:2'.")
     return _checked([_host(*part.strip().rpartition(":")[::2]) for part in text.split(",") if part.strip()], text)
 
 

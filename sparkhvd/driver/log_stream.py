@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -40,7 +41,7 @@ class LogStream:
         folder: Path | None = None,
         num_proc: int = 1,
     ) -> None:
-        self._folder = folder
+        self._folder = folder  # guarded by _lock; None when nothing is kept (any more)
         self._digits = len(str(num_proc - 1))
         self._files: dict[tuple[int, str], BinaryIO] = {}  # guarded by _lock
         self.started = threading.Event()
@@ -83,18 +84,19 @@ class LogStream:
         lines = "".join(f"{prefix}{line}\n" for line in text.split("\n"))
         with self._lock:
             self._keep(output)
-            target = given or (sys.stderr if output.stream == "stderr" else sys.stdout)
+            target = given if given is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
             try:
                 target.write(lines)
                 target.flush()
-            except (OSError, ValueError) as error:  # the user closed the stream
+            except Exception as error:  # noqa: BLE001 - it is the user's, who may have closed it
                 logger.warning("Output of rank %d cannot be written: %s", output.rank, error)
 
     def close(self) -> None:
         """Close the files."""
         with self._lock:
             for file in self._files.values():
-                file.close()
+                with contextlib.suppress(OSError):  # of what could not be written, which has been said
+                    file.close()
             self._files.clear()
             for (rank, _), writer in self._writers.items():
                 try:
@@ -106,10 +108,14 @@ class LogStream:
     def _keep(self, output: Output) -> None:
         if self._folder is None:
             return
-        file = self._files.get((output.rank, output.stream))
-        if file is None:
-            path = self._folder / f"rank.{output.rank:0{self._digits}d}" / output.stream
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._files[output.rank, output.stream] = path.open("wb")
-        file.write(output.content + b"\n")
-        file.flush()
+        try:
+            file = self._files.get((output.rank, output.stream))
+            if file is None:
+                path = self._folder / f"rank.{output.rank:0{self._digits}d}" / output.stream
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = self._files[output.rank, output.stream] = path.open("wb")
+            file.write(output.content + b"\n")
+            file.flush()
+        except OSError as error:
+            logger.warning("From here on no output of the ranks is kept in %s: %s", self._folder, error)
+            self._folder = None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-import shlex
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -16,13 +14,14 @@ import cloudpickle
 
 from sparkhvd.config import changed_environment, from_environment, notice_without_effect
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, words_of
 from sparkhvd.driver.hosts import parse_hosts
 from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose, launcher_for
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.payload import pickle_call
 from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
-from sparkhvd.errors import CollectiveError, ConfigError, LaunchError
+from sparkhvd.errors import CollectiveError, LaunchError
 from sparkhvd.task.job import Job
 from sparkhvd.task.log_files import LogFiles
 
@@ -118,12 +117,11 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         LaunchError: there is no session, ``fn`` cannot be sent, or Spark lost the job.
         ConfigError: an argument has a value that cannot work.
     """
-    _check_numbers(num_proc, start_timeout, gpus_per_task, cpus_per_task)
     request = LaunchRequest(
         num_proc=num_proc,
         spark=spark,
         resources=TaskResources(cpus_per_task, gpus_per_task),
-        extra_mpi_args=_words(extra_mpi_args),
+        extra_mpi_args=words_of("extra_mpi_args", extra_mpi_args),
         hosts=parse_hosts(hosts) if hosts is not None else (),
         ssh=SshOptions(ssh_port, ssh_identity_file),
         rows=rows,
@@ -134,29 +132,13 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         stdout=stdout,
         stderr=stderr,
         verbose=verbose,
-        nics=tuple(nics or ()),
+        nics=nics if isinstance(nics, str) else tuple(nics or ()),
         prefix_output_with_timestamp=prefix_output_with_timestamp,
         executable=executable,
         output_filename=output_filename,
-        preload=tuple(preload),
+        preload=preload,
     )
     return run_with(request, choose(launcher, use_mpi, use_gloo, request), options, fn, args, kwargs)
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Arguments of ``run`` that hold for all launchers, by their names there."""
-
-    start_timeout: float | None = None
-    env: Mapping[str, str | None] | None = field(default=None, repr=False)
-    stdout: TextIO | LogFiles | None = None
-    stderr: TextIO | LogFiles | None = None
-    verbose: int = 1
-    nics: tuple[str, ...] = ()
-    prefix_output_with_timestamp: bool = False
-    executable: str | None = None
-    output_filename: str | None = None
-    preload: tuple[str, ...] = ()
 
 
 def run_with(  # noqa: PLR0917
@@ -168,6 +150,8 @@ def run_with(  # noqa: PLR0917
     kwargs: Mapping[str, Any] | None = None,
 ) -> list[Result]:
     """``run`` once it is known where."""
+    check_counts(request.num_proc, request.resources.gpus, request.resources.cpus)
+    check_options(options, launcher)
     changes = checked_environment(options.env)
     chosen = launcher_for(launcher, request)
     environment = changed_environment(changes)
@@ -180,7 +164,7 @@ def run_with(  # noqa: PLR0917
         payload=payload,
         num_proc=chosen.reserve(deadline),
         env=tuple(changes.items()),
-        preload=options.preload,
+        preload=tuple(options.preload),
         config=config,
         start_timeout=timeout,
         log_secret=secrets.token_bytes(32),
@@ -188,7 +172,7 @@ def run_with(  # noqa: PLR0917
         log_files=_log_files(stdout=options.stdout, stderr=options.stderr),
         log_level=_log_level(options.verbose) if config.log_level is None else config.log_level,
         executable=options.executable or "",
-        nics=options.nics,
+        nics=tuple(options.nics),
         gives_rows=request.rows is not None,
     )
     with closing(_stream(options, job.num_proc)) as stream, closing(_launched(chosen, job, stream)) as handle:
@@ -215,40 +199,6 @@ def _launched(launcher: Launcher, job: Job, stream: LogStream) -> LaunchHandle:
 
 def _log_files(**streams: TextIO | LogFiles | None) -> tuple[tuple[str, LogFiles], ...]:
     return tuple((name, given) for name, given in streams.items() if isinstance(given, LogFiles))
-
-
-def _words(arguments: str | Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(shlex.split(arguments)) if isinstance(arguments, str) else tuple(arguments or ())
-
-
-def _check_numbers(
-    num_proc: int | None, start_timeout: float | None, gpus_per_task: float | None, cpus_per_task: int | None
-) -> None:
-    for name, value in (("num_proc", num_proc), ("cpus_per_task", cpus_per_task)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            what = "processes; give 1 or more, or None for all slots" if name == "num_proc" else "cores; give 1 or more"
-            raise ConfigError(f"{name}={value!r} is not a number of {what}.")
-    if start_timeout is not None and not float(start_timeout) > 0:
-        raise ConfigError(f"start_timeout={start_timeout!r} is not above 0 seconds.")
-    if gpus_per_task is not None and not (0 < gpus_per_task <= 1 or float(gpus_per_task).is_integer()):
-        raise ConfigError(
-            f"gpus_per_task={gpus_per_task!r} is no amount that Spark takes; give a whole number or less than 1."
-        )
-
-
-def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """The user's ``env``, copied.
-
-    Raises:
-        ConfigError: a name or value is not a string.
-    """
-    changes = dict(env or {})
-    for name, value in changes.items():
-        if not isinstance(name, str) or not (value is None or isinstance(value, str)):
-            raise ConfigError(
-                f"env[{name!r}] has a value of type {type(value).__name__}; names and values are strings."
-            )
-    return changes
 
 
 def _log_level(verbose: int) -> int:

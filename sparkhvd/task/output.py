@@ -202,6 +202,7 @@ class OutputPump:
         self._streams = {stdout: "stdout", stderr: "stderr"}
         self._buffers = {stdout: LineBuffer(), stderr: LineBuffer()}
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._lost = False  # of the pump's thread
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="sparkhvd-output", daemon=True)
 
@@ -256,4 +257,9 @@ class OutputPump:
         if stream == "stderr":
             text = lines.decode("utf-8", "replace")
             self._tail.extend(line[:500] for line in text.split("\n")[-_TAIL_LINES:])
-        self._log.write(stream, b"" if lines == b"\n" else lines)
+        try:
+            self._log.write(stream, b"" if lines == b"\n" else lines)
+        except Exception as error:
+            if not self._lost:
+                logger.warning("Output of rank %d is lost: %s", self._log.rank, error, exc_info=True)
+            self._lost = True  # the pipes are read all the same: a rank that cannot write would wait forever

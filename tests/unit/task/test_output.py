@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.job import Job
-from sparkhvd.task.output import DriverLog, LineBuffer, OutputPump
+from sparkhvd.task.output import DriverLog, LineBuffer, OutputPump, RankLog
 
 SECRET = b"q" * 32
 
@@ -49,7 +49,7 @@ class Stream:
         return
 
 
-def pumped(log: DriverLog, stdout: bytes, stderr: bytes) -> OutputPump:
+def pumped(log: RankLog, stdout: bytes, stderr: bytes) -> OutputPump:
     readers = []
     for content in (stdout, stderr):
         reader, writer = os.pipe()
@@ -110,3 +110,40 @@ def test_lines_can_carry_the_time_of_their_arrival():
     stamp, _, rest = stdout.text.partition("[0]")
     assert rest == "<stdout>:x\n"
     assert stamp.count(":") == 2
+
+
+class Full:
+    """A log that takes nothing."""
+
+    rank = 3
+
+    def started(self) -> None:
+        return
+
+    def write(self, stream: str, content: bytes) -> None:
+        raise AttributeError("nothing to write to")
+
+    def close(self) -> None:
+        return
+
+
+def test_a_pipe_is_read_to_its_end_whatever_its_log_raises(caplog):
+    pump = pumped(Full(), b"", b"".join(b"%09d\n" % number for number in range(50_000)))
+    assert pump.stderr_tail().endswith("\n000049999")
+    assert caplog.text.count("Output of rank 3 is lost: nothing to write to") == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_the_kept_files_alone(tmp_path, caplog):
+    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
+
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stderr").symlink_to("/dev/full")
+    shown = Stream()
+    stream = LogStream(shown, shown, timestamps=False, folder=tmp_path)
+    for number, name in enumerate(("stdout", "stderr", "stderr", "stdout")):
+        stream.handle(Output(0, name, b"%d" % number))
+    stream.close()
+    assert shown.text == "[0]<stdout>:0\n[0]<stderr>:1\n[0]<stderr>:2\n[0]<stdout>:3\n"
+    assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n"
+    said = f"From here on no output of the ranks is kept in {tmp_path}: [Errno 28] No space left on device"
+    assert caplog.text.count("is kept in") == caplog.text.count(said) == 1
