@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import sparkhvd
 
 
 def _megabytes(text: str) -> str:
     return str(int(float(text) * 1024 * 1024))
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def _same(text: str) -> str:
@@ -45,6 +50,8 @@ class Tuning:
     def text(self, value: object) -> str:
         """What the variable is set to."""
         if self.switch:
+            if not isinstance(value, int):
+                raise ValueError("it is neither true nor false")
             return str(int(bool(value) != self.inverted))
         return self.convert(str(value))
 
@@ -91,6 +98,8 @@ TUNINGS = (
     Tuning("log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", ("logging", "hide_timestamp"), True),
 )
 
+# Where a configuration file has what --mpi-args gives.
+MPI_ARGS = ("library_options", "mpi_args")
 # Flags of Horovod that are accepted, with the line that says why they change nothing.
 WITHOUT_EFFECT: Mapping[str, str] = {
     "--disable-cache": "nothing about the hosts is kept between runs",
@@ -111,6 +120,21 @@ UNSUPPORTED: Mapping[str, str] = {
 }
 
 
+# Flags that say how to reach other machines, by their attributes.
+FOR_HOSTS: Mapping[str, str] = {
+    "ssh_port": "--ssh-port",
+    "ssh_identity_file": "--ssh-identity-file",
+    "nics": "--network-interfaces",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line, without all that could be on it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message.removesuffix('.')}. See {self.prog} --help.\n")
+
+
 class _Refuse(argparse.Action):
     """Ends the program with the reason why a flag cannot be followed."""
 
@@ -126,7 +150,7 @@ class _Refuse(argparse.Action):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="sparkhvdrun",
         description="Run a program once per rank, on this machine or on others through ssh; hvd.init() connects them.",
         allow_abbrev=False,
@@ -135,7 +159,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("-np", "--num-proc", type=int, help="number of ranks; all slots when left out")
     made.add_argument("-cb", "--check-build", action="store_true", help="show what is available, and end")
     made.add_argument("--start-timeout", type=float, help="seconds within which all ranks must have started")
-    made.add_argument("--network-interfaces", "--network-interface", dest="nics", help="interfaces to use, as a,b")
+    made.add_argument(
+        *("--network-interfaces", "--network-interface"),
+        dest="nics",
+        action="extend",
+        type=_names,
+        default=[],
+        help="interfaces to use, as a,b",
+    )
     made.add_argument("--output-filename", help="folder that keeps each rank's output: rank.<number>/stdout, stderr")
     made.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
     made.add_argument("--verbose", action="store_true", help="show debug lines, and the command line of mpirun")

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import FrameType
 
 from sparkhvd.cli.check_build import check_build
-from sparkhvd.cli.flags import parser
+from sparkhvd.cli.flags import MPI_ARGS, parser
 from sparkhvd.cli.settings import notices, read_file, variables
-from sparkhvd.config import export
-from sparkhvd.driver.arguments import RunOptions
+from sparkhvd.config import export, from_environment, variable_of
+from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, words_of
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.mpi.command import find_mpirun, is_root
@@ -86,13 +86,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     file = read_file(flags.config_file)
     given = variables(flags, file)
-    for line in notices(flags, given):
-        sys.stderr.write(f"sparkhvdrun: {line}\n")
-    export(given)
+    flags.mpi_args = flags.mpi_args or str(file.get(MPI_ARGS[0], {}).get(MPI_ARGS[1]) or "")
     hosts = _hosts(flags)
-    if flags.mpi or (file.get("controller") == "mpi" and not flags.gloo):
+    by_mpi = flags.mpi or (file.get("controller", {}).get("name") == "mpi" and not flags.gloo)
+    launcher = "mpi" if by_mpi else "ssh" if hosts else "local"
+    for line in notices(flags, given, launcher):
+        sys.stderr.write(f"sparkhvdrun: {line}\n")
+    if by_mpi and flags.start_timeout is not None:  # for hvd.init(); mpirun itself knows no such limit
+        given[variable_of("start_timeout")] = str(flags.start_timeout)
+    export(given)
+    options = RunOptions(
+        start_timeout=flags.start_timeout,
+        nics=tuple(flags.nics) if hosts else (),
+        verbose=2 if flags.verbose else 1,
+        prefix_output_with_timestamp=flags.prefix_output_with_timestamp,
+        output_filename=flags.output_filename,
+    )
+    if by_mpi:
+        check_counts(flags.num_proc)
+        check_options(options, launcher)
+        from_environment()  # refuses what the ranks could not read
         return _run_by_mpi(flags, hosts, list(given), command)
-    _run(flags, hosts, command)
+    for flag in ("mpi_args", "binding_args"):
+        if getattr(flags, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} is for mpirun; give --mpi, too.")
+    request = LaunchRequest(
+        num_proc=flags.num_proc, hosts=hosts, ssh=SshOptions(flags.ssh_port, flags.ssh_identity_file)
+    )
+    run_with(request, launcher, options, run_command, (tuple(command),))
     return 0
 
 
@@ -103,24 +124,6 @@ def _hosts(flags: argparse.Namespace) -> tuple[Host, ...]:
         except OSError as error:
             raise ConfigError(f"--hostfile {flags.hostfile} cannot be read: {error.strerror}.") from error
     return parse_hosts(flags.hosts) if flags.hosts is not None else ()
-
-
-def _run(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Sequence[str]) -> None:
-    """By the launchers that need no Spark."""
-    for flag in ("mpi_args", "binding_args"):
-        if getattr(flags, flag):
-            raise ConfigError(f"--{flag.replace('_', '-')} is for mpirun; give --mpi, too.")
-    request = LaunchRequest(
-        num_proc=flags.num_proc, hosts=hosts, ssh=SshOptions(flags.ssh_port, flags.ssh_identity_file)
-    )
-    options = RunOptions(
-        start_timeout=flags.start_timeout,
-        nics=tuple(flags.nics.split(",")) if flags.nics else (),
-        verbose=2 if flags.verbose else 1,
-        prefix_output_with_timestamp=flags.prefix_output_with_timestamp,
-        output_filename=flags.output_filename,
-    )
-    run_with(request, "ssh" if hosts else "local", options, run_command, (tuple(command),))
 
 
 def _run_by_mpi(
@@ -161,19 +164,21 @@ def mpirun_words(flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequ
     count = sum(host.slots for host in used) or flags.num_proc
     ssh = [f"-p {flags.ssh_port}"] if flags.ssh_port is not None else []
     ssh += [f"-i {flags.ssh_identity_file}"] if flags.ssh_identity_file is not None else []
+    nics = ",".join(flags.nics)
     where = ",".join(f"{host.name}:{host.slots}" for host in used) or f"{socket.gethostname()}:{count}"
     return [
         *(["--allow-run-as-root"] if root else []),
         *(["-np", str(count), "-H", where] if count is not None else []),
-        *(shlex.split(flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
+        *(words_of("--binding-args", flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
         *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
         *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
-        *(["-mca", "btl_tcp_if_include", flags.nics, "-mca", "oob_tcp_if_include", flags.nics] if flags.nics else []),
-        *(["--output-filename", flags.output_filename] if flags.output_filename else []),
+        *(["-mca", "btl_tcp_if_include", nics, "-mca", "oob_tcp_if_include", nics] if nics else []),
+        # Without a folder for the job in between, it is as with the other launchers.
+        *(["--output-filename", f"{flags.output_filename}:nojobid"] if flags.output_filename else []),
         *(["--timestamp-output"] if flags.prefix_output_with_timestamp else []),
         "--tag-output",
         *(word for name in names for word in ("-x", name)),
-        *shlex.split(flags.mpi_args),
+        *words_of("--mpi-args", flags.mpi_args),
     ]
 
 

@@ -111,15 +111,21 @@ def wait_for(condition):
         pause.wait(0.05)
 
 
-def test_mpirun_starts_the_ranks_where_it_is_asked_for():
+def test_mpirun_starts_the_ranks_where_it_is_asked_for(tmp_path):
     done = sparkhvdrun(
-        *("--mpi", "-np", 2, "--mpi-args=--oversubscribe", "--cache-capacity", 9, sys.executable, TRAIN, "x")
+        *("--mpi", "-np", 2, "--mpi-args=--oversubscribe", "--cache-capacity", 9, "--start-timeout", 77, "--verbose"),
+        *("--output-filename", tmp_path / "kept", "--network-interface", "lo", "--network-interface", "lo", "-p", 22),
+        *(sys.executable, TRAIN, "x"),
     )
     assert done.returncode == 0, done.stderr
     found = said(done, r"\[1,(\d+)\]<stdout>:")
     assert [found[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
     assert [one["total"] for one in found.values()] == [3.0, 3.0]
-    assert found[0]["cache"] == 9
+    assert [found[0]["cache"], found[0]["start_timeout"]] == [9, 77.0]
+    assert (tmp_path / "kept" / "rank.1" / "stdout").read_text().startswith("[1,1]<stdout>:{")
+    notice, line = done.stderr.splitlines()
+    assert notice == "sparkhvdrun: --ssh-port has no effect: all ranks run on this machine; -H names others."
+    assert " -mca btl_tcp_if_include lo,lo " in line, "both flags count"
 
 
 def test_hosts_of_this_machine_need_no_ssh_and_are_hosts_to_the_ranks():
@@ -142,13 +148,59 @@ def test_hosts_of_this_machine_need_no_ssh_and_are_hosts_to_the_ranks():
         (["--config-file", "/no/such/file", "true"], "--config-file /no/such/file cannot be read"),
         (["-hostfile", "/no/such/file", "true"], "--hostfile /no/such/file cannot be read"),
         (["--fusion-threshold-mb", "much", "true"], "--fusion-threshold-mb='much'"),
+        (["-np", "-1", "true"], "num_proc=-1 is not a number of processes"),
+        (["-np", "0", "true"], "num_proc=0 is not a number of processes"),
+        (["-np", "0", "--mpi", "true"], "num_proc=0 is not a number of processes"),
+        (["--start-timeout", "-5", "true"], "start_timeout=-5.0 is not above 0 seconds"),
+        (["--mpi", "--start-timeout", "0", "true"], "start_timeout=0.0 is not above 0 seconds"),
+        (
+            ["--mpi", "--mpi-args", '"x', "true"],
+            """--mpi-args='"x' cannot be read as a shell would: No closing quotation""",
+        ),
+        (["--mpi", "--cache-capacity", "x", "true"], "HOROVOD_CACHE_CAPACITY='x' is not"),
+        (
+            ["--output-filename", "/dev/null", "true"],
+            "output_filename='/dev/null': no files can be made in that folder",
+        ),
+        (["--mpi", "--output-filename", "/dev/null", "true"], "output_filename='/dev/null': no files can be made in"),
+        (["-np", "x", "true"], "argument -np/--num-proc: invalid int value: 'x'. See sparkhvdrun --help."),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(arguments, words):
     done = sparkhvdrun(*arguments)
     assert done.returncode != 0
     assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            "params:\n  fusion_treshold_mb: 4\n",
+            "params has fusion_treshold_mb; it can have fusion_threshold_mb, cycle_",
+        ),
+        ("params: 3\n", "params is 3, not a section with fusion_threshold_mb or"),
+        ("autotune:\n  enabled: perhaps\n", "--autotune='perhaps': it is neither true nor false"),
+        ("tuning:\n  enabled: true\n", "has a section that does not exist: tuning"),
+        ("controller: jsrun\n", "controller is 'jsrun'; there are 'gloo' and 'mpi'"),
+        ("library_options:\n  mpi_args: --oversubscribe\n", "--mpi-args is for mpirun; give --mpi, too"),
+        ('controller: mpi\nlibrary_options:\n  mpi_args: "\'x"\n', '--mpi-args="\'x" cannot be read as a shell would'),
+    ],
+)
+def test_a_settings_file_that_says_something_unknown_is_refused(content, words, tmp_path):
+    (tmp_path / "settings.yaml").write_text(content)
+    done = sparkhvdrun("--config-file", tmp_path / "settings.yaml", "true")
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_flags_for_other_machines_say_that_they_change_nothing_on_this_one():
+    done = sparkhvdrun("-np", 1, "-p", 22, "-i", "key", "--network-interface", "bogus0", "true")
+    assert done.returncode == 0, done.stderr
+    for flag in ("--ssh-port", "--ssh-identity-file", "--network-interfaces"):
+        assert f"{flag} has no effect: all ranks run on this machine; -H names others.\n" in done.stderr
 
 
 def test_check_build_shows_what_there_is():

@@ -27,6 +27,7 @@ print(
             "total": float(total),
             "arguments": sys.argv[1:],
             "cache": config.cache_capacity,
+            "start_timeout": config.start_timeout,
             "autotune": [getattr(config, name) for name in TUNING],
             "secrets": [name for name, value in os.environ.items() if "SECRET" in name or "TOKEN" in name],
         }
