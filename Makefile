@@ -55,7 +55,7 @@ bench: .venv/.core-built ## Measure collectives and training steps beside their 
 
 soak: .venv/.core-built ## Kill ranks, come and go, fuzz: half an hour; the report goes to bench/results
 	@$(RUN) tools/core-tests asan
-	@$(RUN) python -m bench.soak
+	@SPARKHVD_TEST_SLOWNESS=1 $(RUN) python -m bench.soak
 
 docs: .venv/.installed ## Build the documentation into site/, warnings as errors
 	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict

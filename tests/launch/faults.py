@@ -96,14 +96,19 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
     ),
 }
 _WRONG_SECRET = _NAMED + "raised AuthenticationError: "
-_GIVEN_UP = (LaunchError, "Spark gave the job up")
+_GIVEN_UP = r"Spark gave the job up[\s\S]*"
+_CRASHED = f"{_GIVEN_UP}Python worker exited unexpectedly"
 _TASKS_OF_MPI: dict[str, tuple[type[Exception] | None, str]] = {
-    **dict.fromkeys(("raise", "exit", "kill", "memory", "disk"), _GIVEN_UP),
+    "raise": (LaunchError, f"{_GIVEN_UP}ValueError: no luck"),
+    "exit": (LaunchError, _CRASHED),
+    "kill": (LaunchError, _CRASHED),
+    "memory": (LaunchError, f"{_GIVEN_UP}MemoryError"),
+    "disk": (LaunchError, f"{_GIVEN_UP}{_NO_SPACE}"),
     "hang": (LaunchError, "Timed out waiting for Spark tasks to register: 0 of 2 did"),
     "stranger": (None, ""),
     "wrong secret": (
         LaunchError,
-        r"Spark gave the job up[\s\S]*Task 1 on host \S+ cannot register with the driver: .*it belongs to another job",
+        _GIVEN_UP + r"Task 1 on host \S+ cannot register with the driver: .*it belongs to another job",
     ),
 }
 _TASKS = {
@@ -124,7 +129,9 @@ _ALWAYS = {
     *(("local", how, "at rendezvous") for how in ("stranger", "wrong secret")),
     *(("barrier", "kill", phase) for phase in ("before registration", "at rendezvous", "at the end")),
     ("barrier", "stranger", "in mid-training"),
+    *(("barrier", how, "in mid-training") for how in ("raise", "hang")),
     *(("mpi", how, phase) for how, phase in (("kill", "at rendezvous"), ("raise", "at the end"))),
+    *(("mpi", how, "before registration") for how in ("raise", "kill", "wrong secret")),
 }
 
 

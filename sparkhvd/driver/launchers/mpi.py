@@ -129,6 +129,7 @@ class MpiHandle:
         self._setup = setup
         self._deadline = Deadline.after(job.start_timeout)
         self._wake = threading.Event()  # set when the stage or mpirun has ended, or a failure was noted
+        self._spark_is_done = False
         self._mpirun: Mpirun | None = None  # written by the starter before it ends
         self._attendants: list[tuple[threading.Thread, Client]] = []  # the same
         with ExitStack() as stack:
@@ -173,6 +174,7 @@ class MpiHandle:
         self._stack.close()
 
     def _stage_ended(self) -> None:
+        self._spark_is_done = True
         self._service.end("Spark gave the job up.")
         self._stream.started.set()
         self._wake.set()
@@ -197,7 +199,8 @@ class MpiHandle:
             while (problem := self._try_ranks(tasks)) is not None:
                 attempt, tasks = self._next_attempt(attempt, problem)
         except SparkHvdError as error:
-            self._fail(str(error))
+            if not self._spark_is_done:  # Spark says more itself
+                self._fail(str(error))
 
     def _try_ranks(self, tasks: Sequence[Registration]) -> OSError | None:
         """Start the ranks; what is returned is why the tasks cannot be reached."""
