@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class _Session:
     lock: Lock = field(default_factory=Lock)  # guards all writes below; readers of `communicator` take no lock
     context: LaunchContext | None = None  # None: no launcher has said anything
+    joined: Callable[[], None] | None = None  # tells the launcher
     communicator: Communicator | None = None
     everybody: ProcessSet = field(default_factory=lambda: ProcessSet([0]))  # registered while initialized
     server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
@@ -44,8 +45,12 @@ global_process_set = _session.everybody
 """The set of all ranks, usable between ``init()`` and ``shutdown()``."""
 
 
-def offer(context: LaunchContext) -> None:
+def offer(context: LaunchContext, joined: Callable[[], None] | None = None) -> None:
     """Tell the next ``init()`` how to find the other ranks; called by launchers before any user code.
+
+    Args:
+        context: the rank's place in the job.
+        joined: called whenever ``init()`` has connected it.
 
     Raises:
         ConfigError: the process is already initialized.
@@ -54,6 +59,7 @@ def offer(context: LaunchContext) -> None:
         if _session.communicator is not None:
             raise ConfigError("A launch context came after init(); call shutdown() before offering another one.")
         _session.context = context
+        _session.joined = joined
         _session.inits.clear()
 
 
@@ -111,6 +117,8 @@ def init(
         _session.communicator = communicator
         _session.everybody.register(communicator.everybody)
         _session.server = server
+        if _session.joined is not None:
+            _session.joined()
 
 
 def _connected(

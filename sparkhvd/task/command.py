@@ -28,5 +28,5 @@ def run_command(command: Sequence[str]) -> int:
         except OSError as error:
             raise CommandEndedError(f"could not start {command[0]!r}: {error.strerror or error}") from error
     if code != 0:
-        raise CommandEndedError(f"{describe_exit(code).replace(' before fn returned', '')}: {' '.join(command)}")
+        raise CommandEndedError(f"{describe_exit(code)}: {' '.join(command)}")
     return code

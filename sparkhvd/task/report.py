@@ -12,6 +12,12 @@ NOT_STARTED = "not started"
 TOO_LARGE = "too large"
 LAUNCH = "launch"
 
+# How far a rank was.
+STARTING = "before fn began"
+IN_FN = "in fn"
+CONNECTED = "in fn, after init()"
+ENDED = "after fn had ended"
+
 _MAX_TEXT = 64 * 1024
 
 
@@ -27,6 +33,7 @@ class FailureReport:
         cause: completes "Rank 1 on host X ...".
         traceback: its Python traceback, empty when the process died without one.
         stderr_tail: the last lines that it wrote to stderr.
+        phase: how far the rank was; empty where ``cause`` says it.
         secondary: whether it failed because it lost another rank, so that the other's failure is the one to report.
     """
 
@@ -36,12 +43,14 @@ class FailureReport:
     kind: str = RAISED
     traceback: str = ""
     stderr_tail: str = ""
+    phase: str = ""
     secondary: bool = False
 
     def sentence(self) -> str:
         if self.kind == LAUNCH:
             return self.cause
-        return f"Rank {self.rank} on host {self.host} {self.cause}"
+        cause = f"{self.cause.removesuffix('.')} ({self.phase})" if self.phase else self.cause
+        return f"Rank {self.rank} on host {self.host} {cause}"
 
     def to_json(self) -> bytes:
         fields = dataclasses.asdict(self)
@@ -65,7 +74,7 @@ def shortened(text: str) -> str:
 def describe_exit(returncode: int) -> str:
     """How a process ended before it delivered a result; completes "Rank 1 on host X ..."."""
     if returncode >= 0:
-        return f"ended with exit code {returncode} before fn returned"
+        return f"ended with exit code {returncode}"
     number = -returncode
     try:
         name = signal.Signals(number).name

@@ -22,8 +22,8 @@ from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, LaunchError, SparkHvdError
 from sparkhvd.task.process import Exited, WorkerProcess
-from sparkhvd.task.report import NOT_STARTED, TOO_LARGE, FailureReport, describe_exit
-from sparkhvd.task.worker_spec import Leave, Packing, Raised, Ready, Returned
+from sparkhvd.task.report import CONNECTED, ENDED, IN_FN, NOT_STARTED, STARTING, TOO_LARGE, FailureReport, describe_exit
+from sparkhvd.task.worker_spec import Joined, Leave, Packing, Raised, Ready, Returned
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,7 @@ def _let_go(worker: WorkerProcess, job: Supervision) -> None:
 def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureReport | Outcome | ServerLost:
     deadline = job.start_deadline
     late = FailureReport(job.rank, job.host, "was not ready for fn in time", kind=NOT_STARTED)
+    phase, packing = STARTING, False
     while True:
         try:
             event = worker.events.get(timeout=deadline.capped(_PARENT_CHECK_SECONDS).remaining())
@@ -153,15 +154,29 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
             continue
         if isinstance(event, Ready):
             deadline = Deadline.after(_JOB_SECONDS)  # fn may run for weeks
+            phase = IN_FN
+        if isinstance(event, Joined):
+            phase = CONNECTED
         if isinstance(event, Packing):
             deadline = Deadline.after(event.seconds)
             late = FailureReport(job.rank, job.host, _NOT_PACKED.format(seconds=event.seconds))
+            packing = True
         if isinstance(event, Returned | FailureReport | Outcome | ServerLost):
             return event
-        if isinstance(event, Raised):
-            return FailureReport(job.rank, job.host, event.cause, traceback=event.traceback, secondary=event.secondary)
-        if isinstance(event, Exited):
-            return FailureReport(job.rank, job.host, describe_exit(event.returncode), secondary=event.by_launcher)
+        if isinstance(event, Raised | Exited):
+            return _failure(event, job, phase, packing)
+
+
+def _failure(event: Raised | Exited, job: Supervision, phase: str, packing: bool) -> FailureReport:
+    """The report of a worker's end; ``phase`` is how far it was in ``fn``, or before."""
+    if isinstance(event, Exited):
+        where = ENDED if packing else phase
+        cause = describe_exit(event.returncode)
+        return FailureReport(job.rank, job.host, cause, phase=where, secondary=event.by_launcher)
+    where = phase if event.phase is None else event.phase
+    return FailureReport(
+        job.rank, job.host, event.cause, traceback=event.traceback, phase=where, secondary=event.secondary
+    )
 
 
 def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureReport) -> Outcome:

@@ -23,7 +23,8 @@ from sparkhvd.comm import session
 from sparkhvd.config import export
 from sparkhvd.errors import CollectiveError, MismatchError
 from sparkhvd.task.command import CommandEndedError
-from sparkhvd.task.worker_spec import Leave, Packing, Raised, Ready, Returned, WorkerSpec
+from sparkhvd.task.report import ENDED, STARTING
+from sparkhvd.task.worker_spec import Joined, Leave, Packing, Raised, Ready, Returned, WorkerSpec
 
 # The task answers a report at once; should it not, the process ends all the same.
 _LEAVE_SECONDS = 10.0
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> int:
 def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
     export(dict(spec.variables))
     _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
-    session.offer(spec.context)
+    session.offer(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())))
     connection.send_bytes(pickle.dumps(Ready()))
 
     def on_end() -> None:
@@ -70,7 +71,7 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
         try:
             session.shutdown()
         except CollectiveError as error:
-            report = _raised(error, "failed when it left the job")
+            report = _raised(error, "failed when it left the job", "")
     sys.stdout.flush()
     sys.stderr.flush()
     connection.send_bytes(pickle.dumps(report))
@@ -102,9 +103,9 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
     try:
         fn, args, kwargs = cloudpickle.loads(payload)
     except ModuleNotFoundError as error:
-        return _raised(error, _not_importable(error.name))
+        return _raised(error, _not_importable(error.name), STARTING)
     except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
-        return _raised(error, f"could not unpickle fn: {type(error).__name__}: {error}")
+        return _raised(error, f"could not unpickle fn: {type(error).__name__}: {error}", STARTING)
     try:
         result = fn(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
@@ -116,19 +117,19 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
     try:
         return Returned(cloudpickle.dumps(result))
     except Exception as error:  # noqa: BLE001 - pickling runs the user's code
-        return _raised(error, f"returned a {type(result).__name__} that cannot be pickled: {error}")
+        return _raised(error, f"returned a {type(result).__name__} that cannot be pickled: {error}", ENDED)
 
 
 def _ended(error: BaseException) -> Raised:
     if isinstance(error, CommandEndedError):
-        return Raised(str(error), traceback="", secondary=False)  # what the program wrote to stderr says it
+        return Raised(str(error), traceback="", secondary=False, phase="")  # what the program wrote to stderr says it
     if isinstance(error, SystemExit):
         return _raised(error, f"called sys.exit({error.code!r})")
     return _raised(error, f"raised {type(error).__name__}: {error}")
 
 
-def _raised(error: BaseException, cause: str) -> Raised:
-    return Raised(cause, "".join(traceback.format_exception(error)), _lost_a_peer(error))
+def _raised(error: BaseException, cause: str, phase: str | None = None) -> Raised:
+    return Raised(cause, "".join(traceback.format_exception(error)), _lost_a_peer(error), phase)
 
 
 def _not_importable(module: str | None) -> str:

@@ -22,6 +22,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """Worker to task: ``init()`` has connected it to the other ranks."""
+
+
+@dataclass(frozen=True)
 class Packing:
     """Worker to task: ``fn`` has ended; ``Returned`` or ``Raised`` follows within ``seconds``."""
 
@@ -37,11 +42,19 @@ class Returned:
 
 @dataclass(frozen=True)
 class Raised:
-    """Worker to task: ``fn`` did not return; ``cause`` completes "Rank 1 on host X ..."."""
+    """Worker to task: ``fn`` did not return.
+
+    Attributes:
+        cause: completes "Rank 1 on host X ...".
+        traceback: Python's, or empty.
+        secondary: whether the loss of another rank was the cause.
+        phase: how far the rank was; None is within ``fn``, empty where ``cause`` says it.
+    """
 
     cause: str
     traceback: str
     secondary: bool
+    phase: str | None = None
 
 
 @dataclass(frozen=True)

@@ -75,16 +75,23 @@ class Ended:
 
 
 _NAMED = r"Rank 1 on host \S+ "
-_IMPORTING = r"Rank \d on host \S+ ended with exit code 1 before fn returned[\s\S]*"
+_IMPORTING = r"Rank \d on host \S+ ended with exit code 1 \(before fn began\)[\s\S]*"
 _NO_SPACE = r"\[Errno 28\] No space left"
 _UNPACKED = "returned a BadResult that cannot be pickled"
 # In fn, while modules are imported, while the result is packed.
 _SAID = {
     "raise": ("raised ValueError: no luck", "ValueError: no luck", f"{_UNPACKED}: no luck"),
-    "exit": ("ended with exit code 3 before fn returned",) * 3,
+    "exit": ("ended with exit code 3",) * 3,
     "kill": (r"was killed by signal 9 \(SIGKILL\)",) * 3,
     "memory": ("raised MemoryError", "MemoryError", _UNPACKED),
     "disk": (f"raised OSError: {_NO_SPACE}", _NO_SPACE, f"{_UNPACKED}: {_NO_SPACE}"),
+}
+# How far the rank was.
+_WHEN = {
+    "before registration": "before fn began",
+    "at rendezvous": "in fn",
+    "in mid-training": r"in fn, after init\(\)",
+    "at the end": "after fn had ended",
 }
 _HANGING: dict[str, tuple[type[Exception], str]] = {
     "before registration": (StartTimeoutError, r"Rank \d on host \S+ was not ready for fn in time"),
@@ -144,6 +151,8 @@ def _rows() -> list[Fault]:
                 if phase == "before registration":
                     of_any = rf"Rank \d on host \S+ {said}"
                     words = of_any if how in {"exit", "kill"} else _IMPORTING + importing
+                if words[: len(_IMPORTING)] != _IMPORTING:
+                    words += rf"[^\n]* \({_WHEN[phase]}\)"
                 rows.append(_row(how, phase, launcher, RankFailedError, words))
             rows.append(_row("hang", phase, launcher, *_HANGING[phase]))
             rows.append(_row("stranger", phase, launcher, None, ""))

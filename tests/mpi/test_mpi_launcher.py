@@ -96,8 +96,8 @@ def end_on_rank_1(how: str):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("raise", "raised ValueError: no luck."),
-        ("exit", "ended with exit code 3 before fn returned."),
+        ("raise", "raised ValueError: no luck (in fn, after init())."),
+        ("exit", "ended with exit code 3 (in fn, after init())."),
         ("kill", "was killed by signal 9 (SIGKILL)"),
     ],
 )

@@ -166,9 +166,9 @@ def end_beside_busy_siblings(folder: str, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("raise", "raised ValueError: no luck on rank 1."),
-        ("exit", "ended with exit code 3 before fn returned."),
-        ("kill", "was killed by signal 9 (SIGKILL); on a host that is short of memory the kernel does this."),
+        ("raise", "raised ValueError: no luck on rank 1 (in fn, after init())."),
+        ("exit", "ended with exit code 3 (in fn, after init())."),
+        ("kill", "was killed by signal 9 (SIGKILL); on a host that is short of memory the kernel does this (in fn, after init())."),
     ],
 )
 def test_a_rank_that_ends_early_is_reported_as_the_cause_and_ends_the_others(spark, tmp_path, how, words):

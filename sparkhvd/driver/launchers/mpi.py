@@ -295,7 +295,7 @@ class MpiHandle:
 
     def _mpirun_ended(self, code: int, output: str) -> None:
         if code != 0:
-            how = describe_exit(code).replace(" before fn returned", "")
+            how = describe_exit(code)
             self._fail(f"mpirun {how}. It says:\n{output or 'nothing'}")
 
 

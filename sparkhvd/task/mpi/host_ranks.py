@@ -111,5 +111,5 @@ def _told(link: FrameSocket, deadline: Deadline) -> dict[str, int]:
 
 def orted_failure(returncode: int, output: str) -> str:
     """Why a host's ranks did not start, as the end of "Rank 1 on host X ..."."""
-    how = describe_exit(returncode).replace(" before fn returned", "")
+    how = describe_exit(returncode)
     return f"did not start: orted {how}. It says: {output.strip() or 'nothing'}"

@@ -9,8 +9,8 @@ from sparkhvd.task.supervise import size_failure
 @pytest.mark.parametrize(
     ("returncode", "words"),
     [
-        (0, "ended with exit code 0 before fn returned"),
-        (3, "ended with exit code 3 before fn returned"),
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
         (-9, "was killed by signal 9 (SIGKILL); on a host that is short of memory the kernel does this"),
         (-11, "was killed by signal 11 (SIGSEGV)"),
         (-63, "was killed by signal 63 (unknown)"),
