@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
+import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import tempfile
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING
 
 import sparkhvd
+from sparkhvd.background import in_background
+from sparkhvd.cli.flags import Parser
+from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.preflight import preflight
-from sparkhvd.errors import ConfigError, SparkHvdError
+from sparkhvd.errors import ConfigError, LaunchError, SparkHvdError
 from sparkhvd.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+class StillTryingError(LaunchError):
+    """Spark has made no session in time, and goes on trying."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser().parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, format="sparkhvd: %(message)s")
     try:
+        check_counts(flags.num_proc, flags.gpus_per_task, flags.cpus_per_task)
+        check_seconds("timeout", flags.timeout)
         session, own = _session(flags)
         try:
             report = preflight(
@@ -37,13 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 session.stop()
     except SparkHvdError as error:
         sys.stderr.write(f"sparkhvd: {error}\n")
+        if isinstance(error, StillTryingError):
+            sys.stderr.flush()
+            os._exit(1)  # what pyspark does at the end of a program would wait for the same server again
+        return 1
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in {"pyspark", "py4j"}:
+            raise
+        sys.stderr.write(f"sparkhvd: Spark failed: {_in_one_line(error)}\n")
         return 1
     return 0 if report.ok else 1
 
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    made = argparse.ArgumentParser(prog="sparkhvd", allow_abbrev=False)
+    made = Parser(prog="sparkhvd", allow_abbrev=False)
     made.add_argument("-v", "--version", action="version", version=sparkhvd.__version__)
     commands = made.add_subparsers(required=True)
     doctor = commands.add_parser("doctor", help="look for what would keep a job from running well on a cluster")
@@ -54,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--store", help="URL of a Store to check")
     doctor.add_argument("--gpus-per-task", type=float)
     doctor.add_argument("--cpus-per-task", type=int)
-    doctor.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for busy slots")
+    doctor.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for a session, and for busy slots")
     doctor.add_argument("--conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
     return made
 
@@ -74,7 +96,41 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
             raise ConfigError(f"--conf {setting!r} is not like spark.executor.cores=4.")
         builder = builder.config(name, value)
     own = SparkSession.getActiveSession() is None
-    return builder.getOrCreate(), own
+    with tempfile.TemporaryFile() as log:
+        try:
+            with _stderr_to(log):  # of Spark's JVM for as long as it lives
+                made = in_background(builder.getOrCreate, "sparkhvd-session")
+                return made.result(flags.timeout if math.isfinite(flags.timeout) else None), own
+        except TimeoutError:
+            kind: type[LaunchError] = StillTryingError
+            why = f"none came within --timeout {flags.timeout:g} s"
+        except Exception as error:  # noqa: BLE001 - Spark says no with errors of many types
+            kind = LaunchError
+            why = _in_one_line(error)
+        log.seek(0)
+        written = [line for line in log.read().decode("utf-8", "replace").splitlines() if line[:1].strip()]
+    last = f" The last that Spark wrote: {written[-1]}" if written else ""
+    raise kind(f"There is no Spark session of {_place(flags)}: {why.removesuffix('.')}.{last}")
+
+
+def _place(flags: argparse.Namespace) -> str:
+    return str(flags.remote or flags.master or "the master that Spark's configuration names")
+
+
+def _in_one_line(error: BaseException) -> str:
+    return textwrap.shorten(str(getattr(error, "java_exception", error)), 600)
+
+
+@contextmanager
+def _stderr_to(file: IO[bytes]) -> Iterator[None]:
+    """Within this block what this process and the children that it starts write to stderr goes into the file."""
+    before = os.dup(2)
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from sparkhvd.background import in_background
 from sparkhvd.data.spark_job import run_job
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.resources import TaskResources, profile_of
@@ -91,11 +92,16 @@ def preflight(
         timeout: how many seconds to wait for executors that are not there yet, or whose slots other jobs keep busy, and
             for the rows of ``df``.
         stdout: where the report is printed; None is ``sys.stdout``.
+
+    Raises:
+        ConfigError: an argument has a value that cannot work.
     """
     began = time.monotonic()
     if estimator is not None:
         store = estimator.getStore() if store is None else store
         num_proc = estimator.getNumProc() if num_proc is None else num_proc
+    check_counts(num_proc, gpus_per_task, cpus_per_task)
+    check_seconds("timeout", timeout)
     session = spark if spark is not None else active_session()
     if store is not None:
         store = told_by_spark(store, session)

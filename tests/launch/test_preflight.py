@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+import subprocess
+import sys
 import time
 import uuid
 
@@ -14,6 +17,7 @@ from sparkhvd import Store, TorchEstimator
 from sparkhvd.cli.main import main
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.preflight_report import Verdict
+from sparkhvd.errors import ConfigError
 
 pytestmark = pytest.mark.spark
 
@@ -106,3 +110,40 @@ def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path,
     assert main(["doctor", "-np", "9"]) == 1
     assert main(["doctor", "--conf", "nothing"]) == 1
     assert "--conf 'nothing' is not like spark.executor.cores=4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-np", "0"], "num_proc=0 is not a number of processes"),
+        (["--timeout", "-1"], "timeout=-1.0 is not above 0 seconds"),
+        (["--gpus-per-task", "1.5"], "gpus_per_task=1.5 is no amount that Spark takes"),
+        (["--cpus-per-task", "0"], "cpus_per_task=0 is not a number of cores"),
+        (["--nothing"], "unrecognized arguments: --nothing. See sparkhvd --help."),
+        (
+            ["--master", "nonsense"],
+            "no Spark session of nonsense: .* wrote: .*Master must either be yarn or start with",
+        ),
+        (
+            ["--master", "spark://127.0.0.1:1", "--timeout", "10"],
+            "of spark://127.0.0.1:1: none came within --timeout 10 s",
+        ),
+        (["--remote", "sc://127.0.0.1:1", "--timeout", "3"], "of sc://127.0.0.1:1: none came within --timeout 3 s"),
+    ],
+)
+def test_the_doctor_says_in_one_line_why_it_cannot_look(flags, words):
+    done = subprocess.run(
+        [sys.executable, "-m", "sparkhvd.cli.main", "doctor", *flags],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert not done.stdout
+    assert re.fullmatch(rf"sparkhvd: .*{words}.*\n", done.stderr), done.stderr
+
+
+def test_a_preflight_that_cannot_be_is_refused(spark):
+    with pytest.raises(ConfigError, match="cpus_per_task=0 is not a number of cores"):
+        sparkhvd.preflight(spark, cpus_per_task=0)
