@@ -16,7 +16,6 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.messages import Executed, ExecuteOrted, FindTask, Message, Refused, TaskAddress
-from sparkhvd.task.mpi.job import servers_from_json
 
 # Environment of mpirun, which its agents inherit; the ranks do not.
 DRIVER_ADDRESSES = "SPARKHVD_AGENT_DRIVER"
@@ -51,8 +50,8 @@ def execute(host: str, command: Sequence[str], addresses: Sequence[tuple[str, in
     found = _asked(addresses, secret, FindTask(host), Deadline.after(_SECONDS))
     if not isinstance(found, TaskAddress):
         raise LaunchError(f"The driver answered with {type(found).__name__}.")
-    servers = [(one.address, one.port) for one in servers_from_json(found.servers)]
-    answer = _asked(servers, secret, ExecuteOrted(json.dumps(list(command)).encode()), Deadline(math.inf))
+    address = (found.server.address, found.server.port)
+    answer = _asked([address], secret, ExecuteOrted(tuple(command)), Deadline(math.inf))
     if not isinstance(answer, Executed):
         raise LaunchError(f"The task answered with {type(answer).__name__}.")
     return answer

@@ -63,7 +63,7 @@ def connect(addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadl
     for address in addresses:
         try:
             return Client(_open(address, secret, deadline.capped(_SECONDS_PER_ADDRESS)))
-        except OSError as error:  # AuthenticationError and DeadlineExceededError are OSErrors too
+        except (OSError, ValueError, OverflowError) as error:  # the last two: there can be no such host or port
             attempts.append(f"{address[0]}:{address[1]} ({error})")
         if deadline.expired():
             break

@@ -26,7 +26,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import AuthenticationError, DeadlineExceededError
 
 MAGIC = b"SHVD"
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
 
 _HELLO = MAGIC + struct.pack(">H", VERSION)

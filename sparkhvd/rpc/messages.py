@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import get_args
 
-from sparkhvd.errors import SparkHvdError
-
-
-class MessageError(SparkHvdError, ValueError):
-    """An authenticated peer sent something that is not one of the messages."""
+from sparkhvd.rpc.fields import MessageError, built
+from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 
 
 @dataclass(frozen=True)
@@ -53,30 +49,30 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Register:
-    """Task to driver: it waits for its part of the job. ``registration`` is JSON."""
+    """Task to driver: it waits for its part of the job."""
 
-    registration: bytes
+    registration: Registration
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Driver to task: which of these servers (JSON) of another task can be reached?"""
+    """Driver to task: which of these servers of another task can be reached?"""
 
-    servers: bytes
+    servers: tuple[TaskServer, ...]
 
 
 @dataclass(frozen=True)
 class Reachable:
-    """The answer to ``Probe``: the names (JSON) of the network interfaces where the server answered."""
+    """The answer to ``Probe``: the names of the network interfaces where the server answered."""
 
-    interfaces: bytes
+    interfaces: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Assign:
-    """Driver to task: who runs what (JSON)."""
+    """Driver to task: all tasks of the job, from which follows who runs what."""
 
-    plan: bytes
+    offers: tuple[TaskOffer, ...]
 
 
 @dataclass(frozen=True)
@@ -93,16 +89,16 @@ class FindTask:
 
 @dataclass(frozen=True)
 class TaskAddress:
-    """The answer to ``FindTask``: where its server listens (JSON)."""
+    """The answer to ``FindTask``: where its server listens."""
 
-    servers: bytes
+    server: TaskServer
 
 
 @dataclass(frozen=True)
 class ExecuteOrted:
-    """Remote-shell agent to task: run ``orted`` with these arguments (JSON)."""
+    """Remote-shell agent to task: run ``orted`` with these arguments."""
 
-    arguments: bytes
+    arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -120,10 +116,35 @@ class Refused:
     reason: str
 
 
-_KINDS = (
-    *(Started, Attending, Output, Flush, Acknowledged),
-    *(Register, Probe, Reachable, Assign, Attend, FindTask, TaskAddress, ExecuteOrted, Executed, Refused),
-)
+@dataclass(frozen=True)
+class RankConnected:
+    """What ``orted`` started to the task of its host: it is this rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Preload:
+    """The answer to ``RankConnected``: what the rank's worker imports first."""
+
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WorkerForked:
+    """Rank to task: its worker runs."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    """Rank to task: its worker has ended; negative codes are signals, perhaps of a launcher that ended it."""
+
+    returncode: int
+    by_launcher: bool
+
+
 Message = (
     Started
     | Attending
@@ -140,25 +161,23 @@ Message = (
     | ExecuteOrted
     | Executed
     | Refused
+    | RankConnected
+    | Preload
+    | WorkerForked
+    | WorkerEnded
 )
 
-_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in _KINDS}
-_FIELD_TYPES = {"int": int, "str": str, "bytes": bytes}
+_TYPES: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
 _LENGTH = struct.Struct(">I")
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message; at most one of its fields may be ``bytes``."""
-    header: dict[str, object] = {"type": type(message).__name__}
-    raw = b""
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
-        if isinstance(value, bytes):
-            raw = value
-        else:
-            header[field.name] = value
+    """The bytes of a message; at most one of its own fields may be ``bytes``, and none of what lies deeper."""
+    header = {"type": type(message).__name__} | dataclasses.asdict(message)
+    raw = _raw_field(type(message))
+    content = header.pop(raw) if raw else b""
     text = json.dumps(header).encode()
-    return _LENGTH.pack(len(text)) + text + raw
+    return _LENGTH.pack(len(text)) + text + content
 
 
 def decode(payload: bytes) -> Message:
@@ -179,16 +198,14 @@ def decode(payload: bytes) -> Message:
         raise MessageError("The header of a message is cut off or not an object.")
     name = header.pop("type", None)
     if not isinstance(name, str) or name not in _TYPES:
-        raise MessageError(f"There is no message of type {name!r}; known are {', '.join(_TYPES)}.")
-    return _build(_TYPES[name], header, payload[end:])
+        raise MessageError(f"There is no message of type {name!r:.100}; known are {', '.join(_TYPES)}.")
+    kind = _TYPES[name]
+    raw, content = _raw_field(kind), payload[end:]
+    if content and not raw:
+        raise MessageError(f"{name} is followed by {len(content)} bytes that do not belong to it.")
+    return built(kind, header | {raw: content} if raw else header)
 
 
-def _build(kind: type[Message], header: dict[str, object], raw: bytes) -> Message:
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind)}
-    values = header | {name: raw for name, type_name in fields.items() if type_name == "bytes"}
-    if set(values) != set(fields):
-        raise MessageError(f"{kind.__name__} has the fields {sorted(fields)}, not {sorted(values)}.")
-    for name, value in values.items():
-        if type(value) is not _FIELD_TYPES[fields[name]]:
-            raise MessageError(f"{kind.__name__}.{name} is {type(value).__name__}, not {fields[name]}.")
-    return cast(Callable[..., Message], kind)(**values)
+def _raw_field(kind: type[Message]) -> str:
+    """The name of the field whose bytes follow the header, empty where there is none."""
+    return next((field.name for field in dataclasses.fields(kind) if field.type == "bytes"), "")

@@ -12,6 +12,7 @@ from typing import Protocol
 from sparkhvd.closing import Closing
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
+from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, accept_handshake, is_cut_off, notice_lost_peer, shut_down, stop_receiving
 from sparkhvd.rpc.messages import Attending, Message, decode, encode
 
@@ -113,6 +114,13 @@ class Server(Closing):
                 self._unproven.release()
             notice_lost_peer(connection)
             self._converse(frames)
+        except MessageError as error:
+            logger.warning(
+                "%s hung up on a peer that knows the job's secret but does not speak its language: %s Do driver and "
+                "executors have the same version of sparkhvd?",
+                self._name,
+                error,
+            )
         except (OSError, SparkHvdError) as error:
             logger.debug("A connection ended: %s", error)
         finally:

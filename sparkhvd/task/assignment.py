@@ -2,37 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.world import World, layout
-
-
-@dataclass(frozen=True)
-class TaskOffer:
-    """What one task tells the others about itself.
-
-    Attributes:
-        task_index: its number in the stage.
-        host_hash: equal for tasks that may share memory.
-        host: how the cluster calls its host.
-        bind_host: the address that its rank binds.
-        devices: the GPUs that Spark gave it, by the names that CUDA knows on its host.
-        device_kind: what its rank computes on; empty without a GPU.
-    """
-
-    task_index: int
-    host_hash: str
-    host: str
-    bind_host: str
-    devices: tuple[str, ...] = ()
-    device_kind: str = ""
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> TaskOffer:
-        """The offer whose ``dataclasses.asdict`` went through JSON."""
-        return cls(**{**fields, "devices": tuple(fields["devices"])})
 
 
 @dataclass(frozen=True)

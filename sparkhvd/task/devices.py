@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkhvd.config import OWN_DEVICES
-from sparkhvd.task.assignment import Slot, TaskOffer
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.assignment import Slot
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import RankLog
 

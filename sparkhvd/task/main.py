@@ -18,8 +18,10 @@ from sparkhvd.data.facts import SPLIT
 from sparkhvd.data.spool import Spool
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
+from sparkhvd.rpc.fields import built
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import mixed_devices, write_device_map
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job
@@ -103,4 +105,4 @@ def _gather(context: BarrierTaskContext, place: TaskPlace, nics: tuple[str, ...]
     first = next(message for message in messages if message["task_index"] == 0)
     rendezvous = (first["bind_host"], first.pop("port"))
     token = bytes.fromhex(first.pop("token"))
-    return Plan(tuple(assign([TaskOffer.from_json(message) for message in messages])), (rendezvous,), token)
+    return Plan(tuple(assign([built(TaskOffer, message) for message in messages])), (rendezvous,), token)

@@ -19,7 +19,7 @@ from sparkhvd.config import export
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.task.assignment import TaskOffer
+from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.output import HandlerLog

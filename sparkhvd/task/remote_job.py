@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sparkhvd.task.assignment import TaskOffer
+from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.job import Job
 from sparkhvd.task.supervise import Outcome
 

@@ -17,7 +17,8 @@ from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.results import results_in_order
 from sparkhvd.errors import LaunchError, SparkHvdError
-from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.assignment import assign
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job

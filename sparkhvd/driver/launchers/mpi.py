@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import secrets
 import threading
@@ -30,12 +29,13 @@ from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, Spa
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.interfaces import interfaces
-from sparkhvd.rpc.messages import Assign, Attend, Attending, Message, Output, Probe, Reachable
+from sparkhvd.rpc.messages import Assign, Attend, Attending, Output, Probe, Reachable
+from sparkhvd.rpc.registration import Registration, TaskOffer
 from sparkhvd.rpc.server import Server
-from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import device_map, mixed_devices
 from sparkhvd.task.job import Job
-from sparkhvd.task.mpi.job import MpiJob, Registration, plan_to_json, servers_to_json
+from sparkhvd.task.mpi.job import MpiJob
 from sparkhvd.task.mpi.task import run_mpi_task
 from sparkhvd.task.report import LAUNCH, FailureReport, describe_exit
 from sparkhvd.task.supervise import OUTCOME
@@ -234,7 +234,7 @@ class MpiHandle:
             interface = self._common_interface(tasks, clients)
             offers = [with_address(task, interface) for task in tasks]
             for client in clients:
-                client.ask(Assign(plan_to_json(offers)), Deadline.after(_NOTE_SECONDS))
+                client.ask(Assign(tuple(offers)), Deadline.after(_NOTE_SECONDS))
         except BaseException:
             for client in clients:
                 client.close()
@@ -264,8 +264,10 @@ class MpiHandle:
         reached = []
         for number, client in enumerate(clients):
             following = tasks[(number + 1) % len(tasks)]
-            answer = client.ask(Probe(servers_to_json(following.servers)), Deadline.after(_NOTE_SECONDS * 2))
-            reached.append(_names(answer))
+            answer = client.ask(Probe(following.servers), Deadline.after(_NOTE_SECONDS * 2))
+            if not isinstance(answer, Reachable):
+                raise LaunchError(f"A task answered a probe with {type(answer).__name__}.")
+            reached.append(answer.interfaces)
         common = routable(reached)
         if not common:
             there = {task.offer.host: [server.interface for server in task.servers] for task in tasks}
@@ -297,9 +299,3 @@ class MpiHandle:
         if code != 0:
             how = describe_exit(code)
             self._fail(f"mpirun {how}. It says:\n{output or 'nothing'}")
-
-
-def _names(answer: Message) -> list[str]:
-    if not isinstance(answer, Reachable):
-        raise LaunchError(f"A task answered a probe with {type(answer).__name__}.")
-    return [str(name) for name in json.loads(answer.interfaces)]

@@ -19,7 +19,8 @@ from sparkhvd.driver.remote import Gone, HostProcess, host_command
 from sparkhvd.driver.results import results_in_order
 from sparkhvd.errors import ConfigError, LaunchError, StartTimeoutError
 from sparkhvd.rpc.messages import Flush, Output, Started
-from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.assignment import assign
 from sparkhvd.task.job import Job
 from sparkhvd.task.rank import Plan
 from sparkhvd.task.remote_job import HostDone, HostJob, HostLost, HostReady

@@ -11,8 +11,8 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.messages import Acknowledged, FindTask, Message, Refused, Register, TaskAddress
-from sparkhvd.task.assignment import TaskOffer, assign
-from sparkhvd.task.mpi.job import Registration, TaskServer, servers_to_json
+from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
+from sparkhvd.task.assignment import assign
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class DriverService:
 
     def handle(self, message: Message) -> Message | None:
         if isinstance(message, Register):
-            return self._register(Registration.from_json(message.registration))
+            return self._register(message.registration)
         if isinstance(message, FindTask):
             return self._find(message)
         return self._stream.handle(message)
@@ -121,10 +121,13 @@ class DriverService:
         return max(done, default=None)
 
     def _register(self, registration: Registration) -> Message:
+        index = registration.offer.task_index
+        if index not in range(self._num_tasks):
+            return Refused(f"This job has {self._num_tasks} tasks; there is no task {index}.")
         with self._changed:
             if self._over:
                 return Refused(self._over)
-            self._attempts.setdefault(registration.attempt, {})[registration.offer.task_index] = registration
+            self._attempts.setdefault(registration.attempt, {})[index] = registration
             self._changed.notify_all()
         return Acknowledged()
 
@@ -133,4 +136,4 @@ class DriverService:
             server = self._servers.get(message.host)
         if server is None:
             return Refused(f"No task of this job runs on host {message.host}.")
-        return TaskAddress(servers_to_json([server]))
+        return TaskAddress(server)

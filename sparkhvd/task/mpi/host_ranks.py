@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, accept_handshake
+from sparkhvd.rpc.messages import Message, Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task.process import Exited, Spawned
 from sparkhvd.task.report import describe_exit
+
+T = TypeVar("T", bound=Message)
 
 _HELLO_SECONDS = 30.0
 _POLL_SECONDS = 0.2
@@ -27,13 +31,10 @@ class RankEnd:
 
     def wait(self) -> Exited:
         try:
-            content = self._link.receive(idle=Deadline.after(400 * 86400.0))
+            ended = _told(WorkerEnded, self._link, Deadline.after(400 * 86400.0))
         except (OSError, SparkHvdError):
-            content = None
-        if content is None:  # its parent was killed, as orted does where SIGTERM is not enough
-            return Exited(-9, by_launcher=True)
-        told = json.loads(content)
-        return Exited(int(told["returncode"]), by_launcher=bool(told["by_launcher"]))
+            return Exited(-9, by_launcher=True)  # its parent was killed, as orted does where SIGTERM is not enough
+        return Exited(ended.returncode, by_launcher=ended.by_launcher)
 
     def release(self) -> None:
         self._link.wake()
@@ -77,15 +78,15 @@ class RankListener:
     def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[int, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)
         link = accept_handshake(connection, self.secret, deadline)
-        rank = int(_told(link, deadline)["rank"])
-        link.send(json.dumps(list(preload)).encode(), deadline)
+        rank = _told(RankConnected, link, deadline).rank
+        link.send(encode(Preload(tuple(preload))), deadline)
         own, other = socket.socketpair()
         read_out, write_out = os.pipe()
         read_err, write_err = os.pipe()
         try:
             connection.settimeout(_HELLO_SECONDS)
             socket.send_fds(connection, [b"x"], [other.fileno(), write_out, write_err])
-            pid = int(_told(link, deadline)["pid"])
+            pid = _told(WorkerForked, link, deadline).pid
         except BaseException:
             own.close()
             os.close(read_out)
@@ -101,11 +102,13 @@ class RankListener:
         self._socket.close()
 
 
-def _told(link: FrameSocket, deadline: Deadline) -> dict[str, int]:
+def _told(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:
     content = link.receive(idle=deadline)
     if content is None:
         raise ConnectionResetError("The rank closed its link.")
-    told: dict[str, int] = json.loads(content)
+    told = decode(content)
+    if not isinstance(told, kind):
+        raise MessageError(f"A rank said {type(told).__name__} instead of {kind.__name__}.")
     return told
 
 

@@ -1,14 +1,10 @@
-"""What driver, tasks and ranks of the mpi launcher tell each other."""
+"""A job of the mpi launcher, and what the environment of its ranks says."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from sparkhvd.task.assignment import TaskOffer, assign
 from sparkhvd.task.job import Job
-from sparkhvd.task.rank import Plan
 
 # Environment of orted, which the ranks inherit: the Python to start, and the way to the task that watches over them.
 EXECUTABLE = "SPARKHVD_EXECUTABLE"
@@ -32,65 +28,3 @@ class MpiJob:
     job: Job
     rendezvous: tuple[tuple[str, int], ...]
     token: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
-class TaskServer:
-    """Where a task listens on one of its network interfaces."""
-
-    interface: str
-    address: str
-    port: int
-    network: str
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What a task tells the driver about itself.
-
-    Attributes:
-        attempt: which attempt of the stage it belongs to.
-        offer: its place; ``bind_host`` is filled in when the interfaces are known.
-        servers: where it listens.
-        orted: the path of ``orted``, empty when its host has none.
-    """
-
-    attempt: int
-    offer: TaskOffer
-    servers: tuple[TaskServer, ...]
-    orted: str
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, content: bytes) -> Registration:
-        fields = json.loads(content)
-        return cls(
-            fields["attempt"], TaskOffer.from_json(fields["offer"]), servers_from(fields["servers"]), fields["orted"]
-        )
-
-
-def servers_to_json(servers: Sequence[TaskServer]) -> bytes:
-    return json.dumps([asdict(one) for one in servers]).encode()
-
-
-def servers_from_json(content: bytes) -> tuple[TaskServer, ...]:
-    return servers_from(json.loads(content))
-
-
-def servers_from(items: Sequence[dict[str, object]]) -> tuple[TaskServer, ...]:
-    return tuple(
-        TaskServer(str(one["interface"]), str(one["address"]), int(str(one["port"])), str(one["network"]))
-        for one in items
-    )
-
-
-def plan_to_json(offers: Sequence[TaskOffer]) -> bytes:
-    """The part of a plan that the tasks do not know yet."""
-    return json.dumps([asdict(offer) for offer in offers]).encode()
-
-
-def plan_from_json(content: bytes, job: MpiJob) -> Plan:
-    offers = [TaskOffer.from_json(fields) for fields in json.loads(content)]
-    return Plan(tuple(assign(offers)), job.rendezvous, job.token)

@@ -32,7 +32,10 @@ def orted_command(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     Raises:
         LaunchError: the command is not ``orted``; nothing else is executed.
     """
-    words = shlex.split(" ".join(arguments))
+    try:
+        words = shlex.split(" ".join(arguments))
+    except ValueError as error:
+        raise LaunchError(f"A task executes orted only, and no command line that cannot be read: {error}.") from error
     where = next((i for i, word in enumerate(words) if Path(word).name == "orted"), None)
     if where is None:
         raise LaunchError(f"A task executes orted only, not {' '.join(words[:3])!r}.")
@@ -68,7 +71,7 @@ class Orted:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: what no argument can contain
             self._remove_folder()
             raise LaunchError(f"orted cannot be started: {error}.") from error
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)

@@ -8,16 +8,18 @@ failure is known as the first.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from sparkhvd.config import take_variables
 from sparkhvd.deadline import Deadline
+from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, connect_handshake
+from sparkhvd.rpc.messages import Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task import worker
 from sparkhvd.task.mpi.job import EXECUTABLE, RANK_SECRET, RANK_SOCKET
 
@@ -34,20 +36,22 @@ def main() -> int:
         connection.settimeout(_CONNECT_SECONDS)
         connection.connect(f"\0{given[RANK_SOCKET]}")
         link = connect_handshake(connection, bytes.fromhex(given[RANK_SECRET]), deadline)
-        link.send(json.dumps({"rank": int(os.environ[_RANK])}).encode(), deadline)
-        preload = json.loads(link.receive(idle=deadline) or b"[]")
+        link.send(encode(RankConnected(int(os.environ[_RANK]))), deadline)
+        preload = decode(link.receive(idle=deadline) or b"")
+        if not isinstance(preload, Preload):
+            raise MessageError(f"The task of this host said {type(preload).__name__} instead of Preload.")
         connection.settimeout(_CONNECT_SECONDS)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
         control, stdout, stderr = descriptors
         pid = os.fork()
         if pid == 0:
-            return _become_worker(connection, control, stdout, stderr, preload)
+            return _become_worker(connection, control, stdout, stderr, preload.modules)
         for descriptor in descriptors:
             os.close(descriptor)
         return _stay(link, pid)
 
 
-def _become_worker(connection: socket.socket, control: int, stdout: int, stderr: int, preload: list[str]) -> int:
+def _become_worker(connection: socket.socket, control: int, stdout: int, stderr: int, preload: Sequence[str]) -> int:
     connection.close()
     os.setsid()
     os.dup2(stdout, 1)
@@ -67,13 +71,13 @@ def _stay(link: FrameSocket, pid: int) -> int:
         os.killpg(pid, number)
 
     signal.signal(signal.SIGTERM, pass_on)
-    link.send(json.dumps({"pid": pid}).encode(), Deadline.after(_NOTE_SECONDS))
+    link.send(encode(WorkerForked(pid)), Deadline.after(_NOTE_SECONDS))
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     killed = status is not None and status.si_code != os.CLD_EXITED
     code = 0 if status is None else status.si_status
     with contextlib.suppress(OSError):  # the task is gone
-        told = {"returncode": -code if killed else code, "by_launcher": ended_by_orted}
-        link.send(json.dumps(told).encode(), Deadline.after(_NOTE_SECONDS))
+        told = WorkerEnded(-code if killed else code, ended_by_orted)
+        link.send(encode(told), Deadline.after(_NOTE_SECONDS))
         link.receive(idle=Deadline.after(_NOTE_SECONDS))  # ends with the link
     os.waitpid(pid, 0)
     return 128 + code if killed else code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -21,7 +20,7 @@ from sparkhvd.rpc.messages import (
     Reachable,
     Refused,
 )
-from sparkhvd.task.mpi.job import TaskServer, servers_from_json
+from sparkhvd.rpc.registration import TaskOffer, TaskServer
 from sparkhvd.task.mpi.orted import Orted
 
 _PROBE_SECONDS = 3.0
@@ -44,7 +43,7 @@ class TaskService:
         self._can_execute = threading.Event()
         self._orted_ended = threading.Event()
         self._lock = threading.Lock()
-        self._plan = b""  # written before _assigned is set
+        self._plan: tuple[TaskOffer, ...] = ()  # written before _assigned is set
         self._environment: Mapping[str, str] = {}  # written before _can_execute is set
         self._orted: Orted | None = None  # guarded by _lock
         self._ended: tuple[int, str] | None = None  # guarded by _lock
@@ -59,7 +58,7 @@ class TaskService:
         answer = answers.get(type(message))
         return Refused(f"A task has no use for {type(message).__name__}.") if answer is None else answer(message)
 
-    def plan_within(self, seconds: float) -> bytes | None:
+    def plan_within(self, seconds: float) -> tuple[TaskOffer, ...] | None:
         """What the driver has assigned, waiting for it at most this long; None when that is nothing yet."""
         return self._plan if self._assigned.wait(seconds) else None
 
@@ -86,8 +85,7 @@ class TaskService:
         self._can_execute.set()
 
     def _probe(self, message: Probe) -> Message:
-        names = [one.interface for one in servers_from_json(message.servers) if self._reaches(one)]
-        return Reachable(json.dumps(names).encode())
+        return Reachable(tuple(one.interface for one in message.servers if self._reaches(one)))
 
     def _reaches(self, server: TaskServer) -> bool:
         try:
@@ -98,7 +96,7 @@ class TaskService:
             return True
 
     def _assign(self, message: Assign) -> Message:
-        self._plan = message.plan
+        self._plan = message.offers
         self._assigned.set()
         return Acknowledged()
 
@@ -109,12 +107,11 @@ class TaskService:
     def _execute(self, message: ExecuteOrted) -> Message:
         if not self._can_execute.wait(_PREPARE_SECONDS) or self._over.is_set():
             return Refused("This task is not the one that starts orted on its host, or its job is over.")
-        arguments = json.loads(message.arguments)
         with self._lock:
             if self._orted is not None:
                 return Refused("orted has been started on this host before.")
             try:
-                self._orted = Orted(arguments, self._environment)
+                self._orted = Orted(message.arguments, self._environment)
             except LaunchError as error:
                 self._ended = (_NOT_FOUND, str(error))
                 return Executed(_NOT_FOUND, str(error).encode())

@@ -18,8 +18,9 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.messages import Acknowledged, Flush, Refused, Register
+from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.rpc.server import Server
-from sparkhvd.task.assignment import Slot, TaskOffer
+from sparkhvd.task.assignment import Slot, assign
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job
@@ -29,9 +30,6 @@ from sparkhvd.task.mpi.job import (
     RANK_SECRET,
     RANK_SOCKET,
     MpiJob,
-    Registration,
-    TaskServer,
-    plan_from_json,
 )
 from sparkhvd.task.mpi.service import TaskService
 from sparkhvd.task.output import DriverLog
@@ -96,7 +94,8 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         _register(
             driver, Registration(place.attempt, offer, listening, shutil.which("orted", path=path) or ""), deadline
         )
-        plan = plan_from_json(_await_plan(driver, service, deadline), job)
+        offers = _await_plan(driver, service, deadline)
+        plan = Plan(tuple(assign(offers)), job.rendezvous, job.token)
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == place.index).offer.bind_host
         for one, server in servers.items():
             if one.address != own_address:
@@ -108,7 +107,7 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         return {}
 
 
-def _await_plan(driver: Client, service: TaskService, deadline: Deadline) -> bytes:
+def _await_plan(driver: Client, service: TaskService, deadline: Deadline) -> tuple[TaskOffer, ...]:
     while (plan := service.plan_within(deadline.capped(_DRIVER_CHECK_SECONDS).remaining())) is None:
         deadline.check("the driver to say who runs what: not all tasks of the job have registered")
         driver.ask(Flush(), Deadline.after(NOTE_SECONDS))  # raises when the driver is gone
@@ -116,7 +115,7 @@ def _await_plan(driver: Client, service: TaskService, deadline: Deadline) -> byt
 
 
 def _register(driver: Client, registration: Registration, deadline: Deadline) -> None:
-    answer = driver.ask(Register(registration.to_json()), deadline)
+    answer = driver.ask(Register(registration), deadline)
     if isinstance(answer, Refused):
         raise LaunchError(answer.reason)
     if not isinstance(answer, Acknowledged):

@@ -6,12 +6,15 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import AuthenticationError, DeadlineExceededError
-from sparkhvd.rpc.frames import MAX_FRAME_BYTES, FrameSocket, accept_handshake, connect_handshake
+from sparkhvd.rpc.frames import MAGIC, MAX_FRAME_BYTES, VERSION, FrameSocket, accept_handshake, connect_handshake
 
 SECRET = b"s" * 32
+HELLO = MAGIC + struct.pack(">H", VERSION)
 
 
 def soon() -> Deadline:
@@ -58,16 +61,24 @@ def test_a_client_with_another_secret_is_turned_away(sockets):
             connecting.result()
 
 
+def test_a_server_of_another_version_is_named():
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(MAGIC + struct.pack(">H", VERSION - 1) + bytes(32))
+        with pytest.raises(AuthenticationError, match=f"does not speak version {VERSION}"):
+            connect_handshake(near, SECRET, soon())
+
+
 def test_a_server_with_another_secret_is_turned_away(sockets):
     server, client = sockets
-    server.sendall(b"SHVD\x00\x01" + bytes(32) + bytes(32))
+    server.sendall(HELLO + bytes(32) + bytes(32))
     with pytest.raises(AuthenticationError, match="server could not prove"):
         connect_handshake(client, SECRET, soon())
 
 
 def test_a_proof_reflected_to_its_sender_is_not_accepted(sockets):
     server, client = sockets
-    server.sendall(b"SHVD\x00\x01" + bytes(32))
+    server.sendall(HELLO + bytes(32))
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(connect_handshake, client, SECRET, soon())
         answer = server.recv(70, socket.MSG_WAITALL)
@@ -98,12 +109,51 @@ def test_a_recorded_handshake_does_not_open_a_second_connection(sockets):
             accept_handshake(second_server, SECRET, soon())
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, bytes(70), b"SHVD\x00\x01" + b"\xff" * 64])
+@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n" + b"x" * 100, bytes(70), HELLO + b"\xff" * 64])
 def test_garbage_instead_of_a_handshake_is_turned_away(sockets, garbage):
     server, client = sockets
     client.sendall(garbage)
     with pytest.raises(AuthenticationError):
         accept_handshake(server, SECRET, soon())
+
+
+# What a stranger may say instead of its part of a handshake: anything, also with a right beginning or the right length.
+STRANGE = st.builds(
+    lambda prefix, content, length: (prefix + content)[:length],
+    st.sampled_from([b"", HELLO, MAGIC]),
+    st.binary(max_size=120) | st.binary(min_size=64, max_size=64),
+    st.integers(0, 120) | st.just(70),
+)
+
+
+@pytest.mark.parametrize("handshake_of", [accept_handshake, connect_handshake])
+@given(content=STRANGE)
+def test_no_bytes_open_a_connection_or_make_a_handshake_fail_in_another_way(handshake_of, content):
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(content)
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises((AuthenticationError, ConnectionResetError)):
+            handshake_of(near, SECRET, soon())
+
+
+@given(position=st.integers(0, 4 + 32 + 5), length=st.integers(0, 50), content=st.binary(max_size=50))
+def test_a_frame_with_other_bytes_in_it_is_never_taken(position, length, content):
+    near, far = socket.socketpair()
+    with near, far:
+        server, client = handshake(near, far)
+        client.send(b"pay 1", soon())
+        frame = near.recv(4 + 32 + 5, socket.MSG_WAITALL)
+        changed = frame[:position] + content + frame[position + length :]
+        if changed.startswith(frame):  # what follows it is another frame
+            return
+        far.sendall(changed)
+        far.shutdown(socket.SHUT_WR)
+        try:
+            assert server.receive(soon()) is None
+            assert not changed
+        except (AuthenticationError, ConnectionResetError):
+            return
 
 
 def test_a_silent_client_is_given_up_at_the_deadline(sockets):

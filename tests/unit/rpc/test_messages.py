@@ -1,23 +1,34 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import struct
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkhvd.rpc.messages import Acknowledged, Flush, MessageError, Output, Started, decode, encode
+from sparkhvd.rpc.fields import MessageError
+from sparkhvd.rpc.messages import Message, decode, encode
+
+KINDS = get_args(Message)
+MESSAGES = st.one_of([st.from_type(kind) for kind in KINDS])
 
 
-@pytest.mark.parametrize(
-    "message", [Started(3), Output(2, "stdout", b"a\xff\nb"), Output(0, "stderr", b""), Flush(), Acknowledged()]
-)
-def test_a_message_survives_the_way(message):
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@given(st.data())
+def test_every_message_survives_the_way(kind, data):
+    message = data.draw(st.from_type(kind))
     assert decode(encode(message)) == message
 
 
 def payload(header: bytes, raw: bytes = b"") -> bytes:
     return struct.pack(">I", len(header)) + header + raw
+
+
+ENDED = b'{"type": "WorkerEnded", "returncode": 0, "by_launcher": %s}'
+PROBE = b'{"type": "Probe", "servers": %s}'
 
 
 @pytest.mark.parametrize(
@@ -33,7 +44,14 @@ def payload(header: bytes, raw: bytes = b"") -> bytes:
         (payload(b'{"type": "Started"}'), "has the fields"),
         (payload(b'{"type": "Started", "num_proc": 1, "more": 2}'), "has the fields"),
         (payload(b'{"type": "Started", "num_proc": true}'), "is bool, not int"),
+        (payload(b'{"type": "Started", "num_proc": 1}', b"more"), "followed by 4 bytes that do not belong"),
         (payload(b'{"type": "Output", "rank": "0", "stream": "stdout"}'), "is str, not int"),
+        (payload(ENDED % b"1"), r"WorkerEnded\.by_launcher is int, not bool"),
+        (payload(b'{"type": "Register", "registration": {}}'), r"Register\.registration has the fields \['attempt'"),
+        (payload(b'{"type": "Register", "registration": [1]}'), r"Register\.registration has the fields .*, not list"),
+        (payload(PROBE % b'{"address": "127.0.0.1"}'), r"Probe\.servers is dict, not list"),
+        (payload(PROBE % b"[7]"), r"Probe\.servers\[0\] has the fields .*, not int"),
+        (payload(b'{"type": "ExecuteOrted", "arguments": ["orted", null]}'), r"arguments\[1\] is NoneType, not str"),
     ],
 )
 def test_what_is_no_message_is_refused_with_the_reason(content, complaint):
@@ -41,9 +59,68 @@ def test_what_is_no_message_is_refused_with_the_reason(content, complaint):
         decode(content)
 
 
-@given(st.binary(max_size=200))
-def test_no_bytes_make_decoding_fail_in_another_way(content):
+def test_a_refusal_does_not_repeat_all_that_came():
+    with pytest.raises(MessageError) as caught:
+        decode(payload(json.dumps({"type": "Started"} | {str(number): 0 for number in range(10_000)}).encode()))
+    assert len(str(caught.value)) < 500
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def with_one_value_replaced(draw: st.DrawFn, value: object) -> object:
+    """``value`` with something else at a place that may lie deep inside."""
+    if value and isinstance(value, (dict, list)) and draw(st.booleans()):
+        places = list(value) if isinstance(value, dict) else range(len(value))
+        place = draw(st.sampled_from(list(places)))
+        changed = value.copy()
+        changed[place] = with_one_value_replaced(draw, value[place])
+        return changed
+    if isinstance(value, dict):
+        keys = draw(st.lists(st.sampled_from([*value, "surplus"]), unique=True))
+        return {key: value.get(key) for key in keys}
+    return draw(JSON)
+
+
+@st.composite
+def malformed(draw: st.DrawFn) -> bytes:
+    """An encoded message of any type with something wrong in its values, or in its bytes."""
+    content = encode(draw(MESSAGES))
+    if draw(st.integers(0, 3)):
+        end = 4 + struct.unpack_from(">I", content)[0]
+        header = json.loads(content[4:end])
+        name = {"type": header.pop("type")}
+        changed = with_one_value_replaced(draw, header)
+        changed = name | changed if isinstance(changed, dict) else changed
+        return payload(json.dumps(changed).encode(), content[end:])
+    position = draw(st.integers(0, len(content)))
+    length = draw(st.integers(0, 3))
+    return content[:position] + draw(st.binary(max_size=3)) + content[position + length :]
+
+
+def assert_typed(message: object) -> None:
+    """Whoever reads a decoded message may rely on the types that its class declares, all the way down."""
+    for name, hint in get_type_hints(type(message)).items():
+        value = getattr(message, name)
+        if isinstance(value, tuple):
+            kind = get_args(hint)[0]
+            items = value
+        else:
+            kind, items = hint, (value,)
+        for item in items:
+            assert type(item) is kind
+            if dataclasses.is_dataclass(kind):
+                assert_typed(item)
+
+
+@given(malformed() | st.binary(max_size=200))
+def test_no_bytes_make_decoding_fail_in_another_way_or_give_other_types(content):
     try:
-        decode(content)
+        message = decode(content)
     except MessageError:
         return
+    assert_typed(message)

@@ -9,7 +9,8 @@ import pytest
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.client import connect
-from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output
+from sparkhvd.rpc.frames import connect_handshake
+from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, decode, encode
 from sparkhvd.rpc.server import Server
 
 SECRET = b"k" * 32
@@ -63,7 +64,13 @@ def test_addresses_are_tried_until_the_right_server_answers():
     with Server(b"o" * 32, Recorder()) as stranger, Server(SECRET, Recorder()) as server:
         with socket.create_server(("127.0.0.1", 0)) as unused:
             closed_port = unused.getsockname()[1]
-        addresses = [("127.0.0.1", closed_port), ("127.0.0.1", stranger.port), ("127.0.0.1", server.port)]
+        addresses = [
+            ("127.0.0.1", closed_port),
+            ("127.0.0.1", 1 << 40),
+            ("a..b", 80),
+            ("127.0.0.1", stranger.port),
+            ("127.0.0.1", server.port),
+        ]
         client = connect(addresses, SECRET, soon())
         assert client.ask(Flush(), soon()) == Acknowledged()
         client.close()
@@ -88,6 +95,26 @@ def test_strangers_reach_no_handler_and_do_not_keep_others_out():
         for connection in silent:
             connection.close()
     assert recorder.messages == [Flush()]
+
+
+def test_what_is_no_message_ends_its_connection_with_one_line_and_disturbs_nobody(caplog):
+    recorder = Recorder()
+    with Server(SECRET, recorder, name="the server") as server:
+        address = ("127.0.0.1", server.port)
+        other = connect([address], SECRET, soon())
+        for number, malformed in enumerate((b"", encode(Flush()) + b"x", encode(Output(0, "stdout", b""))[:-2])):
+            with socket.create_connection(address) as connection:
+                frames = connect_handshake(connection, SECRET, soon())
+                frames.send(encode(Flush()), soon())
+                assert decode(frames.receive(soon())) == Acknowledged()
+                frames.send(malformed, soon())
+                assert frames.receive(soon()) is None
+            said = [record.getMessage() for record in caplog.records]
+            assert len(said) == number + 1
+            assert said[-1].startswith("the server hung up on a peer that knows the job's secret but does not speak")
+        assert other.ask(Flush(), soon()) == Acknowledged()
+        other.close()
+    assert recorder.messages == [Flush()] * 4
 
 
 def test_no_more_strangers_than_allowed_hold_a_thread():

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.assignment import assign
 
 
 def offers(hosts: tuple[str, ...]) -> list[TaskOffer]:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from sparkhvd.task.assignment import TaskOffer, assign
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import cuda_names, device_kind, device_map, device_variables, mixed_devices
 from sparkhvd.task.job import Job
 

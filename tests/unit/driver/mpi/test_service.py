@@ -10,8 +10,7 @@ from sparkhvd.driver.mpi.command import mpirun_arguments, mpirun_settings
 from sparkhvd.driver.mpi.service import DriverService, MpiHost, mpi_hosts, routable, with_address
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.messages import Acknowledged, FindTask, Refused, Register, TaskAddress
-from sparkhvd.task.assignment import TaskOffer
-from sparkhvd.task.mpi.job import Registration, TaskServer, servers_from_json
+from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 
 
 def offer(index: int, key: str) -> TaskOffer:
@@ -44,16 +43,14 @@ def test_an_interface_is_common_only_when_every_task_reaches_its_neighbour_on_it
     assert routable([["eth0"], ["eth1"]]) == []
 
 
-def test_a_registration_survives_the_way_to_the_driver():
-    one = registration(1, attempt=7)
-    assert Registration.from_json(one.to_json()) == one
-    assert with_address(one, "eth0").bind_host == "10.0.0.1"
+def test_a_rank_binds_the_address_of_the_interface_that_all_have_in_common():
+    assert with_address(registration(1), "eth0").bind_host == "10.0.0.1"
 
 
 def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_one():
     driver = service()
     for index, attempt in ((0, 3), (1, 8), (0, 8), (1, 3)):
-        assert driver.handle(Register(registration(index, attempt).to_json())) == Acknowledged()
+        assert driver.handle(Register(registration(index, attempt))) == Acknowledged()
     attempt, tasks = driver.await_registrations(-1, Deadline.after(1.0))
     assert attempt == 8
     assert [task.offer.task_index for task in tasks] == [0, 1]
@@ -63,22 +60,28 @@ def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_one():
 
 def test_missing_tasks_are_counted_and_late_ones_refused():
     driver = service()
-    driver.handle(Register(registration(0).to_json()))
+    driver.handle(Register(registration(0)))
     with pytest.raises(DeadlineExceededError, match=r"Spark tasks to register: 1 of 2 did"):
         driver.await_registrations(-1, Deadline.after(0.01))
     driver.end("The job is over.")
-    assert driver.handle(Register(registration(1).to_json())) == Refused("The job is over.")
+    assert driver.handle(Register(registration(1))) == Refused("The job is over.")
     with pytest.raises(DeadlineExceededError, match="The job is over"):
         driver.await_registrations(-1, Deadline.after(60.0))
+
+
+def test_a_task_that_the_job_does_not_have_is_refused():
+    driver = service()
+    for index in (-1, 2):
+        assert driver.handle(Register(registration(index))) == Refused(
+            f"This job has 2 tasks; there is no task {index}."
+        )
 
 
 def test_agents_learn_the_server_of_a_known_host_only():
     driver = service()
     server = registration(0).servers[0]
     driver.serve_hosts({"sparkhvd-a": server})
-    found = driver.handle(FindTask("sparkhvd-a"))
-    assert isinstance(found, TaskAddress)
-    assert servers_from_json(found.servers) == (server,)
+    assert driver.handle(FindTask("sparkhvd-a")) == TaskAddress(server)
     assert driver.handle(FindTask("sparkhvd-b")) == Refused("No task of this job runs on host sparkhvd-b.")
 
 

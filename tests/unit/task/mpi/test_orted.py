@@ -26,6 +26,10 @@ def test_assignments_in_front_are_kept_as_an_open_mpi_with_a_prefix_writes_them(
 def test_nothing_but_orted_is_executed():
     with pytest.raises(LaunchError, match="executes orted only, not 'rm -rf /'"):
         orted_command(["rm", "-rf", "/"])
+    with pytest.raises(LaunchError, match="no command line that cannot be read: No closing quotation"):
+        orted_command(["orted", "'"])
+    with pytest.raises(LaunchError, match="orted cannot be started: embedded null byte"):
+        Orted(["orted", "\0"], {})
 
 
 def test_the_end_of_orted_is_told_with_what_it_said_and_its_folder_is_gone(tmp_path):

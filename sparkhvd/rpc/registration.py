@@ -1,0 +1,53 @@
+"""What the tasks of a job tell about themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TaskOffer:
+    """What one task tells the others about itself.
+
+    Attributes:
+        task_index: its number in the stage.
+        host_hash: equal for tasks that may share memory.
+        host: how the cluster calls its host.
+        bind_host: the address that its rank binds.
+        devices: the GPUs that Spark gave it, by the names that CUDA knows on its host.
+        device_kind: what its rank computes on; empty without a GPU.
+    """
+
+    task_index: int
+    host_hash: str
+    host: str
+    bind_host: str
+    devices: tuple[str, ...] = ()
+    device_kind: str = ""
+
+
+@dataclass(frozen=True)
+class TaskServer:
+    """Where a task listens on one of its network interfaces."""
+
+    interface: str
+    address: str
+    port: int
+    network: str
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a task of the mpi launcher tells the driver about itself.
+
+    Attributes:
+        attempt: which attempt of the stage it belongs to.
+        offer: its place; ``bind_host`` is filled in when the interfaces are known.
+        servers: where it listens.
+        orted: the path of ``orted``, empty when its host has none.
+    """
+
+    attempt: int
+    offer: TaskOffer
+    servers: tuple[TaskServer, ...]
+    orted: str
