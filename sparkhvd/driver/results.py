@@ -71,15 +71,15 @@ def failure_of(report: FailureReport) -> LaunchError:
     )
 
 
-def cut_off(task: Attending) -> LaunchError:
-    """The exception for a host that does not answer any more."""
+def cut_off(task: Attending) -> FailureReport:
+    """The report for a host that does not answer any more."""
     why = "no sign of life came from it for 9 s. See whether the host runs and what is between it and the driver"
     if task.rank >= 0:
-        cause = f"was cut off from the network while it ran: {why}"
-        return failure_of(FailureReport(task.rank, task.host, cause))
-    return LaunchError(
-        f"Task {task.task_index} on host {task.host} was cut off from the network before its rank was assigned: {why}."
+        return FailureReport(task.rank, task.host, f"was cut off from the network while it ran: {why}")
+    cause = (
+        f"Task {task.task_index} on host {task.host} was cut off from the network before its rank was assigned: {why}"
     )
+    return FailureReport(-1, task.host, cause, kind=LAUNCH)
 
 
 def spark_failure(error: BaseException) -> str:

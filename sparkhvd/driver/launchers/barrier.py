@@ -13,7 +13,7 @@ from sparkhvd.driver.driver_address import log_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import cut_off, results_of, spark_failure
+from sparkhvd.driver.results import cut_off, failure_of, results_of, spark_failure
 from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import LaunchError
@@ -70,7 +70,7 @@ class BarrierHandle:
     def results(self) -> list[bytes]:
         self._wake.wait()
         if not self._stage.wait(_ROWS_SECONDS if self._cut_off is not None else None) and self._cut_off is not None:
-            raise cut_off(self._cut_off)
+            raise failure_of(cut_off(self._cut_off))
         if self._stage.error is not None:
             raise LaunchError(spark_failure(self._stage.error)) from self._stage.error
         return results_of(self._stage.rows, self._job.num_proc)

@@ -181,7 +181,10 @@ class MpiHandle:
 
     def _fail(self, why: str) -> None:
         """Note a failure that no rank is to blame for, unless the job has an outcome; all ranks end then."""
-        self._rendezvous.set(OUTCOME, FailureReport(-1, "", why, kind=LAUNCH).to_json())
+        self._note(FailureReport(-1, "", why, kind=LAUNCH))
+
+    def _note(self, failure: FailureReport) -> None:
+        self._rendezvous.set(OUTCOME, failure.to_json())
         self._stream.started.set()
         self._wake.set()
 
@@ -285,7 +288,7 @@ class MpiHandle:
                 client.ask(Attend(), Deadline.after(400 * 86400.0))
             except OSError as error:
                 if is_cut_off(error):
-                    self._fail(str(cut_off(Attending(offer.task_index, rank, offer.host))))
+                    self._note(cut_off(Attending(offer.task_index, rank, offer.host)))
                 self._fail(
                     f"Task {offer.task_index} on host {offer.host} was lost while its ranks were starting or running: "
                     f"{error}. Its executor's log says why."

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd.driver.results import results_of, spark_failure
+from sparkhvd.driver.results import cut_off, failure_of, results_of, spark_failure
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
+from sparkhvd.rpc.messages import Attending
 from sparkhvd.task.job import FAILURE, RESULT
 from sparkhvd.task.report import NOT_STARTED, TOO_LARGE, FailureReport
 
@@ -54,3 +55,13 @@ def test_other_kinds_of_failure_have_their_own_types():
 def test_an_executor_without_sparkhvd_gets_its_own_sentence():
     assert "install it on every node" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y"))
     assert spark_failure(RuntimeError("cause\n\tat org.y")).endswith("Spark says: cause")
+
+
+def test_a_host_that_is_cut_off_is_a_failed_rank_or_a_task_that_has_none_yet():
+    failed = failure_of(FailureReport.from_json(cut_off(Attending(2, 3, "node-4")).to_json()))
+    assert isinstance(failed, RankFailedError)
+    assert (failed.rank, failed.host) == (3, "node-4")
+    assert str(failed).startswith("Rank 3 on host node-4 was cut off from the network while it ran: no sign of life")
+    early = failure_of(cut_off(Attending(2, -1, "node-4")))
+    assert type(early) is LaunchError
+    assert str(early).startswith("Task 2 on host node-4 was cut off from the network before its rank was assigned")
