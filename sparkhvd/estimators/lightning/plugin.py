@@ -24,6 +24,7 @@ from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.torch.plugin import TorchPredictor
+from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.lightning.flavour import flavour_of, package
 from sparkhvd.torch import Compression
@@ -160,6 +161,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     model = params["model"]
     if not isinstance(model, torch.nn.Module):
         raise ParamError(f"model is a {type(model).__name__}; it must be a LightningModule or a torch.nn.Module.")
+    refuse_unsafe_model(model)
     flavour = flavour_of(model)
     if flavour is not None:
         for name in _OF_PLAIN_MODULES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ import torch
 from sparkhvd.estimators.lightning.batches import RankLoader, Share
 from sparkhvd.estimators.lightning.begun import begin_epoch_again
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
+
+_OF_HYPERPARAMETERS = re.compile("hparams|hyper_parameters")
 
 
 @dataclass
@@ -62,6 +65,7 @@ class EstimatorSteps:
     lr_scheduler_configs: Any
     call: ModuleType
     alone = False
+    resumable = False
     _validates_every: Any = None
 
     def weight_of_pass(self) -> float:
@@ -102,6 +106,12 @@ class EstimatorSteps:
         """Nothing while only this rank saves a checkpoint."""
         if not self.alone:
             super().barrier(name)  # type: ignore[misc]
+
+    def save_checkpoint(self, checkpoint: Mapping[str, Any], *rest: Any, **named: Any) -> None:
+        """Without hyperparameters where a run is to go on from it: they may be any objects, and the module has them."""
+        if self.resumable:
+            checkpoint = {name: part for name, part in checkpoint.items() if not _OF_HYPERPARAMETERS.search(name)}
+        super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
 
     def _synchronize(self, exchange: Any) -> None:
         before = time.monotonic()

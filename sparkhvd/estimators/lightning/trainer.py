@@ -26,6 +26,7 @@ from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, Train
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
+from sparkhvd.estimators.torch.safe_state import refuse_unsafe
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
 from sparkhvd.world import World
@@ -50,8 +51,12 @@ class LightningTrainer:
         """A checkpoint of Lightning's; called on rank 0 alone."""
         with tempfile.TemporaryDirectory(prefix="sparkhvd-state-") as folder:
             path = Path(folder) / CHECKPOINT
+            strategy = self._trainer.strategy
+            strategy.resumable = True
             with self._ends.keeping(best_model.packed(self._trainer.checkpoint_callbacks)):
                 self._save(path)
+            strategy.resumable = False
+            refuse_unsafe(path, "A checkpoint (on_save_checkpoint, or state_dict of callbacks)")
             return path.read_bytes()
 
     def restore(self, state: bytes) -> None:

@@ -24,6 +24,7 @@ from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
+from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.schedule import LRSchedule
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.estimators.torch.trainer import TorchTrainer
@@ -186,6 +187,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
             raise ParamError(
                 f"callbacks holds a {type(callback).__name__}; TorchEstimator's callbacks are TorchCallback objects."
             )
+    refuse_unsafe_model(model)
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:

@@ -46,6 +46,19 @@ class Fickle(torch.nn.Module):
         return functional.dropout(self.norm(self.layer(x)), training=self.training)
 
 
+class WithObjects(torch.nn.Linear):
+    def get_extra_state(self):
+        return {"steps": 3, "schedule": threading.Thread}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_state_that_a_checkpoint_could_not_give_back_is_refused():
+    with pytest.raises(ParamError, match=r"state \(_extra_state: see get_extra_state\) holds threading\.Thread"):
+        PLUGIN.check(params(WithObjects(3, 4)), columns((3,)), None)
+
+
 def test_the_check_gives_the_shape_of_one_row_of_every_output():
     found = PLUGIN.check(params(torch.nn.Linear(3, 4)), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
     assert found == [(4,)]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.history import averaged
 from tests.unit.estimators.arrays import ArraySource, Hooks
 from tests.unit.lightning.networks import EVEN, SIZE, SOME_EMPTY, flat, module, source, trainer_of
@@ -49,7 +50,7 @@ def test_a_resumed_run_returns_the_best_epoch_of_all(group):
     assert np.array_equal(first, resumed)
 
 
-@pytest.mark.parametrize("kind", ["simple", "plateau"])
+@pytest.mark.parametrize("kind", ["simple", "plateau", "with objects"])
 def test_a_resumed_run_equals_an_undisturbed_one(group, kind):
     for undisturbed, resumed in group.run(continued, kind):
         assert np.array_equal(undisturbed, resumed)
@@ -189,3 +190,25 @@ def whole_steps(kind, arguments):
 def test_no_checkpoint_is_made_before_a_validation_or_between_optimizer_steps(group, kind, arguments, first, second):
     wanted = [*((0, step) for step in first), *((1, step) for step in second)]
     assert group.run(whole_steps, kind, arguments) == [wanted] * SIZE
+
+
+def kept_with_an_object():
+    """What rank 0 is told, which alone makes the checkpoint."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    class Noting(lightning.Callback):
+        def state_dict(self):
+            return {"noted": ArraySource}
+
+    trainer, rows = trainer_of(module(), callbacks=[Noting()]), source(EVEN, session.current().world.rank)
+    try:
+        trainer.fit(rows, None, Keeping())
+    except ParamError as error:
+        return str(error)
+    return None
+
+
+def test_a_checkpoint_that_could_not_be_opened_again_is_refused_when_it_is_made(group):
+    said, others = group.run(kept_with_an_object)
+    assert "(on_save_checkpoint, or state_dict of callbacks) holds tests.unit.estimators.arrays.ArraySource" in said
+    assert others is None
