@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 import threading
 import time
@@ -15,6 +16,9 @@ from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started
 from sparkhvd.task.log_files import LogFiles, LogFileWriter
 
 logger = logging.getLogger(__name__)
+
+# A carriage return would write over the prefix.
+_LINE_END = re.compile(r"\r*\n\r*|\r+")
 
 
 class LogStream:
@@ -81,7 +85,7 @@ class LogStream:
         text = output.content.decode("utf-8", "replace")
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
         prefix = f"{stamp}[{output.rank}]<{output.stream}>:"
-        lines = "".join(f"{prefix}{line}\n" for line in text.split("\n"))
+        lines = "".join(f"{prefix}{line}\n" for line in _LINE_END.split(text.strip("\r")))
         with self._lock:
             self._keep(output)
             target = given if given is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)

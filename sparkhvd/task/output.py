@@ -31,21 +31,43 @@ _TAIL_LINES = 40
 
 
 class LineBuffer:
-    """Cuts a stream of bytes after whole lines."""
+    r"""Cuts a stream of bytes after whole lines.
+
+    What a progress bar is going to write over (``"\r 10%\r 20%"``, or ``"10%\r20%\r"``) is a line of its own as soon as
+    that is known, with its carriage return.
+    """
 
     def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._rest = b""
+        self._returned = False  # whether what was passed on last ended with a carriage return
         self._max_line_bytes = max_line_bytes
 
     def add(self, piece: bytes) -> bytes:
         """The whole lines that there are now, without the last newline; empty while there is none."""
         self._rest += piece
-        end = self._rest.rfind(b"\n")
-        if end < 0 and len(self._rest) < self._max_line_bytes:
+        if self._returned and self._rest[:1] == b"\n":  # the carriage return counted as the end of that line
+            self._rest = self._rest[1:]
+        self._returned = self._returned and not self._rest
+        newline = self._rest.rfind(b"\n")
+        end = self._overwritten(newline + 1)
+        if end:
+            lines, self._rest = self._rest[:end], self._rest[end:]
+        elif newline >= 0:
+            lines, self._rest = self._rest[:newline] or b"\n", self._rest[newline + 1 :]
+        elif len(self._rest) >= self._max_line_bytes:
+            lines, self._rest = self._rest, b""
+        else:
             return b""
-        lines = self._rest if end < 0 else self._rest[:end]
-        self._rest = b"" if end < 0 else self._rest[end + 1 :]
-        return lines or b"\n"
+        self._returned = end > 0 and lines.endswith(b"\r")
+        return lines
+
+    def _overwritten(self, start: int) -> int:
+        """Where the part of the last line ends that is going to be written over; 0 when there is none."""
+        shown = self._rest[start:]
+        if not shown.strip(b"\r"):
+            return 0
+        end = len(shown) if shown.endswith(b"\r") else shown.rfind(b"\r")
+        return start + end if shown[: max(end, 0)].strip(b"\r") else 0
 
     def flush(self) -> bytes:
         """What is left without a newline."""
@@ -256,7 +278,10 @@ class OutputPump:
         stream = self._streams[descriptor]
         if stream == "stderr":
             text = lines.decode("utf-8", "replace")
-            self._tail.extend(line[:500] for line in text.split("\n")[-_TAIL_LINES:])
+            for line in text.split("\n")[-_TAIL_LINES:]:
+                if self._tail and "\r" in line and "\r" in self._tail[-1]:
+                    self._tail.pop()  # a progress bar wrote over itself
+                self._tail.append(line[:500])
         try:
             self._log.write(stream, b"" if lines == b"\n" else lines)
         except Exception as error:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ from sparkhvd.task.output import DriverLog, LineBuffer, OutputPump, RankLog
 SECRET = b"q" * 32
 
 
-@given(st.lists(st.binary(max_size=20).map(lambda piece: piece.replace(b"x", b"\n"))))
+@given(st.lists(st.binary(max_size=20).map(lambda piece: piece.replace(b"x", b"\n").replace(b"\r", b""))))
 def test_lines_stay_whole_however_they_are_cut(pieces):
     buffer = LineBuffer()
     passed = []
@@ -26,6 +28,27 @@ def test_lines_stay_whole_however_they_are_cut(pieces):
     end = content.rfind(b"\n")
     assert buffer.flush() == content[end + 1 :]
     assert b"\n".join(passed) == content[: max(end, 0)]
+
+
+@given(st.lists(st.text("ab\r\n", max_size=6).map(str.encode)))
+def test_lines_stay_whole_where_carriage_returns_end_them(pieces):
+    buffer = LineBuffer()
+    passed = [lines for lines in map(buffer.add, pieces) if lines] + [buffer.flush()]
+    assert re.findall(b"[ab]+", b"\n".join(passed)) == re.findall(b"[ab]+", b"".join(pieces))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "passed"),
+    [
+        (["1%\r", "2%\r", "\n", "end\n"], ["1%\r", "2%\r", "end"]),
+        (["\r1%", "\r2%", "\r3%", "\nend\n"], ["\r1%", "\r2%", "\r3%\nend"]),
+        (["line\n\r", "1%", "\r2%\n"], ["line", "\r1%\r2%"]),
+        (["one\r\ntwo\r", "\n\n"], ["one\r\ntwo\r", "\n"]),
+    ],
+)
+def test_a_progress_bar_appears_while_it_moves(pieces, passed):
+    buffer = LineBuffer()
+    assert [lines for lines in (buffer.add(piece.encode()).decode() for piece in pieces) if lines] == passed
 
 
 def test_a_line_without_an_end_is_passed_on_in_pieces_of_bounded_size():
@@ -112,8 +135,20 @@ def test_lines_can_carry_the_time_of_their_arrival():
     assert stamp.count(":") == 2
 
 
-class Full:
-    """A log that takes nothing."""
+def test_a_progress_bar_keeps_its_prefix_and_is_one_of_the_last_lines():
+    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
+
+    shown = Stream()
+    stream = LogStream(shown, shown, timestamps=False)
+    for content in (b"one\r\n\ntwo\n\r 0%", b"\r 10%\r 20%", b"30%\r"):
+        stream.handle(Output(0, "stderr", content))
+    assert shown.text.replace("[0]<stderr>:", "|") == "|one\n|\n|two\n| 0%\n| 10%\n| 20%\n|30%\n"
+    pump = pumped(Taken(), b"", b"why\n" + b"".join(b"%d%%\r" % number for number in range(100)) + b"\nend\n")
+    assert pump.stderr_tail().split("\n")[::2] == ["why", "end"]
+
+
+class Taken:
+    """A log that takes everything."""
 
     rank = 3
 
@@ -121,10 +156,15 @@ class Full:
         return
 
     def write(self, stream: str, content: bytes) -> None:
-        raise AttributeError("nothing to write to")
+        return
 
     def close(self) -> None:
         return
+
+
+class Full(Taken):
+    def write(self, stream: str, content: bytes) -> None:
+        raise AttributeError("nothing to write to")
 
 
 def test_a_pipe_is_read_to_its_end_whatever_its_log_raises(caplog):
