@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sparkhvd.estimators.torch.safe_state import weights_of
+
 logger = logging.getLogger(__name__)
 
 
@@ -30,8 +32,7 @@ def packed(callbacks: Sequence[Any]) -> dict[str, Any] | None:
     """What ``unpack`` needs of the best model so far; None where there is none."""
     for each in _monitoring(callbacks):
         if Path(each.best_model_path).is_file():
-            content = torch.load(each.best_model_path, weights_only=True, map_location="cpu")
-            return {"callback": each.state_key, "weights": content["state_dict"]}
+            return {"callback": each.state_key, "weights": weights_of(Path(each.best_model_path))}
     return None
 
 

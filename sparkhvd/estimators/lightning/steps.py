@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from sparkhvd.estimators.lightning.batches import RankLoader, Share
 from sparkhvd.estimators.lightning.begun import begin_epoch_again
+from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
 _OF_HYPERPARAMETERS = re.compile("hparams|hyper_parameters")
@@ -110,7 +111,8 @@ class EstimatorSteps:
     def save_checkpoint(self, checkpoint: Mapping[str, Any], *rest: Any, **named: Any) -> None:
         """Without hyperparameters where a run is to go on from it: they may be any objects, and the module has them."""
         if self.resumable:
-            checkpoint = {name: part for name, part in checkpoint.items() if not _OF_HYPERPARAMETERS.search(name)}
+            kept = {name: part for name, part in checkpoint.items() if not _OF_HYPERPARAMETERS.search(name)}
+            checkpoint = cast("Mapping[str, Any]", plain_numbers(kept))
         super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
 
     def _synchronize(self, exchange: Any) -> None:

@@ -26,7 +26,7 @@ from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, Train
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
-from sparkhvd.estimators.torch.safe_state import refuse_unsafe
+from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
 from sparkhvd.world import World
@@ -180,7 +180,7 @@ class LightningTrainer:
             return
         best = best_model.best_file(trainer.checkpoint_callbacks)
         if best is not None:
-            self._take_weights(best.read_bytes())
+            self._module.load_state_dict(weights_of(best))
         written = [file for each in trainer.loggers if each.log_dir for file in Path(each.log_dir).rglob("*")]
         if any(file.resolve().is_relative_to(folder.resolve()) for file in written):
             with tempfile.TemporaryDirectory(prefix="sparkhvd-logs-") as packed:

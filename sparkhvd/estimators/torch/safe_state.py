@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
+from typing import Self
 
+import numpy as np
 import torch
 
 from sparkhvd.errors import ParamError
@@ -31,11 +34,48 @@ def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
     Raises:
         ParamError: it holds objects that ``torch.load(..., weights_only=True)`` does not make.
     """
-    unsafe_globals = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    found = [] if unsafe_globals is None else unsafe_globals(checkpoint)  # torch 2.4 and 2.5 cannot tell
+    found = _unsafe_globals(checkpoint)
     if found:
         raise ParamError(
             f"{what} holds {', '.join(sorted(found))}. Checkpoints are opened without running any code in them, so "
             "they must be made of tensors, numbers, strings, lists and dicts. torch.serialization.add_safe_globals "
             "allows more, where it is called in the ranks, too."
         )
+
+
+def plain_numbers(state: object) -> object:
+    """``state`` with Python's numbers for NumPy's, such as a learning rate of ``numpy.logspace``."""
+    if isinstance(state, np.generic):
+        return state.item()
+    if type(state) is dict:
+        return {name: plain_numbers(value) for name, value in state.items()}
+    if type(state) is list:
+        return [plain_numbers(value) for value in state]
+    if type(state) is tuple:
+        return tuple(plain_numbers(value) for value in state)
+    return state
+
+
+def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The ``state_dict`` of a checkpoint of Lightning's, whatever objects lie beside it: their code does not run."""
+    found = _unsafe_globals(checkpoint)
+    with torch.serialization.safe_globals([(_Left, name) for name in found]) if found else contextlib.nullcontext():
+        content = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    weights: dict[str, torch.Tensor] = content["state_dict"]
+    return weights
+
+
+class _Left:
+    """Stands for an object that is not made."""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+def _unsafe_globals(checkpoint: Path | io.BytesIO) -> list[str]:
+    find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
+    return [] if find is None else find(checkpoint)  # torch 2.4 and 2.5 cannot tell

@@ -25,6 +25,7 @@ from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.package import Package
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
+from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.steps import Forward, Stepper
 from sparkhvd.world import World
@@ -76,9 +77,9 @@ class TorchTrainer:
         buffer = io.BytesIO()
         content = {
             "model": self._model.state_dict(),
-            "optimizer": self._plain_optimizer.state_dict(),
+            "optimizer": plain_numbers(self._plain_optimizer.state_dict()),
             "lr_scale": self._lr_scale,
-            "schedule": self._schedule.state(),
+            "schedule": plain_numbers(self._schedule.state()),
             "scaler": self._stepper.scaler.state_dict(),
         }
         torch.save(content, buffer)

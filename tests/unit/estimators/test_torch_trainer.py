@@ -29,7 +29,7 @@ SOME_EMPTY = [(5, 0, 1), (0, 7, 0), (4, 4, 4), (3, 2, 0)] * 5
 
 OPTIMIZERS = {
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=np.float64(0.01)),  # as of numpy.logspace
 }
 
 

@@ -117,7 +117,7 @@ def module(kind="simple"):
             return loss
 
         def configure_optimizers(self):
-            optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
+            optimizer = torch.optim.Adam(self.parameters(), lr=np.float64(0.02))  # as of numpy.logspace
             return scheduled(optimizer, self.hparams["kind"])
 
     return Simple(kind)

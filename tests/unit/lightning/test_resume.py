@@ -45,7 +45,7 @@ def continued(kind, keeps_best=False):
 
 
 def test_a_resumed_run_returns_the_best_epoch_of_all(group):
-    first, undisturbed, resumed = group.run(continued, "simple", True)[0]
+    first, undisturbed, resumed = group.run(continued, "with objects", True)[0]
     assert np.array_equal(first, undisturbed)
     assert np.array_equal(first, resumed)
 
