@@ -10,6 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+# Number of the CUDA device that holds the buffers, and address of the stream whose work makes them ready.
+OnDevice = tuple[int, int] | None
+
 # One of a group: name, address of the source, of the target (unused by an allgather), shape, dtype, keep_alive.
 Tensor = tuple[str, int, int, Sequence[int], str, object]
 
@@ -54,6 +57,29 @@ class Operation:
     def rows(self) -> list[int]:
         """After ``wait``: the rows of ``output`` by rank. Join: the number of the last rank to join, alone."""
 
+    def let_wait(self, stream: int) -> None:
+        """After ``wait``: what is put on the CUDA stream from now on sees the result; nothing for memory of the host.
+
+        Raises why the engine has ended, if it has: what is done here may have failed on the device since.
+        """
+
+    def move_output(self, target: int, stream: int) -> None:
+        """Allgather and alltoall on a device, after ``wait``: copy what came into its memory, in order of the stream.
+
+        ``output`` is empty then. Works once.
+        """
+
+class DeviceLibraries:
+    """CUDA's driver and NCCL, loaded: with them collectives work on the memory of CUDA devices."""
+
+    def __init__(self, cuda: str, nccl: str) -> None: ...
+
+def nccl_version(path: str) -> int:
+    """The version of the NCCL there, such as 22907; fails with ``io`` where it is missing or too old."""
+
+def check_cuda(path: str) -> None:
+    """Fail with ``io`` where CUDA's driver cannot be loaded or has no device."""
+
 class Autotune:
     """How an engine looks for its fastest settings; rank 0 writes what it tried into ``log`` unless that is empty."""
 
@@ -94,6 +120,7 @@ class Engine:
         hierarchical_allgather: bool = True,
         processor_core: int | None = None,
         autotune: Autotune | None = None,
+        device_libraries: DeviceLibraries | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -104,7 +131,9 @@ class Engine:
     # `source` and `target` may be the same address. A rank's value is multiplied by `prescale` before the reduction and
     # the result by `postscale` after it; `prescale` is each rank's own (it may differ among ranks and from call to call
     # without costing a cache hit), the rest must agree. `with_waiter`: the operation may begin only once somebody waits
-    # for it, and then does so on the thread that waits.
+    # for it, and then does so on the thread that waits. With a `device`, for engines with DeviceLibraries, the buffers
+    # are in its memory, and an operation is done once its work is on the way there: `let_wait` puts a stream behind it.
+    # There the caller scales; the factors are only compared.
     def allreduce(
         self,
         name: str,
@@ -117,6 +146,7 @@ class Engine:
         postscale: float = 1.0,
         keep_alive: object = None,
         with_waiter: bool = False,
+        device: OnDevice = None,
     ) -> Operation: ...
     # The first dimension is divided among the ranks, the first ones get one more; `target` receives this rank's part
     # and must not overlap `source`.
@@ -132,6 +162,7 @@ class Engine:
         postscale: float = 1.0,
         keep_alive: object = None,
         with_waiter: bool = False,
+        device: OnDevice = None,
     ) -> Operation: ...
     def allgather(
         self,
@@ -141,6 +172,7 @@ class Engine:
         dtype: str,
         keep_alive: object = None,
         with_waiter: bool = False,
+        device: OnDevice = None,
     ) -> Operation: ...
     # `splits` says how many rows of the first dimension go to each rank.
     def alltoall(
@@ -152,6 +184,7 @@ class Engine:
         dtype: str,
         keep_alive: object = None,
         with_waiter: bool = False,
+        device: OnDevice = None,
     ) -> Operation: ...
     def broadcast(
         self,
@@ -163,6 +196,7 @@ class Engine:
         root: int,
         keep_alive: object = None,
         with_waiter: bool = False,
+        device: OnDevice = None,
     ) -> Operation: ...
     # Groups: all tensors run together, or all fail where the ranks disagree about one.
     def grouped_allreduce(
@@ -173,6 +207,7 @@ class Engine:
         prescale: float = 1.0,
         postscale: float = 1.0,
         with_waiter: bool = False,
+        device: OnDevice = None,
     ) -> list[Operation]: ...
     def grouped_reducescatter(
         self,
@@ -182,13 +217,14 @@ class Engine:
         prescale: float = 1.0,
         postscale: float = 1.0,
         with_waiter: bool = False,
+        device: OnDevice = None,
     ) -> list[Operation]: ...
     def grouped_allgather(
-        self, group: str, tensors: Sequence[Tensor], with_waiter: bool = False
+        self, group: str, tensors: Sequence[Tensor], with_waiter: bool = False, device: OnDevice = None
     ) -> list[Operation]: ...
     def barrier(self, name: str, with_waiter: bool = False) -> Operation: ...
-    def join(self, with_waiter: bool = False) -> Operation:
-        """Contribute nothing to what the others still do, until all ranks have joined."""
+    def join(self, with_waiter: bool = False, device: OnDevice = None) -> Operation:
+        """Contribute nothing to what the others still do until all have joined, on ``device`` to what is on theirs."""
 
     def has_direct_calls(self) -> bool:
         """Whether ``allreduce_now`` works: all ranks share memory."""
@@ -207,7 +243,7 @@ class Engine:
         """Monotonic counts by name.
 
         ``operations``, ``bytes``, ``cycles``, ``cache_hits``, ``fused_buffers``, ``hierarchical`` (allreduces and
-        allgathers that went through the memory of several hosts); the engine's time by phase,
+        allgathers that went through the memory of several hosts), ``on_device``; the engine's time by phase,
         ``negotiation_us`` and ``collective_us`` (``fusion_copy_us`` of it for copies); ``queue_us`` summed over
         operations; and ``allreduce.operations``, ``allreduce.bytes`` and so on for every kind that has run.
         """

@@ -104,6 +104,19 @@ def timeline_file(text: str) -> str:
     return "" if text == "DYNAMIC" else text
 
 
+def gpu_operations(text: str) -> str:
+    """What moves CUDA tensors between the ranks."""
+    word = text.strip().lower()
+    if word in {"nccl", "staged"}:
+        return word
+    raise ValueError("is neither nccl nor staged")
+
+
+def horovods_gpu_operations(text: str) -> str:
+    """The same by Horovod's words; what it knows beside NCCL means copies through the CPU here."""
+    return "nccl" if text.strip().lower() == "nccl" else "staged"
+
+
 @dataclass(frozen=True)
 class Declaration:
     """What is known of a setting beside its default.
@@ -211,6 +224,13 @@ class Config:
         switch,
         "Whether what ranks of several hosts send each other is encrypted; needs OpenSSL on every host.",
     )
+    gpu_operations: str = setting(
+        "staged",
+        gpu_operations,
+        "How CUDA tensors travel: `staged` through pinned memory of the CPU, or by `nccl` in the order of CUDA "
+        "streams; equal on all ranks.",
+        differing={"HOROVOD_GPU_OPERATIONS": horovods_gpu_operations},
+    )
     network_interfaces: str = setting(
         "",
         path,
@@ -275,10 +295,10 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_CONTROLLER": "there is one controller",
     "HOROVOD_CPU_OPERATIONS": "there is one implementation of the collectives",
     "HOROVOD_CCL_CACHE": "oneCCL is not used",
-    "HOROVOD_NUM_NCCL_STREAMS": "CUDA tensors are staged through pinned memory",
-    "HOROVOD_BATCH_D2D_MEMCOPIES": "CUDA tensors are staged through pinned memory",
+    "HOROVOD_NUM_NCCL_STREAMS": "NCCL gets one stream per process set",
+    "HOROVOD_BATCH_D2D_MEMCOPIES": "nothing is copied within a GPU to travel together",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges",
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": "CUDA tensors are staged through pinned memory",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "with NCCL results always come in the order of streams",
     "HOROVOD_ENABLE_XLA_OPS": "there are no XLA operations",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets can always be added and removed",
     "HOROVOD_DISABLE_GROUP_FUSION": "a group runs as a whole in any case",

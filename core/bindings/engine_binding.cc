@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/device_binding.h"
 #include "bindings/direct_binding.h"
 #include "bindings/errors.h"
 #include "bindings/gil.h"
@@ -68,7 +69,8 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
                                      size_t cache_capacity, double collective_timeout_s,
                                      double timeout_s, std::optional<bool> hierarchical_allreduce,
                                      bool hierarchical_allgather, std::optional<int> processor_core,
-                                     const Autotune* autotune) {
+                                     const Autotune* autotune,
+                                     const DeviceLibraries* device_libraries) {
   if (processor_core) Check(CheckProcessorCore(*processor_core));
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " is not one of " +
@@ -95,6 +97,9 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.engine.processor_core = processor_core;
   arguments.engine.fusion_threshold = fusion_threshold;
   arguments.engine.hierarchical_allreduce = hierarchical_allreduce;
+  if (device_libraries != nullptr) {
+    arguments.engine.device_libraries = std::make_shared<DeviceLibraries>(*device_libraries);
+  }
   if (autotune != nullptr) arguments.engine.autotune = OptionsOf(*autotune, rank);
   arguments.timeout_s = timeout_s;
   if (rendezvous != nullptr) arguments.rendezvous = rendezvous->client;
@@ -118,6 +123,7 @@ py::dict CountersOf(PyEngine& self) {
   result["cache_hits"] = counters.cache_hits.load();
   result["fused_buffers"] = counters.fused_buffers.load();
   result["hierarchical"] = counters.hierarchical.load();
+  result["on_device"] = counters.on_device.load();
   result["queue_us"] = counters.queue_us.load();
   result["negotiation_us"] = counters.negotiation_us.load();
   result["collective_us"] = counters.collective_us.load();
@@ -178,7 +184,9 @@ void RegisterOperation(py::module_& module) {
              static_cast<void>(self.cast<Handle&>().Finished());
              return py::memoryview(self);
            })
-      .def("rows", [](const Handle& self) { return self.Finished().rows(); });
+      .def("rows", [](const Handle& self) { return self.Finished().rows(); })
+      .def("let_wait", &Handle::LetWait, py::arg("stream"))
+      .def("move_output", &Handle::MoveOutput, py::arg("target"), py::arg("stream"));
 }
 
 }  // namespace
@@ -189,6 +197,7 @@ void RegisterEngine(py::module_& module) {
   py::class_<Autotune>(module, "Autotune")
       .def(py::init(&MakeAutotune), arg("log"), arg("warmup_samples"), arg("steps_per_sample"),
            arg("max_samples"));
+  RegisterDevices(module);
   EngineClass engine(module, "Engine");
   RegisterSubmissions(engine);
   RegisterDirectCalls(engine);
@@ -201,7 +210,7 @@ void RegisterEngine(py::module_& module) {
            arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
            arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = py::none(),
            arg("hierarchical_allgather") = true, arg("processor_core") = py::none(),
-           arg("autotune") = py::none())
+           arg("autotune") = py::none(), arg("device_libraries") = py::none())
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("counters", &CountersOf)

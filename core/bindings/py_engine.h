@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <iterator>
 #include <memory>
 #include <utility>
@@ -22,7 +23,7 @@ namespace py = pybind11;
 // Python drops a handle whenever it likes, while the engine thread still uses the buffers. That
 // thread never touches a Python object (it must not need the GIL, least of all while the
 // interpreter is being torn down): what the dropped handle kept alive stays here until the
-// operation is done, and is released by the next call that holds the GIL anyway.
+// operation is settled, and is released by the next call that holds the GIL anyway.
 class Orphans {
  public:
   void Adopt(std::shared_ptr<Operation> operation, py::object keep_alive) {
@@ -32,7 +33,7 @@ class Orphans {
     if (orphans_.empty()) return;
     const auto done =
         std::stable_partition(orphans_.begin(), orphans_.end(),
-                              [](const Orphan& orphan) { return !orphan.operation->done(); });
+                              [](const Orphan& orphan) { return !orphan.operation->settled(); });
     // Released outside the list: a finalizer may come back here.
     std::vector<Orphan> finished(std::make_move_iterator(done),
                                  std::make_move_iterator(orphans_.end()));
@@ -78,8 +79,8 @@ class Handle {
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
   ~Handle() {
-    if (operation_->done()) return;
-    engine_->engine().StartNow();  // nobody is going to wait
+    if (operation_->settled()) return;
+    if (!operation_->done()) engine_->engine().StartNow();  // nobody is going to wait
     engine_->orphans().Adopt(operation_, std::move(keep_alive_));
   }
 
@@ -94,6 +95,21 @@ class Handle {
     Check(operation_->done() ? operation_->outcome() : status);
   }
 
+  // Lets what is put on the stream from now on see the result; does nothing for memory of the host.
+  void LetWait(uintptr_t stream) {
+    if (operation_->device() == nullptr) return;
+    RequireGoodDevice();
+    Check(operation_->device()->LetWait(ToStream(stream)));
+  }
+
+  // Copies what an operation on a device has brought there, in the order of the stream.
+  void MoveOutput(uintptr_t target, uintptr_t stream) {
+    if (Finished().device() == nullptr) return;
+    RequireGoodDevice();
+    Check(operation_->device()->MoveOutput(reinterpret_cast<std::byte*>(target),  // NOLINT
+                                           ToStream(stream)));
+  }
+
   // Fails unless this is an operation with results of its own and has succeeded.
   const Operation& Finished() const {
     const Request& request = operation_->request();
@@ -101,14 +117,29 @@ class Handle {
         request.kind != OperationKind::kJoin) {
       Check(Status(StatusCode::kInvalidArgument, request.Title() + " has no output of its own"));
     }
-    if (!operation_->done()) {
-      Check(Status(StatusCode::kInvalidArgument, request.Title() + " is not finished: wait first"));
-    }
+    RequireDone();
     Check(operation_->outcome());
     return *operation_;
   }
 
  private:
+  static CudaStream ToStream(uintptr_t stream) {
+    return reinterpret_cast<CudaStream>(stream);  // NOLINT: the caller's contract
+  }
+
+  void RequireDone() const {
+    if (operation_->done()) return;
+    Check(Status(StatusCode::kInvalidArgument,
+                 operation_->request().Title() + " is not finished: wait first"));
+  }
+
+  // What is done on the host may have failed on the device.
+  void RequireGoodDevice() const {
+    RequireDone();
+    Check(operation_->outcome());
+    Check(engine_->engine().Failure().Annotate(operation_->request().Title()));
+  }
+
   std::shared_ptr<PyEngine> engine_;
   std::shared_ptr<Operation> operation_;
   py::object keep_alive_;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -19,6 +20,10 @@ namespace {
 using Shape = std::vector<int64_t>;
 using EnginePointer = std::shared_ptr<PyEngine>;
 using HandlePointer = std::unique_ptr<Handle>;
+
+// Number of the device that holds the buffers and address of the stream that makes them ready; none
+// for memory of the host.
+using OnDevice = std::optional<std::pair<int, uintptr_t>>;
 
 // One of a group: name, source, target (ignored by an allgather), shape, dtype, keep_alive.
 using Tensor = std::tuple<std::string, uintptr_t, uintptr_t, Shape, std::string, py::object>;
@@ -41,6 +46,11 @@ ReduceOp ToReduceOp(std::string_view name) {
 // Addresses are what Python has: tensor.data_ptr(), array.ctypes.data.
 std::byte* ToPointer(uintptr_t address) {
   return reinterpret_cast<std::byte*>(address);  // NOLINT: the caller's contract
+}
+
+std::optional<DeviceStream> ToDevice(const OnDevice& device) {
+  if (!device) return std::nullopt;
+  return DeviceStream{device->first, reinterpret_cast<CudaStream>(device->second)};  // NOLINT
 }
 
 // Without the detours of a conversion that takes any sequence: one is made for every tensor.
@@ -78,11 +88,13 @@ void SetReduction(Request& request, std::string_view op, Scales scales) {
 Start StartOf(bool with_waiter) { return with_waiter ? Start::kWithWaiter : Start::kNow; }
 
 HandlePointer Submit(const EnginePointer& engine, Request request, uintptr_t source,
-                     uintptr_t target, py::object keep_alive, bool with_waiter) {
+                     uintptr_t target, py::object keep_alive, bool with_waiter,
+                     const OnDevice& device) {
   engine->orphans().ReleaseDone();
   // With the GIL: nothing here waits, and giving it up costs more than the rest.
-  Result<std::shared_ptr<Operation>> operation = engine->engine().Submit(
-      std::move(request), ToPointer(source), ToPointer(target), StartOf(with_waiter));
+  Result<std::shared_ptr<Operation>> operation =
+      engine->engine().Submit(std::move(request), ToPointer(source), ToPointer(target),
+                              StartOf(with_waiter), ToDevice(device));
   if (operation.ok()) engine->pending().Add(operation.value());
   return std::make_unique<Handle>(engine, Take(std::move(operation)), std::move(keep_alive));
 }
@@ -91,7 +103,8 @@ HandlePointer Submit(const EnginePointer& engine, Request request, uintptr_t sou
 template <typename Complete>
 std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKind kind,
                                        const std::string& group, std::vector<Tensor> tensors,
-                                       bool with_waiter, const Complete& complete) {
+                                       bool with_waiter, const OnDevice& device,
+                                       const Complete& complete) {
   engine->orphans().ReleaseDone();
   std::vector<Engine::Submission> submissions;
   for (const auto& [name, source, target, shape, dtype, keep_alive] : tensors) {
@@ -99,7 +112,8 @@ std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKin
     request.group = group;
     request.group_size = static_cast<uint32_t>(tensors.size());
     complete(request);
-    submissions.push_back({std::move(request), ToPointer(source), ToPointer(target)});
+    submissions.push_back(
+        {std::move(request), ToPointer(source), ToPointer(target), ToDevice(device)});
   }
   std::vector<std::shared_ptr<Operation>> operations =
       Take(engine->engine().SubmitAll(std::move(submissions), StartOf(with_waiter)));
@@ -116,56 +130,60 @@ template <OperationKind kKind>
 HandlePointer Reduce(const EnginePointer& engine, std::string name, uintptr_t source,
                      uintptr_t target, const py::tuple& shape, std::string_view dtype,
                      std::string_view op, double prescale, double postscale, py::object keep_alive,
-                     bool with_waiter) {
+                     bool with_waiter, const OnDevice& device) {
   Request request = MakeRequest(kKind, std::move(name), ToShape(shape), dtype);
   SetReduction(request, op, Scales{prescale, postscale});
-  return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter);
+  return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter,
+                device);
 }
 
 template <OperationKind kKind>
 std::vector<HandlePointer> ReduceGroup(const EnginePointer& engine, const std::string& group,
                                        std::vector<Tensor> tensors, std::string_view op,
-                                       double prescale, double postscale, bool with_waiter) {
-  return SubmitGroup(engine, kKind, group, std::move(tensors), with_waiter, [&](Request& request) {
-    SetReduction(request, op, Scales{prescale, postscale});
-  });
+                                       double prescale, double postscale, bool with_waiter,
+                                       const OnDevice& device) {
+  return SubmitGroup(
+      engine, kKind, group, std::move(tensors), with_waiter, device,
+      [&](Request& request) { SetReduction(request, op, Scales{prescale, postscale}); });
 }
 
 HandlePointer Allgather(const EnginePointer& engine, std::string name, uintptr_t source,
                         Shape shape, std::string_view dtype, py::object keep_alive,
-                        bool with_waiter) {
+                        bool with_waiter, const OnDevice& device) {
   return Submit(engine,
                 MakeRequest(OperationKind::kAllgather, std::move(name), std::move(shape), dtype),
-                source, 0, std::move(keep_alive), with_waiter);
+                source, 0, std::move(keep_alive), with_waiter, device);
 }
 
 std::vector<HandlePointer> AllgatherGroup(const EnginePointer& engine, const std::string& group,
-                                          std::vector<Tensor> tensors, bool with_waiter) {
+                                          std::vector<Tensor> tensors, bool with_waiter,
+                                          const OnDevice& device) {
   return SubmitGroup(engine, OperationKind::kAllgather, group, std::move(tensors), with_waiter,
-                     [](Request&) {});
+                     device, [](Request&) {});
 }
 
 HandlePointer Alltoall(const EnginePointer& engine, std::string name, uintptr_t source, Shape shape,
                        Shape splits, std::string_view dtype, py::object keep_alive,
-                       bool with_waiter) {
+                       bool with_waiter, const OnDevice& device) {
   Request request = MakeRequest(OperationKind::kAlltoall, std::move(name), std::move(shape), dtype);
   request.splits = std::move(splits);
-  return Submit(engine, std::move(request), source, 0, std::move(keep_alive), with_waiter);
+  return Submit(engine, std::move(request), source, 0, std::move(keep_alive), with_waiter, device);
 }
 
 HandlePointer Broadcast(const EnginePointer& engine, std::string name, uintptr_t source,
                         uintptr_t target, Shape shape, std::string_view dtype, int root,
-                        py::object keep_alive, bool with_waiter) {
+                        py::object keep_alive, bool with_waiter, const OnDevice& device) {
   Request request =
       MakeRequest(OperationKind::kBroadcast, std::move(name), std::move(shape), dtype);
   request.root = root;
-  return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter);
+  return Submit(engine, std::move(request), source, target, std::move(keep_alive), with_waiter,
+                device);
 }
 
 HandlePointer WithoutData(const EnginePointer& engine, OperationKind kind, std::string name,
-                          bool with_waiter) {
+                          bool with_waiter, const OnDevice& device = {}) {
   return Submit(engine, MakeRequest(kind, std::move(name), {0}, Name(DType::kUInt8)), 0, 0,
-                py::none(), with_waiter);
+                py::none(), with_waiter, device);
 }
 
 }  // namespace
@@ -175,24 +193,28 @@ void RegisterSubmissions(EngineClass& engine) {
   engine
       .def("allreduce", &Reduce<OperationKind::kAllreduce>, arg("name"), arg("source"),
            arg("target"), arg("shape"), arg("dtype"), arg("op") = "sum", arg("prescale") = 1.0,
-           arg("postscale") = 1.0, arg("keep_alive") = py::none(), arg("with_waiter") = false)
+           arg("postscale") = 1.0, arg("keep_alive") = py::none(), arg("with_waiter") = false,
+           arg("device") = py::none())
       .def("reducescatter", &Reduce<OperationKind::kReducescatter>, arg("name"), arg("source"),
            arg("target"), arg("shape"), arg("dtype"), arg("op") = "sum", arg("prescale") = 1.0,
-           arg("postscale") = 1.0, arg("keep_alive") = py::none(), arg("with_waiter") = false)
+           arg("postscale") = 1.0, arg("keep_alive") = py::none(), arg("with_waiter") = false,
+           arg("device") = py::none())
       .def("allgather", &Allgather, arg("name"), arg("source"), arg("shape"), arg("dtype"),
-           arg("keep_alive") = py::none(), arg("with_waiter") = false)
+           arg("keep_alive") = py::none(), arg("with_waiter") = false, arg("device") = py::none())
       .def("alltoall", &Alltoall, arg("name"), arg("source"), arg("shape"), arg("splits"),
-           arg("dtype"), arg("keep_alive") = py::none(), arg("with_waiter") = false)
+           arg("dtype"), arg("keep_alive") = py::none(), arg("with_waiter") = false,
+           arg("device") = py::none())
       .def("broadcast", &Broadcast, arg("name"), arg("source"), arg("target"), arg("shape"),
-           arg("dtype"), arg("root"), arg("keep_alive") = py::none(), arg("with_waiter") = false)
+           arg("dtype"), arg("root"), arg("keep_alive") = py::none(), arg("with_waiter") = false,
+           arg("device") = py::none())
       .def("grouped_allreduce", &ReduceGroup<OperationKind::kAllreduce>, arg("group"),
            arg("tensors"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0,
-           arg("with_waiter") = false)
+           arg("with_waiter") = false, arg("device") = py::none())
       .def("grouped_reducescatter", &ReduceGroup<OperationKind::kReducescatter>, arg("group"),
            arg("tensors"), arg("op") = "sum", arg("prescale") = 1.0, arg("postscale") = 1.0,
-           arg("with_waiter") = false)
+           arg("with_waiter") = false, arg("device") = py::none())
       .def("grouped_allgather", &AllgatherGroup, arg("group"), arg("tensors"),
-           arg("with_waiter") = false)
+           arg("with_waiter") = false, arg("device") = py::none())
       .def(
           "barrier",
           [](const EnginePointer& self, std::string name, bool with_waiter) {
@@ -201,10 +223,10 @@ void RegisterSubmissions(EngineClass& engine) {
           arg("name"), arg("with_waiter") = false)
       .def(
           "join",
-          [](const EnginePointer& self, bool with_waiter) {
-            return WithoutData(self, OperationKind::kJoin, kJoinName, with_waiter);
+          [](const EnginePointer& self, bool with_waiter, const OnDevice& device) {
+            return WithoutData(self, OperationKind::kJoin, kJoinName, with_waiter, device);
           },
-          arg("with_waiter") = false);
+          arg("with_waiter") = false, arg("device") = py::none());
 }
 
 }  // namespace sparkhvd::bindings

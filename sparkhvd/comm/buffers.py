@@ -35,13 +35,16 @@ class Buffer(NamedTuple):
         address: of the first element.
         shape: elements per dimension, row-major.
         dtype: one of ``DTYPES``.
-        owner: what keeps the memory alive; an operation holds it until it is done.
+        owner: what keeps the memory alive; an operation holds it until nothing uses the memory any more.
+        device: where it is in the memory of a CUDA device the device's number, and the address of the stream whose work
+            makes it ready.
     """
 
     address: int
     shape: tuple[int, ...]
     dtype: str
     owner: object
+    device: tuple[int, int] | None = None
 
 
 def buffer_of(array: Array, what: str) -> Buffer:

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from sparkhvd import _core
+from sparkhvd.comm import nccl
 from sparkhvd.comm.failures import translated
 from sparkhvd.comm.handle import Handle, Pending
 from sparkhvd.comm.launch_context import LaunchContext
@@ -34,11 +35,13 @@ class Channel:
         engine: numbers its ranks 0, 1, 2...
         ranks: the ranks of the job that these are.
         timeout: seconds to wait for a result by default.
+        on_devices: whether it takes memory of CUDA devices.
     """
 
     engine: _core.Engine
     ranks: tuple[int, ...]
     timeout: float
+    on_devices: bool = False
     counts: defaultdict[str, Iterator[int]] = field(default_factory=_counters, repr=False)  # by kind, of unnamed ones
 
     @property
@@ -138,6 +141,7 @@ def open_channel(
         tuned: whether the configuration's autotuning is for this channel.
     """
     config = context.config
+    device_libraries = nccl.libraries(config)
     with translated():
         offered = addresses_to_offer(context.bind_host, config.network_interfaces, _core.local_addresses())
         engine = _core.Engine(
@@ -159,5 +163,6 @@ def open_channel(
             hierarchical_allgather=config.hierarchical_allgather,
             processor_core=processor_core_of(context),
             autotune=_autotune(config) if tuned and config.autotune else None,
+            device_libraries=device_libraries,
         )
-    return Channel(engine, ranks, config.collective_timeout)
+    return Channel(engine, ranks, config.collective_timeout, device_libraries is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparkhvd.comm import mpi, session
+from sparkhvd.comm import mpi, nccl, session
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -51,8 +51,11 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """Always 0: CUDA tensors go through the CPU."""
-    return 0
+    """The version of the NCCL that is installed here, such as 22907 for 2.29.7; 0 where none is.
+
+    It is used where ``SPARKHVD_GPU_OPERATIONS=nccl``.
+    """
+    return nccl.version()
 
 
 def ddl_built() -> bool:
@@ -66,10 +69,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Always False: the core knows no devices; torch copies CUDA tensors for it."""
-    return False
+    """Whether this host has a CUDA device; nothing of CUDA is needed to build."""
+    return nccl.has_cuda()
 
 
 def rocm_built() -> bool:
-    """Always False, see ``cuda_built``."""
+    """Always False: the core has nothing for AMD's devices, torch copies tensors there for it."""
     return False

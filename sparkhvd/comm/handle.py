@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Generic, Protocol, TypeVar
 
 from sparkhvd._core import CoreError, Operation
-from sparkhvd.comm.failures import translate
+from sparkhvd.comm.failures import translate, translated
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import CollectiveError, NotInitializedError
 
@@ -24,6 +25,10 @@ class Pending(Protocol):
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the end; raises ``CoreError``."""
+        ...
+
+    def let_wait(self, stream: int) -> None:
+        """After ``wait()``: put a CUDA stream behind the result; raises ``CoreError``."""
         ...
 
 
@@ -48,6 +53,11 @@ class PendingGroup:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+    def let_wait(self, stream: int) -> None:
+        """Put a CUDA stream behind all results."""
+        for operation in self.operations:
+            operation.let_wait(stream)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +107,16 @@ class Handle(Generic[T]):
         """The same operation with ``step`` applied to its result by ``wait()``."""
         result = self._result
         return Handle(self.name, self.operation, self.timeout, finish=lambda: step(result()))
+
+    def behind(self, stream: Callable[[], int]) -> Handle[T]:
+        """The same operation on a CUDA device: ``wait()`` puts ``stream()`` behind it, and makes the result once."""
+
+        def finish() -> T:
+            with translated():
+                self.operation.let_wait(stream())
+            return self._result()
+
+        return Handle(self.name, self.operation, self.timeout, finish=cache(finish))
 
     def bringing(self, result: U) -> Handle[U]:
         """The same operation with a result that is known already."""

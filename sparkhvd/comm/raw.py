@@ -6,7 +6,7 @@ All take a ``Way``: the name, the ranks, and when to begin.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from sparkhvd._core import CoreError, Operation
@@ -30,12 +30,19 @@ class Gathered:
     """What an allgather or alltoall of raw memory brought.
 
     Attributes:
-        content: the bytes of all ranks in rank order.
+        content: the bytes of all ranks in rank order; empty where they are on a device.
         first_dims: the first dimension of what came from each rank.
+        operation: brings what is on a device.
     """
 
     content: memoryview
     first_dims: tuple[int, ...]
+    operation: Operation = field(repr=False)
+
+    def move_to(self, address: int, stream: int) -> None:
+        """Copy what is on a device into its memory at ``address``, in the order of ``stream``; once."""
+        with translated():
+            self.operation.move_output(address, stream)
 
 
 def rows_of(total: int, size: int) -> list[int]:
@@ -115,7 +122,7 @@ def gather_buffer(me: HasChannels, source: Buffer, way: Way = _ANY) -> Handle[Ga
     name = channel.named("allgather", way.name)
     with translated():
         operation = channel.engine.allgather(
-            name, source.address, source.shape, source.dtype, source.owner, way.with_waiter
+            name, source.address, source.shape, source.dtype, source.owner, way.with_waiter, source.device
         )
     return channel.handle(name, operation, lambda: _gathered(operation))
 
@@ -128,7 +135,7 @@ def gather_buffers(me: HasChannels, sources: Sequence[Buffer], way: Way = _ANY) 
     name = channel.named("grouped_allgather", way.name)
     with translated():
         tensors = _tensors(name, [(source, source) for source in sources])
-        operations = channel.engine.grouped_allgather(name, tensors, way.with_waiter)
+        operations = channel.engine.grouped_allgather(name, tensors, way.with_waiter, sources[0].device)
     return channel.handle(
         name, PendingGroup(tuple(operations)), lambda: [_gathered(operation) for operation in operations]
     )
@@ -157,7 +164,14 @@ def alltoall_buffer(
     name = channel.named("alltoall", way.name)
     with translated():
         operation = channel.engine.alltoall(
-            name, source.address, source.shape, list(splits), source.dtype, source.owner, way.with_waiter
+            name,
+            source.address,
+            source.shape,
+            list(splits),
+            source.dtype,
+            source.owner,
+            way.with_waiter,
+            source.device,
         )
     return channel.handle(name, operation, lambda: _gathered(operation))
 
@@ -170,7 +184,15 @@ def broadcast_buffer(me: HasChannels, source: Buffer, target: Buffer, root: int 
     owners = (source.owner, target.owner)
     with translated():
         operation = channel.engine.broadcast(
-            name, source.address, target.address, source.shape, source.dtype, place, owners, way.with_waiter
+            name,
+            source.address,
+            target.address,
+            source.shape,
+            source.dtype,
+            place,
+            owners,
+            way.with_waiter,
+            source.device,
         )
     return channel.handle(name, operation)
 
@@ -186,16 +208,23 @@ def barrier_async(
     return channel.handle(name, operation)
 
 
-def join_async(me: HasChannels, *, process_set: ProcessSet | None = None, with_waiter: bool = False) -> Handle[int]:
+def join_async(
+    me: HasChannels,
+    *,
+    process_set: ProcessSet | None = None,
+    with_waiter: bool = False,
+    device: tuple[int, int] | None = None,
+) -> Handle[int]:
     """Start waiting for all ranks to join; the result is the last rank that did.
 
     Until then this rank takes part in what the others still do: it contributes zeros (the neutral element of a minimum,
     maximum or product) to their allreduces, no rows to their allgathers, and passes their barriers. An average divides
-    by the number of all ranks. Other collectives fail with ``ConfigError`` on the ranks that call them.
+    by the number of all ranks. Other collectives fail with ``ConfigError`` on the ranks that call them. ``device``, as
+    in ``Buffer``, is where it takes part in what the others do on theirs.
     """
     channel = me.channel(process_set)
     with translated():
-        operation = channel.engine.join(with_waiter)
+        operation = channel.engine.join(with_waiter, device)
     return channel.handle("join", operation, lambda: channel.ranks[operation.rows()[0]])
 
 
@@ -210,12 +239,12 @@ def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
     name = channel.named(kind, way.name)
     engine = channel.engine
     submit = engine.allreduce if kind == "allreduce" else engine.reducescatter
-    address, shape, dtype, owner = source
+    address, shape, dtype, owner, device = source
     op, prescale, postscale = reduction
     owners = owner if source is target else (owner, target.owner)
     try:
         operation = submit(
-            name, address, target.address, shape, dtype, op, prescale, postscale, owners, way.with_waiter
+            name, address, target.address, shape, dtype, op, prescale, postscale, owners, way.with_waiter, device
         )
     except CoreError as error:
         raise translate(error) from error
@@ -233,7 +262,8 @@ def _reduced_together(
     engine = channel.engine
     submit = engine.grouped_allreduce if kind == "grouped_allreduce" else engine.grouped_reducescatter
     with translated():
-        operations = submit(name, _tensors(name, pairs), *reduction, way.with_waiter)
+        device = pairs[0][0].device if pairs else None
+        operations = submit(name, _tensors(name, pairs), *reduction, way.with_waiter, device)
     return channel.handle(name, PendingGroup(tuple(operations)))
 
 
@@ -269,4 +299,4 @@ def _tensors(name: str, pairs: Pairs) -> list[tuple[str, int, int, tuple[int, ..
 
 
 def _gathered(operation: Operation) -> Gathered:
-    return Gathered(operation.output(), tuple(operation.rows()))
+    return Gathered(operation.output(), tuple(operation.rows()), operation)

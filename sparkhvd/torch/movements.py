@@ -13,6 +13,7 @@ from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.comm.raw import Gathered
 from sparkhvd.torch.calls import Call, Finish, Rows, Tensors, every, of_gradient
+from sparkhvd.torch.devices import by_nccl, in_order
 from sparkhvd.torch.reductions import Allreduce
 from sparkhvd.torch.tensors import buffer_of, bytes_of, called, has_dtype, require_contiguous, stage, tensor_of
 
@@ -31,13 +32,16 @@ class Allgather:
         """Submit it."""
         del in_place
         what = called("Tensor", self.way.name)
-        sources = [buffer_of(stage(tensor, what).memory, what) for tensor in self.tensors]
+        on_device = by_nccl(self.tensors, self.way.process_set)
+        sources = [buffer_of(stage(tensor, what, on_device=on_device).memory, what) for tensor in self.tensors]
         communicator, way = session.current(), self.way.waiting() if waits else self.way
         if self.grouped:
             together = communicator.gather_buffers(sources, way)
-            return together.then(lambda gathered: finish(*self._joined(gathered)))
-        alone = communicator.gather_buffer(sources[0], way)
-        return alone.then(lambda gathered: finish(*self._joined([gathered])))
+            result = together.then(lambda gathered: finish(*self._joined(gathered)))
+        else:
+            alone = communicator.gather_buffer(sources[0], way)
+            result = alone.then(lambda gathered: finish(*self._joined([gathered])))
+        return in_order(result, self.tensors[0].device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """This rank's rows of the mean of the ranks' gradients."""
@@ -47,7 +51,7 @@ class Allgather:
 
     def _joined(self, gathered: Sequence[Gathered]) -> tuple[Tensors, Rows]:
         pairs = zip(gathered, self.tensors, strict=True)
-        joined = tuple(tensor_of(each.content, like.detach(), sum(each.first_dims)) for each, like in pairs)
+        joined = tuple(tensor_of(each, like.detach()) for each, like in pairs)
         return joined, tuple(each.first_dims for each in gathered)
 
 
@@ -55,7 +59,8 @@ class Allgather:
 class Broadcast:
     """The tensor of one rank on all of them.
 
-    With ``any_memory`` it may have any strides and element type; it is then overwritten.
+    With ``any_memory`` it may have any strides and element type, and be on another device than the others'; it is then
+    overwritten.
     """
 
     tensor: torch.Tensor
@@ -73,7 +78,8 @@ class Broadcast:
         what = called("Tensor", self.way.name)
         if in_place and not self.any_memory:
             require_contiguous(self.tensor, what)
-        staged = stage(self.tensor, what)
+        on_device = not self.any_memory and by_nccl(self.tensors, self.way.process_set)
+        staged = stage(self.tensor, what, on_device=on_device)
         as_bytes = self.any_memory and not has_dtype(staged.memory)
         source = bytes_of(staged.memory) if as_bytes else buffer_of(staged.memory, what)
         result = staged.memory if in_place else torch.empty_like(staged.memory)
@@ -82,7 +88,8 @@ class Broadcast:
             source, target, self.root, self.way.waiting() if waits else self.way
         )
         device = self.tensor.device
-        return handle.then(lambda _: finish((staged.write_back() if in_place else result.to(device),), ()))
+        received = handle.then(lambda _: finish((staged.write_back() if in_place else result.to(device),), ()))
+        return in_order(received, device) if on_device else received
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """On the root the mean of the ranks' gradients, elsewhere zero."""
@@ -108,15 +115,17 @@ class Alltoall:
         """Submit it."""
         del in_place
         what = called("Tensor", self.way.name)
-        source = buffer_of(stage(self.tensor, what).memory, what)
+        on_device = by_nccl(self.tensors, self.way.process_set)
+        source = buffer_of(stage(self.tensor, what, on_device=on_device).memory, what)
         handle = session.current().alltoall_buffer(source, self.splits, self.way.waiting() if waits else self.way)
         like = self.tensor.detach()
 
         def received(gathered: Gathered) -> T:
             rows = gathered.first_dims
-            return finish((tensor_of(gathered.content, like, sum(rows)), torch.tensor(rows)), (rows,))
+            return finish((tensor_of(gathered, like), torch.tensor(rows)), (rows,))
 
-        return handle.then(received)
+        result = handle.then(received)
+        return in_order(result, like.device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """Every rank's gradients of what came from this one, sent back."""

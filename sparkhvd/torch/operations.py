@@ -15,6 +15,7 @@ from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch import collectives, plain, sparse
 from sparkhvd.torch.calls import asynchronous, asynchronous_in_place, blocking, in_place
+from sparkhvd.torch.devices import of_joining
 from sparkhvd.torch.tensors import buffer_of, called
 
 T = TypeVar("T")
@@ -104,14 +105,14 @@ def join(device: int | None = None, process_set: ProcessSet | None = None) -> in
     in their allgathers without rows, and in their barriers; other collectives fail.
 
     Args:
-        device: accepted for programs that pass a CUDA device to Horovod; it makes no difference.
+        device: with NCCL the CUDA device that this rank uses for the others' tensors, the current one by default.
         process_set: the ranks that take part, all by default.
 
     Returns:
         The rank that joined last.
     """
-    del device
-    return session.current().join(process_set=process_set)
+    communicator = session.current()
+    return communicator.join(process_set=process_set, device=of_joining(communicator.channel(process_set), device))
 
 
 def poll(handle: Handle[T]) -> bool:

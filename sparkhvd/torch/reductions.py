@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.calls import Call, Finish, Rows, Tensors, every, of_gradient
 from sparkhvd.torch.compression import Compressor, NoneCompressor
+from sparkhvd.torch.devices import by_nccl, in_order, scale, scaled
 from sparkhvd.torch.tensors import buffer_of, called, plain_buffer, require_contiguous, stage
 
 T = TypeVar("T")
@@ -53,13 +54,17 @@ class Allreduce(NamedTuple):
             if None not in buffers:
                 pairs = [(own, own) for own in buffers if own is not None]
                 return session.current().reduce_buffers(pairs, self.reduction, way).bringing(finish(self.tensors, ()))
-        parts = [self._part(tensor, in_place=in_place) for tensor in self.tensors]
+        compressed = [self.compression.compress(tensor.detach()) for tensor in self.tensors]
+        on_device = by_nccl([each for each, _ in compressed], way.process_set, self.reduction.op)
+        pairs_of_both = zip(self.tensors, compressed, strict=True)
+        parts = [self._part(*each, in_place=in_place, on_device=on_device) for each in pairs_of_both]
         if self.grouped:
             pairs = [(part.source, part.target) for part in parts]
             handle = session.current().reduce_buffers(pairs, self.reduction, way)
         else:
             handle = session.current().reduce_buffer(parts[0].source, parts[0].target, self.reduction, way)
-        return handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
+        result = handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
+        return in_order(result, self.tensors[0].device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """Those of a sum or mean are the sums or means of the ranks' gradients."""
@@ -67,18 +72,24 @@ class Allreduce(NamedTuple):
         require_gradient(self.reduction, "An allreduce")
         return Call(self._replace(tensors=gradients, way=of_gradient(self.way)), every).run()
 
-    def _part(self, tensor: torch.Tensor, *, in_place: bool) -> Part:
+    def _part(
+        self, tensor: torch.Tensor, compressed: tuple[torch.Tensor, Any], *, in_place: bool, on_device: bool
+    ) -> Part:
         what, compression = called("Tensor", self.way.name), self.compression
         if in_place:
             require_contiguous(tensor, what)
-        compressed, context = compression.compress(tensor.detach())
-        memory = stage(compressed, what).memory
+        values, context = compressed
+        memory = stage(values, what, on_device=on_device).memory
+        if on_device:
+            memory = scaled(memory, self.reduction.prescale)
         source = buffer_of(memory, what)
         # A copy may be overwritten, the user's own memory only where that is asked for.
         shared = memory.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         result = torch.empty_like(memory) if shared and not in_place else memory
 
         def receive() -> torch.Tensor:
+            if on_device:
+                scale(result, self.reduction.postscale)
             received = compression.decompress(result.to(tensor.device), context)
             if not in_place:
                 return received

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from sparkhvd.comm.raw import rows_of
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.calls import Call, Finish, Rows, Tensors, every, of_gradient
 from sparkhvd.torch.compression import Compressor, NoneCompressor
+from sparkhvd.torch.devices import by_nccl, in_order, scale, scaled
 from sparkhvd.torch.movements import Allgather
 from sparkhvd.torch.reductions import Part, require_gradient
 from sparkhvd.torch.tensors import buffer_of, called, stage
@@ -34,14 +35,17 @@ class Reducescatter(NamedTuple):
         """Submit it."""
         del in_place
         way = self.way.waiting() if waits else self.way
-        parts = [self._part(tensor) for tensor in self.tensors]
+        compressed = [self.compression.compress(tensor.detach()) for tensor in self.tensors]
+        on_device = by_nccl([each for each, _ in compressed], way.process_set, self.reduction.op)
+        parts = [self._part(*each, on_device=on_device) for each in zip(self.tensors, compressed, strict=True)]
         communicator = session.current()
         if self.grouped:
             pairs = [(part.source, part.target) for part in parts]
             handle = communicator.reducescatter_buffers(pairs, self.reduction, way)
         else:
             handle = communicator.reducescatter_buffer(parts[0].source, parts[0].target, self.reduction, way)
-        return handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
+        result = handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
+        return in_order(result, self.tensors[0].device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """Those of a mean are the ranks' gradients joined; a sum's are the number of ranks times as large."""
@@ -53,17 +57,21 @@ class Reducescatter(NamedTuple):
         scaled = gradients if scale == 1.0 else tuple(gradient * scale for gradient in gradients)
         return Call(Allgather(scaled, of_gradient(way), self.grouped), every).run()
 
-    def _part(self, tensor: torch.Tensor) -> Part:
+    def _part(self, tensor: torch.Tensor, compressed: tuple[torch.Tensor, Any], *, on_device: bool) -> Part:
         what, compression = called("Tensor", self.way.name), self.compression
         if not tensor.dim():
             raise ConfigError(f"{what} is a scalar; a reducescatter divides the first dimension, reshape it to (1,).")
-        compressed, context = compression.compress(tensor.detach())
-        memory = stage(compressed, what).memory
+        values, context = compressed
+        memory = stage(values, what, on_device=on_device).memory
+        if on_device:
+            memory = scaled(memory, self.reduction.prescale)
         channel = session.current().channel(self.way.process_set)
         own = rows_of(memory.shape[0], channel.size)[channel.engine.rank]
-        result = torch.empty((own, *memory.shape[1:]), dtype=memory.dtype)
-        return Part(
-            buffer_of(memory, what),
-            buffer_of(result, what),
-            lambda: compression.decompress(result.to(tensor.device), context),
-        )
+        result = memory.new_empty((own, *memory.shape[1:]))
+
+        def receive() -> torch.Tensor:
+            if on_device:
+                scale(result, self.reduction.postscale)
+            return compression.decompress(result.to(tensor.device), context)
+
+        return Part(buffer_of(memory, what), buffer_of(result, what), receive)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from sparkhvd.comm.buffers import Buffer
+from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
+from sparkhvd.torch.devices import stream_of
 
 _NAME_OF = {
     torch.bool: "bool",
@@ -26,11 +28,12 @@ _STRIDED = torch.strided
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A tensor and the contiguous CPU memory that stands for it in a collective.
+    """A tensor and the contiguous memory that stands for it in a collective.
 
     Attributes:
         tensor: where results belong.
-        memory: the tensor's own memory where that is contiguous and on the CPU, else a copy, pinned for CUDA.
+        memory: the tensor's own memory where that is contiguous and in the right place, else a copy. The right place is
+            the CPU, pinned memory for CUDA, or for NCCL the tensor's device.
     """
 
     tensor: torch.Tensor
@@ -50,8 +53,8 @@ def called(what: str, name: str | None) -> str:
     return f"{what} {name!r}" if name else f"The {what.lower()}"
 
 
-def stage(tensor: torch.Tensor, what: str) -> Staged:
-    """Contiguous CPU memory with the values of ``tensor``.
+def stage(tensor: torch.Tensor, what: str, *, on_device: bool = False) -> Staged:
+    """Contiguous memory with the values of ``tensor``: of the CPU, or where it is.
 
     Raises:
         ConfigError: the tensor is sparse or has no memory; ``what`` says which one.
@@ -62,6 +65,8 @@ def stage(tensor: torch.Tensor, what: str) -> Staged:
         raise ConfigError(f"{what} is on the meta device and has no values; materialize it first.")
     if tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
         return Staged(tensor, tensor)
+    if on_device:
+        return Staged(tensor, tensor.detach().contiguous())
     if tensor.is_cuda:
         return Staged(tensor, _pinned(tensor.detach()))
     return Staged(tensor, tensor.detach().contiguous().cpu())
@@ -98,7 +103,7 @@ def require_contiguous(tensor: torch.Tensor, what: str) -> None:
 
 
 def buffer_of(memory: torch.Tensor, what: str) -> Buffer:
-    """The address, shape and element type of a contiguous CPU tensor.
+    """The address, shape, element type and device of a contiguous tensor.
 
     Raises:
         ConfigError: collectives have no such element type; ``what`` says which tensor has it.
@@ -106,7 +111,8 @@ def buffer_of(memory: torch.Tensor, what: str) -> Buffer:
     name = _NAME_OF.get(memory.dtype)
     if name is None:
         raise ConfigError(f"{what} has dtype {memory.dtype}; collectives take {', '.join(_NAME_OF.values())}.")
-    return Buffer(memory.data_ptr(), memory.shape, name, memory)
+    device = (memory.get_device(), stream_of(memory.device)) if memory.is_cuda else None
+    return Buffer(memory.data_ptr(), memory.shape, name, memory, device)
 
 
 def bytes_of(memory: torch.Tensor) -> Buffer:
@@ -114,12 +120,15 @@ def bytes_of(memory: torch.Tensor) -> Buffer:
     return Buffer(memory.data_ptr(), (memory.numel() * memory.element_size(),), "uint8", memory)
 
 
-def tensor_of(content: memoryview, like: torch.Tensor, rows: int) -> torch.Tensor:
-    """The tensor of ``rows`` rows, each of the shape, dtype and device of those of ``like``, whose bytes these are."""
-    shape = (rows, *like.shape[1:])
-    if not content.nbytes:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    return torch.frombuffer(content, dtype=torch.uint8).view(like.dtype).reshape(shape).to(like.device)
+def tensor_of(gathered: Gathered, like: torch.Tensor) -> torch.Tensor:
+    """What has come from all ranks, as rows of the shape, dtype and device of those of ``like``."""
+    shape = (sum(gathered.first_dims), *like.shape[1:])
+    if not gathered.content.nbytes:  # there are no bytes, or they are on the device
+        result = torch.empty(shape, dtype=like.dtype, device=like.device)
+        if result.is_cuda:
+            gathered.move_to(result.data_ptr(), stream_of(result.device))
+        return result
+    return torch.frombuffer(gathered.content, dtype=torch.uint8).view(like.dtype).reshape(shape).to(like.device)
 
 
 def has_dtype(memory: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch import sparse
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
+from sparkhvd.torch.devices import by_nccl, in_order, scale
 from sparkhvd.torch.tensors import buffer_of, plain_dtype, stage
 
 
@@ -102,17 +103,23 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
         return Transfer(gradient, handle, sparse=False)
     what = f"The gradient {name!r}"
     compressed, context = settings.compression.compress(gradient)
-    staged = stage(compressed, what)
+    on_device = by_nccl([compressed], settings.process_set, asked.op)
+    staged = stage(compressed, what, on_device=on_device)
+    if on_device:
+        scale(staged.memory, asked.prescale)
     sent = buffer_of(staged.memory, what)
 
     def receive(_: None) -> torch.Tensor:
+        if on_device:
+            scale(staged.memory, asked.postscale)
         reduced = staged.write_back()
         if reduced is not gradient:
             with torch.no_grad():
                 gradient.copy_(settings.compression.decompress(reduced, context))
         return gradient
 
-    return Transfer(gradient, session.current().reduce_buffer(sent, sent, asked, way).then(receive), sparse=False)
+    handle = session.current().reduce_buffer(sent, sent, asked, way).then(receive)
+    return Transfer(gradient, in_order(handle, gradient.device) if on_device else handle, sparse=False)
 
 
 def _send_sparse(

@@ -95,12 +95,20 @@ def test_a_level_is_read_by_its_name_or_number() -> None:
         ("HOROVOD_FUSION_THRESHOLD", "64MB", "is not a number"),
         ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "0", "is not a number from 1 on"),
         ("SPARKHVD_SHARED_MEMORY", "maybe", "is neither 1 nor 0"),
+        ("SPARKHVD_GPU_OPERATIONS", "gloo", "is neither nccl nor staged"),
         ("SPARKHVD_LOG_LEVEL", "loud", "is none of trace, debug, info, warning, error, fatal"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(name: str, text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}='{text}' {problem}"):
         from_environment({name: text})
+
+
+def test_what_moves_cuda_tensors_is_read_in_horovods_words_too() -> None:
+    assert Config().gpu_operations == "staged"
+    assert from_environment({"SPARKHVD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
+    assert from_environment({"HOROVOD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
+    assert from_environment({"HOROVOD_GPU_OPERATIONS": "MPI"}).gpu_operations == "staged"
 
 
 def test_no_name_is_declared_twice() -> None:
@@ -116,7 +124,7 @@ def test_every_name_that_users_of_horovod_set_on_ranks_is_known() -> None:
         STALL_SHUTDOWN_TIME_SECONDS MPI_THREADS_DISABLE NUM_NCCL_STREAMS BATCH_D2D_MEMCOPIES DISABLE_GROUP_FUSION
         DISABLE_NVTX_RANGES ENABLE_ASYNC_COMPLETION ENABLE_XLA_OPS DYNAMIC_PROCESS_SETS ADASUM_MPI_CHUNK_SIZE
         THREAD_AFFINITY CONTROLLER CPU_OPERATIONS GLOO_TIMEOUT_SECONDS LOG_LEVEL LOG_HIDE_TIME CCL_CACHE START_TIMEOUT
-        SPARK_START_TIMEOUT ELASTIC
+        SPARK_START_TIMEOUT ELASTIC GPU_OPERATIONS
     """
     known = {name for each in declarations().values() for name in each.readers} | set(WITHOUT_EFFECT)
     assert {f"HOROVOD_{name}" for name in names.split()} - known == set()

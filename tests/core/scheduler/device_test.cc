@@ -3,6 +3,8 @@
 
 #include <numeric>
 
+#include "rendezvous/tcp_store_client.h"
+#include "rendezvous/tcp_store_server.h"
 #include "scheduler/devices.h"
 
 namespace sparkhvd {
@@ -382,6 +384,42 @@ TEST(EngineDevice, ARankThatIsGoneIsNoticedWhileOthersOnlyWaitForTheirDevices) {
     AwaitFailure(self.engine, StatusCode::kAborted, {"rank 2: out of memory"});
     program.stream().Await();
   });
+}
+
+TEST(EngineDevice, AProcessThatEndsWithoutAWordIsNoticedByDevicesThatWaitForIt) {
+  const auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
+  ASSERT_TRUE(server.ok());
+  std::vector<std::shared_ptr<TcpStoreClient>> clients;
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (Mesh& mesh : InProcessMeshes(OneHost(2))) {
+    auto client = TcpStoreClient::Connect({server.value()->address()}, "secret", Patience());
+    ASSERT_TRUE(client.ok());
+    clients.push_back(std::move(client).value());
+    ranks.push_back(std::make_unique<Rank>(WithDevices(), std::move(mesh), clients.back()));
+  }
+  Gate submitted(2);
+  Gate noticed(2);
+  const auto run = [&](int rank) {
+    Engine& engine = ranks[static_cast<size_t>(rank)]->engine;
+    Program program(rank, engine);
+    if (rank == 1) simulated::Hold(1);
+    std::vector<float> data(4, 1.0f);
+    EXPECT_TRUE(FailureOf(program.TryAllreduce("sum", data)).ok());
+    submitted.Meet();
+    if (rank == 1) {
+      clients[1]->Close();  // what is left of its process from here on is no part of the test
+    } else {
+      AwaitFailure(engine, StatusCode::kPeerLost, {"rank 1: its process has ended"});
+      program.stream().Await();
+    }
+    noticed.Meet();
+    engine.Abort("the test ends");
+    EXPECT_TRUE(engine.Shutdown(Patience()).ok());
+    if (rank == 1) simulated::Release(1);
+  };
+  std::thread other(run, 1);
+  run(0);
+  other.join();
 }
 
 TEST(EngineDevice, LeavingWaitsForWhatTheDeviceStillDoes) {

@@ -336,8 +336,8 @@ def test_a_part_can_be_recorded(alone, tmp_path):
 
 def test_what_is_built_can_be_asked(alone):
     assert not hvd.mpi_enabled()
-    assert (hvd.gloo_built(), hvd.gloo_enabled(), hvd.cuda_built(), hvd.rocm_built()) == (False,) * 4
-    assert (hvd.nccl_built(), hvd.ddl_built(), hvd.ccl_built()) == (0, False, False)
+    assert (hvd.gloo_built(), hvd.gloo_enabled(), hvd.rocm_built(), hvd.ddl_built(), hvd.ccl_built()) == (False,) * 5
+    assert hvd.cuda_built() == torch.cuda.is_available()
     assert hvd.mpi_threads_supported() == hvd.mpi_built()
 
 

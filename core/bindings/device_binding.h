@@ -1,0 +1,12 @@
+// DeviceLibraries, and what is known of them without a device.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "device/libraries.h"
+
+namespace sparkhvd::bindings {
+
+void RegisterDevices(pybind11::module_& module);
+
+}  // namespace sparkhvd::bindings

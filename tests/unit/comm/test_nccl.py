@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import re
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.cli.check_build import check_build
+from sparkhvd.comm import features, nccl, session
+from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.config import Config
+from sparkhvd.errors import ConfigError
+
+_ASKED = Config(gpu_operations="nccl")
+
+
+def version_of_the_wheel() -> int:
+    """What the installed package says of itself; 0 without one."""
+    versions = [each.version for each in distributions() if each.name.startswith("nvidia-nccl")]
+    major, minor, patch = map(int, re.findall(r"\d+", versions[0])[:3]) if versions else (0, 0, 0)
+    return major * 10000 + minor * 100 + patch
+
+
+@pytest.mark.skipif(not version_of_the_wheel(), reason="no package nvidia-nccl is installed")
+def test_the_nccl_of_the_wheel_is_found_and_loaded():
+    assert Path(nccl.library()).is_file()
+    assert nccl.version() == features.nccl_built() == version_of_the_wheel()
+    assert "[X] NCCL" in check_build()
+
+
+def test_without_a_wheel_it_is_looked_for_by_name(monkeypatch):
+    monkeypatch.setattr(nccl, "find_spec", lambda name: None)
+    assert nccl.library() == "libnccl.so.2"
+
+
+def test_an_nccl_that_cannot_be_loaded_counts_as_none(monkeypatch):
+    monkeypatch.setattr(nccl, "library", lambda: "/nowhere/libnccl.so.2")
+    assert features.nccl_built() == 0
+    assert "[ ] NCCL" in check_build()
+
+
+def test_nothing_is_loaded_unless_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(nccl, "library", lambda: pytest.fail("nobody has asked for NCCL"))
+    assert nccl.libraries(Config()) is None
+
+
+@pytest.mark.skipif(features.cuda_built(), reason="there is a CUDA device here")
+def test_asking_for_nccl_where_there_is_no_device_fails_at_the_start_and_says_what_to_do():
+    session.offer(LaunchContext(config=_ASKED))
+    message = r"SPARKHVD_GPU_OPERATIONS=nccl does not work on this host: .*libcuda.* or unset the variable"
+    with pytest.raises(ConfigError, match=message):
+        session.init()
+    assert not session.is_initialized()
+    session.offer(LaunchContext())
+
+
+def test_handles_of_device_operations_make_their_result_once():
+    session.offer(LaunchContext())
+    session.init()
+    try:
+        asked: list[str] = []
+        barrier = session.current().barrier_async(name="first")
+
+        def stream() -> int:
+            asked.append("stream")
+            return 0
+
+        handle = barrier.then(lambda _: object()).behind(stream)
+        assert handle.wait() is handle.wait()
+        assert asked == ["stream"]
+    finally:
+        session.shutdown()
