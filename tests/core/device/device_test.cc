@@ -156,8 +156,8 @@ TEST_F(Communicators, ARankThatNeverComesIsWaitedForUntilTheDeadline) {
 }
 
 TEST_F(Communicators, FailuresAreSaidInTheWordsOfNccl) {
-  OnEveryRank(1, [this](Rank& self) {
-    std::vector<float> data(3, 1.0f);
+  std::vector<float> data(3, 1.0f);  // in use until the communicator has gone
+  OnEveryRank(1, [&](Rank& self) {
     simulated::FailNext("ncclAllReduce", 5);
     ExpectFailure(self.communicator->Together({Sum(self, data)}, Soon()), StatusCode::kIo,
                   "ncclAllReduce failed: simulated error (details)");
