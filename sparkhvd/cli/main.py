@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--store", help="URL of a Store to check")
     doctor.add_argument("--gpus-per-task", type=float)
     doctor.add_argument("--cpus-per-task", type=int)
-    doctor.add_argument("--timeout", type=float, default=30.0, help="seconds to wait for a session, and for busy slots")
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a session, and for busy slots")
     doctor.add_argument("--conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
     return made
 
@@ -96,21 +96,27 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
             raise ConfigError(f"--conf {setting!r} is not like spark.executor.cores=4.")
         builder = builder.config(name, value)
     own = SparkSession.getActiveSession() is None
+    if own:
+        sys.stderr.write(f"sparkhvd: waiting at most {flags.timeout:g} s for a Spark session of {_place(flags)}\n")
     with tempfile.TemporaryFile() as log:
         try:
             with _stderr_to(log):  # of Spark's JVM for as long as it lives
                 made = in_background(builder.getOrCreate, "sparkhvd-session")
                 return made.result(flags.timeout if math.isfinite(flags.timeout) else None), own
         except TimeoutError:
-            kind: type[LaunchError] = StillTryingError
-            why = f"none came within --timeout {flags.timeout:g} s"
-        except Exception as error:  # noqa: BLE001 - Spark says no with errors of many types
-            kind = LaunchError
+            why = f"none came within --timeout {flags.timeout:g} s.{_last_line(log)}"
+            raise StillTryingError(f"There is no Spark session of {_place(flags)}: {why}") from None
+        except Exception as error:
             why = _in_one_line(error)
-        log.seek(0)
-        written = [line for line in log.read().decode("utf-8", "replace").splitlines() if line[:1].strip()]
-    last = f" The last that Spark wrote: {written[-1]}" if written else ""
-    raise kind(f"There is no Spark session of {_place(flags)}: {why.removesuffix('.')}.{last}")
+            if not hasattr(error, "java_exception"):  # one of those says it all
+                why = f"{why.removesuffix('.')}.{_last_line(log)}"
+            raise LaunchError(f"There is no Spark session of {_place(flags)}: {why}") from error
+
+
+def _last_line(log: IO[bytes]) -> str:
+    log.seek(0)
+    written = [line for line in log.read().decode("utf-8", "replace").splitlines() if line[:1].strip()]
+    return f" The last that Spark wrote: {written[-1]}" if written else ""
 
 
 def _place(flags: argparse.Namespace) -> str:
