@@ -21,23 +21,33 @@ def device_kind(assigned: Sequence[str], visible: str | None, driver: Path = _DR
     """What a rank computes on, in words, like ``GPU (NVIDIA H100)``; empty where it has no GPU.
 
     Args:
-        assigned: the devices that Spark gave its task.
+        assigned: the devices that Spark gave its task, as CUDA calls them.
         visible: CUDA_VISIBLE_DEVICES of its task, None when it is not set.
         driver: where the driver tells of its devices.
     """
-    models = sorted({model for path in driver.glob("*/information") if (model := _model(path))})
+    gpus = [facts for path in sorted(driver.glob("*/information")) if (facts := _facts(path)).get("Model")]
     hidden = visible is not None and visible.strip() in {"", "-1"}
-    if not assigned and (hidden or not models):
+    if not assigned and (hidden or not gpus):
         return ""
+    own = [_named(name, gpus) for name in assigned or _listed(visible)]
+    known = [facts for facts in own if facts is not None]
+    models = sorted({facts["Model"] for facts in (known if own and len(known) == len(own) else gpus)})
     return f"GPU ({', '.join(models)})" if models else "GPU"
 
 
-def _model(information: Path) -> str:
+def _named(name: str, gpus: Sequence[dict[str, str]]) -> dict[str, str] | None:
+    """The device that CUDA calls ``name``: a number in the order of the bus, or the beginning of its UUID."""
+    if name.isdecimal():
+        return gpus[int(name)] if int(name) < len(gpus) else None
+    return next((facts for facts in gpus if facts.get("GPU UUID", "").startswith(name)), None)
+
+
+def _facts(information: Path) -> dict[str, str]:
     try:
         lines = information.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model")), "")
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
@@ -58,18 +68,33 @@ def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
     )
 
 
+def different_gpus(offers: Sequence[TaskOffer]) -> str:
+    """A sentence where the ranks of a job compute on GPUs of different kinds; empty where not, or nobody knows."""
+    where = {offer.device_kind: offer.host for offer in offers if "(" in offer.device_kind}
+    if len(where) < 2:
+        return ""
+    found = "; ".join(f"{kind} on host {host}" for kind, host in sorted(where.items()))
+    return f"The ranks have different GPUs: {found}. The slowest one sets the pace of all."
+
+
 def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]:
     """What CUDA calls the devices that Spark calls ``addresses``.
 
     Args:
         addresses: Spark's, of the resource ``gpu``.
-        visible: the executor's own CUDA_VISIBLE_DEVICES, None when it has none. Where it is set, Spark's addresses
-            count within it, as they do for Spark's own TorchDistributor.
+        visible: the task's own CUDA_VISIBLE_DEVICES, None when it has none. Where it is set, Spark's addresses count
+            within it, as they do for Spark's own TorchDistributor.
     """
-    listed = [name.strip() for name in (visible or "").split(",") if name.strip()]
+    listed = _listed(visible)
+    if len(listed) == len(addresses):  # all that the task may see is its own, however Spark counts
+        return tuple(listed)
     if not listed:
         return tuple(addresses)
     return tuple(listed[int(one)] if one.isdecimal() and int(one) < len(listed) else one for one in addresses)
+
+
+def _listed(visible: str | None) -> list[str]:
+    return [name.strip() for name in (visible or "").split(",") if name.strip()]
 
 
 def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str], ...]:
@@ -95,14 +120,15 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
 
 
 def device_map(slots: Sequence[Slot]) -> str:
-    """A line per rank: its host and its GPUs; empty when there are none."""
-    if not any(slot.offer.devices for slot in slots):
-        return ""
-    return "\n".join(
+    """A line per rank with its host and its GPUs, and one when these differ; empty when there are none."""
+    lines = [
         f"rank {slot.world.rank}: host {slot.offer.host}, local rank {slot.world.local_rank}, "
         f"GPU {', '.join(slot.offer.devices) or 'none'}"
         for slot in slots
-    )
+        if any(one.offer.devices for one in slots)
+    ]
+    different = different_gpus([slot.offer for slot in slots])
+    return "\n".join([*lines, different] if different else lines)
 
 
 def write_device_map(slots: Sequence[Slot], log: RankLog) -> None:

@@ -19,6 +19,13 @@ def devices() -> dict[str, object]:
     return {"own": sparkhvd.task.get_available_devices()} | {name: os.environ.get(name) for name in names}
 
 
+def threads() -> dict[str, object]:
+    import torch  # noqa: PLC0415
+
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTEROP_THREADS")
+    return {"torch": torch.get_num_threads()} | {name: os.environ.get(name) for name in names}
+
+
 def main(script: str) -> None:
     builder = SparkSession.builder.master("local-cluster[1,4,1024]").config("spark.executor.memory", "700m")
     for who in ("worker", "executor"):
@@ -34,7 +41,8 @@ def main(script: str) -> None:
             "two each": sparkhvd.run(devices, num_proc=2, gpus_per_task=2, cpus_per_task=2),
             "one each, by mpi": sparkhvd.run(devices, num_proc=2, gpus_per_task=1, launcher="mpi"),
             "shared": sparkhvd.run(devices, num_proc=2),
-            "the user's": sparkhvd.run(devices, num_proc=1, env={"CUDA_VISIBLE_DEVICES": "7"}, cpus_per_task=3),
+            "the user's": sparkhvd.run(devices, num_proc=1, env={"CUDA_VISIBLE_DEVICES": "7"}),
+            "threads": sparkhvd.run(threads, num_proc=1, cpus_per_task=3),
             "parallelism of the rest": session.range(4, numPartitions=4).rdd.map(lambda _: 1).count(),
         }
         try:

@@ -3,8 +3,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pyspark
@@ -67,32 +70,65 @@ def test_a_fit_that_loses_an_executor_goes_on_from_its_last_checkpoint(local_clu
     assert len(second) <= 8 + 2, f"executor lost after step 4, every second step kept: {second}"
 
 
+# A mount namespace of its own, in which nothing of an NVIDIA driver is to be seen.
+ISOLATED = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc/driver && exec "$@"', "sh")
+
+
+@cache
+def can_isolate() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*ISOLATED, "true"], capture_output=True, check=False).returncode == 0
+
+
+@dataclass(frozen=True)
+class Standalone:
+    """A cluster, and the processes of its workers."""
+
+    master: str
+    workers: tuple[int, int]
+
+
 @pytest.fixture
-def standalone_master(tmp_path):
-    """A master and a worker with two cores on loopback, each a JVM of ours, ended by its process."""
-    environment = {**os.environ, "SPARK_WORKER_DIR": str(tmp_path), "SPARK_DAEMON_MEMORY": "256m"}
+def standalone(tmp_path):
+    """A master and two workers with one core and one GPU each, JVMs of ours, ended by their processes.
+
+    Both call their GPU 0. The second one's executors see one of the machine's, as on Databricks. Where that can be,
+    each worker is another host in the eyes of sparkhvd.
+    """
+    discovery = tmp_path / "discover.sh"
+    discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0"]}\'\n')
+    discovery.chmod(0o755)
+    gpu = "-Dspark.worker.resource.gpu"
+    environment = {**os.environ, "SPARK_WORKER_DIR": str(tmp_path), "SPARK_DAEMON_MEMORY": "128m"}
     environment["SPARK_DAEMON_JAVA_OPTS"] = "-XX:TieredStopAtLevel=1"
+    environment["SPARK_WORKER_OPTS"] = f"{gpu}.amount=1 {gpu}.discoveryScript={discovery}"
     processes = []
 
-    def serve(name: str, *arguments: str) -> Path:
-        log = tmp_path / f"{name}.log"
+    def serve(name: str, *arguments: str, prefix: tuple[str, ...] = (), more: dict[str, str] | None = None) -> Path:
+        log = tmp_path / f"{name}-{len(processes)}.log"
         with log.open("w") as file:
             command = [SPARK_HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1"]
             processes.append(
                 subprocess.Popen(
-                    [*command, "--port", "0", "--webui-port", "0", *arguments],
+                    [*prefix, *command, "--port", "0", "--webui-port", "0", *arguments],
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    env=environment,
+                    env=environment | (more or {}),
                 )
             )
         return log
 
     try:
         master = await_line(serve("master.Master"), r"Starting Spark master at (spark://\S+)", processes)
-        worker = serve("worker.Worker", "--cores", "2", "--memory", "800m", master)
-        await_line(worker, r"(Successfully registered) with master", processes)
-        yield master
+        prefix = ISOLATED if can_isolate() else ()
+        logs = [
+            serve("worker.Worker", "--cores", "1", "--memory", "800m", master, prefix=prefix, more=more)
+            for more in ({}, {"CUDA_VISIBLE_DEVICES": "5", "DATABRICKS_RUNTIME_VERSION": "16.4"})
+        ]
+        for log in logs:
+            await_line(log, r"(Successfully registered) with master", processes)
+        yield Standalone(master, (processes[1].pid, processes[2].pid))
     finally:
         for process in reversed(processes):
             process.terminate()
@@ -111,19 +147,60 @@ def await_line(log: Path, pattern: str, processes: list[subprocess.Popen]) -> st
 
 SHELL_INPUT = """
 import json, os, sparkhvd
+from pathlib import Path
+from sparkhvd.errors import LaunchError
 def place():
     names = ("RANK", "SIZE", "LOCAL_RANK", "CROSS_SIZE")
     return {name.lower(): int(os.environ["SPARKHVD_" + name]) for name in names}
 
-print("FOUND", json.dumps({"places": sparkhvd.run(place)}))
+def devices():
+    import sparkhvd.task
+    return [sparkhvd.task.get_available_devices(), os.environ.get("CUDA_VISIBLE_DEVICES")]
+
+def refused(launcher):
+    try:
+        sparkhvd.run(place, num_proc=2, launcher=launcher)
+    except LaunchError as error:
+        return str(error)
+
+def add_gpu(worker, model):
+    folder = Path("/proc", worker, "root/proc/driver/nvidia/gpus/0000:05:00.0")
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: " + model)
+
+found = {"places": sparkhvd.run(place), "devices": sparkhvd.run(devices, num_proc=2, gpus_per_task=1)}
+first, second, can_isolate = os.environ["WORKERS"].split()
+if can_isolate == "True":
+    add_gpu(first, "NVIDIA L4")
+    found["refused"] = [refused("barrier"), refused("mpi")]
+    add_gpu(second, "NVIDIA H100")
+    found["devices again"] = sparkhvd.run(devices, num_proc=2, gpus_per_task=1)
+
+print("FOUND", json.dumps(found))
 sparkhvd.run(place, num_proc=3, start_timeout=2)
 """
 
 
-def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_of_a_standalone_cluster(standalone_master, tmp_path):
-    settings = ["spark.ui.enabled=false", "spark.executor.memory=700m"]
+def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_and_gpus_of_a_standalone_cluster(
+    standalone, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("WORKERS", f"{standalone.workers[0]} {standalone.workers[1]} {can_isolate()}")
+    settings = ["spark.ui.enabled=false", "spark.executor.memory=700m", "spark.executor.resource.gpu.amount=1"]
     settings += [f"spark.{one}.extraJavaOptions=-XX:TieredStopAtLevel=1" for one in ("driver", "executor")]
     options = [option for setting in settings for option in ("--conf", setting)]
-    done = start([SPARK_HOME / "bin" / "pyspark", "--master", standalone_master, *options], tmp_path, SHELL_INPUT)
-    assert found_by(done) == {"places": PLACES}
+    done = start([SPARK_HOME / "bin" / "pyspark", "--master", standalone.master, *options], tmp_path, SHELL_INPUT)
+    found = found_by(done)
     assert "SlotsError: num_proc=3 ranks were asked for, but the cluster has 2 slots after waiting" in done.stderr
+    if not can_isolate():
+        assert found["places"] == PLACES
+        assert sorted(found["devices"]) == [[["0"], "0,5"], [["5"], "0,5"]]
+        return
+    assert found["places"] == [one | {"local_rank": 0, "cross_size": 2} for one in PLACES]
+    assert sorted(found["devices"]) == sorted(found["devices again"]) == [[["0"], "0"], [["5"], "5"]]
+    for said in found["refused"]:
+        assert re.match(
+            r"Not all ranks have the same kind of device: task \d on host 127\.0\.0\.1 has a GPU \(NVIDIA L4\), "
+            r"task \d on host 127\.0\.0\.1 has none",
+            said,
+        )
+    assert done.stdout.count("[0]<stdout>:The ranks have different GPUs: GPU (NVIDIA H100) on host 127.0.0.1; ") == 1

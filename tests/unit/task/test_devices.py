@@ -44,6 +44,11 @@ def test_without_devices_the_environment_stays_as_it_is():
         (["0"], "GPU-8d2f, GPU-11aa", ("GPU-8d2f",)),
         (["7"], "4,6", ("7",)),
         (["GPU-11aa"], "GPU-8d2f,GPU-11aa", ("GPU-11aa",)),
+        # Databricks: what the task sees is its own, counted from 0 or as the driver counts.
+        (["0"], "3", ("3",)),
+        (["3"], "3", ("3",)),
+        (["0", "1"], "1,2", ("1", "2")),
+        (["1", "2"], "1,2", ("1", "2")),
     ],
 )
 def test_addresses_count_within_what_the_executor_may_see(addresses, visible, names):
@@ -57,15 +62,50 @@ def test_the_map_has_a_line_per_rank():
     assert device_map(slots(("a", ()))) == ""
 
 
-def test_what_a_rank_computes_on_is_told_by_the_driver_of_its_gpus(tmp_path):
-    assert device_kind((), None, tmp_path) == ""
-    assert device_kind(("0",), None, tmp_path) == "GPU"
-    for number, model in (("0", "NVIDIA H100"), ("1", "NVIDIA H100"), ("2", "NVIDIA L4")):
-        folder = tmp_path / number
+def test_a_kind_of_gpu_that_differs_from_host_to_host_is_part_of_the_map():
+    h100, l4, unknown = "GPU (NVIDIA H100)", "GPU (NVIDIA L4)", "GPU"
+
+    def of(*kinds):
+        return device_map(assign([TaskOffer(i, str(i), f"node-{i}", "", (), kind) for i, kind in enumerate(kinds)]))
+
+    assert of(h100, l4, h100) == (
+        "The ranks have different GPUs: GPU (NVIDIA H100) on host node-2; GPU (NVIDIA L4) on host node-1. "
+        "The slowest one sets the pace of all."
+    )
+    assert of(h100, unknown, h100) == of(l4, l4) == of(unknown) == ""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """What a driver tells of three GPUs."""
+    for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA L4")):
+        folder = tmp_path / f"0000:{number}5:00.0"
         folder.mkdir()
-        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ: 1\n")
-    assert device_kind((), None, tmp_path) == device_kind(("1",), "0,1", tmp_path) == "GPU (NVIDIA H100, NVIDIA L4)"
-    assert device_kind((), "", tmp_path) == device_kind((), "-1", tmp_path) == ""
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ: 1\nGPU UUID: \t GPU-{number}a-77\n")
+    return tmp_path
+
+
+def test_what_a_rank_computes_on_is_told_by_the_driver_of_its_gpus(driver):
+    every = "GPU (NVIDIA H100, NVIDIA L4)"
+    assert device_kind((), None, driver) == device_kind(("7",), None, driver) == every
+    assert device_kind((), "", driver) == device_kind((), "-1", driver) == ""
+    nobody = driver / "nobody"
+    assert device_kind((), None, nobody) == ""
+    assert device_kind(("0",), None, nobody) == "GPU"
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "model"),
+    [
+        (("1",), "0,1", "NVIDIA H100"),
+        (("2",), None, "NVIDIA L4"),
+        (("GPU-2a",), None, "NVIDIA L4"),
+        ((), "0", "NVIDIA H100"),
+        ((), "1,2", "NVIDIA H100, NVIDIA L4"),
+    ],
+)
+def test_only_what_a_rank_was_given_or_may_see_counts_as_its_kind(assigned, visible, model, driver):
+    assert device_kind(assigned, visible, driver) == f"GPU ({model})"
 
 
 def test_ranks_with_and_without_gpu_are_refused_unless_the_job_says_who_sees_what():
