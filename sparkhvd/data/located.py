@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkhvd.databricks import mounted_path
 from sparkhvd.errors import DataError
-from sparkhvd.store.dbfs import mounted_path
 from sparkhvd.store.local import absolute_path
 from sparkhvd.store.options import refuse_credentials
 from sparkhvd.store.protocol import Store

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import errno
-import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparkhvd.databricks import mounted_path, spark_url_of
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store.local import LocalStore, absolute_path
 
-_WAYS_TO_SAY_IT = re.compile(
-    r"(?:file:(?://)?)?(?P<mounted>/dbfs(?:/.*)?|/Volumes/.+)|dbfs:(?P<folder>/(?!/).*)", re.DOTALL
-)
-
 _CLAIM_SECONDS = 60.0  # longer than looking and renaming takes
 _LOOK_SECONDS = 0.05  # nothing tells when a folder goes
-
-
-def mounted_path(url: str) -> str | None:
-    """The path at which the machines of a cluster see ``url``; None where it is no folder on DBFS or of a volume.
-
-    Example:
-        >>> mounted_path("dbfs:/a"), mounted_path("file:/dbfs/a"), mounted_path("dbfs:/Volumes/c/s/v/a")
-        ('/dbfs/a', '/dbfs/a', '/Volumes/c/s/v/a')
-    """
-    found = _WAYS_TO_SAY_IT.fullmatch(url)
-    if found is None:
-        return None
-    folder = found["folder"]
-    if folder is None:
-        return found["mounted"]
-    return folder if folder.startswith("/Volumes/") else f"/dbfs{folder}"
 
 
 @dataclass(frozen=True)
@@ -49,8 +29,7 @@ class DBFSStore(LocalStore):
     """
 
     def spark_url(self, path: str) -> str:
-        place = str(self._file(path))
-        return f"dbfs:{place.removeprefix('/dbfs')}"
+        return spark_url_of(str(self._file(path)))
 
     def _absolute(self, path_or_url: str) -> str:
         mounted = mounted_path(path_or_url)

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sparkhvd.config import runs_on_databricks
+from sparkhvd.databricks import mounted_path
 from sparkhvd.errors import StoreError
 from sparkhvd.store.options import refuse_credentials
 from sparkhvd.store.protocol import Store
@@ -53,8 +54,6 @@ def scheme_of(url: str) -> str:
     match = _SCHEME.match(url)
     scheme = match[1].lower() if match else "file"
     if scheme == "file" and runs_on_databricks():
-        from sparkhvd.store.dbfs import mounted_path  # noqa: PLC0415  (only Databricks needs it)
-
         return "dbfs" if mounted_path(url) is not None else scheme
     return scheme
 

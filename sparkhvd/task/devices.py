@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparkhvd.config import OWN_DEVICES
+from sparkhvd.databricks import task_gpus
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import Slot
 from sparkhvd.task.job import Job
@@ -86,10 +87,10 @@ def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]
             within it, as they do for Spark's own TorchDistributor.
     """
     listed = _listed(visible)
-    if len(listed) == len(addresses):  # all that the task may see is its own, however Spark counts
-        return tuple(listed)
     if not listed:
         return tuple(addresses)
+    if (own := task_gpus(addresses, listed)) is not None:
+        return own
     return tuple(listed[int(one)] if one.isdecimal() and int(one) < len(listed) else one for one in addresses)
 
 

@@ -16,7 +16,6 @@ from pyarrow import parquet
 
 from sparkhvd.errors import StoreError
 from sparkhvd.store import LocalStore, Store
-from sparkhvd.store.dbfs import mounted_path
 
 
 @pytest.fixture
@@ -103,26 +102,6 @@ def test_a_folder_that_may_not_be_written_is_refused_when_the_store_is_made():
         code = f"import os; from sparkhvd.store.local import LocalStore; os.setuid(65534); LocalStore({folder!r})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"The Store file://{folder} is not readable and writable for this user" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("url", "mounted"),
-    [
-        ("dbfs:/a/b", "/dbfs/a/b"),
-        ("/dbfs/a/b", "/dbfs/a/b"),
-        ("file:/dbfs/a/b", "/dbfs/a/b"),
-        ("file:///dbfs/a/b", "/dbfs/a/b"),
-        ("/Volumes/c/s/v/a", "/Volumes/c/s/v/a"),
-        ("dbfs:/Volumes/c/s/v/a", "/Volumes/c/s/v/a"),
-        ("file:/Volumes/c/s/v/a", "/Volumes/c/s/v/a"),
-        ("dbfs://a/b", None),
-        ("/dbfsx/a", None),
-        ("/tmp/a", None),
-        ("s3://dbfs/a", None),
-    ],
-)
-def test_what_databricks_calls_a_folder_is_found_where_it_is_mounted(url, mounted):
-    assert mounted_path(url) == mounted
 
 
 @pytest.mark.parametrize("form", ["dbfs:/{}", "/dbfs/{}", "file:/dbfs/{}", "file:///dbfs/{}"])
