@@ -96,6 +96,7 @@ class Engine:
     (equal on all ranks) say whether these use the memory of every host where the ranks are on several.
     ``processor_core`` is the core that the engine's thread runs on, any by default. ``autotune`` tunes
     ``fusion_threshold`` and ``hierarchical_allreduce`` where they are None, and the switch points of shared memory.
+    The timeline of ``recorded_with`` is this engine's, too, where its tensors carry ``timeline_label``.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
 
@@ -121,6 +122,8 @@ class Engine:
         processor_core: int | None = None,
         autotune: Autotune | None = None,
         device_libraries: DeviceLibraries | None = None,
+        recorded_with: Engine | None = None,
+        timeline_label: str = "",
     ) -> None: ...
     @property
     def rank(self) -> int: ...

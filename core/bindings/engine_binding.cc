@@ -70,7 +70,8 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
                                      double timeout_s, std::optional<bool> hierarchical_allreduce,
                                      bool hierarchical_allgather, std::optional<int> processor_core,
                                      const Autotune* autotune,
-                                     const DeviceLibraries* device_libraries) {
+                                     const DeviceLibraries* device_libraries,
+                                     PyEngine* recorded_with, const std::string& timeline_label) {
   if (processor_core) Check(CheckProcessorCore(*processor_core));
   if (size < 1 || rank < 0 || rank >= size) {
     Check(Status(StatusCode::kInvalidArgument, "rank " + std::to_string(rank) + " is not one of " +
@@ -97,6 +98,8 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.engine.processor_core = processor_core;
   arguments.engine.fusion_threshold = fusion_threshold;
   arguments.engine.hierarchical_allreduce = hierarchical_allreduce;
+  if (recorded_with != nullptr) arguments.engine.timeline = recorded_with->engine().timeline();
+  arguments.engine.timeline_label = timeline_label;
   if (device_libraries != nullptr) {
     arguments.engine.device_libraries = std::make_shared<DeviceLibraries>(*device_libraries);
   }
@@ -156,7 +159,7 @@ void StartTimeline(PyEngine& self, const std::string& path, const std::string& r
   options.recording = recording;
   options.rank = self.engine().rank();
   options.mark_cycles = mark_cycles;
-  Check(self.engine().timeline().Start(options));
+  Check(self.engine().timeline()->Start(options));
 }
 
 void Shutdown(PyEngine& self, double timeout_s) {
@@ -210,7 +213,8 @@ void RegisterEngine(py::module_& module) {
            arg("cache_capacity") = 1024, arg("collective_timeout_s") = 1800.0,
            arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = py::none(),
            arg("hierarchical_allgather") = true, arg("processor_core") = py::none(),
-           arg("autotune") = py::none(), arg("device_libraries") = py::none())
+           arg("autotune") = py::none(), arg("device_libraries") = py::none(),
+           arg("recorded_with") = py::none(), arg("timeline_label") = "")
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
       .def("counters", &CountersOf)
@@ -219,7 +223,7 @@ void RegisterEngine(py::module_& module) {
       .def("start_timeline", &StartTimeline, arg("path"), arg("recording"), arg("mark_cycles"),
            py::call_guard<GilRelease>())
       .def(
-          "stop_timeline", [](PyEngine& self) { Check(self.engine().timeline().Stop()); },
+          "stop_timeline", [](PyEngine& self) { Check(self.engine().timeline()->Stop()); },
           py::call_guard<GilRelease>())
       .def("host_ranks", [](PyEngine& self) { return self.engine().host_ranks(); })
       .def("local_ranks", [](PyEngine& self) { return self.engine().local_ranks(); })

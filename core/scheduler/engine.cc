@@ -92,6 +92,7 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       size_(mesh_.transport->size()),
       local_ranks_(LocalRanks(mesh_)),
       host_ranks_(mesh_.host_ranks),
+      timeline_(config.timeline, config.timeline_label),
       steps_(StepsOf(mesh_)),
       negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
       execution_(mesh_, steps_ ? &*steps_ : nullptr, StartOf(config, mesh_),

@@ -47,6 +47,8 @@ struct EngineConfig {
   std::optional<AutotuneOptions> autotune;  // those of rank 0 count
   std::optional<int> processor_core;        // where the engine's thread runs; anywhere when empty
   std::shared_ptr<const DeviceLibraries> device_libraries;  // null: no operations on devices
+  std::shared_ptr<Timeline> timeline;  // another engine's; null: one of its own
+  std::string timeline_label;          // tells this engine's tensors from those of the other
 };
 
 // When an operation begins.
@@ -78,7 +80,7 @@ class Engine {
   const std::vector<int>& local_ranks() const { return local_ranks_; }
   const std::vector<int>& host_ranks() const { return host_ranks_; }
   const Counters& counters() const { return counters_; }
-  Timeline& timeline() { return timeline_; }
+  const std::shared_ptr<Timeline>& timeline() const { return timeline_.shared(); }
 
   // What is in force on all ranks, and whether it may still change.
   Retuning tuning() const;
@@ -179,7 +181,7 @@ class Engine {
   std::vector<int> local_ranks_;
   std::vector<int> host_ranks_;
   Counters counters_;
-  Timeline timeline_;
+  EngineTimeline timeline_;
 
   // Of the thread that steers, which may be handed over (under mutex_) at any time.
   std::optional<ArenaSteps> steps_;  // where there is an arena

@@ -47,7 +47,7 @@ Result<std::unique_ptr<std::byte[]>> Allocate(size_t bytes) {
 }  // namespace
 
 Execution::Execution(Mesh& mesh, ArenaSteps* steps, const Tunables& tunables,
-                     bool hierarchical_allgather, Timeline& timeline, Counters& counters)
+                     bool hierarchical_allgather, EngineTimeline& timeline, Counters& counters)
     : transport_(*mesh.transport),
       steps_(steps),
       timeline_(timeline),

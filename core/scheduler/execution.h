@@ -28,7 +28,7 @@ class Execution {
  public:
   // `steps` are those of the mesh's arena, null without one.
   Execution(Mesh& mesh, ArenaSteps* steps, const Tunables& tunables, bool hierarchical_allgather,
-            Timeline& timeline, Counters& counters);
+            EngineTimeline& timeline, Counters& counters);
 
   const Tunables& tunables() const { return tunables_; }
 
@@ -73,7 +73,7 @@ class Execution {
 
   Transport& transport_;
   ArenaSteps* const steps_;
-  Timeline& timeline_;
+  EngineTimeline& timeline_;
   Counters& counters_;
   const Hierarchy hierarchy_;
   const Topology topology_;

@@ -5,11 +5,13 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -100,6 +102,32 @@ class Timeline {
   std::unordered_map<std::string, Track> tracks_;
   uint64_t dropped_ = 0;
   bool stopping_ = false;
+};
+
+// An engine's part in a recording: its tensors carry its label where several engines share one.
+class EngineTimeline {
+ public:
+  EngineTimeline(std::shared_ptr<Timeline> timeline, const std::string& label)
+      : timeline_(timeline ? std::move(timeline) : std::make_shared<Timeline>()),
+        prefix_(label.empty() ? "" : label + ": ") {}
+
+  bool on() const { return timeline_->on(); }
+  void Begin(const std::string& tensor, const char* what, uint64_t bytes) {
+    timeline_->Begin(prefix_ + tensor, what, bytes);
+  }
+  void Enter(const std::string& tensor, Phase phase) { timeline_->Enter(prefix_ + tensor, phase); }
+  void End(const std::string& tensor, const std::string& failure) {
+    timeline_->End(prefix_ + tensor, failure);
+  }
+  void MarkCycle() {
+    if (prefix_.empty()) timeline_->MarkCycle();
+  }
+
+  const std::shared_ptr<Timeline>& shared() const { return timeline_; }
+
+ private:
+  const std::shared_ptr<Timeline> timeline_;
+  const std::string prefix_;
 };
 
 }  // namespace sparkhvd

@@ -127,6 +127,7 @@ def open_channel(
     *,
     scope: str,
     label: str = "",
+    recorded_with: tuple[Channel, str] | None = None,
     tuned: bool = False,
 ) -> Channel:
     """Connect ``ranks``, of which this rank is one; collective among them.
@@ -138,6 +139,7 @@ def open_channel(
         deadline: when to give up.
         scope: tells apart the channels of a job; equal on all ranks.
         label: stands in messages about failures.
+        recorded_with: the channel whose timeline is this one's, too, and what it is called there.
         tuned: whether the configuration's autotuning is for this channel.
     """
     config = context.config
@@ -162,6 +164,8 @@ def open_channel(
             hierarchical_allreduce=config.hierarchical_allreduce,
             hierarchical_allgather=config.hierarchical_allgather,
             processor_core=processor_core_of(context),
+            recorded_with=None if recorded_with is None else recorded_with[0].engine,
+            timeline_label="" if recorded_with is None else recorded_with[1],
             autotune=_autotune(config) if tuned and config.autotune else None,
             device_libraries=device_libraries,
         )

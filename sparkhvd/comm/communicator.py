@@ -322,6 +322,7 @@ class Communicator:
             self._rendezvous,
             Deadline.after(self._context.config.start_timeout),
             scope=f"{self._scope}/process-set-{number}",
+            recorded_with=(self._channels[0], f"process set {number}"),
             label=f"process set {number}, whose ranks 0..{len(ranks) - 1} are ranks {list(ranks)} of the job",
         )
 

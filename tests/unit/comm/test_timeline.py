@@ -40,6 +40,18 @@ def record(path, die=False):
     return me.counters()
 
 
+def record_with_a_set(path):
+    me = session.current()
+    me.start_timeline(path)
+    alone = me.add_process_set([1])
+    me.allreduce(np.ones(3), name="gradient")
+    if alone.included():
+        me.allreduce(np.ones(3), name="gradient", process_set=alone)
+    me.remove_process_set(alone)
+    me.stop_timeline()
+    return alone.process_set_id
+
+
 def slices(events):
     """The names of completed slices by rank and tensor; fails where one ends that did not begin."""
     tensors, stacks, found = {}, defaultdict(list), defaultdict(list)
@@ -71,6 +83,17 @@ def test_one_file_shows_the_phases_of_every_tensor_on_all_ranks(group, tmp_path)
         assert counters[rank]["fusion_copy_us"] <= counters[rank]["collective_us"]
     cycles = [event for event in events if event["ph"] == "i"]
     assert {event["pid"] for event in cycles} == {0, 1}
+
+
+def test_the_tensors_of_a_process_set_are_recorded_beside_those_of_the_job(group, tmp_path):
+    path = tmp_path / "trace.json"
+    group.run(record_with_a_set, str(path))
+    found = slices(json.loads(path.read_text()))
+    shown = {place: set(names) for place, names in found.items() if place[1].endswith("gradient")}
+    sets = {name for _, name in shown} - {"gradient"}
+    assert [name.partition(" set ")[0] for name in sets] == ["process"]
+    assert set(shown) == {(0, "gradient"), (1, "gradient"), *((1, name) for name in sets)}
+    assert all("allreduce" in names for names in shown.values())
 
 
 def test_a_second_recording_replaces_the_first(group, tmp_path):
