@@ -11,7 +11,9 @@ from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.channel import Channel
 from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
 
 T = TypeVar("T")
 
@@ -25,13 +27,21 @@ def by_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op:
 
     All others are staged through the CPU. Ranks whose tensors are on the same kinds of devices decide alike.
     """
-    if not session.current().channel(process_set).on_devices:
+    if not tensors[0].is_cuda or not session.current().channel(process_set).on_devices:
         return False
     first = tensors[0].device
     return all(
-        tensor.is_cuda and tensor.device == first and tensor.layout is torch.strided and nccl_takes(tensor.dtype, op)
-        for tensor in tensors
+        tensor.device == first and tensor.layout is torch.strided and nccl_takes(tensor.dtype, op) for tensor in tensors
     )
+
+
+def reduced_by_nccl(tensors: Sequence[torch.Tensor], reduction: Reduction, way: Way, compression: Compressor) -> bool:
+    """Whether NCCL reduces the tensors; what a user's own compression makes of them is staged.
+
+    The ones that come along turn floats into floats, so that they change nothing about what NCCL takes.
+    """
+    known = compression is NoneCompressor or isinstance(compression, CastCompressor)
+    return known and by_nccl(tensors, way.process_set, reduction.op)
 
 
 def nccl_takes(dtype: torch.dtype, op: ReduceOp | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -14,7 +14,7 @@ from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.calls import Call, Finish, Rows, Tensors, every, of_gradient
 from sparkhvd.torch.compression import Compressor, NoneCompressor
-from sparkhvd.torch.devices import by_nccl, in_order, scale, scaled
+from sparkhvd.torch.devices import in_order, reduced_by_nccl, scale, scaled
 from sparkhvd.torch.tensors import buffer_of, called, plain_buffer, require_contiguous, stage
 
 T = TypeVar("T")
@@ -54,10 +54,8 @@ class Allreduce(NamedTuple):
             if None not in buffers:
                 pairs = [(own, own) for own in buffers if own is not None]
                 return session.current().reduce_buffers(pairs, self.reduction, way).bringing(finish(self.tensors, ()))
-        compressed = [self.compression.compress(tensor.detach()) for tensor in self.tensors]
-        on_device = by_nccl([each for each, _ in compressed], way.process_set, self.reduction.op)
-        pairs_of_both = zip(self.tensors, compressed, strict=True)
-        parts = [self._part(*each, in_place=in_place, on_device=on_device) for each in pairs_of_both]
+        on_device = self.tensors[0].is_cuda and reduced_by_nccl(self.tensors, self.reduction, way, self.compression)
+        parts = [self._part(tensor, in_place=in_place, on_device=on_device) for tensor in self.tensors]
         if self.grouped:
             pairs = [(part.source, part.target) for part in parts]
             handle = session.current().reduce_buffers(pairs, self.reduction, way)
@@ -72,14 +70,12 @@ class Allreduce(NamedTuple):
         require_gradient(self.reduction, "An allreduce")
         return Call(self._replace(tensors=gradients, way=of_gradient(self.way)), every).run()
 
-    def _part(
-        self, tensor: torch.Tensor, compressed: tuple[torch.Tensor, Any], *, in_place: bool, on_device: bool
-    ) -> Part:
+    def _part(self, tensor: torch.Tensor, *, in_place: bool, on_device: bool) -> Part:
         what, compression = called("Tensor", self.way.name), self.compression
         if in_place:
             require_contiguous(tensor, what)
-        values, context = compressed
-        memory = stage(values, what, on_device=on_device).memory
+        compressed, context = compression.compress(tensor.detach())
+        memory = stage(compressed, what, on_device=on_device).memory
         if on_device:
             memory = scaled(memory, self.reduction.prescale)
         source = buffer_of(memory, what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -14,7 +14,7 @@ from sparkhvd.comm.raw import rows_of
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.calls import Call, Finish, Rows, Tensors, every, of_gradient
 from sparkhvd.torch.compression import Compressor, NoneCompressor
-from sparkhvd.torch.devices import by_nccl, in_order, scale, scaled
+from sparkhvd.torch.devices import in_order, reduced_by_nccl, scale, scaled
 from sparkhvd.torch.movements import Allgather
 from sparkhvd.torch.reductions import Part, require_gradient
 from sparkhvd.torch.tensors import buffer_of, called, stage
@@ -35,9 +35,8 @@ class Reducescatter(NamedTuple):
         """Submit it."""
         del in_place
         way = self.way.waiting() if waits else self.way
-        compressed = [self.compression.compress(tensor.detach()) for tensor in self.tensors]
-        on_device = by_nccl([each for each, _ in compressed], way.process_set, self.reduction.op)
-        parts = [self._part(*each, on_device=on_device) for each in zip(self.tensors, compressed, strict=True)]
+        on_device = self.tensors[0].is_cuda and reduced_by_nccl(self.tensors, self.reduction, way, self.compression)
+        parts = [self._part(tensor, on_device=on_device) for tensor in self.tensors]
         communicator = session.current()
         if self.grouped:
             pairs = [(part.source, part.target) for part in parts]
@@ -57,12 +56,12 @@ class Reducescatter(NamedTuple):
         scaled = gradients if scale == 1.0 else tuple(gradient * scale for gradient in gradients)
         return Call(Allgather(scaled, of_gradient(way), self.grouped), every).run()
 
-    def _part(self, tensor: torch.Tensor, compressed: tuple[torch.Tensor, Any], *, on_device: bool) -> Part:
+    def _part(self, tensor: torch.Tensor, *, on_device: bool) -> Part:
         what, compression = called("Tensor", self.way.name), self.compression
         if not tensor.dim():
             raise ConfigError(f"{what} is a scalar; a reducescatter divides the first dimension, reshape it to (1,).")
-        values, context = compressed
-        memory = stage(values, what, on_device=on_device).memory
+        compressed, context = compression.compress(tensor.detach())
+        memory = stage(compressed, what, on_device=on_device).memory
         if on_device:
             memory = scaled(memory, self.reduction.prescale)
         channel = session.current().channel(self.way.process_set)

@@ -111,8 +111,9 @@ def buffer_of(memory: torch.Tensor, what: str) -> Buffer:
     name = _NAME_OF.get(memory.dtype)
     if name is None:
         raise ConfigError(f"{what} has dtype {memory.dtype}; collectives take {', '.join(_NAME_OF.values())}.")
-    device = (memory.get_device(), stream_of(memory.device)) if memory.is_cuda else None
-    return Buffer(memory.data_ptr(), memory.shape, name, memory, device)
+    if memory.is_cuda:
+        return Buffer(memory.data_ptr(), memory.shape, name, memory, (memory.get_device(), stream_of(memory.device)))
+    return Buffer(memory.data_ptr(), memory.shape, name, memory)
 
 
 def bytes_of(memory: torch.Tensor) -> Buffer:

@@ -15,7 +15,7 @@ from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch import sparse
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
-from sparkhvd.torch.devices import by_nccl, in_order, scale
+from sparkhvd.torch.devices import in_order, reduced_by_nccl, scale
 from sparkhvd.torch.tensors import buffer_of, plain_dtype, stage
 
 
@@ -103,7 +103,7 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
         return Transfer(gradient, handle, sparse=False)
     what = f"The gradient {name!r}"
     compressed, context = settings.compression.compress(gradient)
-    on_device = by_nccl([compressed], settings.process_set, asked.op)
+    on_device = gradient.is_cuda and reduced_by_nccl((gradient,), asked, way, settings.compression)
     staged = stage(compressed, what, on_device=on_device)
     if on_device:
         scale(staged.memory, asked.prescale)
