@@ -17,7 +17,7 @@ from sparkhvd.config import given_rows_variable, local_folders
 from sparkhvd.data.facts import SPLIT
 from sparkhvd.data.spool import Spool
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import StoreError
+from sparkhvd.errors import LaunchError, StoreError
 from sparkhvd.rpc.fields import built
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.registration import TaskOffer
@@ -52,7 +52,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         stack.callback(worker.close)
         paths, problem = _received(job, batches, stack)
         deadline = Deadline.after(job.start_timeout)  # the rows may have taken any time
-        plan = _gather(context, place, job.nics, stack)
+        plan, unknown = _gather(context, place, job.nics, stack)
         slot = next(one for one in plan.slots if one.offer.task_index == place.index)
         log.rank = slot.world.rank
         log.attend(place.index, place.host)
@@ -64,8 +64,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
             write_device_map(plan.slots, log)
         if problem is not None:
             worker.events.put(Raised(str(problem), "", secondary=False))
-        elif mixed := mixed_devices([one.offer for one in plan.slots], job):
-            worker.events.put(FailureReport(slot.world.rank, slot.offer.host, mixed, kind=LAUNCH))
+        elif refused := unknown or mixed_devices([one.offer for one in plan.slots], job):
+            worker.events.put(FailureReport(slot.world.rank, slot.offer.host, refused, kind=LAUNCH))
         worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
         content = accompany(plan, slot, worker, deadline)
     yield from result_rows(slot.world.rank, content)
@@ -90,10 +90,18 @@ def _received(
         return {}, problem or error
 
 
-def _gather(context: BarrierTaskContext, place: TaskPlace, nics: tuple[str, ...], stack: ExitStack) -> Plan:
-    """Exchange what the tasks know; task 0 serves the rendezvous and makes the job's secret."""
-    own_address = candidates(nics, place.host, place.hosts)[0].address if nics else ""
-    bind_host = own_address or address_to_bind(place.host, place.hosts)
+def _gather(context: BarrierTaskContext, place: TaskPlace, nics: tuple[str, ...], stack: ExitStack) -> tuple[Plan, str]:
+    """Exchange what the tasks know; task 0 serves the rendezvous and makes the job's secret.
+
+    Returns:
+        The plan, and what is wrong with ``nics`` on this host, empty when nothing is.
+    """
+    bind_host, unknown = address_to_bind(place.host, place.hosts), ""
+    if nics:
+        try:
+            bind_host = candidates(nics, place.host, place.hosts)[0].address
+        except LaunchError as error:  # no reason for Spark to try again
+            unknown = str(error)
     offer = TaskOffer(place.index, host_hash(), place.host, bind_host, place.devices, place.device_kind)
     own: dict[str, object] = asdict(offer)
     if place.index == 0:
@@ -105,4 +113,4 @@ def _gather(context: BarrierTaskContext, place: TaskPlace, nics: tuple[str, ...]
     first = next(message for message in messages if message["task_index"] == 0)
     rendezvous = (first["bind_host"], first.pop("port"))
     token = bytes.fromhex(first.pop("token"))
-    return Plan(tuple(assign([built(TaskOffer, message) for message in messages])), (rendezvous,), token)
+    return Plan(tuple(assign([built(TaskOffer, message) for message in messages])), (rendezvous,), token), unknown

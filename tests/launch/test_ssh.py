@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -90,13 +91,34 @@ def test_ranks_run_on_hosts_behind_ssh(ssh_server, monkeypatch):
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("MINE", "it's mine; really")
     options = {"hosts": "node-a:2,node-b:1", "ssh_port": port, "ssh_identity_file": str(key)}
-    assert sparkhvd.run(place, **options) == [
+    assert sparkhvd.run(place, nics=["lo"], **options) == [
         ("0", "0", "it's mine; really", True),
         ("1", "0", "it's mine; really", True),
         ("2", "1", "it's mine; really", True),
     ]
     with pytest.raises(RankFailedError, match="Rank 1 on host node-a raised ValueError: no luck"):
         sparkhvd.run(fail_on_rank_1, **options)
+    with pytest.raises(LaunchError, match=r"None of the network interfaces \['bogus0'\] has an address on host node-"):
+        sparkhvd.run(place, nics=["bogus0"], **options)
+
+
+@pytest.mark.parametrize("flag", ["-H", "-hostfile"])
+def test_sparkhvdrun_reaches_hosts_with_the_port_and_key_that_it_is_given(flag, ssh_server, tmp_path):
+    folder, port, key = ssh_server
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node-a slots=2\nnode-b slots=1\n")
+    program = "import os; e = os.environ; print(e['SPARKHVD_RANK'], e['SPARKHVD_SIZE'], 'SSH_CONNECTION' in e)"
+    given = "node-a:2,node-b:1" if flag == "-H" else hosts
+    command = ["-m", "sparkhvd.cli.run", flag, given, "-p", str(port), "-i", key, sys.executable, "-c", program]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:{rank} 3 True" for rank in range(3)], done.stderr
 
 
 def test_a_host_that_ssh_does_not_reach_is_named_with_what_ssh_says(ssh_server, monkeypatch, tmp_path):

@@ -51,6 +51,7 @@ def meet_through_both_worlds():
             os.environ.get("HOME"),
             os.environ.get("TMPDIR"),
             os.environ.get("OMP_NUM_THREADS"),
+            os.environ.get("BY_MPIRUN"),
         ),
         "secrets": [name for name in os.environ if name.startswith("SPARKHVD_") and "SECRET" in name],
         "path": sys.path,
@@ -62,7 +63,8 @@ def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core():
     extra_path = "/a folder/of mine"
     # Tasks of the two hosts alternate; ranks of a host are neighbours all the same.
     env = {"MINE": "a b='c'", "HOME": None, "PYTHONPATH": os.pathsep.join([extra_path, str(Path(__file__).parents[2])])}
-    found = run(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout)
+    extra = ("-x", "BY_MPIRUN=c d")  # a variable that mpirun itself hands to the ranks
+    found = run(meet_through_both_worlds, containers=("a", "b", "a", "b"), env=env, stdout=stdout, extra=extra)
     assert [one["places"] for one in found] == [
         (0, 4, 0, 2, 0, 2),
         (1, 4, 1, 2, 0, 2),
@@ -71,7 +73,7 @@ def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core():
     ]
     assert [one["mpi"] for one in found] == [(rank, 4) for rank in range(4)]
     assert [one["sums"] for one in found] == [(10, 10.0)] * 4
-    assert [one["env"] for one in found] == [("a b='c'", None, os.environ["TMPDIR"], "1")] * 4
+    assert [one["env"] for one in found] == [("a b='c'", None, os.environ["TMPDIR"], "1", "c d")] * 4
     assert [one["secrets"] for one in found] == [[]] * 4
     assert all(extra_path in one["path"] for one in found)
     assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(4)]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,8 +17,16 @@ def place() -> tuple[int, int, str]:
     return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size, os.environ["SPARKHVD_RANK"]
 
 
-def test_open_mpi_starts_the_ranks_of_spark_tasks(spark):
-    assert sparkhvd.run(place, num_proc=3, use_mpi=True) == [(0, 3, "0"), (1, 3, "1"), (2, 3, "2")]
+def test_open_mpi_starts_the_ranks_of_spark_tasks_and_jobs_that_need_more_slots_than_there_are_wait(spark):
+    with ThreadPoolExecutor(2) as pool:  # of four slots each needs three
+        jobs = [pool.submit(sparkhvd.run, place, num_proc=3, use_mpi=True, nics=["lo"], spark=spark) for _ in range(2)]
+        assert [job.result() for job in jobs] == [[(0, 3, "0"), (1, 3, "1"), (2, 3, "2")]] * 2
+
+
+def test_a_network_interface_that_does_not_exist_is_named(spark):
+    assert sparkhvd.run(len, ("four",), num_proc=1, nics=["lo"]) == [4]
+    with pytest.raises(LaunchError, match=r"None of the network interfaces \['bogus0'\] has an address on host 127"):
+        sparkhvd.run(place, num_proc=1, nics=["bogus0"])
 
 
 def test_a_driver_without_open_mpi_says_so_before_any_task_starts(spark, monkeypatch, tmp_path):
