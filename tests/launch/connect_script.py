@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import torch
 from pyspark.sql import SparkSession
@@ -32,7 +34,7 @@ def fail() -> None:
 
 
 def stay(folder: str) -> None:
-    Path(folder, os.environ["SPARKHVD_RANK"]).touch()
+    Path(folder, os.environ["SPARKHVD_RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
 
 
@@ -83,6 +85,21 @@ def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
     return ""
 
 
+def left_by_killed_client(folder: Path) -> list[int]:
+    """The ranks of a client that was killed that still run when the operation's own timeout should have ended them."""
+    address, environment = "sc://localhost:15002", {**os.environ}
+    environment.pop("SPARK_LOCAL_REMOTE")  # it is not the one that has started the server
+    client = subprocess.Popen([sys.executable, __file__, address, str(folder)], env=environment)
+    try:
+        wait_for_files(folder, 2)
+    finally:
+        client.kill()
+        client.wait()
+    pids = [int(path.read_text()) for path in folder.iterdir()]
+    running = [process for process in psutil.process_iter() if process.pid in pids]
+    return [process.pid for process in psutil.wait_procs(running, timeout=100)[1]]
+
+
 def wait_for_files(folder: Path, count: int) -> None:
     deadline = time.monotonic() + 120
     while len(list(folder.iterdir())) < count and time.monotonic() < deadline:
@@ -120,7 +137,11 @@ def doubled(spark: SparkSession) -> list[float]:
 
 
 def main() -> None:
-    spark = SparkSession.builder.remote("local[2]").config("spark.log.level", "ERROR").getOrCreate()
+    builder = SparkSession.builder.remote("local[2]").config("spark.log.level", "ERROR")
+    builder.config("spark.connect.execute.manager.detachedTimeout", "4s")
+    builder.config("spark.connect.execute.manager.maintenanceInterval", "1s")
+    builder.config("spark.connect.execute.reattachable.senderMaxStreamDuration", "2s")
+    spark = builder.getOrCreate()
     found: dict[str, object] = {"module": type(spark).__module__}
     try:
         found["places"] = sparkhvd.run(place, num_proc=2)
@@ -151,10 +172,16 @@ def main() -> None:
             found["interrupted"] = interrupted(spark, folder)
         with tempfile.TemporaryDirectory() as folder:
             found["busy"] = [refused_while_busy(spark, folder, busy) for busy in (1, 2)]
+        with tempfile.TemporaryDirectory() as folder:
+            found["left by a killed client"] = left_by_killed_client(Path(folder))
+        found["places after it"] = sparkhvd.run(place, num_proc=2)
     finally:
         spark.stop()
     print("FOUND " + json.dumps(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:]:
+        sparkhvd.run(stay, (sys.argv[2],), num_proc=2, spark=SparkSession.builder.remote(sys.argv[1]).getOrCreate())
+    else:
+        main()

@@ -47,6 +47,8 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert re.search("(?i)cancel|interrupt", found["interrupted"])
     assert "did not become free at the same time within start_timeout=5 s" in found["busy"][0]
     assert "did not answer a small query within" in found["busy"][1]
+    assert found["left by a killed client"] == []
+    assert found["places after it"] == found["places"]
     for errors in (found["errors"], found["errors without a Store"], found["errors on S3"]):
         assert len(errors) == 64
         assert max(errors) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
