@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SETTLE_SECONDS = 60.0
 _STILL_SECONDS = 3.0
 _POLL_SECONDS = 0.2
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 10.0
 
 _SESSION_RESOURCES = TaskResources()
 _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
