@@ -300,5 +300,4 @@ class MpiHandle:
 
     def _mpirun_ended(self, code: int, output: str) -> None:
         if code != 0:
-            how = describe_exit(code)
-            self._fail(f"mpirun {how}. It says:\n{output or 'nothing'}")
+            self._fail(f"mpirun {describe_exit(code)}. It says:\n{output or 'nothing'}")

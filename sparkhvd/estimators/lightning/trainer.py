@@ -51,11 +51,8 @@ class LightningTrainer:
         """A checkpoint of Lightning's; called on rank 0 alone."""
         with tempfile.TemporaryDirectory(prefix="sparkhvd-state-") as folder:
             path = Path(folder) / CHECKPOINT
-            strategy = self._trainer.strategy
-            strategy.resumable = True
             with self._ends.keeping(best_model.packed(self._trainer.checkpoint_callbacks)):
-                self._save(path)
-            strategy.resumable = False
+                self._save(path, resumable=True)
             refuse_unsafe(path, "A checkpoint (on_save_checkpoint, or state_dict of callbacks)")
             return path.read_bytes()
 
@@ -166,8 +163,8 @@ class LightningTrainer:
         if epoch == hooks.first_epoch and hooks.rank_state is not None:
             restore_random(hooks.rank_state, self._trainer.strategy.root_device)
 
-    def _save(self, path: Path) -> None:
-        with _alone(self._trainer.strategy):
+    def _save(self, path: Path, *, resumable: bool = False) -> None:
+        with _alone(self._trainer.strategy, resumable):
             self._trainer.save_checkpoint(path)
 
     def _take_weights(self, state: bytes) -> None:
@@ -194,13 +191,13 @@ class LightningTrainer:
 
 
 @contextlib.contextmanager
-def _alone(strategy: Any) -> Iterator[None]:
-    """Within this block only this rank does something."""
-    strategy.alone = True
+def _alone(strategy: Any, resumable: bool) -> Iterator[None]:
+    """Within this block only this rank does something: it saves a checkpoint, and maybe one to go on from."""
+    strategy.alone, strategy.resumable = True, resumable
     try:
         yield
     finally:
-        strategy.alone = False
+        strategy.alone = strategy.resumable = False
 
 
 class RunCallback:

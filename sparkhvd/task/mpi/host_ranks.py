@@ -114,5 +114,4 @@ def _told(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:
 
 def orted_failure(returncode: int, output: str) -> str:
     """Why a host's ranks did not start, as the end of "Rank 1 on host X ..."."""
-    how = describe_exit(returncode)
-    return f"did not start: orted {how}. It says: {output.strip() or 'nothing'}"
+    return f"did not start: orted {describe_exit(returncode)}. It says: {output.strip() or 'nothing'}"
