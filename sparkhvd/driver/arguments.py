@@ -105,6 +105,11 @@ def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str |
             raise ConfigError(
                 f"env[{name!r}] has a value of type {type(value).__name__}; names and values are strings."
             )
+        if not name or "=" in name or "\0" in name or "\0" in (value or ""):
+            raise ConfigError(
+                f"env[{name!r}] cannot be in an environment: a name is not empty and has no '=', and neither name nor "
+                "value has a zero byte."
+            )
     return changes
 
 

@@ -45,9 +45,11 @@ class Registration:
         offer: its place; ``bind_host`` is filled in when the interfaces are known.
         servers: where it listens.
         orted: the path of ``orted``, empty when its host has none.
+        problem: why it cannot take part, empty when it can.
     """
 
     attempt: int
     offer: TaskOffer
     servers: tuple[TaskServer, ...]
     orted: str
+    problem: str = ""

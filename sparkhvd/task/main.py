@@ -28,7 +28,7 @@ from sparkhvd.task.job import Job
 from sparkhvd.task.lease import DriverLease
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.place import TaskPlace, place_of_task
-from sparkhvd.task.process import WorkerProcess, spawn_worker
+from sparkhvd.task.process import WorkerProcess, spawn_or_substitute
 from sparkhvd.task.rank import Plan, accompany, worker_spec
 from sparkhvd.task.report import LAUNCH, FailureReport
 from sparkhvd.task.rows import result_rows
@@ -48,7 +48,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         place = place_of_task()
         log.attend(place.index, place.host)
         defaults = thread_defaults(place.cpus)
-        worker = WorkerProcess(spawn_worker(dict(job.env), defaults, job.preload, job.executable), log)
+        spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)
+        worker = WorkerProcess(spawned, log)
         stack.callback(worker.close)
         paths, problem = _received(job, batches, stack)
         deadline = Deadline.after(job.start_timeout)  # the rows may have taken any time
@@ -64,9 +65,12 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
             write_device_map(plan.slots, log)
         if problem is not None:
             worker.events.put(Raised(str(problem), "", secondary=False))
+        elif unstarted:
+            worker.events.put(FailureReport(slot.world.rank, slot.offer.host, unstarted))
         elif refused := unknown or mixed_devices([one.offer for one in plan.slots], job):
             worker.events.put(FailureReport(slot.world.rank, slot.offer.host, refused, kind=LAUNCH))
-        worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
+        else:
+            worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
         content = accompany(plan, slot, worker, deadline)
     yield from result_rows(slot.world.rank, content)
 

@@ -99,21 +99,58 @@ def spawn_worker(
     """
     own, other = socket.socketpair()
     with other:
-        process = subprocess.Popen(
-            [executable or sys.executable, "-m", "sparkhvd.task.worker", "--control-fd", str(other.fileno()), *preload],
-            pass_fds=(other.fileno(),),
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            env=changed_environment({"PYTHONPATH": import_path(), **env}, env_defaults),
-        )
+        try:
+            process = subprocess.Popen(
+                [
+                    *(executable or sys.executable, "-m", "sparkhvd.task.worker"),
+                    *("--control-fd", str(other.fileno()), *preload),
+                ],
+                pass_fds=(other.fileno(),),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                env=changed_environment({"PYTHONPATH": import_path(), **env}, env_defaults),
+            )
+        except BaseException:
+            own.close()
+            raise
     stdout, stderr = process.stdout, process.stderr
     if stdout is None or stderr is None:
         raise ValueError("The worker was started without pipes.")
     with stdout, stderr:
         return Spawned(ChildProcess(process), own, os.dup(stdout.fileno()), os.dup(stderr.fileno()))
+
+
+def spawn_or_substitute(
+    env: Mapping[str, str | None],
+    env_defaults: Mapping[str, str],
+    preload: Sequence[str],
+    executable: str = "",
+) -> tuple[Spawned, str]:
+    """Start a worker as ``spawn_worker`` does; where that cannot be, a worker that has nothing to do takes its place.
+
+    The next attempt would fail in the same way, so the task tells the others instead of throwing. For that it needs a
+    process to watch over.
+
+    Returns:
+        The process, and why it is not the one that was asked for: the end of "Rank 1 on host X ..."; empty when it is.
+
+    Raises:
+        OSError: this host cannot start any process.
+    """
+    try:
+        return spawn_worker(env, env_defaults, preload, executable), ""
+    except OSError as error:
+        return spawn_worker({}, {}, ()), not_started(executable, str(error.strerror))
+
+
+def not_started(executable: str, why: str) -> str:
+    """That a host cannot execute the Python of its ranks, as the end of "Rank 1 on host X ..."."""
+    program = f"executable={executable!r}" if executable else f"the executor's own Python {sys.executable!r}"
+    advice = ". Give the path of a Python that every executor has" if executable else ""
+    return f"did not start: {program} cannot be executed there: {why}{advice}"
 
 
 class WorkerProcess:

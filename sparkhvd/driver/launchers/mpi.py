@@ -152,8 +152,10 @@ class MpiHandle:
 
     def results(self) -> list[bytes]:
         self._wake.wait()
-        failed = self._failure_noted()
-        self._stage.wait(_ROWS_SECONDS if failed else None)
+        if self._failure_noted() is None:
+            self._stage.wait()
+        elif self._mpirun is not None:  # before that there are no ranks that could report
+            self._stage.wait(_ROWS_SECONDS)
         failure = self._failure_noted()
         if failure is not None:
             raise failure_of(failure)
@@ -224,6 +226,8 @@ class MpiHandle:
             ) from problem
 
     def _start_ranks(self, tasks: Sequence[Registration]) -> None:
+        for problem in (task.problem for task in tasks if task.problem):
+            raise LaunchError(problem)
         lacking = sorted({task.offer.host for task in tasks if not task.orted})
         if lacking:
             raise LaunchError(

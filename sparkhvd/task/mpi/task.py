@@ -34,7 +34,7 @@ from sparkhvd.task.mpi.job import (
 from sparkhvd.task.mpi.service import TaskService
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.place import TaskPlace, place_of_task
-from sparkhvd.task.process import WorkerProcess, import_path
+from sparkhvd.task.process import WorkerProcess, import_path, not_started
 from sparkhvd.task.rank import Plan, worker_spec
 from sparkhvd.task.report import FailureReport
 from sparkhvd.task.rows import result_rows
@@ -73,9 +73,17 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
     secret = job.job.log_secret
     with ExitStack() as stack:
         service = TaskService(secret)
+        path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
+        # No reason for Spark to try again: the driver ends the job.
+        if job.job.executable and shutil.which(job.job.executable, path=path) is None:
+            problem = f"The ranks on host {place.host} {not_started(job.job.executable, 'there is no such program')}."
+        try:
+            own_interfaces = candidates(job.job.nics, place.host, place.hosts)
+        except LaunchError as error:
+            own_interfaces, problem = [], str(error)
         servers = {
             one: stack.enter_context(Server(secret, service, one.address, name="sparkhvd-task"))
-            for one in candidates(job.job.nics, place.host, place.hosts)
+            for one in own_interfaces
         }
         stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it
         key = host_hash(yarn_container())
@@ -83,7 +91,6 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         listening = tuple(
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )
-        path = changed_environment(dict(job.job.env)).get("PATH")
         try:
             driver = connect(job.job.log_addresses, secret, deadline)
         except OSError as error:
@@ -91,9 +98,8 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
                 f"Task {place.index} on host {place.host} cannot register with the driver: {error}"
             ) from error
         stack.callback(driver.close)
-        _register(
-            driver, Registration(place.attempt, offer, listening, shutil.which("orted", path=path) or ""), deadline
-        )
+        orted = shutil.which("orted", path=path) or ""
+        _register(driver, Registration(place.attempt, offer, listening, orted, problem), deadline)
         offers = _await_plan(driver, service, deadline)
         plan = Plan(tuple(assign(offers)), job.rendezvous, job.token)
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == place.index).offer.bind_host

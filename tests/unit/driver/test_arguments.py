@@ -31,6 +31,8 @@ class Endless:
         ({"launcher": "barrier", "cpus_per_task": 0}, "cpus_per_task=0 is not a number of cores; give 1 or more"),
         ({"env": ["A=1"]}, "env is of type list; give names and values, like env={'NAME': 'value'}"),
         ({"env": {"A": 1}}, "env['A'] has a value of type int"),
+        ({"env": {"A=B": "1"}}, "env['A=B'] cannot be in an environment: a name is not empty and has no '='"),
+        ({"env": {"A": "x\0"}}, "env['A'] cannot be in an environment"),
         ({"verbose": "x"}, "verbose='x' is not 0, 1 or 2"),
         ({"nics": "eth0"}, "nics='eth0' is one text; give a list of names, like ['eth0']"),
         ({"preload": "torch"}, "preload='torch' is one text; give a list of names"),
