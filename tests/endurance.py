@@ -138,9 +138,9 @@ def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
     """Connections of strangers to every port on which the processes listen, and to the rendezvous, all the while.
 
     Yields:
-        How many came with what; the number of those that were let in is to stay 0.
+        How many came with what, in how many whole rounds; the number of those that were let in is to stay 0.
     """
-    counts = {"garbage": 0, "endless": 0, "wrong token": 0, "let in": 0}
+    counts = {"rounds": 0, "garbage": 0, "endless": 0, "wrong token": 0, "let in": 0}
     stop = threading.Event()
 
     def bother() -> None:
@@ -153,6 +153,7 @@ def strangers(pids: list[int], port: int) -> Iterator[dict[str, int]]:
                 counts["let in"] += 1
             except AuthenticationError:
                 counts["wrong token"] += 1
+            counts["rounds"] += 1
 
     thread = threading.Thread(target=bother, name="strangers")
     thread.start()
@@ -175,6 +176,7 @@ def listening(pids: list[int]) -> list[int]:
 def send(port: int, content: bytes, counts: dict[str, int], kind: str) -> None:
     # Whoever listened there may have left meanwhile, and a stranger is cut off while it still sends.
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as link:
-        link.sendall(content)
-        link.shutdown(socket.SHUT_WR)
+        arrived = link.send(content)
         counts[kind] += 1
+        link.sendall(content[arrived:])
+        link.shutdown(socket.SHUT_WR)

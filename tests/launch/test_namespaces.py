@@ -14,8 +14,8 @@ import pytest
 from tests.launch.hosts import why_not
 
 ROOT = Path(__file__).parents[2]
-# Keepalive gives a silent host up after 9 s; the rest is Spark's way to the error, on a busy machine.
-CUT_OFF_SECONDS = 9.0 + 2.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
+# Keepalive gives a silent host up after 9 s, where Spark alone takes two minutes; the rest is for a busy machine.
+CUT_OFF_SECONDS = 9.0 + 7.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 

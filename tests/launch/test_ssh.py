@@ -154,5 +154,6 @@ def test_a_failure_is_told_although_another_host_does_not_answer(tmp_path):
     hosts = f"localhost:1,{socket.gethostname()}:1"
     with pytest.raises(RankFailedError, match=r"Rank 0 on host \S+ raised ValueError: no luck"):
         sparkhvd.run(stop_the_other_host, (str(tmp_path),), launcher="ssh", hosts=hosts)
-    left = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split() if psutil.pid_exists(int(pid))]
+    pids = {int(pid) for pid in (tmp_path / "pids").read_text().split()}
+    left = [process for process in psutil.process_iter() if process.pid in pids]
     assert psutil.wait_procs(left, timeout=20)[1] == []  # a rank ends when it finds its task gone

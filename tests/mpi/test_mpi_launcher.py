@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -177,8 +178,11 @@ def test_a_lost_task_is_one_error_and_nothing_is_left(phase, tmp_path):
 
 
 def process_below(pid: int, words: str) -> psutil.Process:
-    below = psutil.Process(pid).children(recursive=True)
-    return next(one for one in below if one.name() == words or words in one.cmdline())
+    for one in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended since
+            if one.name() == words or words in one.cmdline():
+                return one
+    raise AssertionError(f"no process is called {words}")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -25,17 +27,19 @@ def cores_by_thread() -> dict[str, set[str]]:
     """The cores that the threads of this process may use, by the threads' names."""
     found: dict[str, set[str]] = {}
     for path in Path("/proc/self/task").glob("*/status"):
-        fields = dict(re.findall(r"^(Name|Cpus_allowed_list):\s*(.*)$", path.read_text(), re.MULTILINE))
-        found.setdefault(fields["Name"], set()).add(fields["Cpus_allowed_list"])
+        with contextlib.suppress(OSError):  # the thread has ended since
+            fields = dict(re.findall(r"^(Name|Cpus_allowed_list):\s*(.*)$", path.read_text(), re.MULTILINE))
+            found.setdefault(fields["Name"], set()).add(fields["Cpus_allowed_list"])
     return found
 
 
 def cores_of_the_engine_and_others(expected):
     """Once the engine's thread has begun, which is some time after it was made."""
-    deadline = Deadline.after(10.0)
+    deadline = Deadline.after(25.0)
     while (found := cores_by_thread()).get("shvd-engine") != {str(expected[session.current().world.rank])}:
-        if deadline.expired:
+        if deadline.expired():
             break
+        time.sleep(0.01)
     session.current().barrier()
     return found.pop("shvd-engine", None), set.union(*found.values())
 
