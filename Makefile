@@ -13,9 +13,16 @@ help: ## Show the targets
 quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with two ranks
 	@$(RUN) python examples/digits.py --folder quickstart
 
-# Side by side: the Python tests often wait for a server or a deadline, the C++ tests have to be compiled three times.
+# Two parts at any time, in this order, as Python tests often wait for a server or a deadline. What lies in none of
+# these folders of tests/ is in `rest`.
+FOLDERS := spark launch docs contract
+PYTHON_PARTS := test-python-rest $(FOLDERS:%=test-python-%)
+SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=2
+PYTEST := $(RUN) python -m pytest --durations=10
+
+.PHONY: $(PYTHON_PARTS)
 test: .venv/.core-built ## Run every test
-	@$(MAKE) --no-print-directory --jobs=2 test-python test-core
+	@$(SIDE_BY_SIDE) test-core $(PYTHON_PARTS)
 
 test-core: .venv/.core-built ## C++ tests: optimised, under AddressSanitizer, under ThreadSanitizer
 	@$(RUN) tools/core-tests release
@@ -23,7 +30,13 @@ test-core: .venv/.core-built ## C++ tests: optimised, under AddressSanitizer, un
 	@$(RUN) tools/core-tests tsan
 
 test-python: .venv/.core-built ## Python tests
-	@$(RUN) python -m pytest --durations=15
+	@$(SIDE_BY_SIDE) $(PYTHON_PARTS)
+
+$(FOLDERS:%=test-python-%): test-python-%: .venv/.core-built
+	@tools/labelled $* $(PYTEST) tests/$*
+
+test-python-rest: .venv/.core-built
+	@tools/labelled rest $(PYTEST) $(FOLDERS:%=--ignore=tests/%)
 
 test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment of its own (build/petastorm)
 	@tools/petastorm-venv build/petastorm

@@ -208,7 +208,7 @@ def _leaks(before: _Snapshot, after: _Snapshot, allowed: frozenset[str]) -> list
         "file descriptor": [
             target for target in _more_descriptors(before.descriptors, after.descriptors) if target not in allowed
         ],
-        "shared memory": after.shared_memory - before.shared_memory,
+        "shared memory": _without_that_of_others(after.shared_memory - before.shared_memory),
         "temporary file": after.temporary_files - before.temporary_files,
         "environment variable": changed,
     }
@@ -242,17 +242,29 @@ def _native_threads() -> dict[int, str]:
 
 def _processes() -> dict[tuple[int, str], str]:
     """Our descendants, orphans included, by pid and start time; without those that serve the whole session."""
-    mark = f"{_MARK}={os.environ[_MARK]}"
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) == os.getpid():
             continue
         stat = _read(entry / "stat").rpartition(")")[2].split()
-        ours = stat and (stat[1] == str(os.getpid()) or mark in _read(entry / "environ"))
+        ours = stat and (stat[1] == str(os.getpid()) or _has_our_mark(entry))
         command = _read(entry / "cmdline").replace("\0", " ").strip()
         if ours and not _LASTING_PROCESS.search(command):
             found[int(entry.name), stat[19]] = f"{entry.name} ({command or 'ended, but nobody waited for it'})"
     return found
+
+
+def _has_our_mark(process: Path) -> bool:
+    return f"{_MARK}={os.environ[_MARK]}" in _read(process / "environ")
+
+
+def _without_that_of_others(names: frozenset[str]) -> frozenset[str]:
+    """Without the segments of processes that are not ours: other tests may run beside these."""
+    for process in Path("/proc").glob("[0-9]*") if names else ():
+        if int(process.name) != os.getpid() and not _has_our_mark(process):
+            mapped = _read(process / "maps")
+            names -= {name for name in names if f"/dev/shm/{name}" in mapped}
+    return names
 
 
 def _descriptors() -> Counter[str]:

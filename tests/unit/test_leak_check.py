@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import uuid
@@ -113,6 +114,18 @@ def test_it(server):
 """
     )
     _run(inner).assert_outcomes(passed=1)
+
+
+def test_leak_check_does_not_mind_the_shared_memory_of_other_processes(inner: pytest.Pytester) -> None:
+    segment = Path("/dev/shm", f"of-others-{uuid.uuid4().hex}")
+    inner.makepyfile(f"def test_it():\n    import os\n    os.rename('{segment}', '{segment}-later')\n")
+    try:
+        with segment.open("wb+") as file:
+            file.truncate(mmap.PAGESIZE)
+            with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+                _run(inner).assert_outcomes(passed=1)
+    finally:
+        Path(f"{segment}-later").unlink()
 
 
 def _run(inner: pytest.Pytester) -> pytest.RunResult:
