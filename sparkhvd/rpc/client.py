@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import time
 from collections.abc import Sequence
 
 from sparkhvd.deadline import Deadline
@@ -13,6 +14,7 @@ from sparkhvd.rpc.frames import FrameSocket, connect_handshake, notice_lost_peer
 from sparkhvd.rpc.messages import Message, decode, encode
 
 _SECONDS_PER_ADDRESS = 3.0
+_AGAIN_SECONDS = 0.1
 
 
 class Client:
@@ -71,6 +73,16 @@ def connect(addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadl
 
 
 def _open(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameSocket:
+    while True:
+        try:
+            return _open_once(address, secret, deadline)
+        except ConnectionResetError:  # before the server said a word: too many knock at the same time
+            if deadline.remaining() < _AGAIN_SECONDS:
+                raise
+            time.sleep(_AGAIN_SECONDS)
+
+
+def _open_once(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameSocket:
     connection = socket.create_connection(address, timeout=max(deadline.remaining(), 0.001))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from sparkhvd.rpc.fields import MessageError, built
-from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
+from sparkhvd.rpc.registration import Introduction, Registration, TaskOffer, TaskServer
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,31 @@ class Started:
 
 @dataclass(frozen=True)
 class Attending:
-    """Task to driver: this connection lasts as long as the task; ``rank`` is -1 before the ranks are assigned."""
+    """Task to driver: this connection lasts as long as this attempt of the task; ``rank`` is -1 before it has one."""
 
     task_index: int
     rank: int
     host: str
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Meet:
+    """Task to driver: what it has to say to the others; asks for what they have to say."""
+
+    introduction: Introduction
+
+
+@dataclass(frozen=True)
+class Met:
+    """The answer to ``Meet`` once all have come: the introductions by index."""
+
+    introductions: tuple[Introduction, ...]
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The answer to ``Meet`` when not all tasks reach the driver: they have to meet elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +168,9 @@ class WorkerEnded:
 Message = (
     Started
     | Attending
+    | Meet
+    | Met
+    | Apart
     | Output
     | Flush
     | Acknowledged

@@ -27,6 +27,21 @@ class TaskOffer:
 
 
 @dataclass(frozen=True)
+class Introduction:
+    """What a task of the barrier launcher tells the others.
+
+    Attributes:
+        attempt: the number of its attempt, unlike that of any other task of the application.
+        offer: its place.
+        port: where it serves the rendezvous; 0 where it does not.
+    """
+
+    attempt: int
+    offer: TaskOffer
+    port: int
+
+
+@dataclass(frozen=True)
 class TaskServer:
     """Where a task listens on one of its network interfaces."""
 

@@ -136,7 +136,6 @@ class Server(Closing):
                 message = decode(payload)
                 if isinstance(message, Attending):
                     attending = message
-                    continue
                 reply = self._handler.handle(message)
                 if reply is not None:
                     frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))

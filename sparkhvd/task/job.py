@@ -30,9 +30,9 @@ class Job:
         config: settings of the core, the same on every rank.
         start_timeout: seconds within which the workers must be ready for ``fn``.
         log_addresses: where the driver takes the workers' output; empty leaves it in the executors' logs.
-        driver_lease: whether the ranks end when the driver's host does not answer any more.
-        log_secret: proves to the driver that a connection comes from this job. It travels inside the closure, which is
-            as private as Spark's own channels.
+        driver_line: whether every task keeps a line to the driver: they meet over it, and ranks that lose it end.
+        log_secret: proves to the driver that a connection comes from this job, and what the ranks prove to each other
+            is derived from it. It travels inside the closure, which is as private as Spark's own channels.
         log_files: by ``stdout`` and ``stderr``, where that output goes into a Store instead of to the driver.
         log_level: level of the ``sparkhvd`` logger in the workers.
         executable: the Python of the workers; empty is that of whoever starts them.
@@ -47,7 +47,7 @@ class Job:
     config: Config = field(default_factory=Config)
     start_timeout: float = 600.0
     log_addresses: tuple[tuple[str, int], ...] = ()
-    driver_lease: bool = False
+    driver_line: bool = False
     log_secret: bytes = field(default=b"", repr=False)
     stream_output: bool = True
     log_files: tuple[tuple[str, LogFiles], ...] = field(default=(), repr=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
-import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -20,12 +21,12 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, StoreError
 from sparkhvd.rpc.fields import built
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import mixed_devices, write_device_map
+from sparkhvd.task.driver_line import DriverLine
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job
-from sparkhvd.task.lease import DriverLease
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.place import TaskPlace, place_of_task
 from sparkhvd.task.process import WorkerProcess, spawn_or_substitute
@@ -41,25 +42,23 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
 
     A failing rank is a row. Only lost infrastructure raises: Spark then runs the whole stage again.
     """
-    context = BarrierTaskContext.get()
     with ExitStack() as stack:
         log = DriverLog(job)
         stack.callback(log.close)
         place = place_of_task()
-        log.attend(place.index, place.host)
         defaults = thread_defaults(place.cpus)
         spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)
         worker = WorkerProcess(spawned, log)
         stack.callback(worker.close)
+        line = stack.enter_context(closing(DriverLine(job, place, worker.events))) if job.driver_line else None
         paths, problem = _received(job, batches, stack)
         deadline = Deadline.after(job.start_timeout)  # the rows may have taken any time
-        plan, unknown = _gather(context, place, job.nics, stack)
+        plan, unknown = _gather(job, place, line, stack)
         slot = next(one for one in plan.slots if one.offer.task_index == place.index)
         log.rank = slot.world.rank
-        log.attend(place.index, place.host)
+        if line is not None:
+            line.attend(slot.world.rank)
         worker.output.start()
-        if job.driver_lease:
-            stack.enter_context(closing(DriverLease(job, worker.events)))
         if slot.world.rank == 0:
             log.started()
             write_device_map(plan.slots, log)
@@ -94,27 +93,35 @@ def _received(
         return {}, problem or error
 
 
-def _gather(context: BarrierTaskContext, place: TaskPlace, nics: tuple[str, ...], stack: ExitStack) -> tuple[Plan, str]:
-    """Exchange what the tasks know; task 0 serves the rendezvous and makes the job's secret.
+def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStack) -> tuple[Plan, str]:
+    """Exchange what the tasks know; task 0 serves the rendezvous.
 
     Returns:
-        The plan, and what is wrong with ``nics`` on this host, empty when nothing is.
+        The plan, and what is wrong with the job's ``nics`` on this host, empty when nothing is.
     """
     bind_host, unknown = address_to_bind(place.host, place.hosts), ""
-    if nics:
+    if job.nics:
         try:
-            bind_host = candidates(nics, place.host, place.hosts)[0].address
+            bind_host = candidates(job.nics, place.host, place.hosts)[0].address
         except LaunchError as error:  # no reason for Spark to try again
             unknown = str(error)
-    offer = TaskOffer(place.index, host_hash(), place.host, bind_host, place.devices, place.device_kind)
-    own: dict[str, object] = asdict(offer)
+    port = 0
     if place.index == 0:
-        token = secrets.token_bytes(32)
-        server = RendezvousServer(token, bind_host)
+        server = RendezvousServer(_token(job, place.attempt), bind_host)
         stack.callback(server.close)
-        own |= {"port": server.port, "token": token.hex()}
-    messages = [json.loads(message) for message in context.allGather(json.dumps(own))]
-    first = next(message for message in messages if message["task_index"] == 0)
-    rendezvous = (first["bind_host"], first.pop("port"))
-    token = bytes.fromhex(first.pop("token"))
-    return Plan(tuple(assign([built(TaskOffer, message) for message in messages])), (rendezvous,), token), unknown
+        port = server.port
+    offer = TaskOffer(place.index, host_hash(), place.host, bind_host, place.devices, place.device_kind)
+    own = Introduction(place.attempt, offer, port)
+    tasks = line.meet(own) if line is not None else None
+    if tasks is None:
+        messages = BarrierTaskContext.get().allGather(json.dumps(asdict(own)))
+        tasks = tuple(built(Introduction, json.loads(message)) for message in messages)
+    first = next(task for task in tasks if task.offer.task_index == 0)
+    rendezvous = (first.offer.bind_host, first.port)
+    slots = assign([task.offer for task in tasks])
+    return Plan(tuple(slots), (rendezvous,), _token(job, first.attempt)), unknown
+
+
+def _token(job: Job, attempt: int) -> bytes:
+    """The secret of the ranks, which nobody has to send: all tasks know the job's, and task 0's attempt."""
+    return hmac.digest(job.log_secret, f"ranks of attempt {attempt}".encode(), hashlib.sha256)

@@ -15,7 +15,7 @@ from typing import Protocol
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.rpc.client import Client, connect
-from sparkhvd.rpc.messages import Attending, Flush, Message, Output, Started
+from sparkhvd.rpc.messages import Flush, Message, Output, Started
 from sparkhvd.task.job import Job
 from sparkhvd.task.log_files import LogFiles, LogFileWriter
 
@@ -120,16 +120,7 @@ class DriverLog:
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._unreachable = not job.log_addresses  # guarded by _lock
-        self._attending: threading.Thread | None = None
         self.rank = -1
-
-    def attend(self, task_index: int, host: str) -> None:
-        """Tell the driver, in the background, whose connection this is: it notices when the host is cut off."""
-        if self._attending is not None:
-            self._attending.join()
-        message = Attending(task_index, self.rank, host)
-        self._attending = threading.Thread(target=self._send, args=(message,), name="sparkhvd-attend", daemon=True)
-        self._attending.start()
 
     def started(self) -> None:
         """Tell the driver that the ranks run."""
@@ -150,8 +141,6 @@ class DriverLog:
         for stream, writer in self._files.items():
             if writer is not None:
                 self._finish(stream, writer)
-        if self._attending is not None:
-            self._attending.join()
         with self._lock:
             client, self._client, self._unreachable = self._client, None, True
         if client is None:

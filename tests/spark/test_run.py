@@ -14,7 +14,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 import sparkhvd
+from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
+from sparkhvd.rpc.messages import Apart, Met
 
 pytestmark = pytest.mark.spark
 
@@ -63,6 +65,18 @@ def test_every_rank_knows_its_place_and_its_output_arrives_while_it_still_runs(s
 
 def say(rank_and_more: str) -> None:
     print(os.environ["SPARKHVD_RANK"], rank_and_more)
+
+
+def test_the_tasks_meet_at_the_driver_where_all_reach_it(spark, monkeypatch):
+    answers = []
+    handle = Meeting.handle
+    monkeypatch.setattr(
+        Meeting, "handle", lambda self, message: [answers.append(handle(self, message)), answers[-1]][1]
+    )
+    sparkhvd.run(place, num_proc=4)
+    met = [answer for answer in answers if isinstance(answer, Met | Apart)]
+    assert [type(answer) for answer in met] == [Met] * 4
+    assert {one.offer.task_index for one in met[0].introductions} == {0, 1, 2, 3}
 
 
 def test_output_goes_into_files_of_a_store_where_asked(spark, tmp_path):

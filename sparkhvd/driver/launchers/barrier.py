@@ -12,6 +12,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import log_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.meeting import Meeting
 from sparkhvd.driver.resources import profile_of
 from sparkhvd.driver.results import cut_off, failure_of, results_of, spark_failure
 from sparkhvd.driver.slots import reserve_tasks
@@ -52,11 +53,13 @@ class BarrierHandle:
         own_host, bind_host = log_hosts(spark)
         # A Connect client may sleep or change its network while its job runs.
         on_cut_off = None if is_connect(spark) else self._lose
-        job = replace(job, driver_lease=on_cut_off is not None)
+        job = replace(job, driver_line=on_cut_off is not None)
         with ExitStack() as stack:
+            meeting = Meeting(job.num_proc, stream)
             server = stack.enter_context(
-                Server(job.log_secret, stream, bind_host, name="sparkhvd-log", on_cut_off=on_cut_off)
+                Server(job.log_secret, meeting, bind_host, name="sparkhvd-log", on_cut_off=on_cut_off)
             )
+            stack.callback(meeting.end)  # the server closes after those who wait there have their answer
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
             task = functools.partial(run_task, job.with_log_addresses(addresses))
             profile = profile_of(spark, request.resources)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -58,6 +59,15 @@ def test_many_clients_are_served_at_once():
         for client in clients:
             client.close()
     assert {one.rank for one in recorder.messages if isinstance(one, Output)} == set(range(40))
+
+
+def test_more_clients_than_the_server_lets_in_at_once_all_come_in():
+    with Server(SECRET, Recorder()) as server, ThreadPoolExecutor(150) as pool:
+        calls = [pool.submit(connect, [("127.0.0.1", server.port)], SECRET, soon()) for _ in range(150)]
+        for call in calls:
+            client = call.result()
+            assert client.ask(Flush(), soon()) == Acknowledged()
+            client.close()
 
 
 def test_addresses_are_tried_until_the_right_server_answers():

@@ -1,0 +1,111 @@
+"""The line of a task to its driver: the tasks meet over it, and their ranks live no longer than the driver answers."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from concurrent.futures import Future
+
+from sparkhvd.background import in_background
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError
+from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.frames import is_cut_off
+from sparkhvd.rpc.messages import Apart, Attending, Meet, Met, Refused
+from sparkhvd.rpc.registration import Introduction
+from sparkhvd.task.job import Job
+from sparkhvd.task.place import TaskPlace
+from sparkhvd.task.supervise import ServerLost
+
+_CONNECT_SECONDS = 10.0
+_SEND_SECONDS = 30.0
+
+
+class DriverLine:
+    """One connection, opened in the background; ``close`` hangs up.
+
+    The driver gives up a host that does not answer any more, and this task its rank when the driver does not: both
+    notice at the same time. Where the driver cannot be reached in the first place there is no line, and all goes on
+    without: Spark needs none of its own connections to run from here.
+
+    Args:
+        job: says where the driver is.
+        place: of the task.
+        events: those of the worker; get ``ServerLost`` when the driver's host is cut off from this one.
+    """
+
+    def __init__(self, job: Job, place: TaskPlace, events: queue.SimpleQueue[object]) -> None:
+        self._job = job
+        self._place = place
+        self._events = events
+        self._lock = threading.Lock()
+        self._client: Client | None = None  # guarded by _lock
+        self._closed = False  # guarded by _lock
+        self._opened = in_background(self._open, "sparkhvd-driver-line")
+        self._ended: Future[None] | None = None
+
+    def meet(self, own: Introduction) -> tuple[Introduction, ...] | None:
+        """Exchange introductions with the other tasks, however long their rows take; None when not all have a line.
+
+        Raises:
+            LaunchError: the driver is gone, or the stage runs again.
+        """
+        client = self._opened.result()
+        if client is None:
+            return None
+        where = f"Task {self._place.index} on host {self._place.host}"
+        try:
+            answer = client.ask(Meet(own), Deadline(math.inf))
+        except OSError as error:
+            raise LaunchError(f"{where} lost the driver before the ranks were assigned: {error}") from error
+        if isinstance(answer, Met):
+            return answer.introductions
+        if isinstance(answer, Apart):
+            return None
+        raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Refused) else answer}")
+
+    def attend(self, rank: int) -> None:
+        """Tell the driver whose line this is, and watch over it from now on."""
+        self._ended = in_background(lambda: self._watch(rank), "sparkhvd-driver-watch")
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._client is not None:
+                self._client.wake()
+        client = self._opened.result()
+        if self._ended is not None:
+            self._ended.result()
+        if client is not None:
+            client.close()
+
+    def _open(self) -> Client | None:
+        try:
+            client = connect(self._job.log_addresses, self._job.log_secret, Deadline.after(_CONNECT_SECONDS))
+        except OSError:
+            return None
+        with self._lock:
+            self._client = client
+            if self._closed:
+                client.wake()
+        self._say(client, -1)
+        return client
+
+    def _watch(self, rank: int) -> None:
+        client = self._opened.result()
+        if client is None:
+            return
+        self._say(client, rank)
+        try:
+            client.wait_for_end()
+        except OSError as error:
+            if is_cut_off(error):
+                self._events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))
+
+    def _say(self, client: Client, rank: int) -> None:
+        message = Attending(self._place.index, rank, self._place.host, self._place.attempt)
+        try:
+            client.send(message, Deadline.after(_SEND_SECONDS))
+        except OSError:
+            return  # whoever reads from the line next is told
