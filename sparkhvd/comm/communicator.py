@@ -10,7 +10,6 @@ from typing import NoReturn, Self
 
 import numpy as np
 
-from sparkhvd import _core
 from sparkhvd.comm import arrays, direct, raw
 from sparkhvd.comm.buffers import buffer_of
 from sparkhvd.comm.channel import Channel, connect_rendezvous, open_channel
@@ -19,7 +18,6 @@ from sparkhvd.comm.failures import translated
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, Proposal, Registration, agreed_sets
-from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.stall_report import StallReport
 from sparkhvd.comm.timeline import recording_name, timeline_path
 from sparkhvd.deadline import Deadline
@@ -68,7 +66,7 @@ class Communicator:
         self._closed = False
         self._doctor: HangDoctor | None = None
         try:
-            self._doctor = _doctor(context, scope, self._rendezvous, self._engine)
+            self._doctor = self._hang_doctor()
             if context.config.timeline:
                 self.start_timeline(context.config.timeline, mark_cycles=context.config.timeline_mark_cycles)
             self._homogeneous = context.world.size == 1 or self._equal_on_all_ranks(context.world.local_size)
@@ -295,6 +293,12 @@ class Communicator:
             self.abort(f"rank {self._world.rank} left with {type(error).__name__}: {error}")
         self.close()
 
+    def _hang_doctor(self) -> HangDoctor | None:
+        config = self._context.config
+        if self._rendezvous is None or not config.stall_check or config.stall_check_seconds <= 0:
+            return None
+        return HangDoctor(self._channels, self._sets, self._rendezvous, self._context, self._scope)
+
     def _equal_on_all_ranks(self, number: int) -> bool:
         numbers = self.allgather(np.array([number]), name="communicator.local_size")
         return bool((numbers == number).all())
@@ -325,12 +329,3 @@ class Communicator:
             recorded_with=(self._channels[0], f"process set {number}"),
             label=f"process set {number}, whose ranks 0..{len(ranks) - 1} are ranks {list(ranks)} of the job",
         )
-
-
-def _doctor(
-    context: LaunchContext, scope: str, rendezvous: RendezvousClient | None, engine: _core.Engine
-) -> HangDoctor | None:
-    wanted = context.config.stall_check and context.config.stall_check_seconds > 0
-    if rendezvous is None or not wanted:
-        return None
-    return HangDoctor(engine, rendezvous, context.world, scope, context.config)

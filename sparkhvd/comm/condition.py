@@ -37,11 +37,29 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Pending:
+    """A collective that a rank has submitted and that is not done.
+
+    Attributes:
+        title: such as ``allreduce 'grad/7'``.
+        age: seconds since it was submitted.
+        process_set: the number of the set of ranks among which it is; 0 is all.
+    """
+
+    title: str
+    age: float
+    process_set: int = 0
+
+    def __str__(self) -> str:
+        return self.title if self.process_set == 0 else f"{self.title} of process set {self.process_set}"
+
+
+@dataclass(frozen=True)
 class Condition:
     """A rank's answer to the question how it is.
 
     Attributes:
-        pending: title and age in seconds of every collective that it has submitted and that is not done.
+        pending: what it waits for.
         operations: how many collectives it has completed.
         idle: seconds since that number changed last.
         progress: how far its data is, in its own words; empty where nobody told.
@@ -49,7 +67,7 @@ class Condition:
         neighbours: what is wrong with the processes of its host, by rank; not those in order.
     """
 
-    pending: tuple[tuple[str, float], ...] = ()
+    pending: tuple[Pending, ...] = ()
     operations: int = 0
     idle: float = 0.0
     progress: str = ""
@@ -116,7 +134,7 @@ def decode_condition(content: bytes) -> Condition:
     """
     try:
         fields = json.loads(content)
-        fields["pending"] = tuple((str(title), float(age)) for title, age in fields["pending"])
+        fields["pending"] = tuple(Pending(**each) for each in fields["pending"])
         fields["neighbours"] = {int(rank): str(what) for rank, what in fields["neighbours"].items()}
         return Condition(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

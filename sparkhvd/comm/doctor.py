@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sparkhvd import _core
+from sparkhvd.comm.channel import Channel
 from sparkhvd.comm.condition import (
     Condition,
     Identity,
+    Pending,
     decode_condition,
     decode_identity,
     encode,
@@ -23,12 +25,11 @@ from sparkhvd.comm.condition import (
     stacks,
     trouble,
 )
+from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.stall_report import StallReport, report
-from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
-from sparkhvd.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -50,28 +51,34 @@ class HangDoctor:
     """One rank's part in finding out who keeps the others waiting; owns a thread from construction to ``close()``.
 
     Args:
-        engine: whose collectives are watched.
+        channels: whose collectives are watched, by the number of the process set; may change at any time.
+        sets: the ranks of every process set; may change at any time.
         rendezvous: where questions and answers are posted; closing it wakes the thread.
-        world: the rank's place.
+        context: the rank's place, and how long is too long.
         scope: tells apart the communicators of a job.
-        config: how long is too long.
     """
 
     def __init__(
-        self, engine: _core.Engine, rendezvous: RendezvousClient, world: World, scope: str, config: Config
+        self,
+        channels: Mapping[int, Channel],
+        sets: Mapping[int, tuple[int, ...]],
+        rendezvous: RendezvousClient,
+        context: LaunchContext,
+        scope: str,
     ) -> None:
-        self._engine = engine
+        self._channels = channels
+        self._sets = sets
         self._rendezvous = rendezvous
-        self._world = world
+        self._world = context.world
         self._scope = scope
-        self._patience = config.stall_check_seconds
-        self._shutdown_after = config.stall_shutdown_seconds
+        self._patience = context.config.stall_check_seconds
+        self._shutdown_after = context.config.stall_shutdown_seconds
         self._watched = _Watched()
         self._next_report = self._patience
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
         self._is_asked(0, 0.0)  # the question's connection is there from now on
-        self._rendezvous.set(self._key("who", world.rank), encode(own_identity()), self._soon())
+        self._rendezvous.set(self._key("who", self._world.rank), encode(own_identity()), self._soon())
         self._thread = threading.Thread(target=self._run, name="sparkhvd-doctor")
         self._thread.start()
 
@@ -115,7 +122,7 @@ class HangDoctor:
         return True
 
     def _look_for_stall(self, question: int) -> None:
-        operations = self._engine.counters()["operations"]
+        operations = self._completed()
         if operations != self._operations:
             self._operations, self._changed = operations, time.monotonic()
         oldest = self._oldest()
@@ -127,9 +134,20 @@ class HangDoctor:
             # Set by whoever is first; the others find it there.
             self._rendezvous.set(self._key("question", question), b"", self._soon())
 
+    def _pending(self) -> tuple[Pending, ...]:
+        """What this rank waits for, the longest wait first."""
+        found = [
+            Pending(title, age, number)
+            for number, channel in list(self._channels.items())
+            for title, age in channel.engine.pending()
+        ]
+        return tuple(sorted(found, key=lambda one: -one.age))
+
+    def _completed(self) -> int:
+        return sum(channel.engine.counters()["operations"] for channel in list(self._channels.values()))
+
     def _oldest(self) -> float:
-        pending = self._engine.pending()
-        return pending[0][1] if pending else 0.0
+        return max((one.age for one in self._pending()), default=0.0)
 
     def _answer(self, question: int) -> None:
         waits = self._oldest() >= self._patience / 2
@@ -142,10 +160,11 @@ class HangDoctor:
                 _log.warning("%s", found)
 
     def _own(self) -> Condition:
-        troubles = {rank: trouble(identity) for rank, identity in self._identities(self._engine.host_ranks()).items()}
+        neighbours = self._channels[0].engine.host_ranks()
+        troubles = {rank: trouble(identity) for rank, identity in self._identities(neighbours).items()}
         return Condition(
-            pending=tuple(self._engine.pending()),
-            operations=self._engine.counters()["operations"],
+            pending=self._pending(),
+            operations=self._completed(),
             idle=time.monotonic() - self._changed,
             progress=self._watched.progress,
             stacks=stacks(without=self._thread),
@@ -163,7 +182,7 @@ class HangDoctor:
                 continue
             conditions[rank] = decode_condition(content)
         identities = self._identities(range(self._world.size))
-        return report(conditions, identities, self._world.size, since=self._patience / 2)
+        return report(conditions, identities, dict(self._sets), since=self._patience / 2)
 
     def _identities(self, ranks: list[int] | range) -> dict[int, Identity]:
         deadline = Deadline.after(_ANSWER_SECONDS)
@@ -177,9 +196,10 @@ class HangDoctor:
 
     def _end_job(self) -> None:
         known = self._watched.report
-        what = known.headline() if known is not None and known.tensors else self._engine.pending()[0][0]
+        what = known.headline() if known is not None and known.tensors else self._pending()[0]
         _log.error("The job ends because it has stalled for %.0f s: %s.", self._shutdown_after, what)
-        self._engine.abort(f"stalled for more than {self._shutdown_after:g} s: {what}")
+        for channel in list(self._channels.values()):
+            channel.engine.abort(f"stalled for more than {self._shutdown_after:g} s: {what}")
 
     def _key(self, what: str, number: int) -> str:
         return f"{self._scope}/doctor/{what}/{number}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sparkhvd.comm.condition import Condition, Identity
+from sparkhvd.comm.condition import Condition, Identity, Pending
 
 _MOST_TENSORS = 10
 _MOST_RANKS = 16
@@ -16,7 +16,7 @@ class StalledTensor:
     """A collective that is not done.
 
     Attributes:
-        title: such as ``allreduce 'grad/7'``.
+        title: such as ``allreduce 'grad/7'``, and of which process set where it is not among all ranks.
         age: the longest that a rank has waited for it, in seconds.
         waiting: the ranks that have submitted it.
         missing: the ranks that have not, as far as they answered.
@@ -78,7 +78,7 @@ class StallReport:
         if rank in self.silent:
             return [f"{name} does not answer: {self.silent[rank]}"]
         condition = self.conditions[rank]
-        pending = ", ".join(title for title, _ in condition.pending[:_MOST_TENSORS]) or "nothing"
+        pending = ", ".join(map(str, condition.pending[:_MOST_TENSORS])) or "nothing"
         facts = [
             f"waits for {pending}",
             f"has completed {condition.operations} collectives, none for {condition.idle:.0f} s",
@@ -95,7 +95,7 @@ class StallReport:
 def report(
     conditions: Mapping[int, Condition],
     identities: Mapping[int, Identity],
-    size: int,
+    sets: Mapping[int, tuple[int, ...]],
     *,
     since: float,
 ) -> StallReport:
@@ -104,27 +104,39 @@ def report(
     Args:
         conditions: the answers that came, by rank.
         identities: of the ranks' processes, as far as they are known.
-        size: number of ranks.
+        sets: the ranks of every process set, by its number; 0 is all.
         since: seconds from which on a wait counts as too long.
     """
-    silent = {rank: _about_silent(rank, conditions, identities) for rank in range(size) if rank not in conditions}
-    ages: dict[str, dict[int, float]] = {}
+    silent = {rank: _about_silent(rank, conditions, identities) for rank in sets[0] if rank not in conditions}
+    waits: dict[str, dict[int, Pending]] = {}
     for rank, condition in conditions.items():
-        for title, age in condition.pending:
-            ages.setdefault(title, {})[rank] = age
+        for one in condition.pending:
+            if one.process_set in sets:  # and was not removed meanwhile
+                waits.setdefault(str(one), {})[rank] = one
     tensors = [
-        StalledTensor(
-            title,
-            max(by_rank.values()),
-            tuple(sorted(by_rank)),
-            tuple(sorted(conditions.keys() - by_rank.keys())),
-            tuple(sorted(silent)),
-        )
-        for title, by_rank in ages.items()
-        if max(by_rank.values()) >= since
+        _stalled(title, by_rank, conditions, sets)
+        for title, by_rank in waits.items()
+        if max(one.age for one in by_rank.values()) >= since
     ]
     tensors.sort(key=lambda tensor: -tensor.age)
     return StallReport(tuple(tensors), conditions, silent, identities)
+
+
+def _stalled(
+    title: str,
+    waiting: Mapping[int, Pending],
+    conditions: Mapping[int, Condition],
+    sets: Mapping[int, tuple[int, ...]],
+) -> StalledTensor:
+    first = next(iter(waiting.values()))
+    members = set(sets[first.process_set])
+    return StalledTensor(
+        title,
+        max(one.age for one in waiting.values()),
+        tuple(sorted(waiting)),
+        tuple(sorted((members & conditions.keys()) - waiting.keys())),
+        tuple(sorted(members - conditions.keys())),
+    )
 
 
 def _about_silent(rank: int, conditions: Mapping[int, Condition], identities: Mapping[int, Identity]) -> str:

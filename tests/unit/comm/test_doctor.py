@@ -14,6 +14,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.condition import (
     Condition,
     Identity,
+    Pending,
     decode_condition,
     decode_identity,
     encode,
@@ -105,6 +106,35 @@ def wait_in_vain():
     return str(caught.value)
 
 
+def one_rank_of_a_set_is_busy(folder):
+    me = session.current()
+    outer = me.add_process_set([0, 2])
+    if me.world.rank == 0:
+        wait_for(folder / "go on")
+        me.allreduce(np.ones(3), name="gradient", process_set=outer)
+    if me.world.rank == 2:
+        handle = me.allreduce_async(np.ones(3), name="gradient", process_set=outer)
+        found = next_report(me)
+        (folder / "go on").touch()
+        handle.wait()
+        return found
+    return None
+
+
+def wait_in_vain_in_a_set(folder):
+    me = session.current()
+    pair = me.add_process_set([0, 1])
+    if me.world.rank == 0:
+        with pytest.raises(PeerLostError) as caught:
+            me.allreduce(np.ones(1), name="in the pair", process_set=pair)
+        (folder / "it ended").touch()
+    else:
+        wait_for(folder / "it ended")
+        with pytest.raises(PeerLostError) as caught:
+            me.barrier(name="among all")
+    return str(caught.value)
+
+
 # What the tests expect of them.
 
 
@@ -128,6 +158,15 @@ def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group
         assert "step 0 of 40" not in text, "those who wait need no description"
 
 
+def test_what_is_stalled_in_a_process_set_is_said_of_its_ranks_alone(group, tmp_path):
+    _, _, found = group.run(one_rank_of_a_set_is_busy, tmp_path)
+    (tensor,) = found.tensors
+    assert tensor.title == "allreduce 'gradient' of process set 1"
+    assert (tensor.waiting, tensor.missing, tensor.silent) == ((2,), (0,), ())
+    assert "not submitted by rank 0, while rank 2 waited" in str(found)
+    assert "in wait_for" in found.conditions[0].stacks["MainThread"]
+
+
 def test_the_report_says_when_the_process_of_a_rank_is_stopped(group):
     first, second, _ = group.run(one_rank_is_stopped, group.pids())
     for found in (first, second):
@@ -144,6 +183,12 @@ def test_a_job_that_stalls_for_too_long_ends_where_that_is_asked_for():
         assert "stalled for more than 1 s" in message
         assert "'the right one'" in message
         assert "not submitted by rank " in message
+
+
+def test_a_stall_in_a_process_set_ends_the_whole_job(tmp_path):
+    with RankGroup(3, stall_check_seconds=0.2, stall_shutdown_seconds=1.0) as group:
+        for message in group.run(wait_in_vain_in_a_set, tmp_path):
+            assert "stalled for more than 1 s: allreduce 'in the pair' of process set 1" in message
 
 
 def test_ranks_without_the_check_have_no_thread_for_it():
@@ -177,10 +222,20 @@ def test_a_process_is_known_by_more_than_its_number():
 
 
 def test_what_ranks_tell_of_themselves_survives_the_way_and_anything_else_is_refused():
-    condition = Condition((("x", 1.5),), 3, 0.5, "step 1", {"MainThread": "here"}, {2: "has ended"})
+    condition = Condition(
+        (Pending("x", 1.5, 4), Pending("y", 1.0)), 3, 0.5, "step 1", {"MainThread": "here"}, {2: "has ended"}
+    )
     assert decode_condition(encode(condition)) == condition
     assert decode_identity(encode(own_identity())) == own_identity()
-    for content in (b"", b"\xff", b"[]", b"{}", b'{"pending": 3}', b'{"pending": [], "neighbours": {"a": 1}}'):
+    for content in (
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"pending": 3}',
+        b'{"pending": [["x", 1.0]]}',
+        b'{"pending": [], "neighbours": {"a": 1}}',
+    ):
         with pytest.raises(CollectiveError, match="cannot be read"):
             decode_condition(content)
         with pytest.raises(CollectiveError, match="cannot be read"):
@@ -192,9 +247,9 @@ def identity(rank, host="one"):
 
 
 def test_silent_ranks_are_judged_by_what_others_see():
-    conditions = {0: Condition((("barrier 'b'", 70.0),), neighbours={1: "has ended"})}
+    conditions = {0: Condition((Pending("barrier 'b'", 70.0),), neighbours={1: "has ended"})}
     identities = {0: identity(0), 1: identity(1), 2: identity(2), 3: identity(3, "two")}
-    found = report(conditions, identities, 5, since=30.0)
+    found = report(conditions, identities, {0: tuple(range(5))}, since=30.0)
     assert found.silent == {
         1: "its process has ended",
         2: "its process lives, but executes code that lets no other thread run",
@@ -206,10 +261,10 @@ def test_silent_ranks_are_judged_by_what_others_see():
 
 def test_the_longest_wait_comes_first_and_short_ones_not_at_all():
     conditions = {
-        0: Condition((("allreduce 'a'", 61.0), ("allreduce 'b'", 90.0), ("allreduce 'c'", 1.0))),
-        1: Condition((("allreduce 'b'", 88.0),)),
+        0: Condition((Pending("allreduce 'a'", 61.0), Pending("allreduce 'b'", 90.0), Pending("allreduce 'c'", 1.0))),
+        1: Condition((Pending("allreduce 'b'", 88.0),)),
     }
-    found = report(conditions, {}, 2, since=30.0)
+    found = report(conditions, {}, {0: (0, 1)}, since=30.0)
     assert [(t.title, t.age, t.missing) for t in found.tensors] == [
         ("allreduce 'b'", 90.0, ()),
         ("allreduce 'a'", 61.0, (1,)),
