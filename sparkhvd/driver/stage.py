@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import closing
 from typing import TYPE_CHECKING, cast
@@ -16,15 +16,14 @@ from sparkhvd.errors import StartTimeoutError
 from sparkhvd.task.job import RESULT_SCHEMA
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark import SparkStageInfo
     from pyspark.resource import ResourceProfile
     from pyspark.sql import DataFrame, Row, SparkSession
     from pyspark.sql.connect.shell.progress import ProgressHandler
 
-logger = logging.getLogger(__name__)
+    from sparkhvd.task.entry import TaskFunction
 
-TaskFunction = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]
+logger = logging.getLogger(__name__)
 
 
 class BarrierStage:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import threading
 import time
@@ -77,6 +78,15 @@ def test_the_tasks_meet_at_the_driver_where_all_reach_it(spark, monkeypatch):
     met = [answer for answer in answers if isinstance(answer, Met | Apart)]
     assert [type(answer) for answer in met] == [Met] * 4
     assert {one.offer.task_index for one in met[0].introductions} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
+def test_executors_with_another_version_are_told_by_one_sentence(spark, monkeypatch, launcher):
+    installed = sparkhvd.__version__
+    monkeypatch.setattr(sparkhvd, "__version__", "77.0")
+    words = rf"^The driver has sparkhvd 77\.0, but \S+ on host \S+ has {re.escape(installed)}"
+    with pytest.raises(LaunchError, match=words):
+        sparkhvd.run(place, num_proc=2, launcher=launcher)
 
 
 def test_output_goes_into_files_of_a_store_where_asked(spark, tmp_path):

@@ -20,6 +20,7 @@ from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import Attending
 from sparkhvd.rpc.server import Server
+from sparkhvd.task.entry import entry_of
 from sparkhvd.task.job import Job
 from sparkhvd.task.main import run_task
 
@@ -61,7 +62,7 @@ class BarrierHandle:
             )
             stack.callback(meeting.end)  # the server closes after those who wait there have their answer
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
-            task = functools.partial(run_task, job.with_log_addresses(addresses))
+            task = entry_of(functools.partial(run_task, job.with_log_addresses(addresses)))
             profile = profile_of(spark, request.resources)
             self._stage = BarrierStage(spark, job.num_proc, task, profile, self._ended, request.rows)
             stack.callback(self._stage.close)

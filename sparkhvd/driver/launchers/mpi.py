@@ -34,6 +34,7 @@ from sparkhvd.rpc.registration import Registration, TaskOffer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import device_map, mixed_devices
+from sparkhvd.task.entry import entry_of
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
 from sparkhvd.task.mpi.task import run_mpi_task
@@ -92,7 +93,7 @@ class MpiLauncher:
         profile = profile_of(self._spark, self._request.resources)
 
         def stage(mpi_job: MpiJob, on_end: Callable[[], None]) -> Stage:
-            task = functools.partial(run_mpi_task, mpi_job)
+            task = entry_of(functools.partial(run_mpi_task, mpi_job))
             return BarrierStage(self._spark, job.num_proc, task, profile, on_end)
 
         own_host, bind_host = log_hosts(self._spark)

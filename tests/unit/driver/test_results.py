@@ -54,6 +54,7 @@ def test_other_kinds_of_failure_have_their_own_types():
 
 def test_an_executor_without_sparkhvd_gets_its_own_sentence():
     assert "install it on every node" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y"))
+    assert "not this version" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd.task.entry'\n\tat org.y"))
     assert spark_failure(RuntimeError("cause\n\tat org.y")).endswith("Spark says: cause")
 
 
