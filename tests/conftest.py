@@ -234,7 +234,7 @@ def _lasts(thread: threading.Thread) -> bool:
 def _native_threads() -> dict[int, str]:
     names = {}
     for task in Path("/proc/self/task").iterdir():
-        name = _read(task / "comm").strip()
+        name = _read(f"{task}/comm").strip()
         if name.startswith(_OWN_NATIVE_THREADS):
             names[int(task.name)] = name
     return names
@@ -243,54 +243,52 @@ def _native_threads() -> dict[int, str]:
 def _processes() -> dict[tuple[int, str], str]:
     """Our descendants, orphans included, by pid and start time; without those that serve the whole session."""
     found = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        if int(entry.name) == os.getpid():
-            continue
-        stat = _read(entry / "stat").rpartition(")")[2].split()
-        ours = stat and (stat[1] == str(os.getpid()) or _has_our_mark(entry))
-        command = _read(entry / "cmdline").replace("\0", " ").strip()
-        if ours and not _LASTING_PROCESS.search(command):
-            found[int(entry.name), stat[19]] = f"{entry.name} ({command or 'ended, but nobody waited for it'})"
+    for pid in _other_processes():
+        stat = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        if stat and (stat[1] == str(os.getpid()) or _has_our_mark(pid)):
+            command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+            if not _LASTING_PROCESS.search(command):
+                found[int(pid), stat[19]] = f"{pid} ({command or 'ended, but nobody waited for it'})"
     return found
 
 
-def _has_our_mark(process: Path) -> bool:
-    return f"{_MARK}={os.environ[_MARK]}" in _read(process / "environ")
+def _other_processes() -> list[str]:
+    return [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and entry.name != str(os.getpid())]
+
+
+def _has_our_mark(pid: str) -> bool:
+    return f"{_MARK}={os.environ[_MARK]}" in _read(f"/proc/{pid}/environ")
 
 
 def _without_that_of_others(names: frozenset[str]) -> frozenset[str]:
     """Without the segments of processes that are not ours: other tests may run beside these."""
-    for process in Path("/proc").glob("[0-9]*") if names else ():
-        if int(process.name) != os.getpid() and not _has_our_mark(process):
-            mapped = _read(process / "maps")
+    for pid in _other_processes() if names else ():
+        if not _has_our_mark(pid):
+            mapped = _read(f"/proc/{pid}/maps")
             names -= {name for name in names if f"/dev/shm/{name}" in mapped}
     return names
 
 
 def _descriptors() -> Counter[str]:
+    lasting = {"/dev/urandom"} | _kept_for_reuse()
     targets = Counter[str]()
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = str(entry.readlink())
         except FileNotFoundError:  # the one that lists the folder
             continue
-        if target != "/dev/urandom" and not _is_kept_for_reuse(target):
+        if target not in lasting:
             targets[target] += 1
     return targets
 
 
-def _is_kept_for_reuse(target: str) -> bool:
-    """Whether a descriptor is a connection with Spark's JVM or a data node: their clients keep them for reuse."""
-    inode = re.fullmatch(r"socket:\[(\d+)\]", target)
-    ports = _spark_ports() | _ports_of_data_nodes
-    if not inode or not ports:
-        return False
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        for line in _read(Path(table)).splitlines()[1:]:
-            cells = line.split()
-            if cells[9] == inode[1]:
-                return bool(ports & {int(cell.rpartition(":")[2], 16) for cell in cells[1:3]})
-    return False
+def _kept_for_reuse() -> set[str]:
+    """The connections with Spark's JVM and the data nodes, which their clients keep for reuse."""
+    ports = {f":{port:04X}" for port in _spark_ports() | _ports_of_data_nodes}
+    if not ports:
+        return set()
+    lines = [line.split() for table in ("tcp", "tcp6") for line in _read(f"/proc/self/net/{table}").splitlines()[1:]]
+    return {f"socket:[{cells[9]}]" for cells in lines if not ports.isdisjoint({cells[1][-5:], cells[2][-5:]})}
 
 
 def _spark_ports() -> set[int]:
@@ -315,8 +313,9 @@ def _restore_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text(errors="replace")
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123  in every test, hundreds of times
+            return file.read().decode(errors="replace")
     except OSError:  # the process or thread has ended meanwhile, or is not ours to look into
         return ""
