@@ -23,6 +23,7 @@ from pyspark.sql import SparkSession
 from tests.endurance import come_and_go, cycles, kill_one_of, strangers
 from tests.launch.faults import FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
+from tests.launch.losses import DRIVER_FAULTS, lost_driver, lost_executors
 from tests.ranks import RankGroup
 
 _ROOT = Path(__file__).parents[1]
@@ -89,7 +90,7 @@ def properties() -> str:
 
 
 def faults() -> str:
-    """Produce every row of the fault matrix, and hosts that are cut off."""
+    """Produce every row of the fault matrix, with lost executors and drivers, and hosts that are cut off."""
     lines = [
         "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that goes on;",
         "no process was left behind:",
@@ -106,13 +107,15 @@ def faults() -> str:
         finally:
             spark.stop()
         lines += _ports_taken(Path(folder, "ports"))
+        lines += [_line(name, *found) for name, found in lost_executors(Path(folder, "executors")).items()]
+        lines += [_line(one.name, *lost_driver(one, Path(folder, one.name))) for one in DRIVER_FAULTS]
         lines += _cut_off(Path(folder, "hosts"))
     return "\n".join(lines)
 
 
 def _line(name: str, seconds: float, error: str, wrong: list[str]) -> str:
-    verdict = f"FAILED: {wrong}" if wrong else error.replace("NoneType", "the job goes on")
-    return f"  {name:<40} {seconds:6.2f}  {verdict}"
+    verdict = f"FAILED: {wrong}" if wrong else error.replace("NoneType", "the job goes on") or "all have ended"
+    return f"  {name:<50} {seconds:6.2f}  {verdict}"
 
 
 def _ports_taken(folder: Path) -> list[str]:
@@ -138,7 +141,7 @@ def _cut_off(folder: Path) -> list[str]:
         fine = "was cut off from the network" in cut["error"] and not cut["left"]
         name, error = f"host cut off, in mid-training, {launcher}", cut["error"].partition(":")[0]
         ended = f"its own ranks had ended after {cut['ended']:.1f} s"
-        lines.append(f"  {name:<40} {cut['seconds']:6.2f}  {error if fine else 'FAILED: ' + cut['error']}; {ended}")
+        lines.append(f"  {name:<50} {cut['seconds']:6.2f}  {error if fine else 'FAILED: ' + cut['error']}; {ended}")
     return lines
 
 

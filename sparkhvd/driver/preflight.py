@@ -22,8 +22,8 @@ from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.resources import TaskResources, profile_of
-from sparkhvd.driver.results import spark_failure
 from sparkhvd.driver.slots import describe_cluster, refuse_dynamic_allocation, reserve
+from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.driver.store_check import judge, needs_check, remove
 from sparkhvd.errors import LaunchError, SparkHvdError, StartTimeoutError, StoreError
@@ -171,7 +171,7 @@ def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examinatio
                 "busy. Wait for those, or give this job a cluster of its own."
             )
         if stage.error is not None:
-            raise LaunchError(spark_failure(stage.error)) from stage.error
+            raise LaunchError(spark_failure(stage.error, stage.host_of)) from stage.error
         return [Examination.from_json(bytes(row.content)) for row in sorted(stage.rows, key=lambda row: int(row.rank))]
 
 

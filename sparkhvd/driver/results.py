@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -81,15 +80,3 @@ def cut_off(task: Attending) -> FailureReport:
         f"Task {task.task_index} on host {task.host} was cut off from the network before its rank was assigned: {why}"
     )
     return FailureReport(-1, task.host, cause, kind=LAUNCH)
-
-
-def spark_failure(error: BaseException) -> str:
-    """What to tell when Spark itself gave the job up."""
-    text = str(error)
-    if re.search(r"No module named 'sparkhvd['.]", text):
-        return "The executors cannot import sparkhvd, or not this version; install it on every node of the cluster."
-    if (versions := re.search(r"The driver has sparkhvd .*", text)) is not None:
-        return versions[0]
-    text = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("\tat "))
-    shortened = text if len(text) <= 4000 else f"{text[:4000]} ..."
-    return f"Spark gave the job up; no rank reported a failure of its own. Spark says: {shortened}"

@@ -72,6 +72,16 @@ class BarrierStage:
         """What the tasks yielded, once the job has ended."""
         return self._job.result(0)
 
+    def host_of(self, executor: str) -> str:
+        """The host of an executor of the session, also of one that was lost; empty where Spark does not say."""
+        if is_connect(self._spark):
+            return ""
+        try:
+            store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - PySpark has no other way
+            return str(store.executorSummary(executor).hostPort()).rpartition(":")[0]
+        except Exception:  # noqa: BLE001 - a sentence without the host is better than none
+            return ""
+
     def wait_started(self, started: threading.Event, deadline: Deadline, seconds: float) -> None:
         """Wait until the tasks run (or the job has ended).
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -50,14 +50,16 @@ class Fault:
         error: what the driver raises; None where the job has to go on.
         words: what it says, as a regular expression.
         always: whether every run of the tests produces it.
+        seconds: from the fault to the end of the job, on a machine that is not busy.
     """
 
     how: str
     phase: str
     launcher: str
-    error: type[Exception] | None
+    error: type[BaseException] | None
     words: str
     always: bool = False
+    seconds: float = SECONDS
 
     @property
     def name(self) -> str:
@@ -68,7 +70,7 @@ class Fault:
 class Ended:
     """What came of a row: the error, seconds from the fault to it or to the end of the job, what was left of it."""
 
-    error: Exception | None
+    error: BaseException | None
     seconds: float
     left: list[int]
     let_in: int = 0
@@ -105,7 +107,7 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
 _WRONG_SECRET = _NAMED + "raised AuthenticationError: "
 _GIVEN_UP = r"Spark gave the job up[\s\S]*"
 _CRASHED = f"{_GIVEN_UP}Python worker exited unexpectedly"
-_TASKS_OF_MPI: dict[str, tuple[type[Exception] | None, str]] = {
+_TASKS_OF_MPI: dict[str, tuple[type[BaseException] | None, str]] = {
     "raise": (LaunchError, f"{_GIVEN_UP}ValueError: no luck"),
     "exit": (LaunchError, _CRASHED),
     "kill": (LaunchError, _CRASHED),
@@ -113,6 +115,7 @@ _TASKS_OF_MPI: dict[str, tuple[type[Exception] | None, str]] = {
     "disk": (LaunchError, f"{_GIVEN_UP}{_NO_SPACE}"),
     "hang": (LaunchError, "Timed out waiting for Spark tasks to register: 0 of 2 did"),
     "stranger": (None, ""),
+    "driver interrupted": (KeyboardInterrupt, ""),
     "wrong secret": (
         LaunchError,
         _GIVEN_UP + r"Task 1 on host \S+ cannot register with the driver: .*it belongs to another job",
@@ -136,6 +139,8 @@ _ALWAYS = {
     *(("local", how, "at rendezvous") for how in ("stranger", "wrong secret")),
     *(("barrier", "kill", phase) for phase in ("before registration", "at rendezvous", "at the end")),
     ("barrier", "stranger", "in mid-training"),
+    *(("barrier", "driver interrupted", phase) for phase in (PHASES[0], PHASES[2])),
+    ("mpi", "driver interrupted", "at rendezvous"),
     *(("barrier", how, "in mid-training") for how in ("raise", "hang")),
     *(("mpi", how, phase) for how, phase in (("kill", "at rendezvous"), ("raise", "at the end"))),
     *(("mpi", how, "before registration") for how in ("raise", "kill", "wrong secret")),
@@ -156,6 +161,7 @@ def _rows() -> list[Fault]:
                 rows.append(_row(how, phase, launcher, RankFailedError, words))
             rows.append(_row("hang", phase, launcher, *_HANGING[phase]))
             rows.append(_row("stranger", phase, launcher, None, ""))
+            rows.append(_row("driver interrupted", phase, launcher, KeyboardInterrupt, ""))
         rows.append(_row("wrong secret", "at rendezvous", launcher, RankFailedError, _WRONG_SECRET))
     # Open MPI starts no rank whose Python does not get as far as registering: there it is the task that goes wrong.
     rows = [row for row in rows if (row.launcher, row.phase) != ("mpi", "before registration")]
@@ -164,7 +170,7 @@ def _rows() -> list[Fault]:
     return [*rows, _row("wrong secret", "before registration", "barrier", None, "")]
 
 
-def _row(how: str, phase: str, launcher: str, error: type[Exception] | None, words: str) -> Fault:
+def _row(how: str, phase: str, launcher: str, error: type[BaseException] | None, words: str) -> Fault:
     return Fault(how, phase, launcher, error, words, (launcher, how, phase) in _ALWAYS)
 
 
@@ -184,7 +190,8 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
     if fault.how == "hang":  # what bounds the waits of the others, long by default
         environment |= {"SPARKHVD_START_TIMEOUT": str(_START_SECONDS), "SPARKHVD_RESULT_TIMEOUT": "2"}
         environment |= {"SPARKHVD_STALL_CHECK_SECONDS": "1", "SPARKHVD_STALL_SHUTDOWN_SECONDS": "2"}
-    error: Exception | None = None
+    error: BaseException | None = None
+    (folder / "driver").write_text(str(os.getpid()))
     if early and fault.how == "port taken":  # the driver is the first to need one
         go_wrong(fault.how, folder)
     with ExitStack() as stack:
@@ -204,16 +211,27 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
                 stderr=io.StringIO(),
                 spark=None if fault.launcher == "local" else spark,
             )
-        except LaunchError as raised:
+        except (LaunchError, KeyboardInterrupt) as raised:
             error = raised
         when = folder / "when"
         seconds = time.time() - float(when.read_text()) if when.exists() else float("nan")
     pids = [int(path.name.partition("-")[2]) for path in folder.glob("pid-*")]
-    _wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    return Ended(error, seconds, [pid for pid in pids if psutil.pid_exists(pid)], counts["let in"])
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *_below()]))
+    return Ended(error, seconds, [pid for pid in [*pids, *_below()] if psutil.pid_exists(pid)], counts["let in"])
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
+def _below() -> list[int]:
+    """Our descendants that a job has beside its ranks: ``mpirun``, its agents, ``orted``, and what they started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            words = " ".join(process.cmdline())
+            if "pyspark" not in words and ("sparkhvd." in words or process.name() in {"mpirun", "orted"}):
+                found.append(process.pid)
+    return found
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline, pause = time.monotonic() + 10.0, threading.Event()
     while not condition() and time.monotonic() < deadline:
         pause.wait(0.05)
@@ -246,7 +264,7 @@ def complaints(fault: Fault, ended: Ended) -> list[str]:
             found.append(f"{type(ended.error).__name__}: {ended.error}")
     elif type(ended.error) is not fault.error or not re.match(fault.words, str(ended.error)):
         found.append(f"{type(ended.error).__name__}: {ended.error}")
-    if not ended.seconds < SECONDS:
+    if not ended.seconds < fault.seconds:
         found.append(f"the error came after {ended.seconds:.1f} s")
     if ended.let_in:
         found.append(f"{ended.let_in} strangers were let in")

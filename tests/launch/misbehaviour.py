@@ -37,6 +37,8 @@ def note_time(folder: Path) -> None:
 
 def go_wrong(how: str, folder: Path) -> None:
     """Returns only where the job has to go on, or fails a little later."""
+    if how == "executor killed once" and (folder / "when").exists():
+        return
     note_time(folder)
     if how == "stranger":
         await_stranger(folder)
@@ -47,6 +49,15 @@ def go_wrong(how: str, folder: Path) -> None:
     if how == "port taken":
         take_all_ports()
         return
+    if how.startswith(("driver ", "executor ", "Spark ")):
+        lose(how, folder)
+    else:
+        fail(how)
+    time.sleep(600)
+
+
+def fail(how: str) -> None:
+    """This process goes wrong; returns where it hangs."""
     if how == "raise":
         raise ValueError("no luck")
     if how == "exit":
@@ -59,7 +70,17 @@ def go_wrong(how: str, folder: Path) -> None:
     if how == "disk":
         with Path("/dev/full").open("wb", buffering=0) as full:
             full.write(b"x")
-    time.sleep(600)
+
+
+def lose(how: str, folder: Path) -> None:
+    """Another process is lost: the driver, or the JVM that this one runs under."""
+    if how.startswith("driver "):
+        os.kill(int((folder / "driver").read_text()), signal.SIGINT if how == "driver interrupted" else signal.SIGKILL)
+        return
+    import psutil  # noqa: PLC0415
+
+    # That of the executor; on a local master it is Spark as a whole.
+    next(one for one in psutil.Process().parents() if one.name() == "java").kill()
 
 
 def await_stranger(folder: Path) -> None:

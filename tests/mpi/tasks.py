@@ -70,6 +70,9 @@ class ProcessStage:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
+    def host_of(self, executor: str) -> str:
+        return ""
+
     def wait_started(self, started: threading.Event, deadline, seconds: float) -> None:
         assert started.wait(deadline.remaining())
 

@@ -15,6 +15,8 @@ import sparkhvd
 from sparkhvd import Checkpoints, Store, TorchEstimator
 from sparkhvd.errors import SlotsError
 from sparkhvd.estimators.torch import TorchCallback, TorchRun
+from tests.launch.faults import complaints, produced
+from tests.launch.losses import EXECUTOR_FAULTS
 
 
 def place() -> dict[str, int]:
@@ -81,6 +83,13 @@ def parameters_after_fit(session: SparkSession, folder: Path, callbacks: list[To
     return [float(number) for parameter in fitted.parameters() for number in parameter.detach().flatten()]
 
 
+def mpi_without_an_executor(session: SparkSession, folder: Path) -> list[str]:
+    """What there is to complain of where Open MPI's ranks lose their executor."""
+    folder.mkdir()
+    fault = next(one for one in EXECUTOR_FAULTS if one.name == "executor killed, in mid-training, mpi")
+    return complaints(fault, produced(fault, folder, session))
+
+
 def pids_left(folder: Path) -> list[int]:
     """The ranks, of any attempt, that still run after a while."""
     pids = {int(pid) for path in folder.iterdir() for pid in path.read_text().split()}
@@ -111,6 +120,7 @@ def main(master: str, folder: Path) -> None:
         found["undisturbed"] = parameters_after_fit(session, store, [])
         found["resumed"] = parameters_after_fit(session, store, [KillExecutorOnce(folder)])
         found["steps"] = (folder / "steps").read_text().split()
+        found["executor lost"] = mpi_without_an_executor(session, folder.with_name("executor lost"))
     finally:
         session.stop()
     print("FOUND " + json.dumps(found))

@@ -70,6 +70,10 @@ def test_a_fit_that_loses_an_executor_goes_on_from_its_last_checkpoint(local_clu
     assert len(second) <= 8 + 2, f"executor lost after step 4, every second step kept: {second}"
 
 
+def test_with_open_mpi_a_lost_executor_is_one_error_and_nothing_is_left(local_cluster):
+    assert found_by(local_cluster)["executor lost"] == []
+
+
 # A mount namespace of its own, in which nothing of an NVIDIA driver is to be seen.
 ISOLATED = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc/driver && exec "$@"', "sh")
 

@@ -14,8 +14,9 @@ from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import cut_off, failure_of, results_of, spark_failure
+from sparkhvd.driver.results import cut_off, failure_of, results_of
 from sparkhvd.driver.slots import reserve_tasks
+from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import Attending
@@ -76,7 +77,7 @@ class BarrierHandle:
         if not self._stage.wait(_ROWS_SECONDS if self._cut_off is not None else None) and self._cut_off is not None:
             raise failure_of(cut_off(self._cut_off))
         if self._stage.error is not None:
-            raise LaunchError(spark_failure(self._stage.error)) from self._stage.error
+            raise LaunchError(spark_failure(self._stage.error, self._stage.host_of)) from self._stage.error
         return results_of(self._stage.rows, self._job.num_proc)
 
     def close(self) -> None:

@@ -22,8 +22,9 @@ from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, 
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts, routable, with_address
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import cut_off, failure_of, results_of, spark_failure
+from sparkhvd.driver.results import cut_off, failure_of, results_of
 from sparkhvd.driver.slots import reserve_tasks
+from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, SparkHvdError
 from sparkhvd.rpc.client import Client, connect
@@ -64,6 +65,8 @@ class Stage(Protocol):
     def rows(self) -> Sequence[Row]: ...
 
     def wait(self, seconds: float | None = None) -> bool: ...
+
+    def host_of(self, executor: str) -> str: ...
 
     def wait_started(self, started: threading.Event, deadline: Deadline, seconds: float) -> None: ...
 
@@ -161,7 +164,7 @@ class MpiHandle:
         if failure is not None:
             raise failure_of(failure)
         if self._stage.error is not None:
-            raise LaunchError(spark_failure(self._stage.error)) from self._stage.error
+            raise LaunchError(spark_failure(self._stage.error, self._stage.host_of)) from self._stage.error
         return results_of(self._stage.rows, self._job.num_proc)
 
     def close(self) -> None:
@@ -296,7 +299,8 @@ class MpiHandle:
                     self._note(cut_off(Attending(offer.task_index, rank, offer.host)))
                 self._fail(
                     f"Task {offer.task_index} on host {offer.host} was lost while its ranks were starting or running: "
-                    f"{error}. Its executor's log says why."
+                    "its Python worker or its executor was killed or crashed, as on a host that is short of memory. "
+                    "The executor's log says more."
                 )
 
         thread = threading.Thread(target=watch, name="sparkhvd-attend", daemon=True)

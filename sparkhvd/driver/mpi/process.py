@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -26,6 +25,8 @@ logger = logging.getLogger(__name__)
 _TERM_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 0.5
 _TAIL_LINES = 60
+# Ends after its stdin, which a driver that is killed holds no longer; mpirun then needs the folder for a moment more.
+_REMOVE = 'cat; n=0; while kill -0 "$1" 2>/dev/null && [ $n -lt 100 ]; do sleep 0.1; n=$((n+1)); done; rm -rf "$0"'
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Mpirun:
         service: ServiceAddress,
         on_end: Callable[[int, str], None],
     ) -> None:
-        self._folder = tempfile.mkdtemp(prefix="sparkhvd-")  # a killed mpirun does not remove its files
+        folder = tempfile.mkdtemp(prefix="sparkhvd-")  # a killed mpirun does not remove its files
         own = {
-            "TMPDIR": self._folder,
+            "TMPDIR": folder,
             DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
             DRIVER_SECRET: service.secret.hex(),
             "PYTHONPATH": import_path(),
@@ -73,6 +74,12 @@ class Mpirun:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+        )
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", _REMOVE, folder, str(self._process.pid)],
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
         )
         self._reader = threading.Thread(target=self._read, name="sparkhvd-mpirun-output", daemon=True)
         self._thread = threading.Thread(target=self._watch, name="sparkhvd-mpirun", daemon=True)
@@ -91,7 +98,7 @@ class Mpirun:
                 os.kill(pid, signal.SIGKILL)
         self._thread.join()
         self._reader.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remover.communicate()
 
     def _watch(self) -> None:
         code = self._process.wait()

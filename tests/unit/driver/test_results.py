@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd.driver.results import cut_off, failure_of, results_of, spark_failure
+from sparkhvd.driver.results import cut_off, failure_of, results_of
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.messages import Attending
 from sparkhvd.task.job import FAILURE, RESULT
@@ -50,12 +50,6 @@ def test_other_kinds_of_failure_have_their_own_types():
     with pytest.raises(LaunchError, match="Rank 1 on host node-4") as caught:
         results_of(failed(kind=TOO_LARGE), 2)
     assert type(caught.value) is LaunchError
-
-
-def test_an_executor_without_sparkhvd_gets_its_own_sentence():
-    assert "install it on every node" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y"))
-    assert "not this version" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd.task.entry'\n\tat org.y"))
-    assert spark_failure(RuntimeError("cause\n\tat org.y")).endswith("Spark says: cause")
 
 
 def test_a_host_that_is_cut_off_is_a_failed_rank_or_a_task_that_has_none_yet():

@@ -1,0 +1,65 @@
+"""What to tell when Spark itself gave a job up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+_MAX_TEXT = 4000
+_EXECUTOR = re.compile(r"ExecutorLostFailure \(executor (\S+) [^)]*\)(?: Reason: ([^\n]*))?")
+_TASK = re.compile(r"because barrier task \w+\(\d+, (\d+)\)")
+_ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
+# The line after the traceback; what follows is Spark's.
+_RAISED = re.compile(r"Traceback [^\n]*\n(?:[ \t][^\n]*\n)+(\S[^\n]*)")
+_VERSIONS = re.compile(r"The driver has sparkhvd .*")
+_CRASHED = "Python worker exited unexpectedly"
+
+
+def spark_failure(error: BaseException, host_of: Callable[[str], str] = lambda _: "") -> str:
+    """The sentences for an error of Spark, with what it said itself behind them.
+
+    Args:
+        error: what its job raised.
+        host_of: the host of an executor, by its number; empty where that is not known.
+    """
+    text = str(error)
+    if re.search(r"No module named 'sparkhvd['.]", text):
+        return "The executors cannot import sparkhvd, or not this version; install it on every node of the cluster."
+    if (versions := _VERSIONS.search(text)) is not None:
+        return versions[0]
+    if _has_ended(error):
+        return (
+            f"Spark has ended: the JVM beside this driver does not answer any more ({text.strip() or 'no answer'}). "
+            "It was stopped or killed, as the kernel does on a host that is short of memory, or it crashed. Stop the "
+            "session with spark.stop(), make a new one, and run the job again."
+        )
+    text = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("\tat "))
+    shortened = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
+    cause = _cause(text, host_of)
+    if not cause:
+        return f"Spark gave the job up; no rank reported a failure of its own. Spark says: {shortened}"
+    attempts = _ATTEMPTS.search(text)
+    last = f" It was the last of {attempts[1]} attempts." if attempts else ""
+    return f"Spark gave the job up: {cause}.{last}\n\nSpark says: {shortened}"
+
+
+def _has_ended(error: BaseException) -> bool:
+    """Whether there is no JVM behind the session any more."""
+    return isinstance(error, ConnectionError | EOFError) or type(error).__name__ == "Py4JNetworkError"
+
+
+def _cause(text: str, host_of: Callable[[str], str]) -> str:
+    """Why the last attempt failed; empty where that is not among what is known of Spark."""
+    number = _TASK.search(text)
+    task = f"task {number[1]}" if number else "a task"
+    if lost := _EXECUTOR.search(text):
+        host = host_of(lost[1])
+        place = f"executor {lost[1]} on host {host}" if host else f"executor {lost[1]}"
+        reason = (lost[2] or "no reason given").rstrip(".")
+        return f"{place}, which ran {task}, was lost ({reason}). Its log says more"
+    if raised := _RAISED.findall(text):  # the last of those that caused each other
+        return f"{task} failed with {raised[-1].rstrip('.')}"
+    if _CRASHED in text:
+        why = "on a host that is short of memory the kernel kills it"
+        return f"the Python worker of {task} was killed or crashed; {why}"
+    return ""

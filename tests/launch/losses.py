@@ -1,0 +1,139 @@
+"""Rows of the fault matrix in which processes of Spark are lost: executors, the driver, the JVM beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from sparkhvd.errors import LaunchError
+from tests.launch.faults import LAUNCHERS, PHASES, SECONDS, Fault, wait_for
+
+ATTEMPTS = 2
+_ROOT = Path(__file__).parents[2]
+# Each attempt waits for the executor that takes the place of the one that was killed.
+_SECONDS = ATTEMPTS * SECONDS
+_EXECUTOR_LOST = (
+    r"Spark gave the job up: executor \d+ on host 127\.0\.0\.1, which ran task [01], was lost \(Command exited with "
+    rf"code 137\)\. Its log says more\. It was the last of {ATTEMPTS} attempts\."
+)
+_TASK_LOST = (
+    r"Task 1 on host 127\.0\.0\.1 was lost while its ranks were starting or running: its Python worker or its executor "
+    r"was killed or crashed"
+)
+_NO_JVM = rf"Spark has ended: the JVM beside this driver does not answer any more|{_TASK_LOST}"
+
+# On a cluster that gives a stage up after so many attempts.
+EXECUTOR_FAULTS = [
+    *(Fault("executor killed once", phase, "barrier", None, "", seconds=_SECONDS) for phase in PHASES),
+    *(Fault("executor killed", phase, "barrier", LaunchError, _EXECUTOR_LOST, seconds=_SECONDS) for phase in PHASES),
+    Fault("executor killed once", PHASES[0], "mpi", None, "", seconds=_SECONDS),
+    Fault("executor killed", PHASES[0], "mpi", LaunchError, _EXECUTOR_LOST, seconds=_SECONDS),
+    *(Fault("executor killed", phase, "mpi", LaunchError, _TASK_LOST) for phase in PHASES[1:]),
+]
+DRIVER_FAULTS = [
+    *(Fault("driver killed", phase, launcher, None, "") for launcher in LAUNCHERS for phase in PHASES),
+    *(Fault("Spark killed", phase, launcher, LaunchError, _NO_JVM) for launcher in LAUNCHERS[1:] for phase in PHASES),
+]
+_MARK = "SPARKHVD_TEST_DRIVER"
+# Of Spark and its JVM, which remove them when they are not killed.
+_OF_SPARK = re.compile(r"spark-.*|blockmgr-.*|hsperfdata_.*|artifacts-.*|pyspark-.*")
+
+
+def session_on(master: str) -> SparkSession:
+    """A quiet session whose cluster gives a stage up after ``ATTEMPTS`` attempts."""
+    builder = SparkSession.builder.master(master).config("spark.executor.memory", "700m")
+    for process in ("driver", "executor"):
+        builder.config(f"spark.{process}.extraJavaOptions", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+    builder.config("spark.stage.maxConsecutiveAttempts", str(ATTEMPTS))
+    # How often a barrier stage looks for the executor that replaces a killed one.
+    builder.config("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
+    builder.config("spark.driver.host", "127.0.0.1").config("spark.ui.enabled", "false")
+    return builder.config("spark.log.level", "ERROR").getOrCreate()
+
+
+def lost_executors(folder: Path) -> dict[str, tuple[float, str, list[str]]]:
+    """Produce ``EXECUTOR_FAULTS`` on one cluster: by row, seconds, error and complaints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.launch.losses_script", str(folder)],
+        cwd=_ROOT,
+        env=_environment(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+    assert said, done.stdout + done.stderr
+    found: dict[str, tuple[float, str, list[str]]] = json.loads(said[1])
+    return found
+
+
+def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:
+    """Run a job in which the driver, or the JVM beside it, is killed.
+
+    Returns:
+        Seconds until all its processes had ended, the error where there was somebody to raise it, and complaints.
+    """
+    environment = _environment(folder) | {_MARK: uuid.uuid4().hex}
+    memory = set(Path("/dev/shm").iterdir())
+    with (folder / "said").open("w") as said:  # no pipe: what survives the driver would hold it open
+        subprocess.run(
+            [sys.executable, "-m", "tests.launch.losses_script", str(folder), fault.name],
+            cwd=_ROOT,
+            env=environment,
+            stdout=said,
+            stderr=said,
+            check=False,
+            timeout=300,
+        )
+    wait_for(lambda: not _marked(environment[_MARK]))
+    seconds = time.time() - float((folder / "when").read_text())
+    error, wrong = "", []
+    if fault.error is not None:
+        _, error, wrong = json.loads((folder / "said").read_text().rpartition("FOUND ")[2])[fault.name]
+    if not seconds < fault.seconds:
+        wrong.append(f"the last process had ended after {seconds:.1f} s")
+    if left := _marked(environment[_MARK]):
+        wrong.append(f"processes were left: {left}")
+    if more := _without_users(set(Path("/dev/shm").iterdir()) - memory):
+        wrong.append(f"shared memory was left: {sorted(more)}")
+    if files := [path for path in Path(environment["TMPDIR"]).iterdir() if not _OF_SPARK.fullmatch(path.name)]:
+        wrong.append(f"files were left: {files}")
+    return seconds, error, wrong
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    temporary = folder / "temporary"
+    temporary.mkdir(parents=True)
+    own = {"PYTHONPATH": str(_ROOT), "TMPDIR": str(temporary), "SPARK_LOCAL_IP": "127.0.0.1"}
+    return {**os.environ, **own, "SPARK_LOCAL_DIRS": str(folder / "spark"), "SPARK_WORKER_DIR": str(folder / "spark")}
+
+
+def _without_users(memory: set[Path]) -> set[Path]:
+    """Those that no process has mapped; what runs beside us uses its own."""
+    for maps in Path("/proc").glob("[0-9]*/maps") if memory else ():
+        with suppress(OSError):  # it has just ended
+            mapped = maps.read_text()
+            memory = {segment for segment in memory if str(segment) not in mapped}
+    return memory
+
+
+def _marked(mark: str) -> list[str]:
+    """The processes that have the mark in their environment, as all have that come from a certain one."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{_MARK}={mark}".encode() in entry.read_bytes():
+                found.append((entry.parent / "cmdline").read_text().replace("\0", " ")[:200])
+        except OSError:  # it has just ended
+            continue
+    return found

@@ -1,0 +1,40 @@
+"""Run by losses.py in a process of its own: the driver of jobs that lose their executors, or that may not survive one.
+
+python -m tests.launch.losses_script FOLDER [NAME OF A ROW OF losses.DRIVER_FAULTS]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from tests.launch.faults import Fault, complaints, produced
+from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, session_on
+
+
+def found(fault: Fault, folder: Path, spark: SparkSession | None) -> tuple[float, str, list[str]]:
+    ended = produced(fault, folder, spark)
+    return ended.seconds, type(ended.error).__name__, complaints(fault, ended)
+
+
+def main(folder: Path, names: list[str]) -> None:
+    if names:
+        fault = next(one for one in DRIVER_FAULTS if one.name == names[0])
+        spark = None if fault.launcher == "local" else session_on("local[2]")
+        rows = {fault.name: found(fault, folder, spark)}
+    else:
+        spark, rows = session_on("local-cluster[2,1,700]"), {}
+        for number, fault in enumerate(EXECUTOR_FAULTS):
+            place = folder / str(number)
+            place.mkdir()
+            rows[fault.name] = found(fault, place, spark)
+    print("FOUND " + json.dumps(rows), flush=True)
+    if spark is not None and not names:
+        spark.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
