@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,6 +20,7 @@ import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.errors import LaunchError
 from tests.launch import hosts
+from tests.waiting import happens
 
 HOSTS = 4
 
@@ -52,20 +52,13 @@ def busy(folder: str) -> None:
         Path(folder, str(communicator.world.rank)).write_text(str(os.getpid()))
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
-    deadline, pause = time.monotonic() + seconds, threading.Event()
-    while not condition() and time.monotonic() < deadline:
-        pause.wait(0.1)
-    return condition()
-
-
 def cut(launcher: str, victim: hosts.Host, folder: Path) -> dict[str, object]:
     """Cut a host off in the middle of a job: the error, how long it took, and who was left in the end."""
     folder.mkdir()
     began: list[float] = []
 
     def pull() -> None:
-        wait_for(lambda: len([one for one in folder.iterdir() if one.read_text()]) == HOSTS)
+        happens(lambda: len([one for one in folder.iterdir() if one.read_text()]) == HOSTS, 120.0)
         began.append(time.monotonic())
         victim.cut_off()
 
@@ -79,7 +72,7 @@ def cut(launcher: str, victim: hosts.Host, folder: Path) -> dict[str, object]:
     seconds = time.monotonic() - began[0]
     thread.join()
     pids = [int(one.read_text()) for one in folder.iterdir()]
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60.0)
+    happens(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60.0)
     ended = time.monotonic() - began[0]
     victim.connect()
     left = [pid for pid in pids if psutil.pid_exists(pid)]

@@ -6,12 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.waiting import wait_for
 
 TRAIN = Path(__file__).with_name("train.py")
 ROOT = TRAIN.parents[2]
@@ -104,13 +104,6 @@ def test_the_ranks_end_with_the_launcher(number, options, tmp_path):
         launcher.kill()
         launcher.wait()
     assert code == (-9 if number == signal.SIGKILL else 128 + number), output.read_text()
-
-
-def wait_for(condition):
-    deadline, pause = time.monotonic() + 60, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.05)
 
 
 def test_mpirun_starts_the_ranks_where_it_is_asked_for(tmp_path):

@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import sys
-import threading
 import time
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, RankFailedError
 from tests.mpi.tasks import SECONDS, Launched
+from tests.waiting import wait_for
 
 # From the moment of a loss to the error, with nothing left behind.
 ENDS_WITHIN = 10.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
@@ -140,13 +140,6 @@ def note_and_stay(folder: str):
     session.current().barrier(name="all are there")
     Path(folder, str(session.current().world.rank)).write_text(str(os.getpid()))
     time.sleep(600)
-
-
-def wait_for(condition):
-    deadline, pause = time.monotonic() + SECONDS, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.05)
 
 
 @pytest.mark.parametrize("phase", ["before registration", "while orted starts", "while the ranks run"])

@@ -6,7 +6,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import sparkhvd
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from sparkhvd.rpc.messages import Apart, Met
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
 
@@ -248,7 +248,7 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     busy.start()
     tracker = context.statusTracker()
     try:
-        wait_until(lambda: any(tracker.getStageInfo(s).numActiveTasks == 4 for s in tracker.getActiveStageIds()))
+        wait_for(lambda: any(tracker.getStageInfo(s).numActiveTasks == 4 for s in tracker.getActiveStageIds()))
         with pytest.raises(
             StartTimeoutError, match=r"Timed out waiting for Spark tasks to start\. .*slots for 4 ranks"
         ):
@@ -256,15 +256,7 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     finally:
         context.cancelJobsWithTag("busy")
         busy.join()
-    wait_until(lambda: not list(tracker.getActiveJobsIds()))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.05)
+    wait_for(lambda: not list(tracker.getActiveJobsIds()))
 
 
 def test_jobs_of_several_threads_wait_for_each_other_where_slots_are_short(spark):
@@ -291,7 +283,7 @@ def test_ctrl_c_ends_the_ranks_and_comes_through(spark, tmp_path):
     pids = [tmp_path / "0", tmp_path / "1"]
 
     def interrupt() -> None:
-        wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
+        wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -303,7 +295,7 @@ def test_ctrl_c_ends_the_ranks_and_comes_through(spark, tmp_path):
     finally:
         interrupter.join()
         signal.signal(signal.SIGINT, previous)
-    wait_until(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
+    wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 
 def test_a_tag_of_the_callers_jobs_cancels_the_job(spark, tmp_path):
@@ -319,12 +311,12 @@ def test_a_tag_of_the_callers_jobs_cancels_the_job(spark, tmp_path):
 
     running = threading.Thread(target=run, name="tagged")
     running.start()
-    wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
+    wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
     spark.sparkContext.cancelJobsWithTag("mine")
     running.join(60)
     assert not running.is_alive()
     assert "cancel" in str(errors[0])
-    wait_until(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
+    wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 
 def test_arguments_that_cannot_work_are_refused(spark):

@@ -19,6 +19,7 @@ from sparkhvd.data.prepared import clean, hold
 from sparkhvd.data.processes import machine
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.store import layout
+from tests.waiting import wait_for
 
 
 def ids_of(store):
@@ -155,13 +156,6 @@ def test_a_lease_that_is_no_record_is_ignored(store, content):
 def record_of(lease):
     with lease.store.open(lease.path, "rb") as file:
         return json.loads(file.read())
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen within 20 seconds"
-        time.sleep(0.002)
 
 
 def test_a_hold_is_renewed_until_it_is_let_go(store, make_dataset):

@@ -1,0 +1,23 @@
+"""Waits for what happens elsewhere, in another thread or process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from sparkhvd.deadline import Deadline
+
+
+def happens(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether ``condition`` comes true within so many seconds."""
+    deadline, pause = Deadline.after(seconds), threading.Event()
+    while not condition():
+        if deadline.expired():
+            return False
+        pause.wait(0.02)  # and not time.sleep, which tests replace
+    return True
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until ``condition`` is true, which it has to become."""
+    assert happens(condition, seconds), f"it did not happen within {seconds:g} s"
