@@ -74,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.rootpath == Path(__file__).parents[1]:  # and not in the small runs that tests start
         # Before any test imports TensorFlow: triton, which this loads, crashes when it comes second.
         import torch._dynamo  # noqa: F401, PLC0415
+
+        gc.freeze()  # nothing of it becomes garbage, in which the leak check would look for it again and again
     folder = Path(tempfile.mkdtemp(prefix="sparkhvd-tests-"))
     config.stash[_TEMPORARY_FOLDER] = folder
     temporary = folder / "tmp"
