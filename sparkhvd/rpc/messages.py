@@ -83,9 +83,9 @@ class Probe:
 
 @dataclass(frozen=True)
 class Reachable:
-    """The answer to ``Probe``: the names of the network interfaces where the server answered."""
+    """The answer to ``Probe``: the addresses where the server answered."""
 
-    interfaces: tuple[str, ...]
+    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True)

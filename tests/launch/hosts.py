@@ -25,18 +25,19 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace and its address."""
+    """A namespace, its address, and its interface."""
 
     namespace: str
     address: str
+    interface: str
 
     def cut_off(self) -> None:
         """Pull its cable."""
-        _ip("-n", self.namespace, "link", "set", "cable", "down")
+        _ip("-n", self.namespace, "link", "set", self.interface, "down")
 
     def connect(self) -> None:
         """Put the cable back in."""
-        _ip("-n", self.namespace, "link", "set", "cable", "up")
+        _ip("-n", self.namespace, "link", "set", self.interface, "up")
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,13 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def hosts(count: int) -> Iterator[tuple[str, tuple[Host, ...]]]:
-    """The address of this machine on the bridge, and the hosts at its other ports."""
+    """The address of this machine on the bridge, and the hosts at its other ports.
+
+    Their interfaces have different names, and each has a bridge of its own with the same address, as Docker makes it.
+    """
     number = os.getpid()
     bridge, net = f"shvd{number}", f"10.{200 + number % 50}.{number // 50 % 250}"
-    made = tuple(Host(f"{bridge}-{index}", f"{net}.{index + 2}") for index in range(count))
+    made = tuple(Host(f"{bridge}-{index}", f"{net}.{index + 2}", f"ens{index}") for index in range(count))
     with ExitStack() as stack:
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
@@ -80,10 +84,13 @@ def hosts(count: int) -> Iterator[tuple[str, tuple[Host, ...]]]:
             _ip("netns", "add", host.namespace)
             stack.callback(_ip, "netns", "del", host.namespace)
             port = f"{bridge}p{index}"
-            _ip("link", "add", port, "type", "veth", "peer", "name", "cable", "netns", host.namespace)
+            for words in (["link", "add", "docker0", "type", "bridge"], ["link", "set", "docker0", "up"]):
+                _ip("-n", host.namespace, *words)
+            _ip("-n", host.namespace, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+            _ip("link", "add", port, "type", "veth", "peer", "name", host.interface, "netns", host.namespace)
             _ip("link", "set", port, "master", bridge, "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "cable")
-            _ip("-n", host.namespace, "link", "set", "cable", "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _ip("-n", host.namespace, "link", "set", host.interface, "up")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             _ip("-n", host.namespace, "route", "add", "default", "via", f"{net}.1")
         yield f"{net}.1", made

@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from sparkhvd.addresses import LOOPBACK
@@ -20,17 +20,18 @@ from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, mpirun_settings
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
-from sparkhvd.driver.mpi.service import DriverService, mpi_hosts, routable, with_address
+from sparkhvd.driver.mpi.ring import linked
+from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
 from sparkhvd.driver.resources import profile_of
 from sparkhvd.driver.results import cut_off, failure_of, results_of
 from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, SparkHvdError
-from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.client import Client
 from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.interfaces import interfaces
-from sparkhvd.rpc.messages import Assign, Attend, Attending, Output, Probe, Reachable
+from sparkhvd.rpc.messages import Assign, Attend, Attending, Output
 from sparkhvd.rpc.registration import Registration, TaskOffer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import assign
@@ -240,22 +241,21 @@ class MpiHandle:
             )
         if mixed := mixed_devices([task.offer for task in tasks], self._job):
             raise LaunchError(mixed)
-        clients = [self._client(task) for task in tasks]
+        links = linked(tasks, self._job.log_secret)
+        offers = [replace(task.offer, bind_host=link.server.address) for task, link in zip(tasks, links, strict=True)]
         try:
-            interface = self._common_interface(tasks, clients)
-            offers = [with_address(task, interface) for task in tasks]
-            for client in clients:
-                client.ask(Assign(tuple(offers)), Deadline.after(_NOTE_SECONDS))
+            for link in links:
+                link.client.ask(Assign(tuple(offers)), Deadline.after(_NOTE_SECONDS))
         except BaseException:
-            for client in clients:
-                client.close()
+            for link in links:
+                link.client.close()
             raise
         if text := device_map(assign(offers)):
             self._stream.handle(Output(0, "stdout", text.encode()))
         ranks = {slot.offer.task_index: slot.world.rank for slot in assign(offers)}
-        for task, client in zip(tasks, clients, strict=True):
-            self._attend(ranks[task.offer.task_index], task.offer, client)
-        by_index = {task.offer.task_index: next(s for s in task.servers if s.interface == interface) for task in tasks}
+        for offer, link in zip(offers, links, strict=True):
+            self._attend(ranks[offer.task_index], offer, link.client)
+        by_index = {offer.task_index: link.server for offer, link in zip(offers, links, strict=True)}
         hosts = mpi_hosts(offers)
         self._service.serve_hosts({host.name: by_index[min(host.tasks)] for host in hosts})
         networks = [server.network for server in by_index.values()]
@@ -265,28 +265,6 @@ class MpiHandle:
         service = ServiceAddress(self._addresses, self._job.log_secret)
         self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)
         self._stream.started.set()
-
-    def _client(self, task: Registration) -> Client:
-        addresses = [(server.address, server.port) for server in task.servers]
-        return connect(addresses, self._job.log_secret, Deadline.after(_NOTE_SECONDS))
-
-    def _common_interface(self, tasks: Sequence[Registration], clients: Sequence[Client]) -> str:
-        """The interface on which every task reaches the next one, all around the ring."""
-        reached = []
-        for number, client in enumerate(clients):
-            following = tasks[(number + 1) % len(tasks)]
-            answer = client.ask(Probe(following.servers), Deadline.after(_NOTE_SECONDS * 2))
-            if not isinstance(answer, Reachable):
-                raise LaunchError(f"A task answered a probe with {type(answer).__name__}.")
-            reached.append(answer.interfaces)
-        common = routable(reached)
-        if not common:
-            there = {task.offer.host: [server.interface for server in task.servers] for task in tasks}
-            raise LaunchError(
-                f"The hosts have no network interface in common on which every task reaches the next one: {there}. "
-                "Name the right one with nics=, or open the network between them."
-            )
-        return common[0]
 
     def _attend(self, rank: int, offer: TaskOffer, client: Client) -> None:
         """Learn at once when a task is lost: its connection breaks before it has said that it is over."""

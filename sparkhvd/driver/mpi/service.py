@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
@@ -44,21 +44,6 @@ def _name(number: int) -> str:
         letters = string.ascii_lowercase[number % 26] + letters
         number = number // 26 - 1
     return f"sparkhvd-{letters}"
-
-
-def routable(reached: Sequence[Sequence[str]]) -> list[str]:
-    """The interfaces that every task can reach at its neighbour, in the first task's order.
-
-    Args:
-        reached: for every task, the names of the interfaces of the next task where that one's server answered.
-    """
-    return [name for name in (reached[0] if reached else ()) if all(name in names for names in reached)]
-
-
-def with_address(registration: Registration, interface: str) -> TaskOffer:
-    """The offer of a task, with the address of its rank filled in."""
-    address = next(one.address for one in registration.servers if one.interface == interface)
-    return replace(registration.offer, bind_host=address)
 
 
 class DriverService:

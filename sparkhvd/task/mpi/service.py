@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from sparkhvd.deadline import Deadline
@@ -85,7 +86,11 @@ class TaskService:
         self._can_execute.set()
 
     def _probe(self, message: Probe) -> Message:
-        return Reachable(tuple(one.interface for one in message.servers if self._reaches(one)))
+        if not message.servers:
+            return Reachable(())
+        with ThreadPoolExecutor(len(message.servers), thread_name_prefix="sparkhvd-probe") as pool:
+            answers = zip(message.servers, pool.map(self._reaches, message.servers), strict=True)
+            return Reachable(tuple(server.address for server, reached in answers if reached))
 
     def _reaches(self, server: TaskServer) -> bool:
         try:

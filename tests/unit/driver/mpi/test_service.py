@@ -7,7 +7,7 @@ import pytest
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import mpirun_arguments, mpirun_settings
-from sparkhvd.driver.mpi.service import DriverService, MpiHost, mpi_hosts, routable, with_address
+from sparkhvd.driver.mpi.service import DriverService, MpiHost, mpi_hosts
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.messages import Acknowledged, FindTask, Refused, Register, TaskAddress
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
@@ -36,15 +36,6 @@ def test_hosts_are_in_rank_order_under_names_without_digits():
     names = [host.name for host in mpi_hosts([offer(i, str(i)) for i in range(1000)])]
     assert len(set(names)) == 1000
     assert not any(character.isdigit() for name in names for character in name)
-
-
-def test_an_interface_is_common_only_when_every_task_reaches_its_neighbour_on_it():
-    assert routable([["eth0", "ib0"], ["ib0", "eth0"], ["ib0"]]) == ["ib0"]
-    assert routable([["eth0"], ["eth1"]]) == []
-
-
-def test_a_rank_binds_the_address_of_the_interface_that_all_have_in_common():
-    assert with_address(registration(1), "eth0").bind_host == "10.0.0.1"
 
 
 def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_one():
