@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
-from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met, Refused
 from sparkhvd.rpc.registration import Introduction
 
 # How long a task that wants to meet the others waits for the lines of all of them. Spark starts the tasks of a barrier
-# stage at once, and a line is opened before anything else is done.
+# stage at once, and a task opens its line before it does anything else.
 _LINES_SECONDS = 2.0
+
+
+@dataclass
+class _Attempt:
+    """What is known of one attempt of the stage, which either all its tasks meet in or none."""
+
+    lines: set[int] = field(default_factory=set)  # the tasks that have one
+    introductions: dict[int, Introduction] = field(default_factory=dict)
+    waiting: list[Future[Message]] = field(default_factory=list)
+    answer: Met | Apart | None = None
+    patience: threading.Timer | None = None
+
+    def decide(self, answer: Met | Apart) -> list[Future[Message]]:
+        """Let ``answer`` hold for all its tasks; those that wait for it."""
+        self.answer = answer
+        if self.patience is not None:
+            self.patience.cancel()
+        waiting, self.waiting = self.waiting, []
+        return waiting
 
 
 class Meeting:
     """Exchanges the introductions of the tasks; a handler for ``sparkhvd.rpc.server.Server``, the rest is output.
 
     Spark's own ``BarrierTaskContext.allGather`` does the same from any network, but looks for the answer once a second
-    only. It is what is left when not every task has a line to the driver, which is decided once for the whole job: a
-    task is never told to meet the others here while one of them waits there.
+    only. It is what is left to an attempt of the stage in which not every task has a line to the driver.
 
-    The numbers that Spark gives the tasks of one attempt of a barrier stage follow each other, because all are launched
-    in one step. So those whose numbers do not are not all of the same attempt, and wait for the newer ones.
+    Spark launches the tasks of a barrier stage in one step, in the order of their indices, so the numbers that it gives
+    them follow each other: number minus index is the same for all tasks of an attempt of the stage, and larger in the
+    next. A scheduler that numbers them otherwise would make every task an attempt of its own, and all meet elsewhere.
 
     Args:
         num_tasks: how many there are.
@@ -32,13 +52,12 @@ class Meeting:
     def __init__(self, num_tasks: int, stream: LogStream) -> None:
         self._num_tasks = num_tasks
         self._stream = stream
-        self._changed = threading.Condition()  # guards all below
-        self._lines: dict[int, int] = {}  # the newest attempt of every task that has opened a line
-        self._introductions: dict[int, Introduction] = {}
-        self._apart = False
+        self._lock = threading.Lock()  # guards all below
+        self._newest = -1
+        self._attempt = _Attempt()  # of that number
         self._over = False
 
-    def handle(self, message: Message) -> Message | None:
+    def handle(self, message: Message) -> Message | Future[Message] | None:
         if isinstance(message, Attending):
             self._note(message)
             return None
@@ -46,43 +65,69 @@ class Meeting:
             return self._meet(message.introduction)
         return self._stream.handle(message)
 
+    def is_given_up(self, task: Attending) -> bool:
+        """Whether Spark has started the stage anew since that task."""
+        with self._lock:
+            return task.attempt - task.task_index < self._newest
+
     def end(self) -> None:
         """Let go of the tasks that wait: there will be no job."""
-        with self._changed:
+        with self._lock:
             self._over = True
-            self._changed.notify_all()
+            waiting = self._attempt.decide(Apart())
+        _tell(waiting, Refused("The job has ended meanwhile, the driver says why."))
 
     def _note(self, task: Attending) -> None:
-        with self._changed:
-            self._lines[task.task_index] = max(task.attempt, self._lines.get(task.task_index, -1))
-            self._changed.notify_all()
+        with self._lock:
+            given_up = self._begin(task.attempt - task.task_index)
+            if task.attempt - task.task_index == self._newest:
+                self._attempt.lines.add(task.task_index)
+        _tell(given_up, Apart())
 
-    def _meet(self, own: Introduction) -> Message:
-        index = own.offer.task_index
-        patience = Deadline.after(_LINES_SECONDS)
-        with self._changed:
-            if self._lines.get(index) == own.attempt:
-                self._introductions[index] = own
-                self._changed.notify_all()
-            while not self._over and not self._apart:
-                if self._lines.get(index) != own.attempt:
-                    return Refused("Spark has started this task anew.")
-                together = self._have_lines()
-                if together and (met := self._of_this_attempt()) is not None:
-                    return Met(met)
-                if not together and patience.expired():
-                    self._apart = True
-                    self._changed.notify_all()
-                else:
-                    self._changed.wait(None if together else patience.remaining())
-            return Refused("The job is over.") if self._over else Apart()
+    def _begin(self, number: int) -> list[Future[Message]]:
+        """Take note of an attempt; who waits in vain since it is newer than the others."""
+        if number <= self._newest:
+            return []
+        given_up = self._attempt.decide(Apart())
+        self._newest, self._attempt = number, _Attempt()
+        return given_up
 
-    def _have_lines(self) -> bool:
-        numbers = self._lines.values()
-        return sorted(self._lines) == list(range(self._num_tasks)) and max(numbers) - min(numbers) < self._num_tasks
+    def _meet(self, own: Introduction) -> Message | Future[Message]:
+        index, number = own.offer.task_index, own.attempt - own.offer.task_index
+        if index not in range(self._num_tasks):
+            return Refused(f"This job has {self._num_tasks} tasks; there is no task {index}.")
+        answer: Future[Message] = Future()
+        with self._lock:
+            if self._over:
+                return Refused("The job has ended meanwhile, the driver says why.")
+            attempt = self._attempt
+            if number != self._newest or attempt.answer is not None:
+                return Apart()  # its attempt was given up, or has a task without a line
+            attempt.waiting.append(answer)
+            attempt.introductions[index] = own
+            if len(attempt.introductions) < self._num_tasks:
+                self._wait_for_lines(attempt)
+                return answer
+            met = Met(tuple(attempt.introductions[one] for one in range(self._num_tasks)))
+            waiting = attempt.decide(met)
+        _tell(waiting, met)
+        return answer
 
-    def _of_this_attempt(self) -> tuple[Introduction, ...] | None:
-        """What all tasks have said of themselves, by index; None as long as one has not."""
-        found = [self._introductions.get(index) for index in range(self._num_tasks)]
-        met = tuple(one for one in found if one is not None and one.attempt == self._lines[one.offer.task_index])
-        return met if len(met) == self._num_tasks else None
+    def _wait_for_lines(self, attempt: _Attempt) -> None:
+        if attempt.patience is None and len(attempt.lines) < self._num_tasks:
+            attempt.patience = threading.Timer(_LINES_SECONDS, self._look_for_lines, [attempt])
+            attempt.patience.name = "sparkhvd-meeting"
+            attempt.patience.daemon = True
+            attempt.patience.start()
+
+    def _look_for_lines(self, attempt: _Attempt) -> None:
+        with self._lock:
+            if attempt.answer is not None or len(attempt.lines) == self._num_tasks:
+                return
+            waiting = attempt.decide(Apart())
+        _tell(waiting, Apart())
+
+
+def _tell(waiting: list[Future[Message]], answer: Message) -> None:
+    for one in waiting:  # which sends it, so no lock is held
+        one.set_result(answer)

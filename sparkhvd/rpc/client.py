@@ -35,7 +35,7 @@ class Client:
             self._frames.send(encode(message), deadline)
             answer = self._frames.receive(idle=deadline)
         if answer is None:
-            raise ConnectionResetError(f"The server closed the connection instead of answering {message}.")
+            raise ConnectionResetError(f"The server hung up instead of answering {type(message).__name__}.")
         return decode(answer)
 
     def wait_for_end(self) -> None:
@@ -62,9 +62,10 @@ def connect(addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadl
         DeadlineExceededError: none did; the message says what happened at each.
     """
     attempts = []
-    for address in addresses:
+    for number, address in enumerate(addresses, start=1):
         try:
-            return Client(_open(address, secret, deadline.capped(_SECONDS_PER_ADDRESS)))
+            last = number == len(addresses)
+            return Client(_open(address, secret, deadline if last else deadline.capped(_SECONDS_PER_ADDRESS)))
         except (OSError, ValueError, OverflowError) as error:  # the last two: there can be no such host or port
             attempts.append(f"{address[0]}:{address[1]} ({error})")
         if deadline.expired():
@@ -83,7 +84,8 @@ def _open(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameS
 
 
 def _open_once(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameSocket:
-    connection = socket.create_connection(address, timeout=max(deadline.remaining(), 0.001))
+    reaching = deadline.capped(_SECONDS_PER_ADDRESS).remaining()
+    connection = socket.create_connection(address, timeout=max(reaching, 0.001))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         notice_lost_peer(connection)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import resource
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 from sparkhvd.closing import Closing
@@ -23,13 +26,14 @@ _MAX_UNPROVEN = 32
 _HANDSHAKE_SECONDS = 5.0
 _REPLY_SECONDS = 30.0
 _LAST_ANSWER_SECONDS = 2.0
+_SHORT_OF_FILES_SECONDS = 0.1
 
 
 class Handler(Protocol):
     """What a server does with messages; called from the threads of several connections at once."""
 
-    def handle(self, message: Message) -> Message | None:
-        """Deal with ``message``; what is returned goes back to the sender."""
+    def handle(self, message: Message) -> Message | Future[Message] | None:
+        """Deal with ``message``; what is returned goes back to the sender, a future's result when it is there."""
 
 
 class Server(Closing):
@@ -60,7 +64,8 @@ class Server(Closing):
         self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}  # guarded by _lock
-        self._closing = False  # guarded by _lock
+        self._closing = threading.Event()  # set while _lock is held
+        self._short_of_files = False  # of the acceptor
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -70,7 +75,7 @@ class Server(Closing):
     def close(self) -> None:
         """Stop serving, end all connections and join the threads. May be called again."""
         with self._lock:
-            self._closing = True
+            self._closing.set()
             open_connections = dict(self._connections)
         shut_down(self._listener)
         for connection in open_connections:
@@ -87,24 +92,35 @@ class Server(Closing):
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                if self._is_closing():
+            except OSError as error:
+                if self._closing.is_set():
                     return
-                continue  # the client went away before it was accepted
+                if error.errno in {errno.EMFILE, errno.ENFILE}:
+                    self._say_that_files_are_short()
+                    self._closing.wait(_SHORT_OF_FILES_SECONDS)
+                continue  # else the client went away before it was accepted
             if not self._unproven.acquire(blocking=False):
                 connection.close()
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-peer", daemon=True)
             with self._lock:
-                if self._closing:
+                if self._closing.is_set():
                     connection.close()
                     return
                 self._connections[connection] = thread
                 thread.start()
 
-    def _is_closing(self) -> bool:
-        with self._lock:
-            return self._closing
+    def _say_that_files_are_short(self) -> None:
+        if not self._short_of_files:
+            self._short_of_files = True
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            logger.warning(
+                "%s cannot take more connections: this process may have %d files open (ulimit -n; at most %d). Each "
+                "rank needs two; those that do not get in leave their output in the executors' logs.",
+                self._name,
+                soft,
+                hard,
+            )
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -128,6 +144,14 @@ class Server(Closing):
                 del self._connections[connection]
             connection.close()
 
+    def _send_late(self, frames: FrameSocket, reply: Message) -> None:
+        """Answer a peer that waits, so that its connection's own thread sends nothing."""
+        try:
+            frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
+        except (OSError, ValueError) as error:
+            logger.debug("%s could not answer: %s", self._name, error)
+            frames.wake()  # the peer must not wait for what does not come
+
     def _converse(self, frames: FrameSocket) -> None:
         attending: Attending | None = None
         try:
@@ -137,7 +161,9 @@ class Server(Closing):
                 if isinstance(message, Attending):
                     attending = message
                 reply = self._handler.handle(message)
-                if reply is not None:
+                if isinstance(reply, Future):
+                    reply.add_done_callback(lambda done: self._send_late(frames, done.result()))
+                elif reply is not None:
                     frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
         except OSError as error:
             if attending is not None and self._on_cut_off is not None and is_cut_off(error):

@@ -32,13 +32,11 @@ class DriverLine:
     Args:
         job: says where the driver is.
         place: of the task.
-        events: those of the worker; get ``ServerLost`` when the driver's host is cut off from this one.
     """
 
-    def __init__(self, job: Job, place: TaskPlace, events: queue.SimpleQueue[object]) -> None:
+    def __init__(self, job: Job, place: TaskPlace) -> None:
         self._job = job
         self._place = place
-        self._events = events
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._closed = False  # guarded by _lock
@@ -49,7 +47,7 @@ class DriverLine:
         """Exchange introductions with the other tasks, however long their rows take; None when not all have a line.
 
         Raises:
-            LaunchError: the driver is gone, or the stage runs again.
+            LaunchError: the driver is gone, or the job.
         """
         client = self._opened.result()
         if client is None:
@@ -65,9 +63,14 @@ class DriverLine:
             return None
         raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Refused) else answer}")
 
-    def attend(self, rank: int) -> None:
-        """Tell the driver whose line this is, and watch over it from now on."""
-        self._ended = in_background(lambda: self._watch(rank), "sparkhvd-driver-watch")
+    def attend(self, rank: int, events: queue.SimpleQueue[object]) -> None:
+        """Tell the driver whose line this is, and watch over it from now on.
+
+        Args:
+            rank: of this task.
+            events: get ``ServerLost`` when the driver's host is cut off from this one.
+        """
+        self._ended = in_background(lambda: self._watch(rank, events), "sparkhvd-driver-watch")
 
     def close(self) -> None:
         with self._lock:
@@ -92,7 +95,7 @@ class DriverLine:
         self._say(client, -1)
         return client
 
-    def _watch(self, rank: int) -> None:
+    def _watch(self, rank: int, events: queue.SimpleQueue[object]) -> None:
         client = self._opened.result()
         if client is None:
             return
@@ -101,7 +104,7 @@ class DriverLine:
             client.wait_for_end()
         except OSError as error:
             if is_cut_off(error):
-                self._events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))
+                events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))
 
     def _say(self, client: Client, rank: int) -> None:
         message = Attending(self._place.index, rank, self._place.host, self._place.attempt)

@@ -46,18 +46,18 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         log = DriverLog(job)
         stack.callback(log.close)
         place = place_of_task()
+        line = stack.enter_context(closing(DriverLine(job, place))) if job.driver_line else None
         defaults = thread_defaults(place.cpus)
         spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)
         worker = WorkerProcess(spawned, log)
         stack.callback(worker.close)
-        line = stack.enter_context(closing(DriverLine(job, place, worker.events))) if job.driver_line else None
         paths, problem = _received(job, batches, stack)
-        deadline = Deadline.after(job.start_timeout)  # the rows may have taken any time
         plan, unknown = _gather(job, place, line, stack)
+        deadline = Deadline.after(job.start_timeout)  # the rows, here and elsewhere, may have taken any time
         slot = next(one for one in plan.slots if one.offer.task_index == place.index)
         log.rank = slot.world.rank
         if line is not None:
-            line.attend(slot.world.rank)
+            line.attend(slot.world.rank, worker.events)
         worker.output.start()
         if slot.world.rank == 0:
             log.started()

@@ -20,7 +20,7 @@ class TaskPlace:
         devices: its GPUs, as CUDA calls them.
         device_kind: what its rank computes on; empty without a GPU.
         parent: the process that it must not outlive.
-        attempt: grows with every attempt of the stage, and is the same for all tasks of one.
+        attempt: the number of this attempt of the task, unlike that of any other task of the application.
     """
 
     index: int

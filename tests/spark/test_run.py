@@ -6,17 +6,20 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
-from sparkhvd.rpc.messages import Apart, Met
+from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
@@ -75,9 +78,40 @@ def test_the_tasks_meet_at_the_driver_where_all_reach_it(spark, monkeypatch):
         Meeting, "handle", lambda self, message: [answers.append(handle(self, message)), answers[-1]][1]
     )
     sparkhvd.run(place, num_proc=4)
-    met = [answer for answer in answers if isinstance(answer, Met | Apart)]
+    met = [answer.result(0) for answer in answers if isinstance(answer, Future)]
     assert [type(answer) for answer in met] == [Met] * 4
     assert {one.offer.task_index for one in met[0].introductions} == {0, 1, 2, 3}
+
+
+def test_tasks_of_which_one_has_no_line_to_the_driver_meet_through_spark(spark, monkeypatch):
+    answers = []
+    handle = Meeting.handle
+
+    def deaf_to_task_1(self: Meeting, message: Message) -> object:
+        if isinstance(message, Attending) and message.task_index == 1:
+            return None
+        if isinstance(message, Meet) and message.introduction.offer.task_index == 1:
+            return Apart()  # what such a task does by itself
+        answers.append(handle(self, message))
+        return answers[-1]
+
+    monkeypatch.setattr(Meeting, "handle", deaf_to_task_1)
+    places = sparkhvd.run(place, num_proc=3)
+    assert [one["SPARKHVD_RANK"] for one in places] == ["0", "1", "2"]
+    told = [one.result(0) if isinstance(one, Future) else one for one in answers]
+    assert [one for one in told if isinstance(one, Met | Apart)] == [Apart()] * 2
+
+
+def slow_in_one_part(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        if batch.num_rows and batch.column(0)[0].as_py() > 0:
+            time.sleep(6.0)
+        yield batch
+
+
+def test_the_rows_of_another_rank_may_take_longer_than_a_start(spark):
+    rows = spark.range(0, 20, numPartitions=2).mapInArrow(slow_in_one_part, "id long")
+    assert sparkhvd.run(place, num_proc=2, rows=rows, start_timeout=4)[0]["SPARKHVD_RANK"] == "0"
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])

@@ -57,7 +57,7 @@ class BarrierHandle:
         on_cut_off = None if is_connect(spark) else self._lose
         job = replace(job, driver_line=on_cut_off is not None)
         with ExitStack() as stack:
-            meeting = Meeting(job.num_proc, stream)
+            self._meeting = meeting = Meeting(job.num_proc, stream)
             server = stack.enter_context(
                 Server(job.log_secret, meeting, bind_host, name="sparkhvd-log", on_cut_off=on_cut_off)
             )
@@ -89,5 +89,6 @@ class BarrierHandle:
 
     def _lose(self, task: Attending) -> None:
         """Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
-        self._cut_off = self._cut_off or task
-        self._ended()
+        if not self._meeting.is_given_up(task):
+            self._cut_off = self._cut_off or task
+            self._ended()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
+from itertools import permutations
 
 import pytest
 
@@ -10,34 +11,45 @@ from sparkhvd.driver.meeting import Meeting
 from sparkhvd.rpc.messages import Acknowledged, Apart, Attending, Flush, Meet, Message, Met, Refused
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 
+ENDED = Refused("The job has ended meanwhile, the driver says why.")
+
 
 class Tasks:
-    """The tasks of a job of three, each with a thread in which it waits."""
+    """The tasks of a job; those of an attempt of the stage are numbered from its number on."""
 
-    def __init__(self) -> None:
-        self.meeting = Meeting(3, LogStream(None, None, timestamps=False))
-        self._pool = ThreadPoolExecutor(10)
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.meeting = Meeting(count, LogStream(None, None, timestamps=False))
 
     def opens_a_line(self, index: int, attempt: int, rank: int = -1) -> None:
-        assert self.meeting.handle(Attending(index, rank, "there", attempt)) is None
+        assert self.meeting.handle(Attending(index, rank, "there", attempt + index)) is None
 
-    def meets(self, index: int, attempt: int) -> Future[Message | None]:
-        return self._pool.submit(self.meeting.handle, Meet(introduction(index, attempt)))
+    def meets(self, index: int, attempt: int) -> Future[Message]:
+        answer = self.meeting.handle(Meet(introduction(index, attempt)))
+        if isinstance(answer, Future):
+            return answer
+        told: Future[Message] = Future()
+        told.set_result(answer)
+        return told
 
-    def close(self) -> None:
-        self.meeting.end()
-        self._pool.shutdown()
+    def all_have_lines(self, attempt: int) -> None:
+        for index in range(self.count):
+            self.opens_a_line(index, attempt)
+
+    def met(self, attempt: int) -> Met:
+        return Met(tuple(introduction(index, attempt) for index in range(self.count)))
 
 
 def introduction(index: int, attempt: int) -> Introduction:
-    return Introduction(attempt, TaskOffer(index, "one host", "there", "127.0.0.1"), 4000 + attempt)
+    number = attempt + index
+    return Introduction(number, TaskOffer(index, "one host", "there", "127.0.0.1"), 4000 + number)
 
 
 @pytest.fixture
 def tasks():
-    made = Tasks()
+    made = Tasks(3)
     yield made
-    made.close()
+    made.meeting.end()
 
 
 @pytest.fixture
@@ -45,65 +57,99 @@ def impatient(monkeypatch):
     monkeypatch.setattr(meeting_module, "_LINES_SECONDS", 0.05)
 
 
-@pytest.mark.parametrize("attempts", [(7, 8, 9), (9, 7, 8)])
-def test_all_learn_of_all_in_the_order_of_their_indices(tasks, attempts):
+def test_all_learn_of_all_in_the_order_of_their_indices(tasks):
     for index in (1, 0, 2):
-        tasks.opens_a_line(index, attempts[index])
-    met = Met(tuple(introduction(index, attempts[index]) for index in range(3)))
-    assert [one.result(20.0) for one in [tasks.meets(index, attempts[index]) for index in (2, 0, 1)]] == [met] * 3
+        tasks.opens_a_line(index, 7)
+    assert [one.result(0) for one in [tasks.meets(index, 7) for index in (2, 0, 1)]] == [tasks.met(7)] * 3
 
 
 @pytest.mark.usefixtures("impatient")
 def test_who_has_a_line_is_waited_for_however_long_its_rows_take(tasks):
-    for index in range(3):
-        tasks.opens_a_line(index, index)
-    early = [tasks.meets(0, 0), tasks.meets(1, 1)]
-    assert not wait(early, 0.5).done
-    assert isinstance(tasks.meets(2, 2).result(20.0), Met)
-    assert {type(one.result(20.0)) for one in early} == {Met}
+    tasks.all_have_lines(0)
+    early = [tasks.meets(0, 0), tasks.meets(1, 0)]
+    with pytest.raises(TimeoutError):
+        early[0].result(0.5)
+    assert tasks.meets(2, 0).result(0) == tasks.met(0)
+    assert [one.result(0) for one in early] == [tasks.met(0)] * 2
 
 
 @pytest.mark.usefixtures("impatient")
-def test_when_one_has_no_line_the_others_meet_it_elsewhere_and_so_does_whoever_comes_later(tasks):
+def test_when_one_has_no_line_the_others_meet_it_elsewhere_and_so_does_whoever_comes_late(tasks):
     tasks.opens_a_line(0, 5)
-    tasks.opens_a_line(2, 7)
-    assert {type(one.result(20.0)) for one in (tasks.meets(0, 5), tasks.meets(2, 7))} == {Apart}
-    tasks.opens_a_line(1, 6)
-    assert isinstance(tasks.meets(1, 6).result(20.0), Apart)
-    for index in range(3):  # another attempt of the stage
-        tasks.opens_a_line(index, 10 + index)
-    assert isinstance(tasks.meets(0, 10).result(20.0), Apart)
-
-
-def test_tasks_of_an_attempt_that_was_given_up_do_not_meet_those_of_the_next(tasks):
-    for index in range(3):
-        tasks.opens_a_line(index, index)
-    old = [tasks.meets(0, 0), tasks.meets(1, 1)]  # and task 2 dies
     tasks.opens_a_line(2, 5)
-    newer = [tasks.meets(2, 5)]
-    assert not wait(newer, 0.3).done
-    for index in (1, 0):
-        tasks.opens_a_line(index, 3 + index)
-        newer.append(tasks.meets(index, 3 + index))
-    met = Met(tuple(introduction(index, 3 + index) for index in range(3)))
-    assert [one.result(20.0) for one in newer] == [met] * 3
-    assert [one.result(20.0) for one in old] == [Refused("Spark has started this task anew.")] * 2
+    assert [one.result(20.0) for one in (tasks.meets(0, 5), tasks.meets(2, 5))] == [Apart()] * 2
+    tasks.opens_a_line(1, 5)
+    assert tasks.meets(1, 5).result(0) == Apart()
+    tasks.all_have_lines(8)  # Spark runs the stage again
+    assert [one.result(0) for one in [tasks.meets(index, 8) for index in range(3)]] == [tasks.met(8)] * 3
+
+
+def test_a_line_that_comes_in_time_is_waited_for(tasks):
+    tasks.opens_a_line(0, 5)
+    first = tasks.meets(0, 5)
+    tasks.all_have_lines(5)
+    others = [tasks.meets(index, 5) for index in (1, 2)]
+    assert [one.result(0) for one in (first, *others)] == [tasks.met(5)] * 3
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+@pytest.mark.parametrize("came", [(), (0,), (1, 2), (0, 1, 2)], ids=str)
+def test_tasks_of_an_attempt_that_was_given_up_never_meet_those_of_the_next(tasks, came, order):
+    tasks.all_have_lines(0)
+    old = [tasks.meets(index, 0) for index in came]
+    newer = []
+    for index in order:  # whose numbers follow those of the old one
+        tasks.opens_a_line(index, 3)
+        newer.append(tasks.meets(index, 3))
+        if len(newer) < 3:
+            assert not any(one.done() for one in newer)
+    assert [one.result(0) for one in newer] == [tasks.met(3)] * 3
+    assert [one.result(0) for one in old] == [tasks.met(0) if len(came) == 3 else Apart()] * len(came)
+    assert tasks.meets(1, 0).result(0) == Apart(), "it came too late"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_task_without_a_line_in_the_next_attempt_is_not_taken_for_what_it_was(tasks):
+    tasks.all_have_lines(0)
+    old = tasks.meets(0, 0)
+    for index in (0, 1):
+        tasks.opens_a_line(index, 3)
+    assert [one.result(20.0) for one in (tasks.meets(0, 3), tasks.meets(1, 3))] == [Apart()] * 2
+    assert old.result(0) == Apart()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_tasks_that_are_numbered_otherwise_meet_elsewhere(tasks):
+    for index in range(3):
+        tasks.opens_a_line(index, attempt=-2 * index)
+    assert [one.result(20.0) for one in [tasks.meets(index, -2 * index) for index in range(3)]] == [Apart()] * 3
+
+
+def test_it_is_known_which_tasks_spark_has_started_anew(tasks):
+    tasks.all_have_lines(0)
+    assert not tasks.meeting.is_given_up(Attending(2, 1, "there", 2))
+    tasks.opens_a_line(0, 3)
+    assert tasks.meeting.is_given_up(Attending(2, 1, "there", 2))
+    assert not tasks.meeting.is_given_up(Attending(2, -1, "there", 5))
 
 
 def test_a_line_that_says_its_rank_changes_nothing(tasks):
+    tasks.all_have_lines(4)
     for index in range(3):
-        tasks.opens_a_line(index, index)
-        tasks.opens_a_line(index, index, rank=index)
-    assert {type(one.result(20.0)) for one in [tasks.meets(index, index) for index in range(3)]} == {Met}
+        tasks.opens_a_line(index, 4, rank=index)
+    assert [one.result(0) for one in [tasks.meets(index, 4) for index in range(3)]] == [tasks.met(4)] * 3
 
 
 def test_who_waits_is_told_when_the_job_is_over(tasks):
-    for index in range(3):
-        tasks.opens_a_line(index, index)
+    tasks.all_have_lines(0)
     waiting = tasks.meets(0, 0)
     tasks.meeting.end()
-    assert waiting.result(20.0) == Refused("The job is over.")
-    assert tasks.meets(1, 1).result(20.0) == Refused("The job is over.")
+    assert waiting.result(0) == ENDED
+    assert tasks.meets(1, 0).result(0) == ENDED
+
+
+def test_a_task_that_cannot_be_is_refused(tasks):
+    assert "there is no task 3" in tasks.meets(3, 0).result(0).reason
 
 
 def test_the_rest_is_output(tasks):

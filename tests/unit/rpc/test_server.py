@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.client import connect
-from sparkhvd.rpc.frames import connect_handshake
-from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, decode, encode
+from sparkhvd.rpc.frames import MAX_FRAME_BYTES, connect_handshake
+from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started, decode, encode
 from sparkhvd.rpc.server import Server
+from tests.waiting import wait_for
 
 SECRET = b"k" * 32
 
@@ -61,13 +65,113 @@ def test_many_clients_are_served_at_once():
     assert {one.rank for one in recorder.messages if isinstance(one, Output)} == set(range(40))
 
 
-def test_more_clients_than_the_server_lets_in_at_once_all_come_in():
-    with Server(SECRET, Recorder()) as server, ThreadPoolExecutor(150) as pool:
-        calls = [pool.submit(connect, [("127.0.0.1", server.port)], SECRET, soon()) for _ in range(150)]
-        for call in calls:
-            client = call.result()
-            assert client.ask(Flush(), soon()) == Acknowledged()
+def test_who_is_turned_away_by_a_crowd_knocks_again():
+    with Server(SECRET, Recorder(), name="besieged") as server:
+        address = ("127.0.0.1", server.port)
+        crowd = [socket.create_connection(address) for _ in range(32)]
+        wait_for(lambda: sum(thread.name == "besieged-peer" for thread in threading.enumerate()) == 32)
+        with socket.create_connection(address) as turned_away:
+            await_hang_up(turned_away)
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(connect, [address], SECRET, soon()) for _ in range(2)]
+            time.sleep(0.3)
+            assert not any(call.done() for call in calls)
+            for connection in crowd:
+                connection.close()
+            for call in calls:
+                client = call.result()
+                assert client.ask(Flush(), soon()) == Acknowledged()
+                client.close()
+
+
+def test_a_crowd_of_silent_strangers_keeps_nobody_out_for_longer_than_a_handshake_may_take():
+    with Server(SECRET, Recorder(), name="besieged") as server:
+        address = ("127.0.0.1", server.port)
+        crowd = [socket.create_connection(address) for _ in range(32)]
+        wait_for(lambda: sum(thread.name == "besieged-peer" for thread in threading.enumerate()) == 32)
+        client = connect([address], SECRET, soon())
+        assert client.ask(Flush(), soon()) == Acknowledged()
+        client.close()
+        for connection in crowd:
+            connection.close()
+
+
+class AnswersLater:
+    """Answers everybody when the last one has asked."""
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._count = count
+        self._waiting: list[Future[Message]] = []
+
+    def handle(self, message: Message) -> Future[Message]:
+        answer: Future[Message] = Future()
+        with self._lock:
+            self._waiting.append(answer)
+            told = self._waiting if len(self._waiting) == self._count else []
+        for one in told:
+            one.set_result(message)
+        return answer
+
+
+def test_an_answer_may_come_later_and_from_another_thread():
+    with Server(SECRET, AnswersLater(20)) as server, ThreadPoolExecutor(20) as pool:
+
+        def ask(number: int) -> Message:
+            client = connect([("127.0.0.1", server.port)], SECRET, soon())
+            answer = client.ask(Started(number), soon())
             client.close()
+            return answer
+
+        answers = {one.num_proc for one in pool.map(ask, range(20))}
+    assert len(answers) == 1
+
+
+def test_who_waits_for_a_later_answer_is_let_go_when_it_cannot_be_sent():
+    class TooLong:
+        def handle(self, message: Message) -> Future[Message]:
+            answer: Future[Message] = Future()
+            answer.set_result(Output(0, "stdout", bytes(MAX_FRAME_BYTES)))
+            return answer
+
+    with Server(SECRET, TooLong()) as server:
+        client = connect([("127.0.0.1", server.port)], SECRET, soon())
+        with pytest.raises(ConnectionError):
+            client.ask(Flush(), soon())
+        client.close()
+
+
+OUT_OF_FILES = """
+import logging, os, resource, socket, sys, threading, time
+from sparkhvd.deadline import Deadline
+from sparkhvd.rpc.client import connect
+from sparkhvd.rpc.messages import Flush
+from sparkhvd.rpc.server import Server
+from tests.waiting import wait_for
+from tests.unit.rpc.test_server import SECRET, Recorder
+
+logging.basicConfig(format="%(message)s")
+with Server(SECRET, Recorder(), name="the server") as server:
+    waiting = [socket.socket() for _ in range(5)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, 4096))
+    for one in waiting:
+        one.connect(("127.0.0.1", server.port))
+    before = time.process_time()
+    time.sleep(1.0)
+    print("busy for", time.process_time() - before)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+    client = connect([("127.0.0.1", server.port)], SECRET, Deadline.after(20.0))
+    print(client.ask(Flush(), Deadline.after(20.0)))
+    client.close()
+"""
+
+
+def test_a_server_that_may_open_no_more_files_says_so_once_and_waits():
+    done = subprocess.run([sys.executable, "-c", OUT_OF_FILES], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.count("the server cannot take more connections: this process may have") == 1, done.stderr
+    busy, answer = done.stdout.splitlines()
+    assert float(busy.split()[-1]) < 0.5
+    assert answer == "Acknowledged()"
 
 
 def test_addresses_are_tried_until_the_right_server_answers():

@@ -22,7 +22,7 @@ SECRET = b"k" * 32
 
 def line_of(index: int, *ports: int) -> DriverLine:
     job = Job(b"", 2, log_addresses=tuple(("127.0.0.1", port) for port in ports), log_secret=SECRET)
-    return DriverLine(job, TaskPlace(index, ("here", "here"), 1, attempt=100 + index), queue.SimpleQueue())
+    return DriverLine(job, TaskPlace(index, ("here", "here"), 1, attempt=100 + index))
 
 
 def introduction(index: int) -> Introduction:
@@ -47,7 +47,7 @@ def test_tasks_meet_over_their_lines_and_keep_them_until_they_close(served):
     ):
         waiting = pool.submit(first.meet, introduction(0))
         assert second.meet(introduction(1)) == waiting.result(20.0) == (introduction(0), introduction(1))
-        first.attend(0)
+        first.attend(0, queue.SimpleQueue())
 
 
 def test_without_a_driver_that_answers_there_is_no_meeting():
@@ -55,7 +55,7 @@ def test_without_a_driver_that_answers_there_is_no_meeting():
         port = unused.getsockname()[1]
     with closing(line_of(0, port)) as line:
         assert line.meet(introduction(0)) is None
-        line.attend(0)
+        line.attend(0, queue.SimpleQueue())
     with closing(line_of(0)) as line:
         assert line.meet(introduction(0)) is None
 
@@ -65,7 +65,7 @@ def test_who_waits_for_the_others_is_told_of_the_end_of_the_job(served):
     with closing(line_of(0, server.port)) as line, closing(line_of(1, server.port)), ThreadPoolExecutor() as pool:
         waiting = pool.submit(line.meet, introduction(0))
         meeting.end()
-        with pytest.raises(LaunchError, match="Task 0 on host here: The job is over"):
+        with pytest.raises(LaunchError, match="Task 0 on host here: The job has ended"):
             waiting.result(20.0)
 
 
