@@ -198,6 +198,7 @@ def _serve(link: Connection) -> None:
             case, arguments = cloudpickle.loads(link.recv_bytes())
             link.send_bytes(cloudpickle.dumps(_outcome(case, arguments)))
     except EOFError:
+        gc.freeze()  # what was imported since
         session.shutdown()
 
 
