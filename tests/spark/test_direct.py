@@ -103,9 +103,15 @@ def test_transform_sends_the_model_with_the_session_once(fitted, df):
         np.testing.assert_allclose([row.y__output for row in rows], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_same_seed_is_the_same_run(fitted, df):
-    again = estimator(validation="held_out").fit(df)
+def test_the_same_seed_is_the_same_run_also_where_there_is_a_store_which_keeps_run_and_model_but_no_rows(
+    fitted, df, tmp_path
+):
+    store = Store.create(str(tmp_path / "store"))
+    again = estimator(validation="held_out", store=store, data="direct", run_id="kept").fit(df)
     assert torch.equal(weights(again), weights(fitted))
+    assert store.list("datasets") == []
+    assert store.list(layout.checkpoints_folder("kept")) == [layout.checkpoint_path("kept", 7)]
+    assert store.list(layout.model_folder("kept")) != []
 
 
 def test_the_partitions_are_even_complete_and_in_the_order_of_the_seed(df):
@@ -127,14 +133,6 @@ def test_the_fraction_holds_out_the_rows_that_the_way_through_a_store_does(df, s
     ]
     assert held_out[0] == held_out[1]
     assert 20 < len(held_out[0]) < 65
-
-
-def test_rows_go_direct_but_run_and_model_are_kept_where_there_is_a_store(df, tmp_path):
-    store = Store.create(str(tmp_path / "store"))
-    estimator(store=store, data="direct", run_id="kept", epochs=1).fit(df)
-    assert store.list("datasets") == []
-    assert store.list(layout.checkpoints_folder("kept")) == [layout.checkpoint_path("kept", 0)]
-    assert store.list(layout.model_folder("kept")) != []
 
 
 @pytest.mark.parametrize(
