@@ -22,7 +22,7 @@ from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.resources import TaskResources, profile_of
-from sparkhvd.driver.slots import describe_cluster, refuse_dynamic_allocation, reserve
+from sparkhvd.driver.slots import describe_cluster, refuse_where_ranks_cannot_run, reserve
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.driver.store_check import judge, needs_check, remove
@@ -122,7 +122,7 @@ def preflight(
 def _slots(asked: _Asked) -> tuple[int, Check]:
     """How many tasks to ask, and what there is to say about slots."""
     try:
-        refuse_dynamic_allocation(asked.spark)
+        refuse_where_ranks_cannot_run(asked.spark)
         cluster = describe_cluster(asked.spark, asked.resources)
     except LaunchError as error:
         return 0, Check("slots", Verdict.FAIL, str(error))

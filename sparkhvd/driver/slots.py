@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.data.spark_job import is_connect, run_job
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.executor_python import refuse_other_python
 from sparkhvd.driver.resources import TaskResources, profile_of, refuse_where_ignored
 from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
 
@@ -51,7 +52,17 @@ class Cluster:
     executor_gpus: int = 0
 
 
-def refuse_dynamic_allocation(spark: SparkSession) -> None:
+def refuse_where_ranks_cannot_run(spark: SparkSession) -> None:
+    """Look at what a session's settings say.
+
+    Raises:
+        LaunchError: Spark does not run barrier stages with them, or its tasks run in a Python without sparkhvd.
+    """
+    _refuse_dynamic_allocation(spark)
+    refuse_other_python(spark)
+
+
+def _refuse_dynamic_allocation(spark: SparkSession) -> None:
     """Spark refuses barrier stages under dynamic allocation, with a message that leads nowhere (SPARK-24942)."""
     if str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
         raise LaunchError(
@@ -85,7 +96,7 @@ def reserve_tasks(spark: SparkSession, num_proc: int | None, resources: TaskReso
         LaunchError: Spark does not run barrier stages with this session's settings, or ignores what a task needs.
         SlotsError: there are too few slots.
     """
-    refuse_dynamic_allocation(spark)
+    refuse_where_ranks_cannot_run(spark)
     return reserve(describe_cluster(spark, resources), num_proc, deadline)
 
 

@@ -24,7 +24,10 @@ def spark_failure(error: BaseException, host_of: Callable[[str], str] = lambda _
     """
     text = str(error)
     if re.search(r"No module named 'sparkhvd['.]", text):
-        return "The executors cannot import sparkhvd, or not this version; install it on every node of the cluster."
+        return (
+            "The executors cannot import sparkhvd, or not this version; install it on every node, in the Python that "
+            "PYSPARK_PYTHON or spark.pyspark.python names."
+        )
     if (versions := _VERSIONS.search(text)) is not None:
         return versions[0]
     if _has_ended(error):

@@ -31,7 +31,8 @@ from sparkhvd.data.user_loaders import DataModule, loads_rows
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchRequest, launcher_for
 from sparkhvd.driver.pickling import by_value
-from sparkhvd.driver.slots import describe_cluster, reserve
+from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.store_check import check_store
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
@@ -371,7 +372,7 @@ def _ranks(spark: SparkSession, params: Mapping[str, Any]) -> int:
     deadline = Deadline.after(from_environment().start_timeout)
     if backend == "local":
         return launcher_for(backend, LaunchRequest(num_proc)).reserve(deadline)
-    return reserve(describe_cluster(spark), num_proc, deadline)
+    return reserve_tasks(spark, num_proc, TaskResources(), deadline)
 
 
 def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -366,6 +367,17 @@ def test_a_missing_session_is_said(monkeypatch):
     monkeypatch.setattr(SparkSession, "getActiveSession", classmethod(lambda cls: None))
     with pytest.raises(LaunchError, match=r"no active SparkSession.*pass spark="):
         sparkhvd.run(place, num_proc=1)
+
+
+def test_tasks_in_a_python_without_sparkhvd_are_refused_with_both_pythons(spark, monkeypatch, tmp_path):
+    other = tmp_path / "python3"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # sees no installed packages
+    other.chmod(0o755)
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", str(other))
+    words = rf"tasks run in {other}, which cannot import sparkhvd; this driver is \S+python\S*\. .*PYSPARK_PYTHON="
+    with pytest.raises(LaunchError, match=words):
+        sparkhvd.run(place, num_proc=2)
+    assert re.search(words, str(sparkhvd.preflight(spark, 2, stdout=io.StringIO())))
 
 
 def test_dynamic_allocation_is_refused_with_the_reason(spark, monkeypatch):

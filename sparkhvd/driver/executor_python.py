@@ -1,0 +1,49 @@
+"""Whether the Python that Spark starts for its tasks is one that ranks can run in."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sparkhvd.data.spark_job import is_connect
+from sparkhvd.errors import LaunchError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_IMPORT_SECONDS = 120.0
+
+
+def refuse_other_python(spark: SparkSession) -> None:
+    """Where the tasks run on this machine, look whether their Python has sparkhvd.
+
+    Spark takes ``python3`` from the path unless ``PYSPARK_PYTHON`` says otherwise, and would start every task four
+    times before it gives up.
+
+    Raises:
+        LaunchError: it has not.
+    """
+    if is_connect(spark) or not str(spark.sparkContext.master).startswith("local"):
+        return
+    asked = str(spark.sparkContext.pythonExec)
+    python = shutil.which(asked) or asked
+    if python != sys.executable and not _has_sparkhvd(python):
+        activate = Path(sys.executable).with_name("activate")
+        how = f"activate the environment of this driver (source {activate}), or set" if activate.exists() else "set"
+        raise LaunchError(
+            f"Spark's tasks run in {python}, which cannot import sparkhvd; this driver is {sys.executable}. Before the "
+            f"session is made, {how} PYSPARK_PYTHON={sys.executable}."
+        )
+
+
+@functools.cache
+def _has_sparkhvd(python: str) -> bool:
+    try:
+        command = [python, "-c", "import sparkhvd.task.entry"]
+        return subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
