@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
+from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.messages import Attending
+from sparkhvd.rpc.server import SILENT_SECONDS
 from sparkhvd.task.job import FAILURE
 from sparkhvd.task.report import LAUNCH, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.supervise import Outcome
@@ -69,6 +71,20 @@ def failure_of(report: FailureReport) -> LaunchError:
         remote_traceback=report.traceback,
         stderr_tail=report.stderr_tail,
     )
+
+
+def lost(task: Attending, error: OSError) -> FailureReport:
+    """The report for a task whose connection broke with an error."""
+    return cut_off(task) if is_cut_off(error) else silent(task)
+
+
+def silent(task: Attending) -> FailureReport:
+    """The report for a task of a rank that does nothing any more."""
+    cause = (
+        f"was given up: its Spark task has given no sign of life for {SILENT_SECONDS:g} s. The task's Python worker is "
+        "stopped (by a signal, a debugger, or with its container), or the host is too busy to run it"
+    )
+    return FailureReport(task.rank, task.host, cause)
 
 
 def cut_off(task: Attending) -> FailureReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import threading
 import time
@@ -38,13 +37,21 @@ class Client:
             raise ConnectionResetError(f"The server hung up instead of answering {type(message).__name__}.")
         return decode(answer)
 
-    def wait_for_end(self) -> None:
-        """Block until the connection has ended, where the server never says anything by itself.
+    def limit_silence(self, seconds: float) -> None:
+        """Break when the other host does not acknowledge for so long what was sent; for small messages only."""
+        self._frames.limit_silence(seconds)
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the connection has ended after so long, where the server never says anything by itself.
 
         Raises:
             OSError: it was broken off; ``frames.is_cut_off`` tells whether the other host does not answer any more.
         """
-        self._frames.receive(idle=Deadline(math.inf))
+        try:
+            self._frames.receive(idle=Deadline.after(seconds))
+        except DeadlineExceededError:
+            return False
+        return True
 
     def wake(self) -> None:
         """End every wait on this connection, from any thread."""

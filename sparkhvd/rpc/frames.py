@@ -85,6 +85,14 @@ class FrameSocket:
         self._received += 1
         return payload
 
+    def limit_silence(self, seconds: float) -> None:
+        """Let the kernel break the connection when what was sent is not acknowledged for so long.
+
+        While that is so it sends nothing to find out whether the other host is there. For small messages only: it would
+        also break where the other side takes its time to read.
+        """
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+
     def wake(self) -> None:
         """End every wait on this connection, from any thread."""
         shut_down(self._socket)

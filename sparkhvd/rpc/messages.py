@@ -97,7 +97,12 @@ class Assign:
 
 @dataclass(frozen=True)
 class Attend:
-    """Driver to task: answer when the task is over; a lost connection says that it was lost."""
+    """Driver to task: answer ``Acknowledged`` when the task is over; a lost connection says that it was lost."""
+
+
+@dataclass(frozen=True)
+class StillThere:
+    """The answer to ``Attend`` every few seconds while the task is not over."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,7 @@ Message = (
     | Reachable
     | Assign
     | Attend
+    | StillThere
     | FindTask
     | TaskAddress
     | ExecuteOrted

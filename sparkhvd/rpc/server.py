@@ -14,7 +14,7 @@ from typing import Protocol
 
 from sparkhvd.closing import Closing
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import SparkHvdError
+from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, accept_handshake, is_cut_off, notice_lost_peer, shut_down, stop_receiving
 from sparkhvd.rpc.messages import Attending, Message, decode, encode
@@ -27,6 +27,10 @@ _HANDSHAKE_SECONDS = 5.0
 _REPLY_SECONDS = 30.0
 _LAST_ANSWER_SECONDS = 2.0
 _SHORT_OF_FILES_SECONDS = 0.1
+# Without a sign of life from the task of a rank. An overloaded host, or one that is being moved, may be late.
+SILENT_SECONDS = 60.0
+# For a task's host to acknowledge an answer.
+_UNANSWERED_SECONDS = 9.0
 
 
 class Handler(Protocol):
@@ -45,7 +49,8 @@ class Server(Closing):
         host: the local address to bind; no other interface listens.
         port: 0 takes a free one.
         name: prefix of the threads' names.
-        on_cut_off: called with the last ``Attending`` of a connection whose other host does not answer any more.
+        on_lost: called with the last ``Attending`` of a connection that broke because the other host does not answer
+            any more, or over which the task of a rank said nothing for ``SILENT_SECONDS``; and with the error.
     """
 
     def __init__(  # noqa: PLR0917
@@ -55,10 +60,10 @@ class Server(Closing):
         host: str = "127.0.0.1",
         port: int = 0,
         name: str = "sparkhvd-rpc",
-        on_cut_off: Callable[[Attending], None] | None = None,
+        on_lost: Callable[[Attending, OSError], None] | None = None,
     ) -> None:
         self._secret = secret
-        self._on_cut_off = on_cut_off
+        self._on_lost = on_lost
         self._handler = handler
         self._name = name
         self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
@@ -155,17 +160,27 @@ class Server(Closing):
     def _converse(self, frames: FrameSocket) -> None:
         attending: Attending | None = None
         try:
-            # A rank may be silent for hours; close() ends this wait.
-            while (payload := frames.receive(idle=Deadline(math.inf))) is not None:
+            # A rank may be silent for hours, its task may not; close() ends this wait.
+            while (payload := frames.receive(idle=_idle(attending))) is not None:
                 message = decode(payload)
                 if isinstance(message, Attending):
                     attending = message
+                    frames.limit_silence(_UNANSWERED_SECONDS)
                 reply = self._handler.handle(message)
                 if isinstance(reply, Future):
                     reply.add_done_callback(lambda done: self._send_late(frames, done.result()))
                 elif reply is not None:
                     frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
         except OSError as error:
-            if attending is not None and self._on_cut_off is not None and is_cut_off(error):
-                self._on_cut_off(attending)
+            if attending is not None and self._on_lost is not None and _is_loss(error, attending):
+                self._on_lost(attending, error)
             raise
+
+
+def _idle(attending: Attending | None) -> Deadline:
+    """How long the next message may take. A task that has no rank yet may be busy with its rows."""
+    return Deadline(math.inf) if attending is None or attending.rank < 0 else Deadline.after(SILENT_SECONDS)
+
+
+def _is_loss(error: OSError, attending: Attending) -> bool:
+    return is_cut_off(error) or (attending.rank >= 0 and isinstance(error, DeadlineExceededError))

@@ -12,7 +12,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.frames import is_cut_off
-from sparkhvd.rpc.messages import Apart, Attending, Meet, Met, Refused
+from sparkhvd.rpc.messages import Apart, Attending, Flush, Meet, Met, Refused
 from sparkhvd.rpc.registration import Introduction
 from sparkhvd.task.job import Job
 from sparkhvd.task.place import TaskPlace
@@ -20,6 +20,10 @@ from sparkhvd.task.supervise import ServerLost
 
 _CONNECT_SECONDS = 10.0
 _SEND_SECONDS = 30.0
+# How often the driver gets a sign of life, and how long its host may take to acknowledge one. Together as long as the
+# kernel takes to give up a host from which nothing is expected (``frames.notice_lost_peer``).
+_BEAT_SECONDS = 3.0
+_SILENT_SECONDS = 6.0
 
 
 class DriverLine:
@@ -101,7 +105,9 @@ class DriverLine:
             return
         self._say(client, rank)
         try:
-            client.wait_for_end()
+            client.limit_silence(_SILENT_SECONDS)
+            while not client.ends_within(_BEAT_SECONDS):
+                client.ask(Flush(), Deadline(math.inf))  # a driver that is stopped for a while may go on with the job
         except OSError as error:
             if is_cut_off(error):
                 events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))

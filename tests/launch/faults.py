@@ -105,6 +105,7 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
     ),
 }
 _WRONG_SECRET = _NAMED + "raised AuthenticationError: "
+_STOPPED = _NAMED + "was given up: its Spark task has given no sign of life"
 _GIVEN_UP = r"Spark gave the job up[\s\S]*"
 _CRASHED = f"{_GIVEN_UP}Python worker exited unexpectedly"
 _TASKS_OF_MPI: dict[str, tuple[type[BaseException] | None, str]] = {
@@ -141,7 +142,8 @@ _ALWAYS = {
     ("barrier", "stranger", "in mid-training"),
     *(("barrier", "driver interrupted", phase) for phase in (PHASES[0], PHASES[2])),
     ("mpi", "driver interrupted", "at rendezvous"),
-    *(("barrier", how, "in mid-training") for how in ("raise", "hang")),
+    ("mpi", "task stopped", "in mid-training"),
+    *(("barrier", how, "in mid-training") for how in ("raise", "hang", "task stopped")),
     *(("mpi", how, phase) for how, phase in (("kill", "at rendezvous"), ("raise", "at the end"))),
     *(("mpi", how, "before registration") for how in ("raise", "kill", "wrong secret")),
 }
@@ -163,6 +165,8 @@ def _rows() -> list[Fault]:
             rows.append(_row("stranger", phase, launcher, None, ""))
             rows.append(_row("driver interrupted", phase, launcher, KeyboardInterrupt, ""))
         rows.append(_row("wrong secret", "at rendezvous", launcher, RankFailedError, _WRONG_SECRET))
+        if launcher != "local":
+            rows += [_row("task stopped", phase, launcher, RankFailedError, _STOPPED) for phase in PHASES[1:]]
     # Open MPI starts no rank whose Python does not get as far as registering: there it is the task that goes wrong.
     rows = [row for row in rows if (row.launcher, row.phase) != ("mpi", "before registration")]
     rows += [_row(how, "before registration", "mpi", *expected) for how, expected in _TASKS_OF_MPI.items()]
@@ -197,6 +201,9 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
     with ExitStack() as stack:
         for where, task in _TASKS.items():
             stack.enter_context(mock.patch(where, task))
+        if fault.how == "task stopped":
+            for where in ("rpc.server", "driver.launchers.mpi"):
+                stack.enter_context(mock.patch(f"sparkhvd.{where}.SILENT_SECONDS", _START_SECONDS))
         counts = stack.enter_context(calling(folder))
         try:
             sparkhvd.run(

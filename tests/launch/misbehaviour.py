@@ -49,7 +49,7 @@ def go_wrong(how: str, folder: Path) -> None:
     if how == "port taken":
         take_all_ports()
         return
-    if how.startswith(("driver ", "executor ", "Spark ")):
+    if how.startswith(("driver ", "executor ", "Spark ", "task ")):
         lose(how, folder)
     else:
         fail(how)
@@ -79,6 +79,9 @@ def lose(how: str, folder: Path) -> None:
         return
     import psutil  # noqa: PLC0415
 
+    if how == "task stopped":
+        next(one for one in psutil.Process().parents() if "pyspark.daemon" in one.cmdline()).suspend()
+        return
     # That of the executor; on a local master it is Spark as a whole.
     next(one for one in psutil.Process().parents() if one.name() == "java").kill()
 

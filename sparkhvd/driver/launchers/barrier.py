@@ -14,7 +14,7 @@ from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import cut_off, failure_of, results_of
+from sparkhvd.driver.results import failure_of, lost, results_of
 from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
@@ -24,6 +24,7 @@ from sparkhvd.rpc.server import Server
 from sparkhvd.task.entry import entry_of
 from sparkhvd.task.job import Job
 from sparkhvd.task.main import run_task
+from sparkhvd.task.report import FailureReport
 
 # What is on its way when a host is cut off may still come.
 _ROWS_SECONDS = 1.0
@@ -50,16 +51,16 @@ class BarrierHandle:
         spark = request.session()
         self._job = job
         self._stream = stream
-        self._wake = threading.Event()  # set when the stage has ended or a task was cut off
-        self._cut_off: Attending | None = None  # written before _wake is set
+        self._wake = threading.Event()  # set when the stage has ended or a task was lost
+        self._lost: FailureReport | None = None  # written before _wake is set
         own_host, bind_host = log_hosts(spark)
         # A Connect client may sleep or change its network while its job runs.
-        on_cut_off = None if is_connect(spark) else self._lose
-        job = replace(job, driver_line=on_cut_off is not None)
+        on_lost = None if is_connect(spark) else self._lose
+        job = replace(job, driver_line=on_lost is not None)
         with ExitStack() as stack:
             self._meeting = meeting = Meeting(job.num_proc, stream)
             server = stack.enter_context(
-                Server(job.log_secret, meeting, bind_host, name="sparkhvd-log", on_cut_off=on_cut_off)
+                Server(job.log_secret, meeting, bind_host, name="sparkhvd-log", on_lost=on_lost)
             )
             stack.callback(meeting.end)  # the server closes after those who wait there have their answer
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
@@ -74,8 +75,8 @@ class BarrierHandle:
 
     def results(self) -> list[bytes]:
         self._wake.wait()
-        if not self._stage.wait(_ROWS_SECONDS if self._cut_off is not None else None) and self._cut_off is not None:
-            raise failure_of(cut_off(self._cut_off))
+        if not self._stage.wait(_ROWS_SECONDS if self._lost is not None else None) and self._lost is not None:
+            raise failure_of(self._lost)
         if self._stage.error is not None:
             raise LaunchError(spark_failure(self._stage.error, self._stage.host_of)) from self._stage.error
         return results_of(self._stage.rows, self._job.num_proc)
@@ -87,8 +88,8 @@ class BarrierHandle:
         self._stream.started.set()
         self._wake.set()
 
-    def _lose(self, task: Attending) -> None:
+    def _lose(self, task: Attending, error: OSError) -> None:
         """Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
         if not self._meeting.is_given_up(task):
-            self._cut_off = self._cut_off or task
+            self._lost = self._lost or lost(task, error)
             self._ended()

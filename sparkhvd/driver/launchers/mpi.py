@@ -23,7 +23,7 @@ from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.ring import linked
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import cut_off, failure_of, results_of
+from sparkhvd.driver.results import failure_of, lost, results_of
 from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
@@ -31,9 +31,9 @@ from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, Spa
 from sparkhvd.rpc.client import Client
 from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.interfaces import interfaces
-from sparkhvd.rpc.messages import Assign, Attend, Attending, Output
+from sparkhvd.rpc.messages import Assign, Attend, Attending, Output, StillThere
 from sparkhvd.rpc.registration import Registration, TaskOffer
-from sparkhvd.rpc.server import Server
+from sparkhvd.rpc.server import SILENT_SECONDS, Server
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import device_map, mixed_devices
 from sparkhvd.task.entry import entry_of
@@ -54,6 +54,8 @@ _NEW_ATTEMPT_SECONDS = 8.0
 # After a failure: the ranks are ended by their tasks, and the rows with the reports come.
 _ROWS_SECONDS = 5.0
 _MPIRUN_SECONDS = 3.0
+# For the kernel of a task's host to acknowledge what the driver asks the task.
+_UNANSWERED_SECONDS = 9.0
 
 
 class Stage(Protocol):
@@ -271,10 +273,12 @@ class MpiHandle:
 
         def watch() -> None:
             try:
-                client.ask(Attend(), Deadline.after(400 * 86400.0))
+                client.limit_silence(_UNANSWERED_SECONDS)
+                while isinstance(client.ask(Attend(), Deadline.after(SILENT_SECONDS)), StillThere):
+                    continue
             except OSError as error:
-                if is_cut_off(error):
-                    self._note(cut_off(Attending(offer.task_index, rank, offer.host)))
+                if is_cut_off(error) or isinstance(error, DeadlineExceededError):
+                    self._note(lost(Attending(offer.task_index, rank, offer.host), error))
                 self._fail(
                     f"Task {offer.task_index} on host {offer.host} was lost while its ranks were starting or running: "
                     "its Python worker or its executor was killed or crashed, as on a host that is short of memory. "

@@ -20,6 +20,7 @@ from sparkhvd.rpc.messages import (
     Probe,
     Reachable,
     Refused,
+    StillThere,
 )
 from sparkhvd.rpc.registration import TaskOffer, TaskServer
 from sparkhvd.task.mpi.orted import Orted
@@ -28,6 +29,8 @@ _PROBE_SECONDS = 3.0
 # Between the driver's message that starts mpirun and this task's preparations for it.
 _PREPARE_SECONDS = 30.0
 _NOT_FOUND = 127
+# How often the driver gets a sign of life.
+_BEAT_SECONDS = 3.0
 
 
 class TaskService:
@@ -106,8 +109,7 @@ class TaskService:
         return Acknowledged()
 
     def _attend(self, message: Attend) -> Message:  # noqa: ARG002 - it says nothing but its type
-        self._over.wait()
-        return Acknowledged()
+        return Acknowledged() if self._over.wait(_BEAT_SECONDS) else StillThere()
 
     def _execute(self, message: ExecuteOrted) -> Message:
         if not self._can_execute.wait(_PREPARE_SECONDS) or self._over.is_set():

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES, connect_handshake
-from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started, decode, encode
+from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Message, Output, Started, decode, encode
 from sparkhvd.rpc.server import Server
 from tests.waiting import wait_for
 
@@ -256,3 +257,19 @@ def test_the_server_listens_on_the_given_interface_only():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", server.port))
         socket.create_connection(("127.0.0.2", server.port)).close()
+
+
+def test_the_task_of_a_rank_is_lost_when_it_says_nothing_and_one_without_a_rank_is_not(monkeypatch):
+    monkeypatch.setattr("sparkhvd.rpc.server.SILENT_SECONDS", 0.2)
+    lost: queue.SimpleQueue[tuple[Attending, OSError]] = queue.SimpleQueue()
+    recorder, waiting, working = Recorder(), Attending(0, -1, "here", 0), Attending(1, 0, "here", 1)
+    with Server(SECRET, recorder, on_lost=lambda *what: lost.put(what)) as server:
+        clients = [connect([("127.0.0.1", server.port)], SECRET, soon()) for _ in range(2)]
+        for client, task in zip(clients, (waiting, working), strict=True):
+            client.send(task, soon())
+        task, error = lost.get(timeout=20.0)
+        assert (task, type(error)) == (working, DeadlineExceededError)
+        assert clients[0].ask(Flush(), soon()) == Acknowledged()
+        for client in clients:
+            client.close()
+    assert lost.empty()

@@ -10,7 +10,7 @@ import pytest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import LaunchError
-from sparkhvd.rpc.messages import Meet, Message
+from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Meet, Message
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.driver_line import DriverLine
@@ -48,6 +48,26 @@ def test_tasks_meet_over_their_lines_and_keep_them_until_they_close(served):
         waiting = pool.submit(first.meet, introduction(0))
         assert second.meet(introduction(1)) == waiting.result(20.0) == (introduction(0), introduction(1))
         first.attend(0, queue.SimpleQueue())
+
+
+class Told:
+    """Keeps what it is told, and confirms it."""
+
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def handle(self, message: Message) -> Message | None:
+        self.messages.put(message)
+        return Acknowledged() if isinstance(message, Flush) else None
+
+
+def test_the_task_of_a_rank_gives_signs_of_life(monkeypatch):
+    monkeypatch.setattr("sparkhvd.task.driver_line._BEAT_SECONDS", 0.05)
+    driver = Told()
+    with Server(SECRET, driver) as server, closing(line_of(0, server.port)) as line:
+        line.attend(3, queue.SimpleQueue())
+        told = [driver.messages.get(timeout=20.0) for _ in range(4)]
+    assert told == [Attending(0, -1, "here", 100), Attending(0, 3, "here", 100), Flush(), Flush()]
 
 
 def test_without_a_driver_that_answers_there_is_no_meeting():
