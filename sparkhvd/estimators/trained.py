@@ -20,6 +20,7 @@ from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.files import Source, StoredFile, keep_folder, write_folder
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.outputs import OutputSpec
+from sparkhvd.estimators.raised import described
 from sparkhvd.estimators.sample import sampled
 from sparkhvd.estimators.worker import find_plugin
 from sparkhvd.store import Store, layout
@@ -89,7 +90,7 @@ def wrapped(  # noqa: PLR0917
         except Exception as error:
             raise ModelOutputError(
                 f"The model cannot take the feature columns ({plugin.mapping(params, schema)}): "
-                f"{type(error).__name__}: {error} Choose other feature_cols or input_shapes."
+                f"{described(error)} Choose other feature_cols or input_shapes."
             ) from error
         shapes = [np.asarray(output).shape[1:] for output in outputs]
         if labels and len(labels) != len(shapes):

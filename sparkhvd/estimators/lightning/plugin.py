@@ -20,6 +20,7 @@ from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
+from sparkhvd.estimators.raised import described, with_stop
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
@@ -120,7 +121,8 @@ class LightningPlugin:
         except Exception as error:
             raise ParamError(
                 f"The model, callbacks, logger, trainer_args or data_module cannot be pickled to send them to the "
-                f"ranks: {error} Make what cannot be pickled (locks, open files, sessions) in a hook such as setup()."
+                f"ranks: {with_stop(error)} Make what cannot be pickled (locks, open files, sessions) in a hook such "
+                "as setup()."
             ) from error
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
@@ -220,7 +222,7 @@ def _forward(given: LightningPackage, schema: DataSchema, sample: Arrays) -> lis
             shown = "; ".join(f"{list(t.shape)} from {part}" for t, part in zip(tensors, inputs, strict=True))
             raise ModelOutputError(
                 f"The model's forward cannot take the feature columns: called with {shown} it raised "
-                f"{type(error).__name__}: {error} transform uses forward, so it has to be there; give input_shapes if "
+                f"{described(error)} transform uses forward, so it has to be there; give input_shapes if "
                 "the columns need another shape."
             ) from error
     for index, output in enumerate(outputs):

@@ -4,7 +4,7 @@ A label goes to its loss in this form:
 
 * with ``label_shapes``, in that shape, else
 * as int64 class numbers for the class losses (cross entropy, negative log likelihood) when it has fewer elements than
-  the output, else
+  the output, which must have one element per class (a single one is refused: nothing could be learned from it), else
 * in the output's shape and dtype when it has as many elements as the output, else
 * in the column's own shape; integers and booleans as int64, the rest in the output's dtype.
 """
@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional
 
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
+from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
 from sparkhvd.estimators.shapes import row_shape
 
 Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -170,6 +171,9 @@ def objective_of(params: Mapping[str, object]) -> Objective:
     for loss in (*losses, *constructors):
         if not callable(loss):
             raise ParamError(f"loss={loss!r} is not callable; give a function or module of (output, label).")
+    for loss in losses:
+        _refuse_class("loss", loss)
+    for loss in (*losses, *constructors):
         if getattr(loss, "reduction", "mean") != "mean":
             raise ParamError(
                 f"The loss {_name(loss)} has reduction={loss.reduction!r}; it must be 'mean', because the gradient of "
@@ -184,6 +188,11 @@ def objective_of(params: Mapping[str, object]) -> Objective:
         weight_col=cast("str | None", params.get("sample_weight_col")),
         constructors=constructors,
     )
+
+
+def _refuse_class(name: str, given: object) -> None:
+    if isinstance(given, type):
+        raise ParamError(f"{name} holds the class {given.__name__}; give an instance such as {given.__name__}().")
 
 
 def is_stateful(function: object) -> bool:
@@ -214,6 +223,8 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
                 f"metrics: entry {index} must be a function, or a group of one function for every label or one per "
                 f"label ({len(label_cols)}); it is {item!r}."
             )
+        for function in functions:
+            _refuse_class("metrics", function)
         for output, (label, function) in enumerate(zip(label_cols, functions, strict=True)):
             name = f"group_{index}_{label}" if grouped else key or _name(function)
             name = name if grouped or len(label_cols) == 1 else f"{name}_{label}"
@@ -244,14 +255,26 @@ def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: to
 def _label(
     name: str, label: torch.Tensor, output: torch.Tensor, loss: Measure, shape: tuple[int, ...] | None
 ) -> torch.Tensor:
-    if label.numel() < output.numel() and (isinstance(loss, _CLASS_LOSSES) or loss in _CLASS_LOSS_FUNCTIONS):
-        return _class_numbers(name, label, output)
+    if _is_class_loss(loss):
+        if output.dim() == 1 or output.shape[1] == 1:
+            raise ModelOutputError(
+                f"{_name(loss)} needs one output per class; the model gives 1 (its output has shape "
+                f"{list(output.shape)}). For label {name!r} with two classes, let the model's last layer give two "
+                "outputs, or take torch.nn.BCEWithLogitsLoss() with a float label of 0 and 1."
+            )
+        if label.numel() < output.numel():
+            return _class_numbers(name, label, output)
     if label.numel() == output.numel() and (shape is None or label.shape == output.shape):
         label = label.reshape(output.shape)
         return label.to(output.dtype) if output.is_floating_point() else label
     if label.is_floating_point():
         return label.to(output.dtype) if output.is_floating_point() else label
     return label.to(torch.int64)
+
+
+def _is_class_loss(loss: Measure) -> bool:
+    function = loss.func if isinstance(loss, partial) else loss
+    return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
 
 
 def _class_numbers(name: str, label: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
@@ -268,10 +291,14 @@ def _try_measure(what: str, function: Measure, output: torch.Tensor, label: torc
             warnings.filterwarnings("ignore" if is_stateful(function) else "default", category=UserWarning)
             warnings.filterwarnings("error", message=f".*{_SHAPES_DIFFER}.*")
             value = function(output, label)
+    except ModelOutputError:
+        raise
     except Exception as error:
+        if not is_about_tensors(error) and not isinstance(error, UserWarning):
+            raise ModelOutputError(f"{what} raised {described(error)} It was called with the {shapes}.") from error
         raise ModelOutputError(
-            f"{what} cannot compare the model's {shapes}: {error} Make the model's last layer, label_cols or "
-            "label_shapes fit."
+            f"{what} cannot compare the model's {shapes}: {with_stop(error)} Make the model's last layer, label_cols "
+            "or label_shapes fit."
         ) from error
     if np.size(value) != 1 and torch.as_tensor(value).numel() != 1:
         raise ModelOutputError(

@@ -19,6 +19,7 @@ from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
+from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
@@ -88,8 +89,9 @@ class TorchPlugin:
             raise
         except Exception as error:
             raise ParamError(
-                f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: {error} Build "
-                "what cannot be pickled (locks, open files, sessions) inside the model's forward."
+                f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: "
+                f"{with_stop(error)} Build what cannot be pickled (locks, open files, sessions) inside the "
+                "model's forward."
             ) from error
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> TorchTrainer:
@@ -279,8 +281,10 @@ def _cannot_take(
         for index, (part, tensor) in enumerate(zip(planned, inputs, strict=True))
     )
     columns = ", ".join(f"{c.name}: {c.dtype}{list(c.shape or ())}" for c in schema.of("feature"))
+    if not is_about_tensors(error):
+        return f"The model raised {described(error)} It was called with {given}."
     return (
         f"The model cannot take the feature columns ({columns}). It was called with {given}, and raised "
-        f"{type(error).__name__}: {error} Give input_shapes if the columns need another shape; integer columns stay "
-        "integers only for a model with an embedding layer."
+        f"{type(error).__name__}: {with_stop(error)} Give input_shapes if the columns need another shape; integer "
+        "columns stay integers only for a model with an embedding layer."
     )

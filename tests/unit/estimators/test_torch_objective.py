@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -22,11 +25,31 @@ def accuracy(output, label):
     return (output.argmax(dim=1) == label).float().mean()
 
 
-@pytest.mark.parametrize("loss", [torch.nn.CrossEntropyLoss(), functional.cross_entropy, functional.nll_loss])
+CLASS_LOSSES = [
+    torch.nn.CrossEntropyLoss(),
+    functional.cross_entropy,
+    functional.nll_loss,
+    partial(functional.cross_entropy, label_smoothing=0.1),
+]
+
+
+@pytest.mark.parametrize("loss", CLASS_LOSSES)
 @pytest.mark.parametrize("values", [[0, 2, 1], [0.0, 2.0, 1.0], [[0], [2], [1]]])
 def test_a_class_loss_gets_class_numbers(loss, values):
     found = label(loss, torch.zeros(3, 4), values)
     assert (found.dtype, found.tolist()) == (torch.int64, [0, 2, 1])
+
+
+@pytest.mark.parametrize("loss", [*CLASS_LOSSES, torch.nn.NLLLoss()])
+@pytest.mark.parametrize("shape", [(2, 1), (2,), (2, 1, 3)])
+def test_a_class_loss_of_one_output_is_refused_because_it_is_always_0(loss, shape):
+    with pytest.raises(ModelOutputError, match=r"needs one output per class; the model gives 1 .*BCEWithLogitsLoss"):
+        objective(loss).try_out([torch.zeros(shape)], {"y": np.zeros((2, *shape[2:]), np.int64)})
+
+
+def test_probabilities_of_classes_are_a_label_too():
+    found = label(torch.nn.CrossEntropyLoss(), torch.zeros(2, 3), [[0, 1, 0], [1, 0, 0]])
+    assert (found.dtype, found.shape) == (torch.float32, (2, 3))
 
 
 def test_a_class_number_that_is_not_whole_is_an_error():
@@ -117,6 +140,31 @@ def test_a_loss_that_gives_one_value_per_row_is_refused():
 def test_a_metric_that_cannot_be_computed_is_named():
     with pytest.raises(ModelOutputError, match="The metric 'accuracy' cannot compare"):
         objective(functional.mse_loss, metrics=[accuracy]).try_out([torch.zeros(2)], {"y": np.zeros(2)})
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError, NotImplementedError])
+def test_an_error_of_the_users_own_is_told_with_its_line_and_no_advice_about_shapes(kind):
+    def mine(output, label):
+        raise kind("my bug")
+
+    with pytest.raises(ModelOutputError) as caught:
+        objective(mine).try_out([torch.zeros(2)], {"y": np.zeros(2)})
+    line = mine.__code__.co_firstlineno + 1
+    said = f'line {line} of {Path(__file__).name}, in mine: raise kind("my bug")'
+    assert str(caught.value).startswith(f"The loss mine raised {kind.__name__}: ")
+    assert said in str(caught.value)
+    assert "label_shapes" not in str(caught.value)
+
+
+@pytest.mark.parametrize("parameters", [{"loss": torch.nn.MSELoss}, {"metrics": [torch.nn.MSELoss]}])
+def test_a_class_in_place_of_an_instance_is_refused(parameters):
+    with pytest.raises(ParamError, match=r"holds the class MSELoss; give an instance such as MSELoss\(\)"):
+        objective(**{"loss": functional.mse_loss, **parameters})
+
+
+def test_a_sentence_ends_before_the_advice():
+    with pytest.raises(ModelOutputError, match=r"\. Make the model's last layer"):
+        objective(functional.l1_loss).try_out([torch.zeros(2, 3)], {"y": np.zeros((2, 5))})
 
 
 def test_a_class_beyond_the_output_is_refused():
