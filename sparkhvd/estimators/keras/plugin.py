@@ -25,6 +25,7 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
+from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
 from sparkhvd.world import World
 
 if TYPE_CHECKING:
@@ -169,9 +170,11 @@ def use_backend(name: str) -> None:
 def _package(params: Mapping[str, Any]) -> Package:
     import keras  # noqa: PLC0415
 
+    from sparkhvd.estimators.keras.names import check_names  # noqa: PLC0415
     from sparkhvd.estimators.keras.package import Package, bytes_of, custom_objects_of, frozen  # noqa: PLC0415
 
     model = _built(params["model"])
+    check_names(params["optimizer"], params["loss"], params["metrics"])
     optimizer = params["optimizer"] or getattr(model, "optimizer", None)
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
@@ -264,9 +267,12 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple
         outputs = package.outputs.flat(predicted)
     except Exception as error:
         columns = {name: sample[name] for port in package.inputs.ports for name in port.columns}
+        called = f"{_described(columns.values())} for {rows} rows; inputs: {package.inputs}"
+        if not is_about_tensors(error):
+            raise ModelOutputError(f"The model raised {described(error)} It was called with {called}.") from error
         raise ModelOutputError(
-            f"The model cannot take the feature columns ({_described(columns.values())} for {rows} rows; inputs: "
-            f"{package.inputs}): {type(error).__name__}: {error} Give input_shapes if the columns need another shape."
+            f"The model cannot take the feature columns ({called}): {type(error).__name__}: {with_stop(error)} Give "
+            "input_shapes if the columns need another shape."
         ) from error
     for port, output in zip(package.outputs.ports, outputs, strict=True):
         if len(output.shape) == 0 or output.shape[0] != rows:
@@ -279,9 +285,16 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple
         model.compute_loss(features, targets, predicted)
         model.compute_metrics(features, targets, predicted)
     except Exception as error:
+        compared = (
+            f"the model's outputs {_described(outputs)} with the labels {_described(package.outputs.flat(targets))} "
+            f"({package.outputs})"
+        )
+        if not is_about_tensors(error):
+            raise ModelOutputError(
+                f"The loss or a metric raised {described(error)} It was to compare {compared}."
+            ) from error
         raise ModelOutputError(
-            f"The loss or a metric cannot compare the model's outputs {_described(outputs)} with the labels "
-            f"{_described(package.outputs.flat(targets))} ({package.outputs}): {type(error).__name__}: {error} Make "
+            f"The loss or a metric cannot compare {compared}: {type(error).__name__}: {with_stop(error)} Make "
             "the model's last layer, label_cols or label_shapes fit."
         ) from error
     return [tuple(output.shape[1:]) for output in outputs]

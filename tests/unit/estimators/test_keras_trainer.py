@@ -15,6 +15,7 @@ from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.contradictions import check_watched
 from sparkhvd.estimators.history import EpochRecord, averaged
 from sparkhvd.estimators.keras import KerasEstimator, artifact
+from sparkhvd.estimators.keras.names import check_names
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.policies import Checkpoints
 from sparkhvd.keras.callbacks import BestModelCheckpoint
@@ -440,6 +441,10 @@ def test_columns_are_matched_by_name_before_order():
     assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
 
 
+def fails(label, output):
+    raise KeyError("my bug")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -457,9 +462,28 @@ def test_columns_are_matched_by_name_before_order():
             "gradient_accumulation_steps=2 both gather",
         ),
         ({"loss": keras.losses.CategoricalCrossentropy()}, ModelOutputError, "The loss or a metric cannot compare"),
+        (
+            {"loss": "sparse_categorical_crossentopy"},
+            ParamError,
+            "(?s)loss: .* Did you mean 'sparse_categorical_crosse",
+        ),
+        ({"loss": {"y": ["no such thing"]}}, ParamError, "(?s)does not know 'no such thing'.*Give a name of keras"),
+        ({"metrics": ["acuracy"]}, ParamError, "metrics: Keras does not know 'acuracy'. Did you mean 'accuracy'"),
+        ({"optimizer": "adm"}, ParamError, "optimizer: Keras does not know 'adm'. Did you mean 'adam'"),
+        (
+            {"loss": fails},
+            ModelOutputError,
+            r"(?s)raised KeyError: 'my bug' \(line \d+ of test_keras_\w+.py, in fails: ",
+        ),
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
     ],
 )
 def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
     with pytest.raises(error, match=message):
         PLUGIN.check(parameters(**changes), DATA, None)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "sgd"])
+@pytest.mark.parametrize("metrics", [["acc", "ce"], ["sparse_categorical_accuracy", keras.metrics.Mean()], [fails]])
+def test_names_that_keras_knows_pass(optimizer, metrics):
+    check_names(optimizer, {"y": ["mse", "KLDivergence"]}, metrics)

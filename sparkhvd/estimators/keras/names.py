@@ -1,0 +1,59 @@
+"""Losses, metrics and optimizers that are given by a name of Keras'."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from sparkhvd.errors import ParamError
+
+# What compile makes of the output's shape, and keras.metrics does not know.
+_OF_COMPILE = frozenset({"accuracy", "acc", "crossentropy", "ce"})
+_FUNCTIONS = frozenset({"get", "serialize", "deserialize", "legacy", "schedules"})
+
+
+def check_names(optimizer: Any, loss: Any, metrics: Any) -> None:
+    """Refuse names that Keras does not know; it would look them up in the training only.
+
+    Raises:
+        ParamError: there is no such loss, metric or optimizer; the message has the nearest names.
+    """
+    for name in _names(optimizer):
+        _check("optimizer", name, keras.optimizers, [known.lower() for known in _known(keras.optimizers)])
+    for name in _names(loss):
+        _check("loss", name, keras.losses, _known(keras.losses))
+    for name in _names(metrics):
+        if name not in _OF_COMPILE:
+            _check("metrics", name, keras.metrics, [*sorted(_OF_COMPILE), *_known(keras.metrics)])
+
+
+def _check(param: str, name: str, module: ModuleType, known: list[str]) -> None:
+    try:
+        module.get(name)
+    except ValueError as error:
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = (
+            f"Did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"Give a name of {module.__name__}, an object, or a function."
+        )
+        raise ParamError(f"{param}: Keras does not know {name!r}. {hint}") from error
+
+
+def _known(module: ModuleType) -> list[str]:
+    return [name for name in dir(module) if not name.startswith("_") and name not in _FUNCTIONS]
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The strings in a value, also in lists and in the values of dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _names(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _names(item)
