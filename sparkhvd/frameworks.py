@@ -1,8 +1,28 @@
-"""Frameworks that do not bear each other in one process."""
+"""What to mind when a process imports a framework."""
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def while_importing() -> Iterator[None]:
+    """Within this block nothing is collected, and what is there afterwards is never looked at again.
+
+    What the import of a framework makes is hardly ever garbage. To look for some, again and again while it grows and
+    once more when the process ends, is a third of the time that a rank which imports torch needs to start and end.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
 
 
 def keep_triton_from_tensorflow() -> None:

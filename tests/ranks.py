@@ -29,6 +29,7 @@ from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
+from sparkhvd.frameworks import while_importing
 from sparkhvd.world import layout
 
 CASE_SECONDS = 60.0
@@ -183,12 +184,9 @@ def _answer(link: Connection) -> Outcome:
 def _serve(link: Connection) -> None:
     """The life of a rank: start, then run cases until the link closes."""
     context, imports, connect = cloudpickle.loads(link.recv_bytes())
-    # What a framework makes is never garbage: to look there, now and at the end, takes a third of a rank's time.
-    gc.disable()
-    for module in imports:
-        __import__(module)
-    gc.freeze()
-    gc.enable()
+    with while_importing():
+        for module in imports:
+            __import__(module)
     session.offer(context)
     if connect:
         session.init()

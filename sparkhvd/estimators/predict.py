@@ -18,6 +18,7 @@ from sparkhvd.estimators.files import Source, StoredFile, fetched
 from sparkhvd.estimators.outputs import OutputColumn, encoded
 from sparkhvd.estimators.plugin import Inference, Predictor
 from sparkhvd.estimators.worker import find_plugin
+from sparkhvd.frameworks import while_importing
 
 _LOADED_LIMIT = 4
 # The loaded models of this Python worker, by the digests of their files, the function that calls them and the GPU;
@@ -77,7 +78,7 @@ def _predictor(spec: PredictSpec) -> Predictor:
     key = (spec.files, spec.function, gpu)
     if key not in _loaded:
         function = cloudpickle.loads(spec.function) if spec.function else None
-        with fetched(spec.store, spec.files, _application_folder()) as folder:
+        with fetched(spec.store, spec.files, _application_folder()) as folder, while_importing():
             predictor = find_plugin(spec.plugin).predictor(folder, Inference(gpu, function))
         while len(_loaded) >= _LOADED_LIMIT:
             _loaded.pop(next(iter(_loaded)))

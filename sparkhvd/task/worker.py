@@ -22,6 +22,7 @@ import cloudpickle
 from sparkhvd.comm import session
 from sparkhvd.config import export
 from sparkhvd.errors import CollectiveError, MismatchError
+from sparkhvd.frameworks import while_importing
 from sparkhvd.task.command import CommandEndedError
 from sparkhvd.task.report import ENDED, STARTING
 from sparkhvd.task.worker_spec import Joined, Leave, Packing, Raised, Ready, Returned, WorkerSpec
@@ -46,9 +47,10 @@ def main(arguments: list[str]) -> int:
     connection = Connection(options.control_fd)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_watch_task, args=(connection, inbox), name="sparkhvd-task-watch", daemon=True).start()
-    for name in options.preload:
-        with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
-            importlib.import_module(name)
+    with while_importing():
+        for name in options.preload:
+            with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
+                importlib.import_module(name)
     spec = inbox.get()
     if not isinstance(spec, WorkerSpec):
         raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")

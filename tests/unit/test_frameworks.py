@@ -40,3 +40,29 @@ def test_lightning_is_imported_and_torch_compiles_in_a_process_that_has_loaded_t
 @pytest.mark.skipif(find_spec("triton") is None, reason="PyTorch without triton")
 def test_whoever_imports_triton_first_keeps_it() -> None:
     assert _run(_WITH_TRITON_FIRST) == "True\n"
+
+
+_COLLECTIONS = """
+import gc
+from sparkhvd.frameworks import while_importing
+
+def collections():
+    return sum(one["collections"] for one in gc.get_stats())
+
+before = collections()
+try:
+    with while_importing():
+        kept = [[] for _ in range(100_000)]
+        raise ImportError
+except ImportError:
+    pass
+print(collections() - before, gc.isenabled(), gc.get_freeze_count() >= 100_000)
+gc.disable()
+with while_importing():
+    pass
+print(gc.isenabled())
+"""
+
+
+def test_nothing_is_collected_while_a_framework_is_imported_and_what_it_made_is_kept_out_of_sight() -> None:
+    assert _run(_COLLECTIONS) == "0 True True\nFalse\n"
