@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
@@ -130,6 +131,12 @@ FOR_HOSTS: Mapping[str, str] = {
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line, without all that could be on it."""
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        near = difflib.get_close_matches(str(value), [str(choice) for choice in action.choices or ()], n=1)
+        if near and value not in (action.choices or ()):
+            raise argparse.ArgumentError(action, f"there is no {value!r}; did you mean {near[0]!r}?")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removesuffix('.')}. See {self.prog} --help.\n")

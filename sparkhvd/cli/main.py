@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import math
 import os
+import socket
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import sparkhvd
 from sparkhvd.background import in_background
@@ -25,13 +28,31 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+# What Spark's JVM writes at every start, and what says nothing about a failure.
+_GREETINGS = (
+    "WARNING: Using incubator modules",
+    "Using Spark's default log4j",
+    "Setting default log level",
+    "To adjust logging level",
+    "WARN NativeCodeLoader:",
+    "WARN Utils: Your hostname",
+    "WARN Utils: Set SPARK_LOCAL_IP",
+)
+
+_NAME_SECONDS = 10.0
+
+
 class StillTryingError(LaunchError):
     """Spark has made no session in time, and goes on trying."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; the exit code is 0 when nothing keeps a job from running."""
-    flags = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words:
+        parser().print_help(sys.stderr)
+        return 2
+    flags = parser().parse_args(words)
     logging.basicConfig(stream=sys.stderr, format="sparkhvd: %(message)s")
     try:
         check_counts(flags.num_proc, flags.gpus_per_task, flags.cpus_per_task)
@@ -65,9 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    made = Parser(prog="sparkhvd", allow_abbrev=False)
+    about = "sparkhvd on the command line. `sparkhvd COMMAND --help` shows the flags of a command."
+    made = Parser(prog="sparkhvd", description=about, allow_abbrev=False)
     made.add_argument("-v", "--version", action="version", version=sparkhvd.__version__)
-    commands = made.add_subparsers(required=True)
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
     doctor = commands.add_parser("doctor", help="look for what would keep a job from running well on a cluster")
     where = doctor.add_mutually_exclusive_group()
     where.add_argument("--master", help="Spark's master URL; that of Spark's own configuration when left out")
@@ -97,6 +119,7 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
         builder = builder.config(name, value)
     own = SparkSession.getActiveSession() is None
     if own:
+        _check_hosts(flags)
         sys.stderr.write(f"sparkhvd: waiting at most {flags.timeout:g} s for a Spark session of {_place(flags)}\n")
     with tempfile.TemporaryFile() as log:
         try:
@@ -113,9 +136,37 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
             raise LaunchError(f"There is no Spark session of {_place(flags)}: {why}") from error
 
 
+def _check_hosts(flags: argparse.Namespace) -> None:
+    """Spark would try hosts without an address again and again.
+
+    Raises:
+        LaunchError: this machine knows the address of no host that the flags name.
+    """
+    scheme, _, rest = str(flags.remote or flags.master or "").partition("://")
+    if scheme not in {"spark", "sc"}:
+        return
+    unknown = []
+    for place in rest.partition("/")[0].split(","):
+        host = urlsplit(f"//{place}").hostname or ""
+        try:
+            asked = in_background(functools.partial(socket.getaddrinfo, host, None), "sparkhvd-names")
+            asked.result(min(flags.timeout, _NAME_SECONDS))
+        except TimeoutError:
+            return  # a slow name server; Spark asks again
+        except (OSError, UnicodeError) as error:
+            unknown.append(f"{host!r} ({error.args[-1]})")
+        else:
+            return
+    raise LaunchError(
+        f"There is no Spark session of {_place(flags)}: this machine finds no address of the host "
+        f"{' and '.join(unknown)}. Check the name, and the DNS or /etc/hosts of this machine."
+    )
+
+
 def _last_line(log: IO[bytes]) -> str:
     log.seek(0)
-    written = [line for line in log.read().decode("utf-8", "replace").splitlines() if line[:1].strip()]
+    lines = log.read().decode("utf-8", "replace").splitlines()
+    written = [line for line in lines if line[:1].strip() and not any(words in line for words in _GREETINGS)]
     return f" The last that Spark wrote: {written[-1]}" if written else ""
 
 

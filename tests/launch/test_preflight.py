@@ -14,7 +14,7 @@ import torch
 
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.cli.main import main
+from sparkhvd.cli.main import _last_line, main
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.preflight_report import Verdict
 from sparkhvd.errors import ConfigError
@@ -128,6 +128,11 @@ def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path,
             ["--master", "spark://127.0.0.1:1", "--timeout", "10"],
             "of spark://127.0.0.1:1: none came within --timeout 10 s",
         ),
+        (
+            ["--master", "spark://no.host.invalid:7077,other.invalid:7077"],
+            "finds no address of the host 'no.host.invalid' .* and 'other.invalid' .*Check the name",
+        ),
+        (["--remote", "sc://no.host.invalid"], "finds no address of the host 'no.host.invalid'"),
         (["--remote", "sc://127.0.0.1:1", "--timeout", "3"], "of sc://127.0.0.1:1: none came within --timeout 3 s"),
     ],
 )
@@ -143,6 +148,30 @@ def test_the_doctor_says_in_one_line_why_it_cannot_look(flags, words):
     assert not done.stdout
     waiting = r"sparkhvd: waiting at most [\d.]+ s for a Spark session of \S+\n"
     assert re.fullmatch(rf"({waiting})?sparkhvd: .*{words}.*\n", done.stderr), done.stderr
+
+
+def test_what_spark_writes_at_every_start_is_not_quoted_as_the_reason():
+    log = io.BytesIO(
+        b"Using Spark's default log4j profile: org/apache/spark/log4j2-defaults.properties\n"
+        b"26/11/22 12:34:03 WARN StandaloneAppClient: Failed to connect to master host:7077\n"
+        b"\tat org.apache.spark.rpc.RpcEnv\n"
+        b"26/11/22 12:34:04 WARN NativeCodeLoader: Unable to load native-hadoop library for your platform\n"
+    )
+    assert _last_line(log).endswith("WARN StandaloneAppClient: Failed to connect to master host:7077")
+    assert not _last_line(io.BytesIO(b"12:34:04 WARN NativeCodeLoader: Unable to load native-hadoop library\n"))
+
+
+def test_a_command_line_without_a_command_shows_the_help(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert "doctor" in shown
+    assert "look for what would keep a job from running" in shown
+
+
+def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["doctr"])
+    assert "there is no 'doctr'; did you mean 'doctor'?" in capsys.readouterr().err
 
 
 def test_a_preflight_that_cannot_be_is_refused(spark):
