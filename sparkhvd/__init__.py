@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from sparkhvd.moved import missing
+
 if TYPE_CHECKING:
     from sparkhvd.data.prepared import prepare_data as prepare_data
     from sparkhvd.driver.preflight import preflight as preflight
@@ -64,7 +66,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'sparkhvd' has no attribute {name!r}")
+        raise AttributeError(missing("sparkhvd", name))
     return getattr(import_module(_HOME_OF[name]), name)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Never, TextIO, TypeVar
 
 import cloudpickle
 
@@ -22,6 +23,7 @@ from sparkhvd.driver.payload import pickle_call
 from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import CollectiveError, LaunchError
+from sparkhvd.moved import unknown_argument
 from sparkhvd.task.job import Job
 from sparkhvd.task.log_files import LogFiles
 
@@ -58,6 +60,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     output_filename: str | None = None,
     preload: Sequence[str] = (),
     rows: DataFrame | None = None,
+    **unknown: Never,
 ) -> list[Result]:
     """Run ``fn`` in ``num_proc`` processes on the Spark cluster, connected through ``hvd.init()``.
 
@@ -106,6 +109,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         preload: modules that the processes import while they wait for each other.
         rows: a DataFrame with ``num_proc`` partitions; each goes to one rank, which finds it with
             ``sparkhvd.config.given_rows()`` as a local Arrow file.
+        **unknown: nothing; other keywords, such as Horovod's ``np``, are refused with the right name.
 
     Returns:
         What ``fn`` returned on each rank, ordered by rank; 256 MB in all at most.
@@ -116,7 +120,10 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         RankFailedError: ``fn`` raised, or its process ended; the message carries the first failing rank's traceback.
         LaunchError: there is no session, ``fn`` cannot be sent, or Spark lost the job.
         ConfigError: an argument has a value that cannot work.
+        TypeError: there is no such argument.
     """
+    for name in unknown:
+        raise TypeError(unknown_argument(name, inspect.signature(run).parameters))
     request = LaunchRequest(
         num_proc=num_proc,
         spark=spark,

@@ -17,6 +17,7 @@ from sparkhvd.errors import ConfigError
 from sparkhvd.keras import callbacks
 from sparkhvd.keras.callbacks import broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer
+from sparkhvd.moved import missing
 
 _OF_BACKEND = (
     "SyncBatchNormalization",
@@ -59,7 +60,7 @@ def load_model(filepath: str, custom_objects: dict[str, Any] | None = None, comp
 
 def __getattr__(name: str) -> Any:
     if name not in _OF_BACKEND:
-        raise AttributeError(f"module 'sparkhvd.keras' has no attribute {name!r}")
+        raise AttributeError(missing("sparkhvd.keras", name))
     backend = keras.config.backend()
     if backend not in {"tensorflow", "torch"}:
         raise ConfigError(f"sparkhvd.keras has no collectives for the Keras backend {backend!r}.")

@@ -5,8 +5,11 @@ Names and meanings follow Horovod's, so that scripts written for it run after ch
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sparkhvd.comm import interface
 from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
+from sparkhvd.moved import missing
 from sparkhvd.tensorflow.compression import Compression
 from sparkhvd.tensorflow.gradients import DistributedGradientTape
 from sparkhvd.tensorflow.movements import (
@@ -39,3 +42,9 @@ __all__ = [
     "reducescatter",
 ]
 __all__ += interface.__all__
+
+
+if not TYPE_CHECKING:  # for a type checker every name would exist then
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(missing("sparkhvd.tensorflow", name))

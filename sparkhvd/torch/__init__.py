@@ -5,11 +5,14 @@ Names and meanings follow Horovod's, so that scripts written for it run after ch
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sparkhvd.comm import interface
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
 from sparkhvd.errors import MismatchError, PeerLostError
+from sparkhvd.moved import missing
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.operations import (
     allgather,
@@ -90,3 +93,9 @@ __all__ = [
     "synchronize",
 ]
 __all__ += interface.__all__
+
+
+if not TYPE_CHECKING:  # for a type checker every name would exist then
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(missing("sparkhvd.torch", name))

@@ -1,0 +1,35 @@
+"""What is said about names of Horovod's that are not here, or are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from types import MappingProxyType
+
+ELASTIC = (
+    "Elastic training is not there yet; instead, a fit that was broken off goes on from its checkpoints, also with "
+    "another number of ranks: see docs/guide/recovery.md."
+)
+SPARK = (
+    "There is no sparkhvd.spark: what horovod.spark has comes from sparkhvd itself, as in `from sparkhvd import run, "
+    "TorchEstimator, KerasEstimator, LightningEstimator, Store, SparkBackend`, kinds of Stores from sparkhvd.store, "
+    "and collectives from sparkhvd.torch, sparkhvd.tensorflow and sparkhvd.keras; see docs/guide/migrating.md."
+)
+# Arguments of horovod.run under the names that they have here.
+_OF_RUN = MappingProxyType(
+    {"np": "num_proc", "mpi_args": "extra_mpi_args", "network_interface": "nics", "network_interfaces": "nics"}
+)
+_ELASTIC_OF_RUN = frozenset({"min_np", "max_np", "min_num_proc", "max_num_proc", "slots", "reset_limit"})
+
+
+def missing(module: str, name: str) -> str:
+    """What to say of an attribute that a module does not have."""
+    return ELASTIC if name in {"elastic", "run_elastic"} else f"module {module!r} has no attribute {name!r}"
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    """What to say of a keyword that ``run`` does not take."""
+    if name in _ELASTIC_OF_RUN:
+        return f"run() takes no {name}. {ELASTIC}"
+    near = [_OF_RUN[name]] if name in _OF_RUN else get_close_matches(name, known, n=1)
+    return f"run() takes no argument {name!r}." + (f" Did you mean {near[0]}?" if near else "")

@@ -1,0 +1,7 @@
+"""For those who replaced ``horovod`` by ``sparkhvd`` and nothing else: says where the names are."""
+
+from __future__ import annotations
+
+from sparkhvd.moved import SPARK
+
+raise ImportError(SPARK)

@@ -1,0 +1,59 @@
+"""What those read who type a name of Horovod's that is not here."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+import sparkhvd
+
+_ELASTIC = r"Elastic training is not there yet; instead, a fit .* goes on from its checkpoints.*docs/guide/recovery\.md"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("np", r"run\(\) takes no argument 'np'\. Did you mean num_proc\?"),
+        ("network_interfaces", r"Did you mean nics\?"),
+        ("lancher", r"Did you mean launcher\?"),
+        ("zzz", r"run\(\) takes no argument 'zzz'\.$"),
+        ("min_np", rf"run\(\) takes no min_np\. {_ELASTIC}"),
+    ],
+)
+def test_an_argument_that_run_does_not_take_is_answered_with_the_right_one(name, words):
+    with pytest.raises(TypeError, match=words):
+        sparkhvd.run(print, **{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("sparkhvd", "run_elastic"),
+        ("sparkhvd.torch", "elastic"),
+        ("sparkhvd.tensorflow", "elastic"),
+        ("sparkhvd.keras", "elastic"),
+    ],
+)
+def test_an_elastic_name_says_that_there_is_none_and_what_there_is(module, name):
+    with pytest.raises(AttributeError, match=_ELASTIC):
+        getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "keras"])
+def test_an_import_of_elastic_says_that_there_is_none_and_what_there_is(framework):
+    with pytest.raises(ImportError, match=_ELASTIC):
+        importlib.import_module(f"sparkhvd.{framework}.elastic")
+    with pytest.raises(ImportError, match=_ELASTIC):
+        exec(f"from sparkhvd.{framework} import elastic")
+
+
+@pytest.mark.parametrize("module", ["sparkhvd.spark", "sparkhvd.spark.torch", "sparkhvd.spark.common.store"])
+def test_an_import_of_horovods_spark_says_where_its_names_are(module):
+    with pytest.raises(ImportError, match=r"from sparkhvd import run, TorchEstimator.*docs/guide/migrating\.md"):
+        importlib.import_module(module)
+
+
+def test_other_unknown_names_of_a_framework_are_plain_attribute_errors():
+    with pytest.raises(AttributeError, match=r"module 'sparkhvd\.torch' has no attribute 'alreduce'"):
+        importlib.import_module("sparkhvd.torch").alreduce  # noqa: B018
