@@ -29,7 +29,7 @@ def transformed(schema: DataSchema, function: Callable[[Arrays], Arrays], rows: 
         arrays = {name: np.asarray(values) for name, values in found.items()}
     except Exception as error:
         raise DataError(
-            f"transformation_fn raised {type(error).__name__}: {error} It was called with {before}."
+            f"transformation_fn raised {type(error).__name__}: {str(error).rstrip('.')}. It was called with {before}."
         ) from error
     return DataSchema(tuple(_column(column, arrays, rows) for column in schema.columns)), arrays
 

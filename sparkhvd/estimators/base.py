@@ -48,7 +48,8 @@ from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, pickled, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.progress import ProgressOutput, somebody_looks
-from sparkhvd.estimators.sample import sampled
+from sparkhvd.estimators.raised import with_stop
+from sparkhvd.estimators.sample import refuse_other_tables, sampled
 from sparkhvd.estimators.tracking import active_run, track
 from sparkhvd.estimators.trained import Trained, output_spec
 from sparkhvd.estimators.worker import (
@@ -336,6 +337,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
 
 def _selection(dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
+    refuse_other_tables("fit", dataset)
     return select(
         dataset.schema,
         feature_cols=params["feature_cols"],
@@ -361,7 +363,7 @@ def _pickled(value: Any, name: str) -> bytes:
         with by_value([value]):
             return bytes(cloudpickle.dumps(value))
     except Exception as error:
-        raise ParamError(f"{name} cannot be pickled to send it to the ranks: {error}") from error
+        raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_stop(error)}") from error
 
 
 def _ranks(spark: SparkSession, params: Mapping[str, Any]) -> int:

@@ -113,7 +113,12 @@ class Declarations(Params):
                 _add_accessor(cls, f"set{accessor}", _setter(name), declaration)
                 _add_accessor(cls, f"get{accessor}", _getter(name), declaration)
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            kind, first = type(self).__name__, next(iter(type(self).declarations))
+            raise TypeError(
+                f"{kind} takes its parameters by keyword, as in {kind}({first}=...); {len(unnamed)} came without one."
+            )
         super().__init__()
         self._setDefault(**{name: item.default for name, item in type(self).declarations.items()})
         self.setParams(**values)

@@ -53,6 +53,7 @@ class RunHooks:
         # Of the present epoch: what was reported last, and last with a state that could be kept.
         self._last_step = self._last_whole = 0 if self.within is None else self.within.step
         self._best: tuple[int, bytes] | None = None  # without a Store, on rank 0
+        self._warned = False
         if self.resumed is not None and communicator.world.rank == 0:
             _say_where_it_continues(run_id, self.resumed, spec.epochs)
         self._say_whether_the_best_is_gone()
@@ -101,6 +102,7 @@ class RunHooks:
                 f"The loss of {where} is {report.loss} on rank {rank}, and terminate_on_nan is set. Lower the learning "
                 "rate, clip the gradients, or look for such values in the rows."
             )
+        self._warn_of_no_number(report.loss, where)
         if rank == 0 and _is_due(spec.log_every_n_steps, report, self._last_step):
             logger.info("%s%s", where, "" if report.loss is None else f"  loss {report.loss:.4g}")
         self._last_step = report.step
@@ -123,6 +125,7 @@ class RunHooks:
         record = averaged(report, self._communicator, before)
         self.history.append(record)
         self._last_step = self._last_whole = 0
+        self._warn_of_no_number(record.train.get("loss"), f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
         best = self._best_epoch()
         if self._communicator.world.rank == 0:
@@ -132,6 +135,19 @@ class RunHooks:
             self._say_why_it_ends()
             return False
         return not self._anybody(wants_end, report.epoch)
+
+    def _warn_of_no_number(self, loss: float | None, where: str) -> None:
+        """Once, where everybody sees it; weights that are no numbers are hardly ever numbers again."""
+        if self._warned or loss is None or math.isfinite(loss) or self._communicator.world.rank != 0:
+            return
+        self._warned = True
+        logger.warning(
+            "run %s: the loss of %s is %s, and the training goes on. terminate_on_nan=True ends it there. Lower the "
+            "learning rate, clip the gradients, or look for such values in the rows.",
+            self._run_id,
+            where,
+            loss,
+        )
 
     def _say_why_it_ends(self) -> None:
         rule = self._spec.early_stopping

@@ -49,11 +49,19 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the time of an epoch's training steps went on this rank, in seconds."""
+    """Where the time of an epoch's training steps went on this rank, in seconds.
 
-    data_wait: float
-    compute: float
-    communication: float
+    Attributes:
+        data_wait: waiting for rows.
+        compute: forward, backward and the optimizer.
+        communication: with the other ranks, as far as the computing had to wait for it.
+        undivided: all of them together, in place of the three, where the trainer cannot tell them apart.
+    """
+
+    data_wait: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+    undivided: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class EpochReport:
     epoch: int
     train: Mapping[str, tuple[float, int]]
     validation: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    times: StepTimes = StepTimes(0.0, 0.0, 0.0)
+    times: StepTimes = StepTimes()
     steps: int = 0
     on_record: Callable[[EpochRecord], bool] | None = None
 

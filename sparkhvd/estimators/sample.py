@@ -13,9 +13,19 @@ from sparkhvd.data.facts import SPLIT
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection
 from sparkhvd.data.spool import Spool
+from sparkhvd.errors import ParamError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+
+
+def refuse_other_tables(method: str, table: object) -> None:
+    """Raise ``ParamError`` for what is no DataFrame of Spark's, such as one of pandas."""
+    if not hasattr(table, "sparkSession"):
+        kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__qualname__}"
+        raise ParamError(
+            f"{method} takes a Spark DataFrame, not a {kind}; spark.createDataFrame(pdf) makes one of a pandas table."
+        )
 
 
 def sampled(dataset: DataFrame, selection: Selection, rows: int) -> tuple[DataSchema, Arrays]:

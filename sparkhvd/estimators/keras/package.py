@@ -18,6 +18,7 @@ from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
+from sparkhvd.estimators.raised import with_stop
 
 _CONFIGURED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
 
@@ -79,7 +80,8 @@ class Package:
                 return bytes(cloudpickle.dumps(self))
         except Exception as error:
             raise ParamError(
-                f"The loss, metrics, callbacks or custom objects cannot be pickled to send them to the ranks: {error}"
+                f"The loss, metrics, callbacks or custom objects cannot be pickled to send them to the ranks: "
+                f"{with_stop(error)}"
             ) from error
 
     def with_ports_for(self, model: Any, schema: DataSchema) -> Package:

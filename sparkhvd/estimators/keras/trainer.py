@@ -246,7 +246,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         measured = self._begin.measured
         # Keras' own loop does not tell waiting for data, computing and communicating apart.
-        times = StepTimes(0.0, measured.seconds, 0.0)
+        times = StepTimes(undivided=measured.seconds)
         wants_end = bool(self.model.stop_training)
         report = EpochReport(
             epoch, measured.train, measured.validation, times, len(self._data), lambda _record: wants_end

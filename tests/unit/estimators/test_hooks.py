@@ -143,6 +143,24 @@ def test_a_loss_that_is_no_number_ends_the_training_where_that_is_asked_for(alon
         strict.on_step_end(step(3, trainer, math.inf), trainer)
 
 
+def test_a_loss_that_is_no_number_is_warned_of_once(alone, caplog):
+    hooks, trainer = RunHooks(None, "r", spec(DATA, epochs=9), alone), Counting()
+    hooks.on_step_end(step(1, trainer, 1.0), trainer)
+    assert caplog.messages == []
+    hooks.on_step_end(step(2, trainer, math.nan), trainer)
+    hooks.on_step_end(step(3, trainer, math.nan), trainer)
+    hooks.on_epoch_end(EpochReport(0, {"loss": (math.nan, 1)}), trainer)
+    (message,) = caplog.messages
+    assert "the loss of epoch 1 of 9, step 2 of 9 is nan" in message
+    assert "terminate_on_nan=True" in message
+
+
+def test_a_loss_that_is_no_number_on_another_rank_alone_is_warned_of_too(alone, caplog):
+    hooks = RunHooks(None, "r", spec(DATA, epochs=9), alone)
+    hooks.on_epoch_end(EpochReport(0, {"loss": (math.inf, 1)}), Counting())
+    assert "the loss of epoch 1 of 9 is inf" in caplog.text
+
+
 def test_a_line_comes_every_so_many_steps(alone, caplog):
     hooks, trainer = RunHooks(None, "r", spec(DATA, log_every_n_steps=3), alone), Counting()
     with caplog.at_level(logging.INFO, "sparkhvd"):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import pandas
 import pytest
+import torch
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.declare import Declarations, Declared, declared
@@ -45,8 +47,16 @@ def test_an_unknown_keyword_is_refused_with_the_nearest_names():
 
 
 def test_arguments_without_a_keyword_are_refused():
-    with pytest.raises(TypeError, match="positional argument"):
-        TorchEstimator(2)
+    with pytest.raises(TypeError, match=r"TorchEstimator takes its parameters by keyword, as in .*; 2 came without"):
+        TorchEstimator(2, torch.nn.Linear(1, 1))  # type: ignore[misc]
+
+
+def test_a_table_of_pandas_is_refused_with_the_way_to_make_one_of_spark():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    given = {"model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss()}
+    with pytest.raises(ParamError, match=r"fit takes a Spark DataFrame, not a pandas\.DataFrame; spark\.createData"):
+        TorchEstimator(**given, feature_cols=["x"], label_cols=["y"]).fit(pandas.DataFrame({"x": [1.0], "y": [2.0]}))
 
 
 def test_none_means_the_default():

@@ -6,15 +6,18 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
+from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import run_log
 from sparkhvd.estimators.events import crc32c
-from sparkhvd.estimators.history import EpochRecord, History, history_of
+from sparkhvd.estimators.history import EpochRecord, History, averaged, history_of
+from sparkhvd.estimators.plugin import EpochReport, StepTimes
 from sparkhvd.estimators.progress import ProgressOutput, ReportingSource
 from sparkhvd.store import Store
 from tests.unit.estimators.arrays import ArraySource
@@ -23,6 +26,13 @@ RECORDS = [
     EpochRecord(0, {"loss": 2.0, "right": 0.5}, {"loss": 2.5, "right": 0.4}, 100.0, 0.01, {"data_wait": 0.2}),
     EpochRecord(1, {"loss": 1.0, "right": 0.7}, {"loss": 1.5, "right": 0.6}, 200.0, 0.02, {"data_wait": 0.1}),
 ]
+
+
+@pytest.fixture
+def alone():
+    session.init()
+    yield session.current()
+    session.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +48,18 @@ def test_the_history_is_a_table_with_a_row_per_epoch():
         *("loss", "right", "val_loss", "val_right", "rows_per_second", "step_seconds", "data_wait")
     ]
     assert table["val_right"].tolist() == [0.4, 0.6]
+
+
+def test_parts_of_a_step_that_nobody_measured_are_not_claimed(alone):
+    report = EpochReport(0, {"loss": (6.0, 3)}, times=StepTimes(undivided=0.5), steps=5)
+    record = averaged(report, alone)
+    assert record.shares == {"data_wait": None, "compute": None, "communication": None}
+    assert record.line(1) == "epoch 1/1  loss 2  6 rows/s  step 100.0 ms"
+    divided = averaged(replace(report, times=StepTimes(0.1, 0.3, 0.1)), alone)
+    assert divided.line(1).endswith("  6 rows/s  step 100.0 ms = data 20% + compute 60% + communication 20%")
+    table = history_of([record, divided]).to_pandas()
+    assert table["compute"].dtype == "float64"
+    assert table["compute"].isna().tolist() == [True, False]
 
 
 def test_the_history_is_drawn_with_training_and_validation_over_each_other():
