@@ -96,20 +96,19 @@ def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
     return found
 
 
-def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int, if_none: str = "") -> None:
+def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) -> None:
     """Refuse rows that cannot be trained on.
 
     Args:
         files: all that there are.
         selection: what was asked for.
         num_proc: number of ranks.
-        if_none: what else to say when there are no rows at all.
 
     Raises:
         DataError: too few rows in a split, or a validation column with other values than 0 and 1.
     """
     if not files:
-        raise DataError(f"The DataFrame has no rows to train on{if_none}.")
+        raise DataError("The DataFrame has no rows to train on. Check the filters and joins that it comes from.")
     by = selection.validation
     nulls, others = rows_of(files, "null"), rows_of(files, "other")
     if nulls or others:

@@ -39,7 +39,7 @@ from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, source
 from sparkhvd.data.spark_job import is_connect, run_job
 from sparkhvd.data.spark_settings import spark_can_write, with_own_settings
-from sparkhvd.errors import ConfigError, DataError, SparkHvdError
+from sparkhvd.errors import ConfigError, DataError, SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -129,20 +129,16 @@ def prepare(
         DataError: NULL in a column or an array without a fill, no rows, no training rows, fewer training rows than
             ranks, no validation rows though some were asked for, or a validation column with other values than 0 and 1.
         SchemaError: an array or vector column has rows of different lengths, or of length 0.
-        StoreError: the Store could not be written or read.
+        StoreError: the Store could not be written or read, or what Spark wrote is not in it.
     """
     refuse_streaming(df)
     dataset_id = dataset_id or new_dataset_id()
     try:
         _write(df, selection, store, layout.dataset_rows_folder(dataset_id), writing)
         files = _read_facts(store, dataset_id, selection.schema)
-        check_rows(
-            files,
-            selection,
-            writing.num_proc,
-            f" (nothing was written to {store.url}). If it should have, check that the driver and all executors share "
-            "this folder",
-        )
+        if not files:
+            _check_empty(df, store)
+        check_rows(files, selection, writing.num_proc)
         manifest = Manifest(
             dataset_id=dataset_id,
             folder=layout.dataset_folder(dataset_id),
@@ -160,6 +156,15 @@ def prepare(
     held_out = 0 if manifest.validation is None else manifest.validation.rows
     logger.info("Prepared dataset %s: %d rows to train on, %d held out", dataset_id, manifest.train.rows, held_out)
     return manifest
+
+
+def _check_empty(df: DataFrame, store: Store) -> None:
+    """Tell a DataFrame without rows from a folder that is not the same for all."""
+    if not run_job(df.sparkSession, df.isEmpty):
+        raise StoreError(
+            f"The DataFrame has rows, but none of them came to {store.url}. Check that the driver and all executors "
+            "share this folder."
+        )
 
 
 def _remove(store: Store, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import glob
 import io
 import traceback
@@ -39,6 +40,7 @@ _PACKAGES: Mapping[str, str] = MappingProxyType(
         "sftp": "paramiko",
     }
 )
+_COMMON_SCHEMES = ("file", "s3", "hdfs", "gs", "abfss", "dbfs")
 # Schemes that Hadoop has file systems for; whether a session has the jars is for the session to say.
 _HADOOP_SCHEMES = frozenset({"hdfs", "viewfs", "gs", "abfs", "abfss", "wasb", "wasbs", "oss", "cos", "obs"})
 
@@ -216,7 +218,9 @@ class FilesystemStore(Store):
         except (ImportError, ValueError) as error:
             package = _PACKAGES.get(self.scheme)
             if package is None and isinstance(error, ValueError):
-                raise StoreError(f"Nothing serves {self.scheme}:// here: {error}") from error
+                near = difflib.get_close_matches(self.scheme, _COMMON_SCHEMES, n=1, cutoff=0.5)
+                meant = f"Did you mean {near[0]}://?" if near else f"Common schemes are {', '.join(_COMMON_SCHEMES)}."
+                raise StoreError(f"Nothing serves {self.scheme}:// here: {error}. {meant}") from error
             install = "" if package is None else f" Install {package}: pip install {package}."
             raise StoreError(
                 f"The Store for {self.scheme}:// needs a package that is not installed ({error}).{install}"

@@ -66,6 +66,10 @@ class LocalStore(Store):
         root = root_of(paths[0], paths[1:])
         object.__setattr__(self, "_places", Places(root, self.runs_path))
         for folder in {root, self.runs_path or root}:
+            if Path(folder).is_file():
+                raise StoreError(
+                    f"file://{folder} is a file, and a Store is a folder: give another path, or remove the file."
+                )
             with _reporting("use the folder", f"file://{folder}"):
                 Path(folder).mkdir(parents=True, exist_ok=True)
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):

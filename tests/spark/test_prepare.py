@@ -15,7 +15,7 @@ from pyspark.sql import types as t
 from sparkhvd.data import ParquetSource, columns, head, load, select
 from sparkhvd.data import prepare as prepare_module
 from sparkhvd.data.prepare import Writing, prepare
-from sparkhvd.errors import ConfigError, DataError, SchemaError
+from sparkhvd.errors import ConfigError, DataError, SchemaError, StoreError
 from sparkhvd.store import LocalStore
 from sparkhvd.world import World
 
@@ -337,8 +337,23 @@ def test_rows_that_cannot_be_trained_on_are_refused_and_nothing_is_left(spark, s
     assert_nothing_is_left(store)
 
 
+class StoreOfOtherMachines(LocalStore):
+    """Spark writes to a folder that the driver does not see, as where a folder is not shared."""
+
+    def spark_url(self, path):
+        return f"file://{self.root}-elsewhere/{path}"
+
+
+def test_rows_that_do_not_come_to_the_store_are_told_from_none(spark, tmp_path):
+    store = StoreOfOtherMachines(str(tmp_path / "store"))
+    with pytest.raises(StoreError, match=rf"has rows, but none of them came to {store.url}\. Check that the driver"):
+        prepare_all(spark.createDataFrame([([1.0], 0)], ARRAY), store)
+    with pytest.raises(DataError, match=r"^The DataFrame has no rows to train on\."):
+        prepare_all(spark.createDataFrame([], ARRAY), store)
+
+
 def test_too_few_rows_are_refused_with_both_numbers(spark, store):
-    with pytest.raises(DataError, match="The DataFrame has no rows to train on"):
+    with pytest.raises(DataError, match=r"^The DataFrame has no rows to train on\. Check the filters"):
         prepare_all(spark.createDataFrame([], ARRAY), store)
     with pytest.raises(DataError, match="The DataFrame has no rows to train on"):
         prepare_all(spark.createDataFrame([], ARRAY), store, validation=0.5)

@@ -31,7 +31,7 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
 
 def test_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=rf"Cannot use the folder file://{tmp_path}/file: File exists"):
+    with pytest.raises(StoreError, match=rf"^file://{tmp_path}/file is a file, and a Store is a folder"):
         Store.create(str(tmp_path / "file"))
     with pytest.raises(StoreError, match="Not a directory"):
         Store.create(str(tmp_path / "file" / "below"))

@@ -27,8 +27,11 @@ def test_the_scheme_of_a_url(url, scheme):
 
 
 def test_a_scheme_that_nothing_serves_is_refused():
-    with pytest.raises(StoreError, match=r"Nothing serves nosuch:// here: Protocol not known: nosuch"):
+    listed = r"Nothing serves nosuch:// here: Protocol not known: nosuch\. Common schemes are file, s3, hdfs, "
+    with pytest.raises(StoreError, match=listed):
         Store.create("nosuch://x/y")
+    with pytest.raises(StoreError, match=r"Nothing serves s4:// here: .*\. Did you mean s3://\?"):
+        Store.create("s4://bucket/x")
 
 
 @pytest.mark.parametrize(
