@@ -6,11 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, runtime_checkable
 
 from sparkhvd.driver.run import run
-from sparkhvd.errors import ParamError
+from sparkhvd.errors import ParamError, RankFailedError
+from sparkhvd.task import report
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+_OF_TRAINING = {
+    report.STARTING: "before the training began",
+    report.IN_FN: "in training",
+    report.CONNECTED: "in training",
+    report.ENDED: "after the training had ended",
+}
 LAUNCHERS = ("auto", "barrier", "mpi", "local")  # those that need no arguments of their own
 
 
@@ -109,15 +116,27 @@ def run_ranks(
     backend = params["backend"]
     if not isinstance(backend, str):
         return list(backend.run(fn, args, None, env))
-    return run(
-        fn,
-        args,
-        num_proc=params["num_proc"],
-        spark=spark,
-        env=env,
-        preload=preload,
-        verbose=params["verbose"],
-        rows=rows,
-        stdout=stdout,
-        launcher=backend,
-    )
+    try:
+        return run(
+            fn,
+            args,
+            num_proc=params["num_proc"],
+            spark=spark,
+            env=env,
+            preload=preload,
+            verbose=params["verbose"],
+            rows=rows,
+            stdout=stdout,
+            launcher=backend,
+        )
+    except RankFailedError as error:
+        error.args = (of_training(str(error)),)
+        raise
+
+
+def of_training(message: str) -> str:
+    """What says how far ``fn`` was, for somebody who gave none."""
+    first, *rest = message.split("\n", 1)
+    for phase, said in _OF_TRAINING.items():
+        first = first.replace(f"({phase})", f"({said})")
+    return "\n".join([first, *rest])

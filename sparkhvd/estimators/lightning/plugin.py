@@ -27,7 +27,7 @@ from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.torch.plugin import TorchPredictor
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
-from sparkhvd.lightning.flavour import flavour_of, package
+from sparkhvd.lightning.flavour import FlavourName, flavour_of, package
 from sparkhvd.torch import Compression
 from sparkhvd.world import World
 
@@ -166,6 +166,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     refuse_unsafe_model(model)
     flavour = flavour_of(model)
     if flavour is not None:
+        _check_hooks(model, flavour)
         for name in _OF_PLAIN_MODULES:
             if params.get(name) not in (None, (), [], {}):
                 raise ParamError(
@@ -187,6 +188,12 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                 + (f" but of {other}: import both from one of them." if other else ".")
             )
     _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
+
+
+def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:
+    for name in ("training_step", "configure_optimizers"):
+        if getattr(type(model), name) is getattr(package(flavour).LightningModule, name) and name not in vars(model):
+            raise ParamError(f"{type(model).__name__} has no {name}, without which Lightning cannot train it; add it.")
 
 
 def _refuse_what_lightning_lacks(params: Mapping[str, object]) -> None:

@@ -14,8 +14,10 @@ from typing import Any, cast
 
 import torch
 
+from sparkhvd.errors import DataError
 from sparkhvd.estimators.lightning.batches import RankLoader, Share
 from sparkhvd.estimators.lightning.begun import begin_epoch_again
+from sparkhvd.estimators.lightning.hints import about_batch
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
@@ -126,7 +128,13 @@ class EstimatorSteps:
         if share.borrowed:
             with unchanged(self.lightning_module):
                 return step(*batch, **named)
-        result = step(*batch, **named)
+        try:
+            result = step(*batch, **named)
+        except Exception as error:
+            said = about_batch(f"{step.__name__} of the model", error, batch[0] if batch else None)
+            if said is None:
+                raise
+            raise DataError(said) from error
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             value = float(loss.detach())

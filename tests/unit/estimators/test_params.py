@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.backend import of_training
 from sparkhvd.estimators.declare import Declarations, Declared, declared
 from sparkhvd.estimators.params import EstimatorParams, ModelParams, positive_integer
 from sparkhvd.estimators.torch import TorchEstimator
@@ -57,6 +58,18 @@ def test_a_table_of_pandas_is_refused_with_the_way_to_make_one_of_spark():
     given = {"model": model, "optimizer": optimizer, "loss": torch.nn.MSELoss()}
     with pytest.raises(ParamError, match=r"fit takes a Spark DataFrame, not a pandas\.DataFrame; spark\.createData"):
         TorchEstimator(**given, feature_cols=["x"], label_cols=["y"]).fit(pandas.DataFrame({"x": [1.0], "y": [2.0]}))
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ("raised KeyError: 'x' (in fn, after init()).\n\nTraceback (in fn)", "'x' (in training).\n\nTraceback (in fn)"),
+        ("was killed (in fn).", "was killed (in training)."),
+        ("was killed (after fn had ended).", "(after the training had ended)."),
+    ],
+)
+def test_how_far_a_rank_was_is_said_of_the_training(told, said):
+    assert of_training(f"Rank 1 on host a {told}").endswith(said)
 
 
 def test_none_means_the_default():

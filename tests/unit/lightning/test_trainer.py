@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zipfile
 from pathlib import Path
 
@@ -199,6 +200,10 @@ def refused(more):
     from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
 
     names = ("optimizer", "input_shapes", "label_shapes", "trainer_args", "logger", "data_module", "loss", "callbacks")
+    if more.get("model") == "no optimizer":
+        import lightning.pytorch as lightning  # noqa: PLC0415
+
+        more = {"model": type("Unfinished", (lightning.LightningModule,), {"training_step": len})()}
     params = {**dict.fromkeys(names), "model": module(), "batch_format": "dict", "label_cols": ("y",)}
     try:
         return PLUGIN.check({**params, **more}, DATA, None)
@@ -217,9 +222,54 @@ def refused(more):
         ({"inputs": {"x": ["x"]}}, "a LightningModule gets columns as batch_format says"),
         ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
         ({"label_cols": ("y",)}, [(3,)]),
+        ({"model": "no optimizer"}, "Unfinished has no configure_optimizers, without which Lightning cannot train"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_cannot_be_trained_is_said_on_the_driver(group, more, said):
     found = group.run(refused, more)[0]
     assert said == found or (isinstance(said, str) and said in found)
+
+
+def misread(batch_format, kind):
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    from sparkhvd.errors import DataError  # noqa: PLC0415
+
+    class Misreading(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def training_step(self, batch, batch_idx):
+            if kind == "own":
+                raise KeyError("x")
+            x, y = batch if kind == "unpacked" else (batch["x"], batch["z"])
+            return torch.nn.functional.cross_entropy(self(x), y)
+
+    try:
+        trainer = trainer_of(Misreading(), batch_format=batch_format)
+        trainer.fit(source([(4, 4)], session.current().world.rank), None, Hooks())
+    except DataError as error:
+        return str(error)
+    except KeyError:
+        return "own"
+
+
+@pytest.mark.parametrize(
+    ("batch_format", "kind", "said"),
+    [
+        ("dict", "unpacked", "(?s)must be Tensor, not str \\(line .* with the keys 'x', 'y'. .*batch_format='tuple'"),
+        ("dict", "by name", "KeyError: 'z' .* with the keys 'x', 'y'"),
+        ("tuple", "by name", "tuple of features and labels"),
+        ("dict", "own", "own"),
+    ],
+)
+def test_a_batch_that_was_taken_for_another_form_is_told(group, batch_format, kind, said):
+    assert re.search(said, group.run(misread, batch_format, kind)[0])

@@ -1,0 +1,36 @@
+"""What a user's step most likely got wrong about its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparkhvd.estimators.raised import described
+
+_OF_UNPACKING = ("not str", "'str' object", "values to unpack")
+
+
+def about_batch(step: str, error: Exception, batch: Any) -> str | None:
+    """Why a step may have failed: it took the batch for one of another form; None where there is no sign of it.
+
+    Args:
+        step: the method's name.
+        error: what it raised.
+        batch: what it was given: tensors by column, or a tuple.
+    """
+    text = str(error)
+    if isinstance(batch, Mapping):
+        keys = ", ".join(map(repr, batch))
+        missing = isinstance(error, KeyError) and error.args and error.args[0] not in batch
+        unpacked = isinstance(error, TypeError | AttributeError | ValueError) and any(s in text for s in _OF_UNPACKING)
+        if missing or unpacked:
+            return (
+                f"{step}: {described(error)} Its batch is a dict of tensors by column, with the keys {keys}. Take them "
+                f"by name, or give batch_format='tuple' for a batch of features and labels, as in x, y = batch."
+            )
+    elif isinstance(batch, tuple) and isinstance(error, TypeError) and "tuple indices" in text:
+        return (
+            f"{step}: {described(error)} With batch_format='tuple' its batch is a tuple of features and labels, as in "
+            "x, y = batch; batch_format='dict' gives tensors by column."
+        )
+    return None
