@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
+from sparkhvd.estimators.params import RETIRED
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -59,9 +60,15 @@ def test_settings_page_lists_every_name_of_horovod_that_has_no_effect() -> None:
     assert _table_below("| variable | why |") == [f"| `{name}` | {why} |" for name, why in WITHOUT_EFFECT.items()]
 
 
-def _table_below(head: str) -> list[str]:
-    lines = (_ROOT / "docs/api/settings.md").read_text().splitlines()
-    below = lines[lines.index(head) + 2 :]
+def test_the_page_about_horovod_lists_every_parameter_without_a_meaning_as_its_refusal_says_it() -> None:
+    rows = [f"| `{name}` | {what} |" for name, what in RETIRED.items()]
+    page = "docs/guide/migrating.md"
+    assert _table_below("| Horovod | sparkhvd |", page, "## Parameters of estimators without a meaning here") == rows
+
+
+def _table_below(head: str, page: str = "docs/api/settings.md", section: str = "") -> list[str]:
+    lines = (_ROOT / page).read_text().splitlines()
+    below = lines[lines.index(head, lines.index(section) if section else 0) + 2 :]
     return list(takewhile(lambda line: line.startswith("|"), below))
 
 
