@@ -126,9 +126,10 @@ def _decoded(array: pa.Array, column: ColumnSpec) -> npt.NDArray[np.generic]:
     lengths = columns_of.lengths(array.drop_null() if array.null_count else array)
     length = column.shape[0] if column.shape else 0
     if lengths is not None and len(lengths) and not lengths.min() == lengths.max() == length:
+        found = str(lengths.min()) if lengths.min() == lengths.max() else f"{lengths.min()} to {lengths.max()}"
         raise DataError(
-            f"Feature column {column.name!r} has rows of length {lengths.min()} to {lengths.max()}; the model was "
-            f"trained with rows of length {length}."
+            f"Feature column {column.name!r} has rows of length {found}; the model was trained with rows of length "
+            f"{length}."
         )
     return columns_of.to_numpy(array, column, "the DataFrame")
 

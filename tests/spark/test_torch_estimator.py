@@ -255,7 +255,7 @@ def test_null_and_another_length_are_errors_that_name_the_column(spark, fitted):
     with pytest.raises(Exception, match="Feature column 'v' holds NULL in 1 of 2 rows"):
         fitted.transform(with_null).collect()
     longer = spark.createDataFrame([(Vectors.dense([1.0, 0.0, 2.0]),)], VECTOR)
-    with pytest.raises(Exception, match="Feature column 'v' has rows of length 3 to 3; the model was trained with"):
+    with pytest.raises(Exception, match="Feature column 'v' has rows of length 3; the model was trained with"):
         fitted.transform(longer).collect()
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.named_inputs import NamedInput, in_order
-from sparkhvd.estimators.shapes import row_shape
+from sparkhvd.estimators.shapes import check_input_shapes, row_shape
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
@@ -139,8 +139,8 @@ def _plan_dense(
     names = [column.name for column in columns]
     if named is not None:
         return _by_name(model, known, columns, named)
-    if shapes is not None and len(shapes) != len(columns):
-        raise ParamError(f"input_shapes has {len(shapes)} shapes but feature_cols has {len(columns)} columns: {names}.")
+    if shapes is not None:
+        check_input_shapes(shapes, names)
     given = None if shapes is None else {name: row_shape(shape) for name, shape in zip(names, shapes, strict=True)}
     if known is None:
         if given is not None and len(columns) > 1:

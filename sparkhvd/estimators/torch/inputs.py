@@ -30,7 +30,7 @@ from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.data.torch_data import sparse_tensor
 from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.named_inputs import NamedInput, in_order
-from sparkhvd.estimators.shapes import row_shape
+from sparkhvd.estimators.shapes import check_input_shapes, row_shape
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,7 @@ def model_dtype(model: torch.nn.Module) -> torch.dtype:
 def _reshaped(
     columns: Sequence[ColumnSpec], input_shapes: Sequence[Sequence[int]], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[ModelInput, ...]:
-    if len(input_shapes) != len(columns):
-        raise ParamError(
-            f"input_shapes has {len(input_shapes)} shapes but feature_cols has {len(columns)} columns: "
-            f"{[column.name for column in columns]}. Give one shape per column."
-        )
+    check_input_shapes(input_shapes, [column.name for column in columns])
     inputs = []
     for column, given in zip(columns, input_shapes, strict=True):
         shape = row_shape(given)

@@ -84,8 +84,11 @@ def test_a_wrong_number_of_columns_is_refused_with_both_numbers():
 
 
 def test_a_wrong_number_of_input_shapes_is_refused():
-    with pytest.raises(ParamError, match=r"input_shapes has 1 shapes but feature_cols has 2 columns"):
+    words = r"input_shapes has 1 shape but feature_cols has 2 columns: \['a', 'b'\]\. .* or leave input_shapes out"
+    with pytest.raises(ParamError, match=words):
         plan_inputs(Two(), [scalar("a"), scalar("b")], [[1]])
+    with pytest.raises(ParamError, match="input_shapes has 2 shapes but feature_cols has 1 column:"):
+        plan_inputs(torch.nn.Linear(1, 1), [scalar("a")], [[1], [1]])
 
 
 def test_an_input_shape_of_another_size_is_refused_before_training():
