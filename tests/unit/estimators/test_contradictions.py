@@ -129,5 +129,5 @@ def test_several_fits_never_share_one_run():
     for estimator, given in ((named, {}), (other, {other.run_id: "r"})):
         with pytest.raises(ParamError, match="run_id='r' would make every one of several fits go on from"):
             next(estimator.fitMultiple(object(), [given]))
-        with pytest.raises(AttributeError):  # one alone gets as far as its rows, which have no schema
+        with pytest.raises(ParamError, match="fit takes a Spark DataFrame"):  # one alone gets as far as its rows
             estimator.fit(object(), given)
