@@ -38,6 +38,7 @@ def test_digits_trains_shows_predictions_and_leaves_a_picture(tmp_path: Path) ->
     assert "predicted" in shown
     assert "held-out accuracy, 2 ranks on Spark:" in shown
     assert "held-out accuracy, plain PyTorch:" in shown
+    assert "120 rows are too few to gain from ranks: most of the time on Spark goes into starting processes." in shown
     assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
