@@ -330,6 +330,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             trained,
             feature_columns=params["feature_cols"],
             label_columns=params["label_cols"],
+            output_cols=params["output_cols"],
+            output_types=params["output_types"],
             run_id=params["run_id"],
         )
         track(model, params, self._mlflow_run)

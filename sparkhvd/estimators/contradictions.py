@@ -23,6 +23,13 @@ def check(params: Mapping[str, Any]) -> None:
     """
     check_backend(params)
     cache_of(params)
+    for name in ("output_cols", "output_types"):
+        given, labels = params[name], params["label_cols"]
+        if given and labels and len(given) != len(labels):
+            raise ParamError(
+                f"{name} has {len(given)} entries {list(given)} but label_cols has {len(labels)}: {list(labels)}. Give "
+                "one per label."
+            )
     if params["store"] is None:
         _refuse_what_needs_a_store(params)
     if params["resume"] is not None and params["run_id"] is not None:

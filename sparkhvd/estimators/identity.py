@@ -20,7 +20,7 @@ _NO_MATTER = frozenset(
     {
         "num_proc", "backend", "backend_env", "use_gpu", "mp_start_method", "store", "data", "keep_data", "epochs",
         "verbose", "log_every_n_steps", "checkpoints", "early_stopping", "run_id", "resume", "callbacks", "reader",
-        "checkpoint_callback", "logger",
+        "checkpoint_callback", "logger", "output_cols", "output_types",
         "train_reader_num_workers", "val_reader_num_workers", "partitions_per_process", "inmemory_cache_all",
         "local_cache", "compress_sparse_cols", "terminate_on_nan",
     }

@@ -362,6 +362,14 @@ class EstimatorParams(Declarations):
         one_of("auto"),
         default=None,
     )
+    output_cols: Declared[Sequence[str] | None] = declared(
+        "output_cols of the trained model: columns that its transform adds, one per label.", names, default=None
+    )
+    output_types: Declared[Sequence[str] | None] = declared(
+        "output_types of the trained model: what every output becomes, such as 'label' or 'vector'; one per label.",
+        output_kinds,
+        default=None,
+    )
     verbose: Declared[int] = declared("1 shows a line per epoch, 0 is silent.", integer, default=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterable
 from itertools import takewhile
@@ -31,6 +32,7 @@ def test_readme_and_guide_have_code() -> None:
 
 @pytest.mark.spark
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
+@pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's CrossValidator
 @pytest.mark.parametrize("page", _PAGES)
 def test_code_blocks_run(page: str, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -40,6 +42,7 @@ def test_code_blocks_run(page: str, spark: SparkSession, tmp_path: Path, monkeyp
     for block in _BLOCK.finditer(text):
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], str(_ROOT / page), "exec"), names)
+    gc.collect()  # pyspark leaves its pool to that, with the warning
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md"])

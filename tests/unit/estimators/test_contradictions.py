@@ -28,6 +28,13 @@ def test_a_parameter_of_horovods_without_a_meaning_says_why(name, value, message
         TorchEstimator(**{name: value})
 
 
+@pytest.mark.parametrize("name", ["output_cols", "output_types"])
+def test_outputs_are_as_many_as_labels(name):
+    params = TorchEstimator(label_cols=["a", "b"], **{name: ["label"]}).values()
+    with pytest.raises(ParamError, match=rf"{name} has 1 entries \['label'\] but label_cols has 2: \['a', 'b'\]"):
+        check(params)
+
+
 def test_the_odd_names_of_horovods_setters_are_there():
     estimator = TorchEstimator().setTrainReaderNumWorker(3).setValReaderNumWorker(4).setInMemoryCacheAll(True)
     assert (estimator.getTrainReaderNumWorkers(), estimator.getValReaderNumWorker()) == (3, 4)
