@@ -135,7 +135,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: object) -> None:
         near = difflib.get_close_matches(str(value), [str(choice) for choice in action.choices or ()], n=1)
         if near and value not in (action.choices or ()):
-            raise argparse.ArgumentError(action, f"there is no {value!r}; did you mean {near[0]!r}?")
+            raise argparse.ArgumentError(action, f"there is no {value!r}; the nearest is {near[0]!r}")
         super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:

@@ -171,7 +171,7 @@ def test_a_command_line_without_a_command_shows_the_help(capsys):
 def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
     with pytest.raises(SystemExit):
         main(["doctr"])
-    assert "there is no 'doctr'; did you mean 'doctor'?" in capsys.readouterr().err
+    assert "there is no 'doctr'; the nearest is 'doctor'. See sparkhvd --help." in capsys.readouterr().err
 
 
 def test_a_preflight_that_cannot_be_is_refused(spark):
