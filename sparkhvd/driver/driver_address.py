@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def log_hosts(session: SparkSession) -> tuple[str, str]:
-    """The name of this driver's host for the executors, and the local address that the log stream binds."""
+def driver_hosts(session: SparkSession) -> tuple[str, str]:
+    """The name of this driver's host for the executors, and the local address that its server binds."""
     if is_connect(session):
         remote = urlsplit(str(session.client.host)).hostname or str(session.client.host)
         address = LOOPBACK if is_loopback(remote) else outgoing_address(remote)

@@ -174,7 +174,7 @@ def run_with(  # noqa: PLR0917
         preload=tuple(options.preload),
         config=config,
         start_timeout=timeout,
-        log_secret=secrets.token_bytes(32),
+        secret=secrets.token_bytes(32),
         stream_output=options.verbose > 0,
         log_files=_log_files(stdout=options.stdout, stderr=options.stderr),
         log_level=_log_level(options.verbose) if config.log_level is None else config.log_level,

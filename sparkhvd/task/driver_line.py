@@ -89,7 +89,7 @@ class DriverLine:
 
     def _open(self) -> Client | None:
         try:
-            client = connect(self._job.log_addresses, self._job.log_secret, Deadline.after(_CONNECT_SECONDS))
+            client = connect(self._job.driver_addresses, self._job.secret, Deadline.after(_CONNECT_SECONDS))
         except OSError:
             return None
         with self._lock:

@@ -29,9 +29,9 @@ class Job:
         preload: modules that workers import while they wait for each other.
         config: settings of the core, the same on every rank.
         start_timeout: seconds within which the workers must be ready for ``fn``.
-        log_addresses: where the driver takes the workers' output; empty leaves it in the executors' logs.
-        driver_line: whether every task keeps a line to the driver: they meet over it, and ranks that lose it end.
-        log_secret: proves to the driver that a connection comes from this job, and what the ranks prove to each other
+        driver_addresses: where the driver listens; empty leaves the workers' output in the executors' logs.
+        driver_line: whether every task keeps a line to the driver: they meet over it, and notice when either is gone.
+        secret: proves to the driver that a connection comes from this job, and what the ranks prove to each other
             is derived from it. It travels inside the closure, which is as private as Spark's own channels.
         log_files: by ``stdout`` and ``stderr``, where that output goes into a Store instead of to the driver.
         log_level: level of the ``sparkhvd`` logger in the workers.
@@ -46,9 +46,9 @@ class Job:
     preload: tuple[str, ...] = ()
     config: Config = field(default_factory=Config)
     start_timeout: float = 600.0
-    log_addresses: tuple[tuple[str, int], ...] = ()
+    driver_addresses: tuple[tuple[str, int], ...] = ()
     driver_line: bool = False
-    log_secret: bytes = field(default=b"", repr=False)
+    secret: bytes = field(default=b"", repr=False)
     stream_output: bool = True
     log_files: tuple[tuple[str, LogFiles], ...] = field(default=(), repr=False)
     log_level: int = logging.INFO
@@ -56,6 +56,6 @@ class Job:
     nics: tuple[str, ...] = ()
     gives_rows: bool = False
 
-    def with_log_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
-        """The same job, with the place where the driver takes the output."""
-        return replace(self, log_addresses=addresses)
+    def with_driver_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
+        """The same job, with the places where the driver listens."""
+        return replace(self, driver_addresses=addresses)

@@ -124,4 +124,4 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
 
 def _token(job: Job, attempt: int) -> bytes:
     """The secret of the ranks, which nobody has to send: all tasks know the job's, and task 0's attempt."""
-    return hmac.digest(job.log_secret, f"ranks of attempt {attempt}".encode(), hashlib.sha256)
+    return hmac.digest(job.secret, f"ranks of attempt {attempt}".encode(), hashlib.sha256)

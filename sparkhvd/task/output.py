@@ -119,7 +119,7 @@ class DriverLog:
         self._files: dict[str, LogFileWriter | None] = {}  # of the pump's thread, until close
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
-        self._unreachable = not job.log_addresses  # guarded by _lock
+        self._unreachable = not job.driver_addresses  # guarded by _lock
         self.rank = -1
 
     def started(self) -> None:
@@ -186,7 +186,7 @@ class DriverLog:
             try:
                 if self._client is None:
                     self._client = connect(
-                        self._job.log_addresses, self._job.log_secret, Deadline.after(_CONNECT_SECONDS)
+                        self._job.driver_addresses, self._job.secret, Deadline.after(_CONNECT_SECONDS)
                     )
                 self._client.send(message, Deadline.after(_SEND_SECONDS))
             except OSError as error:

@@ -155,7 +155,7 @@ def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Rec
 
     if _is_faulty(job) and dict(job.env)["FAULT"] == "wrong secret":
         note_time(Path(str(dict(job.env)["FAULT_FOLDER"])))
-        job = replace(job, log_secret=secrets.token_bytes(32))
+        job = replace(job, secret=secrets.token_bytes(32))
     yield from run_task(job, batches)
 
 
@@ -169,7 +169,7 @@ def mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Reco
         how, folder = str(dict(job.job.env)["FAULT"]), Path(str(dict(job.job.env)["FAULT_FOLDER"]))
         if how == "wrong secret":
             note_time(folder)
-            job = replace(job, job=replace(job.job, log_secret=secrets.token_bytes(32)))
+            job = replace(job, job=replace(job.job, secret=secrets.token_bytes(32)))
         else:
             go_wrong(how, folder)
     os.environ["CONTAINER_ID"] = f"container {BarrierTaskContext.get().partitionId()}"

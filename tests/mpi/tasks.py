@@ -104,7 +104,7 @@ class Launched:
             env=tuple(dict(env).items()),
             config=from_environment(changed_environment(dict(env))),
             start_timeout=SECONDS,
-            log_secret=b"s" * 32,
+            secret=b"s" * 32,
         )
         self.stage: ProcessStage | None = None
 

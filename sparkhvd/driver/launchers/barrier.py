@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.driver_address import log_hosts
+from sparkhvd.driver.driver_address import driver_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import Meeting
@@ -53,18 +53,18 @@ class BarrierHandle:
         self._stream = stream
         self._wake = threading.Event()  # set when the stage has ended or a task was lost
         self._lost: FailureReport | None = None  # written before _wake is set
-        own_host, bind_host = log_hosts(spark)
+        own_host, bind_host = driver_hosts(spark)
         # A Connect client may sleep or change its network while its job runs.
         on_lost = None if is_connect(spark) else self._lose
         job = replace(job, driver_line=on_lost is not None)
         with ExitStack() as stack:
             self._meeting = meeting = Meeting(job.num_proc, stream)
             server = stack.enter_context(
-                Server(job.log_secret, meeting, bind_host, name="sparkhvd-log", on_lost=on_lost)
+                Server(job.secret, meeting, bind_host, name="sparkhvd-driver", on_lost=on_lost)
             )
             stack.callback(meeting.end)  # the server closes after those who wait there have their answer
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
-            task = entry_of(functools.partial(run_task, job.with_log_addresses(addresses)))
+            task = entry_of(functools.partial(run_task, job.with_driver_addresses(addresses)))
             profile = profile_of(spark, request.resources)
             self._stage = BarrierStage(spark, job.num_proc, task, profile, self._ended, request.rows)
             stack.callback(self._stage.close)

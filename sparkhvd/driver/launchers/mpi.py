@@ -15,7 +15,7 @@ from sparkhvd.addresses import LOOPBACK
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.driver_address import log_hosts
+from sparkhvd.driver.driver_address import driver_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, mpirun_settings
@@ -102,7 +102,7 @@ class MpiLauncher:
             task = entry_of(functools.partial(run_mpi_task, mpi_job))
             return BarrierStage(self._spark, job.num_proc, task, profile, on_end)
 
-        own_host, bind_host = log_hosts(self._spark)
+        own_host, bind_host = driver_hosts(self._spark)
         setup = MpiSetup(own_host, bind_host, self._mpirun, self._request.extra_mpi_args)
         return MpiHandle(job, stream, stage, setup)
 
@@ -144,10 +144,10 @@ class MpiHandle:
             self._rendezvous = RendezvousServer(token, bind_host)
             stack.callback(self._rendezvous.close)
             self._service = DriverService(job.num_proc, stream)
-            server = stack.enter_context(Server(job.log_secret, self._service, bind_host, name="sparkhvd-driver"))
+            server = stack.enter_context(Server(job.secret, self._service, bind_host, name="sparkhvd-driver"))
             stack.callback(self._service.end, "The job is over.")
             self._addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
-            self._job = job.with_log_addresses(self._addresses)
+            self._job = job.with_driver_addresses(self._addresses)
             meeting = tuple(dict.fromkeys([(bind_host, self._rendezvous.port), (own_host, self._rendezvous.port)]))
             self._stage = make_stage(MpiJob(self._job, meeting, token), self._stage_ended)
             self._starter = threading.Thread(target=self._start, name="sparkhvd-mpi-start", daemon=True)
@@ -243,7 +243,7 @@ class MpiHandle:
             )
         if mixed := mixed_devices([task.offer for task in tasks], self._job):
             raise LaunchError(mixed)
-        links = linked(tasks, self._job.log_secret)
+        links = linked(tasks, self._job.secret)
         offers = [replace(task.offer, bind_host=link.server.address) for task, link in zip(tasks, links, strict=True)]
         try:
             for link in links:
@@ -264,7 +264,7 @@ class MpiHandle:
         networks += [one.network for one in interfaces() if one.address == self._setup.bind_host != LOOPBACK]
         arguments = mpirun_arguments(hosts, self._setup.extra_args, is_root())
         settings = mpirun_settings(hosts, networks)
-        service = ServiceAddress(self._addresses, self._job.log_secret)
+        service = ServiceAddress(self._addresses, self._job.secret)
         self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)
         self._stream.started.set()
 

@@ -70,7 +70,7 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         LaunchError: the driver does not take part any more, or infrastructure was lost.
     """
     deadline = Deadline.after(job.job.start_timeout)
-    secret = job.job.log_secret
+    secret = job.job.secret
     with ExitStack() as stack:
         service = TaskService(secret)
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
@@ -92,7 +92,7 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )
         try:
-            driver = connect(job.job.log_addresses, secret, deadline)
+            driver = connect(job.job.driver_addresses, secret, deadline)
         except OSError as error:
             raise LaunchError(
                 f"Task {place.index} on host {place.host} cannot register with the driver: {error}"

@@ -21,7 +21,7 @@ SECRET = b"k" * 32
 
 
 def line_of(index: int, *ports: int) -> DriverLine:
-    job = Job(b"", 2, log_addresses=tuple(("127.0.0.1", port) for port in ports), log_secret=SECRET)
+    job = Job(b"", 2, driver_addresses=tuple(("127.0.0.1", port) for port in ports), secret=SECRET)
     return DriverLine(job, TaskPlace(index, ("here", "here"), 1, attempt=100 + index))
 
 

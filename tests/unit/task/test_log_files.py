@@ -57,7 +57,7 @@ def test_lines_are_written_while_the_rank_still_runs(files, monkeypatch):
 
 
 def test_a_task_writes_the_files_itself_and_says_so_when_the_store_fails(files, capsys, tmp_path):
-    job = Job(b"", 1, log_files=(("stdout", files),), log_addresses=(), log_secret=b"s" * 32)
+    job = Job(b"", 1, log_files=(("stdout", files),), driver_addresses=(), secret=b"s" * 32)
     log = DriverLog(job)
     log.rank = 0
     log.write("stdout", b"kept")

@@ -88,7 +88,7 @@ def test_output_reaches_the_driver_under_its_rank():
     stdout, stderr = Stream(), Stream()
     stream = LogStream(stdout, stderr, timestamps=False)
     with Server(SECRET, stream) as server:
-        log = DriverLog(Job(b"", 2, log_addresses=(("127.0.0.1", server.port),), log_secret=SECRET))
+        log = DriverLog(Job(b"", 2, driver_addresses=(("127.0.0.1", server.port),), secret=SECRET))
         log.rank = 1
         log.started()
         pump = pumped(log, "one\n\ntwo ü\nthree".encode(), b"oh\n")
@@ -102,7 +102,7 @@ def test_output_reaches_the_driver_under_its_rank():
 def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
     with Server(SECRET, LogStream(None, None, timestamps=False)) as server:
         address = ("127.0.0.1", server.port)
-    log = DriverLog(Job(b"", 1, log_addresses=(address,), log_secret=SECRET))
+    log = DriverLog(Job(b"", 1, driver_addresses=(address,), secret=SECRET))
     log.rank = 0
     pumped(log, b"one\ntwo\n", b"")
     log.close()
