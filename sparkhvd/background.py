@@ -1,16 +1,21 @@
-"""Work in a thread of its own, and what comes of it."""
+"""Work in a thread of its own, what comes of it, and waits for it that Ctrl-C ends."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 T = TypeVar("T")
+
+# A signal that comes just before the main thread begins to wait is noticed when that wait ends: so none is long.
+_LOOK_SECONDS = 0.5
 
 
 def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = None) -> Future[T]:
@@ -37,3 +42,21 @@ def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = 
     thread.daemon = True
     thread.start()
     return future
+
+
+def is_set_within(event: threading.Event, seconds: float = math.inf) -> bool:
+    """Wait for ``event``; whether it came in time."""
+    end = time.monotonic() + seconds
+    while not event.wait(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
+        if time.monotonic() >= end:
+            return False
+    return True
+
+
+def is_done_within(future: Future[T], seconds: float = math.inf) -> bool:
+    """Wait for the end of ``future``; whether it came in time."""
+    end = time.monotonic() + seconds
+    while not wait([future], max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))).done:
+        if time.monotonic() >= end:
+            return False
+    return True

@@ -147,13 +147,14 @@ def _check_hosts(flags: argparse.Namespace) -> None:
         return
     unknown = []
     for place in rest.partition("/")[0].split(","):
-        host = urlsplit(f"//{place}").hostname or ""
+        host = place
         try:
+            host = urlsplit(f"//{place}").hostname or ""
             asked = in_background(functools.partial(socket.getaddrinfo, host, None), "sparkhvd-names")
             asked.result(min(flags.timeout, _NAME_SECONDS))
         except TimeoutError:
             return  # a slow name server; Spark asks again
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             unknown.append(f"{host!r} ({error.args[-1]})")
         else:
             return

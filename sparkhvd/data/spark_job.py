@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, TypeVar
 
-from sparkhvd.background import in_background
+from sparkhvd.background import in_background, is_done_within
 from sparkhvd.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -39,12 +39,10 @@ def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.
         add_tag(spark, tag)
         return action()
 
-    deadline = Deadline.after(seconds)
     done = in_background(tagged, "sparkhvd-spark-job", spark)
     try:
-        while not wait([done], min(_LOOK_SECONDS, deadline.remaining())).done:
-            if deadline.expired():
-                raise TimeoutError(f"The Spark job did not end within {seconds:g} s.")  # noqa: TRY301 - cancelled below
+        if not is_done_within(done, seconds):
+            raise TimeoutError(f"The Spark job did not end within {seconds:g} s.")  # noqa: TRY301 - cancelled below
     except BaseException:
         cancel(spark, tag, done)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -31,19 +32,24 @@ def refuse_other_python(spark: SparkSession) -> None:
         return
     asked = str(spark.sparkContext.pythonExec)
     python = shutil.which(asked) or asked
-    if python != sys.executable and not _has_sparkhvd(python):
+    if Path(python).parent == Path(sys.executable).parent:  # two names in one environment
+        return
+    given = tuple(sorted(spark.sparkContext.environment.items()))  # spark.executorEnv.*, beside our own
+    try:
+        _import_sparkhvd(python, given)
+    except (OSError, subprocess.SubprocessError) as error:
         activate = Path(sys.executable).with_name("activate")
         how = f"activate the environment of this driver (source {activate}), or set" if activate.exists() else "set"
         raise LaunchError(
             f"Spark's tasks run in {python}, which cannot import sparkhvd; this driver is {sys.executable}. Before the "
             f"session is made, {how} PYSPARK_PYTHON={sys.executable}."
-        )
+        ) from error
 
 
-@functools.cache
-def _has_sparkhvd(python: str) -> bool:
-    try:
-        command = [python, "-c", "import sparkhvd.task.entry"]
-        return subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+@functools.cache  # of what went well, that is
+def _import_sparkhvd(python: str, environment: tuple[tuple[str, str], ...]) -> None:
+    given = dict(environment)
+    paths = [path for path in (given.get("PYTHONPATH"), os.environ.get("PYTHONPATH")) if path]
+    command = [python, "-c", "import sparkhvd.task.entry"]
+    merged = {**os.environ, **given, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=True, env=merged)

@@ -7,12 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met, Refused
+from sparkhvd.rpc.frames import MAX_FRAME_BYTES
+from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met, Refused, encode
 from sparkhvd.rpc.registration import Introduction
 
 # How long a task that wants to meet the others waits for the lines of all of them. Spark starts the tasks of a barrier
 # stage at once, and a task opens its line before it does anything else.
 _LINES_SECONDS = 2.0
+_MANY_TASKS = 500
 
 
 @dataclass
@@ -108,10 +110,15 @@ class Meeting:
             if len(attempt.introductions) < self._num_tasks:
                 self._wait_for_lines(attempt)
                 return answer
-            met = Met(tuple(attempt.introductions[one] for one in range(self._num_tasks)))
+            met = self._met(attempt)
             waiting = attempt.decide(met)
         _tell(waiting, met)
         return answer
+
+    def _met(self, attempt: _Attempt) -> Met | Apart:
+        met = Met(tuple(attempt.introductions[one] for one in range(self._num_tasks)))
+        # Of thousands of tasks it may be too much for one message.
+        return met if self._num_tasks < _MANY_TASKS or len(encode(met)) <= MAX_FRAME_BYTES else Apart()
 
     def _wait_for_lines(self, attempt: _Attempt) -> None:
         if attempt.patience is None and len(attempt.lines) < self._num_tasks:

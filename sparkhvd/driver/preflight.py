@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import pickle
 import secrets
 import sys
@@ -14,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from sparkhvd.background import in_background
+from sparkhvd.background import in_background, is_done_within
 from sparkhvd.data.spark_job import run_job
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.deadline import Deadline
@@ -165,7 +164,7 @@ def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examinatio
     profile = profile_of(asked.spark, asked.resources)
     stage = BarrierStage(asked.spark, count, functools.partial(examine_task, question), profile, _nothing)
     with closing(stage):
-        if not stage.wait(asked.timeout if math.isfinite(asked.timeout) else None):
+        if not stage.wait(asked.timeout):
             raise LaunchError(
                 f"{count} tasks did not run at the same time within {asked.timeout:g} s: other jobs keep the slots "
                 "busy. Wait for those, or give this job a cluster of its own."
@@ -192,9 +191,9 @@ def _store(store: Store | None, probe: Probe | None, tasks: Sequence[Examination
 
 
 def _in_time(model: Future[Check], timeout: float, began: float) -> Check:
-    left = max(0.0, began + timeout - time.monotonic())
+    is_done_within(model, max(0.0, began + timeout - time.monotonic()))
     try:
-        return model.result(left if math.isfinite(left) else None)
+        return model.result(0)
     except TimeoutError:  # of the query, which is cancelled; a model that never returns goes on in its thread
         words = f"{_SAMPLE_ROWS} rows of df did not go through the model within {timeout:g} s."
         return Check("model", Verdict.FAIL, f"{words} Is df costly to compute (then cache() it), or the cluster busy?")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from contextlib import closing
 from typing import TYPE_CHECKING, cast
 
-from sparkhvd.background import in_background
+from sparkhvd.background import in_background, is_done_within, is_set_within
 from sparkhvd.data.spark_job import add_tag, cancel, is_connect, new_tag
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StartTimeoutError
@@ -58,9 +58,9 @@ class BarrierStage:
         self._job = in_background(self._collect, "sparkhvd-job", spark)
         self._job.add_done_callback(lambda _: on_end())
 
-    def wait(self, seconds: float | None = None) -> bool:
+    def wait(self, seconds: float = math.inf) -> bool:
         """Wait for the end of the job; whether it has come."""
-        return bool(wait([self._job], seconds).done)
+        return is_done_within(self._job, seconds)
 
     @property
     def error(self) -> BaseException | None:
@@ -93,7 +93,7 @@ class BarrierStage:
         Raises:
             StartTimeoutError: they did not in time.
         """
-        while not started.wait(deadline.remaining()):
+        while not is_set_within(started, deadline.remaining()):
             if self._tasks_run(seconds):
                 return
             if self._given is None or not self._evaluates():

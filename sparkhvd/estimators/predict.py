@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import cloudpickle
 import numpy as np
@@ -16,7 +17,7 @@ from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import DataError, ModelOutputError
 from sparkhvd.estimators.files import Source, StoredFile, fetched
 from sparkhvd.estimators.outputs import OutputColumn, encoded
-from sparkhvd.estimators.plugin import Inference, Predictor
+from sparkhvd.estimators.plugin import FrameworkPlugin, Inference, Predictor
 from sparkhvd.estimators.worker import find_plugin
 from sparkhvd.frameworks import while_importing
 
@@ -78,12 +79,19 @@ def _predictor(spec: PredictSpec) -> Predictor:
     key = (spec.files, spec.function, gpu)
     if key not in _loaded:
         function = cloudpickle.loads(spec.function) if spec.function else None
-        with fetched(spec.store, spec.files, _application_folder()) as folder, while_importing():
-            predictor = find_plugin(spec.plugin).predictor(folder, Inference(gpu, function))
+        plugin = _imported(spec.plugin)
+        with fetched(spec.store, spec.files, _application_folder()) as folder:
+            predictor = plugin.predictor(folder, Inference(gpu, function))
         while len(_loaded) >= _LOADED_LIMIT:
             _loaded.pop(next(iter(_loaded)))
         _loaded[key] = predictor
     return _loaded[key]
+
+
+@cache
+def _imported(name: str) -> FrameworkPlugin:
+    with while_importing():  # the import alone: a model that makes room for others has to be collected
+        return find_plugin(name)
 
 
 def _given_gpu() -> int | None:

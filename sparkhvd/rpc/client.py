@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.frames import FrameSocket, connect_handshake, notice_lost_peer
+from sparkhvd.rpc.frames import FrameSocket, TurnedAwayError, connect_handshake, notice_lost_peer
 from sparkhvd.rpc.messages import Message, decode, encode
 
 _SECONDS_PER_ADDRESS = 3.0
@@ -84,7 +84,7 @@ def _open(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameS
     while True:
         try:
             return _open_once(address, secret, deadline)
-        except ConnectionResetError:  # before the server said a word: too many knock at the same time
+        except TurnedAwayError:
             if deadline.remaining() < _AGAIN_SECONDS:
                 raise
             time.sleep(_AGAIN_SECONDS)

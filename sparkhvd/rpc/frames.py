@@ -14,6 +14,7 @@ before anything is allocated.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import hmac
@@ -31,9 +32,14 @@ MAX_FRAME_BYTES = 1 << 20
 
 _HELLO = MAGIC + struct.pack(">H", VERSION)
 _NONCE_BYTES = 32
+_TURNED_AWAY = MAGIC + struct.pack(">H", 0)  # in place of the hello
 _TAG_BYTES = 32
 _HEADER = struct.Struct(">I")
 _SEQUENCE = struct.Struct(">Q")
+
+
+class TurnedAwayError(ConnectionResetError):
+    """The server is there, but too many are at its door; it may let in whoever comes again."""
 
 
 class FrameSocket:
@@ -119,9 +125,18 @@ def accept_handshake(connection: socket.socket, secret: bytes, deadline: Deadlin
     return FrameSocket(connection, _tag(secret, b"to client" + nonces), _tag(secret, b"to server" + nonces))
 
 
+def turn_away(connection: socket.socket) -> None:
+    """What a server does instead of a handshake when it has no place; never waits."""
+    connection.setblocking(False)
+    with contextlib.suppress(OSError), connection:
+        connection.send(_TURNED_AWAY + bytes(_NONCE_BYTES))
+
+
 def connect_handshake(connection: socket.socket, secret: bytes, deadline: Deadline) -> FrameSocket:
-    """The client's side of the handshake; raises as ``accept_handshake`` does."""
+    """The client's side of the handshake; raises as ``accept_handshake`` does, and ``TurnedAwayError``."""
     hello = receive_exactly(connection, len(_HELLO) + _NONCE_BYTES, deadline)
+    if hello.startswith(_TURNED_AWAY):
+        raise TurnedAwayError("The server has no place for another handshake at the moment.")
     if not hello.startswith(_HELLO):
         raise AuthenticationError(f"The server does not speak version {VERSION} of this protocol.")
     own_nonce = secrets.token_bytes(_NONCE_BYTES)

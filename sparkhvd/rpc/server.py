@@ -16,7 +16,15 @@ from sparkhvd.closing import Closing
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
-from sparkhvd.rpc.frames import FrameSocket, accept_handshake, is_cut_off, notice_lost_peer, shut_down, stop_receiving
+from sparkhvd.rpc.frames import (
+    FrameSocket,
+    accept_handshake,
+    is_cut_off,
+    notice_lost_peer,
+    shut_down,
+    stop_receiving,
+    turn_away,
+)
 from sparkhvd.rpc.messages import Attending, Message, decode, encode
 
 logger = logging.getLogger(__name__)
@@ -71,6 +79,7 @@ class Server(Closing):
         self._connections: dict[socket.socket, threading.Thread] = {}  # guarded by _lock
         self._closing = threading.Event()  # set while _lock is held
         self._short_of_files = False  # of the acceptor
+        self._last_encoded: tuple[Message, bytes] | None = None  # of any thread: it is replaced as a whole
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=128)
         self.port: int = self._listener.getsockname()[1]
@@ -105,7 +114,7 @@ class Server(Closing):
                     self._closing.wait(_SHORT_OF_FILES_SECONDS)
                 continue  # else the client went away before it was accepted
             if not self._unproven.acquire(blocking=False):
-                connection.close()
+                turn_away(connection)
                 continue
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-peer", daemon=True)
             with self._lock:
@@ -152,10 +161,17 @@ class Server(Closing):
     def _send_late(self, frames: FrameSocket, reply: Message) -> None:
         """Answer a peer that waits, so that its connection's own thread sends nothing."""
         try:
-            frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
+            frames.send(self._encoded(reply), Deadline.after(_REPLY_SECONDS))
         except (OSError, ValueError) as error:
             logger.debug("%s could not answer: %s", self._name, error)
             frames.wake()  # the peer must not wait for what does not come
+
+    def _encoded(self, reply: Message) -> bytes:
+        """The bytes of a reply; the same one often goes to many, one after another."""
+        last = self._last_encoded
+        if last is None or last[0] is not reply:
+            self._last_encoded = last = (reply, encode(reply))
+        return last[1]
 
     def _converse(self, frames: FrameSocket) -> None:
         attending: Attending | None = None

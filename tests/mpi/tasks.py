@@ -6,6 +6,7 @@ Each has a container id of its own choice, so that one machine is as many hosts 
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import subprocess
@@ -66,8 +67,8 @@ class ProcessStage:
         self._thread = threading.Thread(target=self._collect, name="task processes")
         self._thread.start()
 
-    def wait(self, seconds: float | None = None) -> bool:
-        self._thread.join(seconds)
+    def wait(self, seconds: float = math.inf) -> bool:
+        self._thread.join(seconds if math.isfinite(seconds) else None)
         return not self._thread.is_alive()
 
     def host_of(self, executor: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
@@ -13,8 +15,10 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd import Checkpoints, Store, TorchEstimator
+from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import SlotsError
 from sparkhvd.estimators.torch import TorchCallback, TorchRun
+from sparkhvd.rpc.messages import Message
 from tests.launch.faults import complaints, produced
 from tests.launch.losses import EXECUTOR_FAULTS
 
@@ -43,6 +47,14 @@ def sum_on_third_attempt(folder: str) -> float:
     if rank == 1 and attempt == 1:
         next(parent for parent in task.parents() if parent.name() == "java").kill()
     return float(communicator.allreduce(np.array([rank + 1.0]), ReduceOp.SUM, name="sum")[0])
+
+
+_handle = Meeting.handle
+
+
+def noted(answers: list[object], meeting: Meeting, message: Message) -> object:
+    answers.append(_handle(meeting, message))
+    return answers[-1]
 
 
 class KillExecutorOnce(TorchCallback):
@@ -107,7 +119,10 @@ def main(master: str, folder: Path) -> None:
     builder.config("spark.scheduler.barrier.maxConcurrentTasksCheck.interval", "1s")
     session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
     try:
-        found: dict[str, object] = {"places": sparkhvd.run(place, num_proc=2)}
+        met: list[object] = []
+        with mock.patch.object(Meeting, "handle", lambda *asked: noted(met, *asked)):
+            found: dict[str, object] = {"places": sparkhvd.run(place, num_proc=2)}
+        found["met"] = [type(one.result(0)).__name__ for one in met if isinstance(one, Future)]
         try:
             sparkhvd.run(place, num_proc=3)
         except SlotsError as error:

@@ -56,6 +56,7 @@ def local_cluster(tmp_path_factory) -> subprocess.CompletedProcess[str]:
 def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(local_cluster):
     done, found = local_cluster, found_by(local_cluster)
     assert found["places"] == PLACES
+    assert found["met"] == ["Met", "Met"], "Spark numbers the tasks of two executors as well"
     assert done.stdout.count("[0]<stdout>:hello") == done.stdout.count("[1]<stdout>:hello") == 1
     assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
     assert (found["sums"], found["attempts"]) == ([3.0, 3.0], 3)

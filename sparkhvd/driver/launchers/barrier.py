@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
 
+from sparkhvd.background import is_set_within
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import driver_hosts
@@ -74,8 +76,8 @@ class BarrierHandle:
         self._stage.wait_started(self._stream.started, deadline, self._job.start_timeout)
 
     def results(self) -> list[bytes]:
-        self._wake.wait()
-        if not self._stage.wait(_ROWS_SECONDS if self._lost is not None else None) and self._lost is not None:
+        is_set_within(self._wake)
+        if not self._stage.wait(_ROWS_SECONDS if self._lost is not None else math.inf) and self._lost is not None:
             raise failure_of(self._lost)
         if self._stage.error is not None:
             raise LaunchError(spark_failure(self._stage.error, self._stage.host_of)) from self._stage.error

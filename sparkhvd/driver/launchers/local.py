@@ -10,7 +10,7 @@ from concurrent import futures
 from contextlib import ExitStack
 
 from sparkhvd.addresses import LOOPBACK
-from sparkhvd.background import in_background
+from sparkhvd.background import in_background, is_done_within
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
@@ -71,6 +71,7 @@ class LocalHandle:
         """They do when ``launch`` returns; the supervision of the ranks bounds the rest."""
 
     def results(self) -> list[bytes]:
+        is_done_within(self._contents)
         try:
             contents = self._contents.result()
         except (SparkHvdError, OSError) as error:

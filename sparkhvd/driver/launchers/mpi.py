@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from sparkhvd.addresses import LOOPBACK
+from sparkhvd.background import is_set_within
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
@@ -67,7 +69,7 @@ class Stage(Protocol):
     @property
     def rows(self) -> Sequence[Row]: ...
 
-    def wait(self, seconds: float | None = None) -> bool: ...
+    def wait(self, seconds: float = math.inf) -> bool: ...
 
     def host_of(self, executor: str) -> str: ...
 
@@ -158,7 +160,7 @@ class MpiHandle:
         self._stage.wait_started(self._stream.started, deadline, self._job.start_timeout)
 
     def results(self) -> list[bytes]:
-        self._wake.wait()
+        is_set_within(self._wake)
         if self._failure_noted() is None:
             self._stage.wait()
         elif self._mpirun is not None:  # before that there are no ranks that could report

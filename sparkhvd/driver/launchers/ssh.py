@@ -9,7 +9,7 @@ from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
 
-from sparkhvd.background import in_background
+from sparkhvd.background import in_background, is_done_within
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.hosts import Host, take_slots
@@ -69,6 +69,7 @@ class SshHandle:
         """The thread that talks with the hosts does, and ends the job when they do not start."""
 
     def results(self) -> list[bytes]:
+        is_done_within(self._contents)
         return results_in_order(self._contents.result(), self._job.num_proc)
 
     def close(self) -> None:

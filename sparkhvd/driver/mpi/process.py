@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -64,6 +65,7 @@ class Mpirun:
             "PYTHONPATH": import_path(),
             **settings,
         }
+        self._folder = folder
         self._on_end = on_end
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._process = subprocess.Popen(
@@ -98,7 +100,14 @@ class Mpirun:
                 os.kill(pid, signal.SIGKILL)
         self._thread.join()
         self._reader.join()
-        self._remover.communicate()
+        if self._remover.stdin is not None:
+            self._remover.stdin.close()
+        try:
+            self._remover.wait(_TERM_SECONDS)
+        except subprocess.TimeoutExpired:  # a process that was forked from this one meanwhile holds the pipe
+            self._remover.kill()
+            self._remover.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
         code = self._process.wait()

@@ -11,8 +11,9 @@ import keras
 
 from sparkhvd.errors import ParamError
 
-# What compile makes of the output's shape, and keras.metrics does not know.
-_OF_COMPILE = frozenset({"accuracy", "acc", "crossentropy", "ce"})
+# What compile makes of the output's shape, in any case, and the modules do not know.
+_LOSSES_OF_COMPILE = frozenset({"crossentropy", "ce"})
+_METRICS_OF_COMPILE = frozenset({"accuracy", "acc"})
 _FUNCTIONS = frozenset({"get", "serialize", "deserialize", "legacy", "schedules"})
 
 
@@ -25,10 +26,11 @@ def check_names(optimizer: Any, loss: Any, metrics: Any) -> None:
     for name in _names(optimizer):
         _check("optimizer", name, keras.optimizers, [known.lower() for known in _known(keras.optimizers)])
     for name in _names(loss):
-        _check("loss", name, keras.losses, _known(keras.losses))
+        if name.lower() not in _LOSSES_OF_COMPILE:
+            _check("loss", name, keras.losses, [*sorted(_LOSSES_OF_COMPILE), *_known(keras.losses)])
     for name in _names(metrics):
-        if name not in _OF_COMPILE:
-            _check("metrics", name, keras.metrics, [*sorted(_OF_COMPILE), *_known(keras.metrics)])
+        if name.lower() not in _METRICS_OF_COMPILE:
+            _check("metrics", name, keras.metrics, [*sorted(_METRICS_OF_COMPILE), *_known(keras.metrics)])
 
 
 def _check(param: str, name: str, module: ModuleType, known: list[str]) -> None:
@@ -49,10 +51,10 @@ def _known(module: ModuleType) -> list[str]:
 
 
 def _names(value: Any) -> Iterator[str]:
-    """The strings in a value, also in lists and in the values of dicts."""
+    """The strings in a value, also in lists and in the values of dicts, but not in configurations of objects."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and "class_name" not in value:
         yield from _names(list(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:

@@ -10,6 +10,10 @@ from sparkhvd.estimators.raised import described
 _OF_UNPACKING = ("not str", "'str' object", "values to unpack")
 
 
+def _is_key(value: object, batch: Mapping[Any, Any]) -> bool:
+    return any(value == key for key in batch)
+
+
 def about_batch(step: str, error: Exception, batch: Any) -> str | None:
     """Why a step may have failed: it took the batch for one of another form; None where there is no sign of it.
 
@@ -21,12 +25,13 @@ def about_batch(step: str, error: Exception, batch: Any) -> str | None:
     text = str(error)
     if isinstance(batch, Mapping):
         keys = ", ".join(map(repr, batch))
-        missing = isinstance(error, KeyError) and error.args and error.args[0] not in batch
+        missing = isinstance(error, KeyError) and error.args and not _is_key(error.args[0], batch)
         unpacked = isinstance(error, TypeError | AttributeError | ValueError) and any(s in text for s in _OF_UNPACKING)
         if missing or unpacked:
             return (
-                f"{step}: {described(error)} Its batch is a dict of tensors by column, with the keys {keys}. Take them "
-                f"by name, or give batch_format='tuple' for a batch of features and labels, as in x, y = batch."
+                f"{step}: {described(error)} If this is about the batch: it is a dict of tensors by column, with the "
+                f"keys {keys}. Take them by name, or give batch_format='tuple' for a batch of features and labels, as "
+                "in x, y = batch."
             )
     elif isinstance(batch, tuple) and isinstance(error, TypeError) and "tuple indices" in text:
         return (

@@ -256,7 +256,7 @@ def _label(
     name: str, label: torch.Tensor, output: torch.Tensor, loss: Measure, shape: tuple[int, ...] | None
 ) -> torch.Tensor:
     if _is_class_loss(loss):
-        if output.dim() == 1 or output.shape[1] == 1:
+        if (output.dim() == 1 or output.shape[1] == 1) and _is_as_torch_has_it(loss):
             raise ModelOutputError(
                 f"{_name(loss)} needs one output per class; the model gives 1 (its output has shape "
                 f"{list(output.shape)}). For label {name!r} with two classes, let the model's last layer give two "
@@ -275,6 +275,12 @@ def _label(
 def _is_class_loss(loss: Measure) -> bool:
     function = loss.func if isinstance(loss, partial) else loss
     return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
+
+
+def _is_as_torch_has_it(loss: Measure) -> bool:
+    """Whether it is not a class of the user's, which may make something else of its outputs."""
+    function = loss.func if isinstance(loss, partial) else loss
+    return type(function) in _CLASS_LOSSES or not isinstance(function, _CLASS_LOSSES)
 
 
 def _class_numbers(name: str, label: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

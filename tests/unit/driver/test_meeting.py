@@ -125,6 +125,14 @@ def test_tasks_that_are_numbered_otherwise_meet_elsewhere(tasks):
     assert [one.result(20.0) for one in [tasks.meets(index, -2 * index) for index in range(3)]] == [Apart()] * 3
 
 
+@pytest.mark.parametrize(("count", "kind"), [(1000, Met), (8000, Apart)])
+def test_a_thousand_tasks_meet_and_so_many_that_no_message_holds_them_all_meet_elsewhere(count, kind):
+    tasks = Tasks(count)
+    tasks.all_have_lines(0)
+    answers = [tasks.meets(index, 0) for index in range(count)]
+    assert {type(one.result(0)) for one in answers} == {kind}
+
+
 def test_it_is_known_which_tasks_spark_has_started_anew(tasks):
     tasks.all_have_lines(0)
     assert not tasks.meeting.is_given_up(Attending(2, 1, "there", 2))

@@ -47,6 +47,19 @@ def test_a_class_loss_of_one_output_is_refused_because_it_is_always_0(loss, shap
         objective(loss).try_out([torch.zeros(shape)], {"y": np.zeros((2, *shape[2:]), np.int64)})
 
 
+class OfLogit(torch.nn.CrossEntropyLoss):
+    """Two classes from one output."""
+
+    def forward(self, output, target):
+        both = torch.cat([torch.zeros_like(output), output], dim=1)
+        return super().forward(both, target.reshape(-1).long())
+
+
+def test_a_class_of_the_users_may_make_more_of_one_output():
+    assert label(OfLogit(), torch.zeros(2, 1), [0, 1]).numel() == 2
+    objective(OfLogit()).try_out([torch.zeros(2, 1)], {"y": np.array([0, 1])})
+
+
 def test_probabilities_of_classes_are_a_label_too():
     found = label(torch.nn.CrossEntropyLoss(), torch.zeros(2, 3), [[0, 1, 0], [1, 0, 0]])
     assert (found.dtype, found.shape) == (torch.float32, (2, 3))

@@ -14,7 +14,7 @@ import pytest
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.client import connect
-from sparkhvd.rpc.frames import MAX_FRAME_BYTES, connect_handshake
+from sparkhvd.rpc.frames import MAX_FRAME_BYTES, TurnedAwayError, connect_handshake
 from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Message, Output, Started, decode, encode
 from sparkhvd.rpc.server import Server
 from tests.waiting import wait_for
@@ -71,8 +71,8 @@ def test_who_is_turned_away_by_a_crowd_knocks_again():
         address = ("127.0.0.1", server.port)
         crowd = [socket.create_connection(address) for _ in range(32)]
         wait_for(lambda: sum(thread.name == "besieged-peer" for thread in threading.enumerate()) == 32)
-        with socket.create_connection(address) as turned_away:
-            await_hang_up(turned_away)
+        with socket.create_connection(address) as turned_away, pytest.raises(TurnedAwayError):
+            connect_handshake(turned_away, SECRET, soon())
         with ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(connect, [address], SECRET, soon()) for _ in range(2)]
             time.sleep(0.3)
@@ -83,6 +83,23 @@ def test_who_is_turned_away_by_a_crowd_knocks_again():
                 client = call.result()
                 assert client.ask(Flush(), soon()) == Acknowledged()
                 client.close()
+
+
+def test_whoever_only_hangs_up_is_not_asked_again():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        knocks = []
+
+        def hang_up() -> None:
+            connection, _ = listener.accept()
+            knocks.append(1)
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(DeadlineExceededError, match="ended after 0 of"):
+            connect([listener.getsockname()], SECRET, soon())
+        thread.join()
+    assert len(knocks) == 1
 
 
 def test_a_crowd_of_silent_strangers_keeps_nobody_out_for_longer_than_a_handshake_may_take():
