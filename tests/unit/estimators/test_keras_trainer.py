@@ -490,10 +490,6 @@ def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
 @pytest.mark.parametrize("metrics", [["Acc", "mae"], ["sparse_categorical_accuracy", keras.metrics.Mean()], [fails]])
 def test_names_that_keras_knows_pass(optimizer, loss, metrics):
     check_names(optimizer, {"y": loss}, metrics)
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="softmax")])
-    model.compile(optimizer, keras.losses.get(loss) if isinstance(loss, dict) else loss, metrics)
-    if fails not in metrics:
-        model.evaluate(np.zeros((4, 3)), np.zeros(4) if loss in ("ce", "CrossEntropy") else np.zeros((4, 2)), verbose=0)
 
 
 def test_what_compile_makes_of_a_loss_is_no_metric():
