@@ -46,17 +46,17 @@ def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = 
 
 def is_set_within(event: threading.Event, seconds: float = math.inf) -> bool:
     """Wait for ``event``; whether it came in time."""
-    end = time.monotonic() + seconds
-    while not event.wait(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
-        if time.monotonic() >= end:
-            return False
-    return True
+    return _comes_within(event.wait, seconds)
 
 
 def is_done_within(future: Future[T], seconds: float = math.inf) -> bool:
     """Wait for the end of ``future``; whether it came in time."""
+    return _comes_within(lambda pause: bool(wait([future], pause).done), seconds)
+
+
+def _comes_within(wait_for: Callable[[float], bool], seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while not wait([future], max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))).done:
+    while not wait_for(max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))):
         if time.monotonic() >= end:
             return False
     return True

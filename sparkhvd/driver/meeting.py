@@ -14,7 +14,7 @@ from sparkhvd.rpc.registration import Introduction
 # How long a task that wants to meet the others waits for the lines of all of them. Spark starts the tasks of a barrier
 # stage at once, and a task opens its line before it does anything else.
 _LINES_SECONDS = 2.0
-_MANY_TASKS = 500
+_ENDED = Refused("The job has ended meanwhile, the driver says why.")
 
 
 @dataclass
@@ -77,12 +77,13 @@ class Meeting:
         with self._lock:
             self._over = True
             waiting = self._attempt.decide(Apart())
-        _tell(waiting, Refused("The job has ended meanwhile, the driver says why."))
+        _tell(waiting, _ENDED)
 
     def _note(self, task: Attending) -> None:
+        number = task.attempt - task.task_index
         with self._lock:
-            given_up = self._begin(task.attempt - task.task_index)
-            if task.attempt - task.task_index == self._newest:
+            given_up = self._begin(number)
+            if number == self._newest:
                 self._attempt.lines.add(task.task_index)
         _tell(given_up, Apart())
 
@@ -101,7 +102,7 @@ class Meeting:
         answer: Future[Message] = Future()
         with self._lock:
             if self._over:
-                return Refused("The job has ended meanwhile, the driver says why.")
+                return _ENDED
             attempt = self._attempt
             if number != self._newest or attempt.answer is not None:
                 return Apart()  # its attempt was given up, or has a task without a line
@@ -118,7 +119,7 @@ class Meeting:
     def _met(self, attempt: _Attempt) -> Met | Apart:
         met = Met(tuple(attempt.introductions[one] for one in range(self._num_tasks)))
         # Of thousands of tasks it may be too much for one message.
-        return met if self._num_tasks < _MANY_TASKS or len(encode(met)) <= MAX_FRAME_BYTES else Apart()
+        return met if len(encode(met)) <= MAX_FRAME_BYTES else Apart()
 
     def _wait_for_lines(self, attempt: _Attempt) -> None:
         if attempt.patience is None and len(attempt.lines) < self._num_tasks:

@@ -37,8 +37,8 @@ _LAST_ANSWER_SECONDS = 2.0
 _SHORT_OF_FILES_SECONDS = 0.1
 # Without a sign of life from the task of a rank. An overloaded host, or one that is being moved, may be late.
 SILENT_SECONDS = 60.0
-# For a task's host to acknowledge an answer.
-_UNANSWERED_SECONDS = 9.0
+# For the kernel of a task's host to acknowledge what was sent to the task.
+UNANSWERED_SECONDS = 9.0
 
 
 class Handler(Protocol):
@@ -181,7 +181,7 @@ class Server(Closing):
                 message = decode(payload)
                 if isinstance(message, Attending):
                     attending = message
-                    frames.limit_silence(_UNANSWERED_SECONDS)
+                    frames.limit_silence(UNANSWERED_SECONDS)
                 reply = self._handler.handle(message)
                 if isinstance(reply, Future):
                     reply.add_done_callback(lambda done: self._send_late(frames, done.result()))

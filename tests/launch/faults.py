@@ -12,9 +12,7 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from tests.launch.misbehaviour import barrier_task, go_wrong, mpi_task, train
 from tests.launch.strangers import calling
+from tests.waiting import happens
 
 PHASES = ("before registration", "at rendezvous", "in mid-training", "at the end")
 LAUNCHERS = ("local", "barrier", "mpi")
@@ -226,7 +225,7 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
         when = folder / "when"
         seconds = time.time() - float(when.read_text()) if when.exists() else float("nan")
     pids = [int(path.name.partition("-")[2]) for path in folder.glob("pid-*")]
-    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *_below()]))
+    happens(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *_below()]), 10.0)
     return Ended(error, seconds, [pid for pid in [*pids, *_below()] if psutil.pid_exists(pid)], counts["let in"])
 
 
@@ -239,12 +238,6 @@ def _below() -> list[int]:
             if "pyspark" not in words and ("sparkhvd." in words or process.name() in {"mpirun", "orted"}):
                 found.append(process.pid)
     return found
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline, pause = time.monotonic() + 10.0, threading.Event()
-    while not condition() and time.monotonic() < deadline:
-        pause.wait(0.05)
 
 
 def ports_taken(folder: Path, *more: str) -> dict[str, tuple[float, str, list[str]]]:

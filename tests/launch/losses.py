@@ -15,7 +15,8 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from sparkhvd.errors import LaunchError
-from tests.launch.faults import LAUNCHERS, PHASES, SECONDS, Fault, wait_for
+from tests.launch.faults import LAUNCHERS, PHASES, SECONDS, Fault
+from tests.waiting import happens
 
 ATTEMPTS = 2
 _ROOT = Path(__file__).parents[2]
@@ -95,7 +96,7 @@ def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:
             check=False,
             timeout=300,
         )
-    wait_for(lambda: not _marked(environment[_MARK]))
+    happens(lambda: not _marked(environment[_MARK]), 10.0)
     seconds = time.time() - float((folder / "when").read_text())
     error, wrong = "", []
     if fault.error is not None:

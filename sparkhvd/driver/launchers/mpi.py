@@ -35,7 +35,7 @@ from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.interfaces import interfaces
 from sparkhvd.rpc.messages import Assign, Attend, Attending, Output, StillThere
 from sparkhvd.rpc.registration import Registration, TaskOffer
-from sparkhvd.rpc.server import SILENT_SECONDS, Server
+from sparkhvd.rpc.server import SILENT_SECONDS, UNANSWERED_SECONDS, Server
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import device_map, mixed_devices
 from sparkhvd.task.entry import entry_of
@@ -56,8 +56,6 @@ _NEW_ATTEMPT_SECONDS = 8.0
 # After a failure: the ranks are ended by their tasks, and the rows with the reports come.
 _ROWS_SECONDS = 5.0
 _MPIRUN_SECONDS = 3.0
-# For the kernel of a task's host to acknowledge what the driver asks the task.
-_UNANSWERED_SECONDS = 9.0
 
 
 class Stage(Protocol):
@@ -275,7 +273,7 @@ class MpiHandle:
 
         def watch() -> None:
             try:
-                client.limit_silence(_UNANSWERED_SECONDS)
+                client.limit_silence(UNANSWERED_SECONDS)
                 while isinstance(client.ask(Attend(), Deadline.after(SILENT_SECONDS)), StillThere):
                     continue
             except OSError as error:

@@ -57,15 +57,14 @@ class Mpirun:
         service: ServiceAddress,
         on_end: Callable[[int, str], None],
     ) -> None:
-        folder = tempfile.mkdtemp(prefix="sparkhvd-")  # a killed mpirun does not remove its files
+        self._folder = tempfile.mkdtemp(prefix="sparkhvd-")  # a killed mpirun does not remove its files
         own = {
-            "TMPDIR": folder,
+            "TMPDIR": self._folder,
             DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
             DRIVER_SECRET: service.secret.hex(),
             "PYTHONPATH": import_path(),
             **settings,
         }
-        self._folder = folder
         self._on_end = on_end
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._process = subprocess.Popen(
@@ -78,7 +77,7 @@ class Mpirun:
             stderr=subprocess.STDOUT,
         )
         self._remover = subprocess.Popen(
-            ["/bin/sh", "-c", _REMOVE, folder, str(self._process.pid)],
+            ["/bin/sh", "-c", _REMOVE, self._folder, str(self._process.pid)],
             start_new_session=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

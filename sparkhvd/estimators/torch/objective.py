@@ -273,14 +273,18 @@ def _label(
 
 
 def _is_class_loss(loss: Measure) -> bool:
-    function = loss.func if isinstance(loss, partial) else loss
+    function = _unwrapped(loss)
     return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
 
 
 def _is_as_torch_has_it(loss: Measure) -> bool:
     """Whether it is not a class of the user's, which may make something else of its outputs."""
-    function = loss.func if isinstance(loss, partial) else loss
+    function = _unwrapped(loss)
     return type(function) in _CLASS_LOSSES or not isinstance(function, _CLASS_LOSSES)
+
+
+def _unwrapped(loss: Measure) -> Measure:
+    return loss.func if isinstance(loss, partial) else loss
 
 
 def _class_numbers(name: str, label: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
