@@ -2,8 +2,9 @@
 
 Ours through the engine (named, negotiated, asynchronous) and by direct calls, torch.distributed's Gloo, Open MPI
 through mpi4py (shared-memory transport), and physical_limit.c. The ranks are started by mpirun and measure all peers in
-the same processes; a figure is the median of interleaved repetitions, each the time of the slowest rank. Results are
-checked before anything is timed.
+the same processes; a figure is the median of repetitions, each the time of the slowest rank. In a repetition each peer
+has one turn of a few calls, in an order drawn anew: how warm a peer finds the caches depends on whose turn was before.
+Results are checked before anything is timed.
 
     python -m bench.collectives [--ranks 2 4] [--seconds 3] [--largest MIB]
 """
@@ -14,6 +15,7 @@ import argparse
 import ctypes
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -39,6 +41,7 @@ SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 HALF_SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)
 LIMIT_CHUNKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB)
 MANY = 1000
+CALLS = 5  # of a turn
 ROOT = Path(__file__).parents[1]
 
 Operation = Callable[[], object]
@@ -138,20 +141,18 @@ def _one_array(peers: Peers, size: int, seconds: float) -> Medians:
     def limit(chunk: int) -> Operation:
         return lambda: peers.limit.limit_allreduce(array.ctypes.data, len(array), chunk)
 
+    limits = {str(chunk): limit(chunk) for chunk in (LIMIT_CHUNKS if size > 64 * KIB else LIMIT_CHUNKS[:1])}
+    alone = _medians(limits, seconds / 4, [tensor])
     operations: dict[str, Operation] = {
         "engine": lambda: hvd.allreduce_(tensor, name=f"bench.{size}", op=hvd.Sum),
         "direct": lambda: me.allreduce_now(array, ReduceOp.SUM, out=array),
         "gloo": lambda: dist.all_reduce(tensor),
         "mpi": lambda: peers.mpi.COMM_WORLD.Allreduce(peers.mpi.IN_PLACE, array),
+        "limit": limits[min(alone, key=lambda chunk: alone[chunk])],
     }
-    for chunk in LIMIT_CHUNKS if size > 64 * KIB else LIMIT_CHUNKS[:1]:
-        operations[f"limit {chunk}"] = limit(chunk)
     for name, operation in operations.items():
         _check(name, operation, [tensor])
-    medians = _medians(operations, seconds, [tensor])
-    limits = {name: median for name, median in medians.items() if name.startswith("limit")}
-    best = min(limits, key=lambda name: limits[name])
-    return {name: median for name, median in medians.items() if name not in limits} | {"limit": limits[best]}
+    return _medians(operations, seconds, [tensor])
 
 
 def _many(seconds: float) -> Medians:
@@ -198,22 +199,29 @@ def _check(name: str, operation: Operation, tensors: list[torch.Tensor]) -> None
 
 
 def _medians(operations: dict[str, Operation], seconds: float, tensors: list[torch.Tensor]) -> Medians:
-    """Medians over interleaved repetitions of the time of the slowest rank."""
+    """Of the seconds of a call, over the turns of each operation."""
     for tensor in tensors:
         tensor.zero_()  # sums of zeros stay finite
-    once = sum(_timed(operation) for _ in range(3) for operation in operations.values()) / 3
+    once = sum(_turn(operation) for operation in operations.values()) * CALLS
     repetitions = int(hvd.broadcast(torch.tensor(int(min(1000, max(7, seconds / once)))), 0).item())
-    times = np.array([[_timed(operation) for operation in operations.values()] for _ in range(repetitions)])
-    slowest = session.current().allreduce(times, ReduceOp.MAX)
-    return {name: statistics.median(slowest[:, column]) for column, name in enumerate(operations)}
+    draw = random.Random(repetitions)  # the same order on all ranks
+    turns: dict[str, list[float]] = {name: [] for name in operations}
+    for _ in range(repetitions):
+        for name in draw.sample(list(operations), len(operations)):
+            turns[name].append(_turn(operations[name]))
+    slowest = session.current().allreduce(np.array(list(turns.values())), ReduceOp.MAX)
+    return {name: statistics.median(row) for name, row in zip(operations, slowest, strict=True)}
 
 
-def _timed(operation: Operation) -> float:
-    """Seconds of a call that all ranks enter at about the same time."""
-    session.current().allreduce_now(_NOTHING, ReduceOp.SUM, out=_NOTHING)
-    start = time.perf_counter()
-    operation()
-    return time.perf_counter() - start
+def _turn(operation: Operation) -> float:
+    """Seconds of one of several calls, each of which all ranks enter at about the same time."""
+    total = 0.0
+    for _ in range(CALLS):
+        session.current().allreduce_now(_NOTHING, ReduceOp.SUM, out=_NOTHING)
+        start = time.perf_counter()
+        operation()
+        total += time.perf_counter() - start
+    return total / CALLS
 
 
 _NOTHING = np.zeros(1, np.float32)
