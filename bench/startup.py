@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from pyspark.ml.torch.distributor import TorchDistributor
@@ -21,7 +22,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from bench import machine
-from bench.estimators import interleaved, join, join_gloo, join_nothing, join_torch, start_spark
+from bench.estimators import interleaved, join, join_gloo, join_nothing, join_torch, python_workers, start_spark
 
 
 def main() -> int:
@@ -49,7 +50,8 @@ def compare(spark: SparkSession, ranks: int, rounds: int) -> None:
     for title, own, others in (("no framework", join, join_nothing), ("torch", join_torch, join_gloo)):
         turns = {launcher: by(launcher, own, spark, ranks) for launcher in launchers}
         turns["TorchDistributor"] = distributed(others, ranks)
-        found = interleaved(f"{ranks} ranks, {title}", turns, rounds, warm=True)
+        before = partial(python_workers, spark, ranks)
+        found = interleaved(f"{ranks} ranks, {title}", turns, rounds, warm=True, before=before)
         peer = found.pop("TorchDistributor")
         parts = [f"{name} {seconds / peer:.2f}" for name, seconds in found.items()]
         print(f"  of TorchDistributor's time: {', '.join(parts)}", flush=True)
