@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
 
+_STAGES = ("train", "val")
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -64,6 +66,9 @@ def lightning_module(given: LightningPackage, inputs: Sequence[Any]) -> Any:
     kind = type("PlainModule", (PlainSteps, lightning.LightningModule), {"__module__": __name__})
     module: Any = kind()
     module.model, module.given, module.inputs = given.model, given, tuple(inputs)
+    module.measures = {} if given.objective is None else {stage: _fresh(given.objective) for stage in _STAGES}
+    # Lightning moves and resets what it finds here; names of metrics may hold what those of modules may not.
+    module.kept_measures = torch.nn.ModuleList(part for kept in module.measures.values() for part in kept.values())
     return module
 
 
@@ -73,6 +78,7 @@ class PlainSteps:
     model: torch.nn.Module
     given: LightningPackage
     inputs: tuple[Any, ...]
+    measures: dict[str, dict[str, Any]]
     device: torch.device
     log: Callable[..., None]
 
@@ -80,15 +86,15 @@ class PlainSteps:
         return self.model(*inputs)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002  (Lightning's signature)
-        return self._loss(batch)
+        return self._loss(batch, "train")
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # noqa: ARG002
-        return self._loss(batch)
+        return self._loss(batch, "val")
 
     def configure_optimizers(self) -> Any:
         return self.given.optimizer
 
-    def _loss(self, columns: Any) -> torch.Tensor:
+    def _loss(self, columns: Any, stage: str) -> torch.Tensor:
         from sparkhvd.estimators.torch.steps import outputs_of  # noqa: PLC0415
 
         objective = self.given.objective
@@ -100,7 +106,21 @@ class PlainSteps:
         outputs = [output.cpu().float() if output.dtype in _HALF else output.cpu() for output in outputs]
         labels = objective.labels(outputs, columns)
         loss = objective.loss(outputs, labels, columns)
-        measured = objective.measure(loss, outputs, labels)
-        for name in objective.names()[1:]:
-            self.log(name, measured[name], on_step=False, on_epoch=True)
+        measured: dict[str, Any] = objective.measure(loss, outputs, labels)
+        for metric in objective.stateful():
+            kept = measured[metric.name] = self.measures[stage][metric.name]
+            kept.update(outputs[metric.output].detach().to(self.device), labels[metric.output].to(self.device))
+        for name in objective.names():
+            if stage == "val":  # its own names: Lightning keeps one value for each
+                self.log(f"val_{name}", measured[name], on_step=False, on_epoch=True)
+            elif name != "loss":
+                self.log(name, measured[name], on_step=False, on_epoch=True)
         return loss
+
+
+def _fresh(objective: Objective) -> dict[str, Any]:
+    """The metrics of torchmetrics by name, without what they have seen."""
+    found: dict[str, Any] = {metric.name: copy.deepcopy(metric.function) for metric in objective.stateful()}
+    for metric in found.values():
+        metric.reset()
+    return found

@@ -11,7 +11,7 @@ import torch
 
 from sparkhvd.comm import objects
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.estimators.torch.objective import Metric, Objective
+from sparkhvd.estimators.torch.objective import Metric, Objective, is_stateful
 
 
 class Measures:
@@ -57,25 +57,44 @@ class Measures:
 
 
 def merged(state: Any, communicator: Communicator, name: str) -> float:
-    """The value of a metric of torchmetrics over the rows of all ranks; NaN without rows. Collective."""
-    mine = {key: _on_cpu(value) for key, value in state.metric_state.items()} if state.update_called else None
+    """The value of a metric of torchmetrics over the rows of all ranks; NaN without rows. Collective.
+
+    Metrics made of others (sums of two, wrappers) keep their rows in those: each part is merged by itself.
+    """
+    mine = [_state(part) for part in _parts(state)]
     gathered = objects.allgather_object(communicator, mine, name=f"state of metric {name}")
-    states = [found for found in gathered if found is not None]
-    if not states:
+    if not any(found is not None for states in gathered for found in states):
         return float("nan")
     total = copy.deepcopy(state)
-    for attribute, reduction in total._reductions.items():  # noqa: SLF001  (its own way to merge needs torch.distributed)
-        parts = [found[attribute] for found in states]
-        if isinstance(parts[0], list):
-            setattr(total, attribute, [tensor.to(state.device) for part in parts for tensor in part])
-        else:
-            stacked = torch.stack([part.to(state.device) for part in parts])
-            setattr(total, attribute, stacked if reduction is None else reduction(stacked))
-    total._update_count = len(states)  # noqa: SLF001
-    total._computed = None  # noqa: SLF001
+    for part, states in zip(_parts(total), zip(*gathered, strict=True), strict=True):
+        _merge(part, [found for found in states if found is not None])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # such as: no positive samples
         return float(total.compute())
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metric and those that it is made of, in the same order on every rank."""
+    return [part for part in metric.modules() if is_stateful(part) and hasattr(part, "metric_state")]
+
+
+def _state(metric: Any) -> dict[str, Any] | None:
+    """What a metric itself has kept of this rank's rows; None where it has seen none."""
+    return {key: _on_cpu(value) for key, value in metric.metric_state.items()} if metric.update_called else None
+
+
+def _merge(total: Any, states: Sequence[dict[str, Any]]) -> None:
+    total._update_count = len(states)  # noqa: SLF001
+    total._computed = None  # noqa: SLF001
+    if not states:
+        return
+    for attribute, reduction in total._reductions.items():  # noqa: SLF001  (its own way to merge needs torch.distributed)
+        parts = [found[attribute] for found in states]
+        if isinstance(parts[0], list):
+            setattr(total, attribute, [tensor.to(total.device) for part in parts for tensor in part])
+        else:
+            stacked = torch.stack([part.to(total.device) for part in parts])
+            setattr(total, attribute, stacked if reduction is None else reduction(stacked))
 
 
 def _on_cpu(value: Any) -> Any:

@@ -310,10 +310,11 @@ def _try_measure(what: str, function: Measure, output: torch.Tensor, label: torc
             f"{what} cannot compare the model's {shapes}: {with_stop(error)} Make the model's last layer, label_cols "
             "or label_shapes fit."
         ) from error
-    if np.size(value) != 1 and torch.as_tensor(value).numel() != 1:
+    several = isinstance(value, Mapping)
+    if several or (np.size(value) != 1 and torch.as_tensor(value).numel() != 1):
+        given = f"values by name {list(value)}" if several else f"shape {list(torch.as_tensor(value).shape)}"
         raise ModelOutputError(
-            f"{what} gives shape {list(torch.as_tensor(value).shape)} for the model's {shapes}; it must give one "
-            "number, the mean over the rows."
+            f"{what} gives {given} for the model's {shapes}; it must give one number, the mean over the rows."
         )
 
 

@@ -239,14 +239,39 @@ def test_losses_are_made_on_the_ranks(group):
         assert np.array_equal(found[0][0], plain[0][0])
 
 
+class ByName(torchmetrics.MinMaxMetric):
+    def __init__(self):
+        super().__init__(torchmetrics.classification.MulticlassAccuracy(3))
+
+    def forward(self, output, label):
+        return {name: super(ByName, self).forward(output, label)[name] for name in ("min", "max")}
+
+
+class Halved(torchmetrics.wrappers.abstract.WrapperMetric):
+    def __init__(self, metric):
+        super().__init__()
+        self.metric = copy.deepcopy(metric)
+
+    def update(self, output, label):
+        self.metric.update(output, label)
+
+    def compute(self):
+        return self.metric.compute() / 2
+
+    def forward(self, output, label):
+        return self.metric(output, label) / 2
+
+
 def test_torchmetrics_are_computed_over_the_rows_of_all_ranks(group):
     macro = torchmetrics.classification.MulticlassF1Score(3, average="macro")
     auroc = torchmetrics.classification.MulticlassAUROC(3)  # keeps all predictions
-    found = group.run(train, {"metrics": {"f1": macro, "auroc": auroc}}, {})
+    doubled = torchmetrics.classification.MulticlassAccuracy(3) * 2  # keeps nothing itself
+    metrics = {"f1": macro, "auroc": auroc, "doubled": doubled, "wrapped": Halved(auroc)}
+    found = group.run(train, {"metrics": metrics}, {})
     model, data = network(), rows(sum(map(sum, SIZES)))
     torch.nn.utils.vector_to_parameters(torch.from_numpy(found[0][0]), model.parameters())
     output, label = model(torch.from_numpy(data["x"]).float()), torch.from_numpy(data["y"])
-    for name, metric in (("f1", macro), ("auroc", auroc)):
+    for name, metric in metrics.items():
         (total, count), (nothing, none) = found[0][3][name], found[1][3][name]
         assert (count, nothing, none) == (1, 0.0, 0)
         assert total == pytest.approx(float(copy.deepcopy(metric)(output, label)), rel=1e-5)
@@ -410,6 +435,7 @@ def test_a_fitted_model_and_its_optimizer_start_another_training():
         ({"callbacks": [print]}, "callbacks holds a builtin_function_or_method"),
         ({"loss_constructors": [functional.mse_loss] * 2, "loss": None}, "loss_constructors has 2 entries but"),
         ({"metrics": {"m": torchmetrics.classification.MulticlassF1Score(3, average=None)}}, "must give one number"),
+        ({"metrics": {"m": ByName()}}, r"gives values by name \['min', 'max'\].* must give one number"),
     ],
 )
 def test_what_cannot_work_is_refused_on_the_driver(params, message):

@@ -105,21 +105,36 @@ def test_an_optimizer_by_hand_gets_the_gradient_of_the_big_batch_too(group):
 
 
 def plain_module(sizes):
+    from torchmetrics.classification import MulticlassF1Score  # noqa: PLC0415
+
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     loss = torch.nn.functional.cross_entropy
     rank, hooks = session.current().world.rank, Hooks()
-    accuracy = {"accuracy": lambda output, label: (output.argmax(dim=1) == label).float().mean()}
-    trainer = trainer_of(model, optimizer=optimizer, loss=loss, metrics=accuracy)
-    trainer.fit(source(sizes, rank), None, hooks)
+    accuracy = lambda output, label: (output.argmax(dim=1) == label).float().mean()  # noqa: E731
+    metrics = {"accuracy": accuracy, "f1.macro": MulticlassF1Score(3, average="macro")}
+    trainer = trainer_of(model, optimizer=optimizer, loss=loss, metrics=metrics)
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
     return flat(trainer._given.model), averaged(hooks.reports[-1], session.current())
 
 
-def test_a_plain_module_trains_towards_its_loss(group):
+def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all_rows(group):
+    from torchmetrics.functional.classification import multiclass_f1_score  # noqa: PLC0415
+
     wanted, loss, accuracy = trained_plainly([sum(step) for step in SOME_EMPTY])
+    model, data = network(), rows(sum(map(sum, SOME_EMPTY)))
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(wanted), model.parameters())
+    output, label = model(torch.from_numpy(data["x"]).float()).detach(), torch.from_numpy(data["y"])
+    after = {
+        "loss": float(torch.nn.functional.cross_entropy(output, label)),
+        "accuracy": float((output.argmax(dim=1) == label).float().mean()),
+        "f1.macro": float(multiclass_f1_score(output, label, 3, average="macro")),
+    }
     for parameters, record in group.run(plain_module, SOME_EMPTY):
         assert relative_error(parameters, wanted) < 1e-5
+        assert 0 < record.train.pop("f1.macro") < after["f1.macro"]  # of the model while it was learning
         assert record.train == pytest.approx({"loss": loss, "accuracy": accuracy}, rel=1e-5)
+        assert record.validation == pytest.approx(after, rel=1e-4)
 
 
 def exported(folder):
