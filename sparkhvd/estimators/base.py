@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO, cast
 
 import cloudpickle
 from pyspark.ml import Estimator
-from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import MLReadable, MLWritable
 
 from sparkhvd.config import from_environment
 from sparkhvd.data.direct import dealt
@@ -146,12 +146,12 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params = self._checked_values()
         sys.stdout.write(description(type(self).__name__, self.plugin, params, df, _selection(df, params)))
 
-    def write(self) -> MLWriter:
+    def write(self) -> FolderWriter:
         """A writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
         return FolderWriter(partial(write_estimator, self))
 
     @classmethod
-    def read(cls) -> MLReader[Any]:
+    def read(cls) -> FolderReader:
         """A reader of what ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_estimator, cls))
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import cloudpickle
 from pyspark.ml import Model
-from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.ml.util import MLReadable, MLWritable
 
 from sparkhvd.data.schema import Fill
 from sparkhvd.data.selection import expressions, schema_of, source
@@ -55,12 +55,12 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         """What the training left: files, columns, history."""
         return self._trained
 
-    def write(self) -> MLWriter:
+    def write(self) -> FolderWriter:
         """A writer in Spark ML's format: ``model.write().overwrite().save(path)``."""
         return FolderWriter(partial(write_model, self))
 
     @classmethod
-    def read(cls) -> MLReader[Any]:
+    def read(cls) -> FolderReader:
         """A reader of what ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_model, cls))
 

@@ -21,13 +21,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import cloudpickle
 from pyspark.ml.util import MLReader, MLWriter
 
 from sparkhvd.data.schema import ColumnSpec, DataSchema
-from sparkhvd.data.spark_settings import in_default_file_system
+from sparkhvd.data.spark_settings import in_default_file_system, told_by_spark
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.backend import SparkBackend
@@ -63,14 +63,20 @@ class FolderWriter(MLWriter):
     def __init__(self, write: Callable[[Store, str, str], None]) -> None:
         super().__init__()
         self._write = write
+        self._store: Store | None = None
+
+    def within(self, store: Store) -> Self:
+        """Write into a Store, with what it knows of access: ``save`` then takes a path in it."""
+        self._store = store
+        return self
 
     def save(self, path: str) -> None:
-        """Write to ``path``: a URL, or a path in Spark's default file system.
+        """Write to ``path``: a URL, or a path in Spark's default file system; reached by what Spark knows of access.
 
         Raises:
             StoreError: there is something already, and ``overwrite()`` was not called.
         """
-        store, name = _place(path, self.sparkSession)
+        store, name = _place(path, self.sparkSession, self._store)
         if not store.list(name):
             self._write(store, name, self.sparkSession.version)
             return
@@ -97,6 +103,12 @@ class FolderReader(MLReader[Any]):
     def __init__(self, read: Callable[[Store, str], Any]) -> None:
         super().__init__()
         self._read = read
+        self._store: Store | None = None
+
+    def within(self, store: Store) -> Self:
+        """Read from a Store, with what it knows of access: ``load`` then takes a path in it."""
+        self._store = store
+        return self
 
     def load(self, path: str) -> Any:
         """The object at ``path``.
@@ -105,7 +117,7 @@ class FolderReader(MLReader[Any]):
             StoreError: there is none.
             ParamError: it is of another class, or of a later format.
         """
-        return self._read(*_place(path, self.sparkSession))
+        return self._read(*_place(path, self.sparkSession, self._store))
 
 
 def _copy(store: Store, source: str, target: str) -> None:
@@ -234,13 +246,17 @@ def _read_objects(store: Store, folder: str) -> dict[str, Any]:
     return objects
 
 
-def _place(path: str, spark: SparkSession) -> tuple[Store, str]:
-    """The Store of the folder that holds ``path``, and the last part of the path."""
+def _place(path: str, spark: SparkSession, given: Store | None) -> tuple[Store, str]:
+    """The Store of the folder that holds ``path``, and the last part of the path; or the one that was given."""
     url = path.rstrip("/")
+    if given is not None:
+        if "://" in url:
+            raise ParamError(f"within({given.url}) needs a path in that Store; {path} is a URL.")
+        return told_by_spark(given, spark), url
     if "://" not in url and not url.startswith(("file:", "dbfs:")):
         url = in_default_file_system(spark, url)
     parent, _, name = url.rpartition("/")
-    return Store.create(parent or ("/" if url.startswith("/") else ".")), name
+    return told_by_spark(Store.create(parent or ("/" if url.startswith("/") else ".")), spark), name
 
 
 def _metadata(instance: Declarations, spark_version: str, plain: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:

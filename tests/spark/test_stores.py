@@ -10,11 +10,11 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from sparkhvd import Store, TorchEstimator
+from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.data import arrow_writer
 from sparkhvd.data.spark_settings import in_default_file_system, spark_can_write, told_by_spark
 from sparkhvd.driver.store_check import check_store
-from sparkhvd.errors import StoreError
+from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import HDFSStore, layout
 from tests.s3_server import BUCKET, SECRET
 
@@ -72,6 +72,11 @@ def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark,
     assert store.list(layout.checkpoints_folder("the run")) == [layout.checkpoint_path("the run", 2)]
     assert store.list(layout.model_folder("the run"))
     assert [path for path in store.list("") if path.startswith("probes/")] == []
+    trained.write().within(store).save("saved/model")
+    loaded = TorchModel.read().within(store).load("saved/model")
+    assert loaded.transform(line(spark)).select("y", "y__output").collect() == predicted
+    with pytest.raises(ParamError, match=r"needs a path in that Store; .* is a URL"):
+        trained.write().within(store).save(f"{store.url}/again")
 
 
 @pytest.fixture
@@ -125,6 +130,16 @@ def test_an_estimator_trains_on_files_that_lie_in_a_remote_store(hdfs_store, s3_
     assert record.validation["loss"] > 0
     if hasattr(store, "_connection"):
         store._connection.close()
+
+
+@pytest.mark.usefixtures("sparks_own_credentials")
+def test_a_model_on_s3_is_saved_loaded_and_used_with_sparks_credentials(spark, s3_store):
+    model = TorchModel.from_model(torch.nn.Linear(1, 1), line(spark), feature_cols=["x"])
+    model.save(f"{s3_store.url}/model")
+    loaded = TorchModel.load(f"{s3_store.url}/model")
+    wanted = model.transform(line(spark)).select("prediction").collect()
+    assert loaded.transform(line(spark)).select("prediction").collect() == wanted
+    loaded.trained.store._connection.close()
 
 
 def test_spark_writes_where_it_has_a_connector_and_nowhere_else(spark, hdfs_store, s3_store, tmp_path):
