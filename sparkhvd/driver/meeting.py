@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -21,11 +22,13 @@ _ENDED = Refused("The job has ended meanwhile, the driver says why.")
 class _Attempt:
     """What is known of one attempt of the stage, which either all its tasks meet in or none."""
 
-    lines: set[int] = field(default_factory=set)  # the tasks that have one
+    lines: dict[int, str] = field(default_factory=dict)  # the host of each task that has one
+    ranked: set[int] = field(default_factory=set)  # the tasks that have said their rank
     introductions: dict[int, Introduction] = field(default_factory=dict)
     waiting: list[Future[Message]] = field(default_factory=list)
     answer: Met | Apart | None = None
     patience: threading.Timer | None = None
+    limit: threading.Timer | None = None
 
     def decide(self, answer: Met | Apart) -> list[Future[Message]]:
         """Let ``answer`` hold for all its tasks; those that wait for it."""
@@ -34,6 +37,19 @@ class _Attempt:
             self.patience.cancel()
         waiting, self.waiting = self.waiting, []
         return waiting
+
+    def unlimited(self) -> None:
+        """Nobody is missed any more."""
+        if self.limit is not None:
+            self.limit.cancel()
+
+    def missing(self, num_tasks: int) -> Mapping[int, str]:
+        """The tasks that keep the others waiting, and the host of each; empty where it is not known."""
+        if self.ranked:  # they have met, here or elsewhere
+            late = set(self.lines) - self.ranked
+        else:
+            late = set(range(num_tasks)) - set(self.introductions) or set(range(num_tasks))
+        return {index: self.lines.get(index, "") for index in sorted(late)}
 
 
 class Meeting:
@@ -49,11 +65,22 @@ class Meeting:
     Args:
         num_tasks: how many there are.
         stream: takes the output.
+        seconds: how long after the first line of an attempt all its tasks have to know their ranks.
+        on_missing: called with the tasks that do not by then, and the host of each, as far as it is known; None lets
+            them take their time.
     """
 
-    def __init__(self, num_tasks: int, stream: LogStream) -> None:
+    def __init__(
+        self,
+        num_tasks: int,
+        stream: LogStream,
+        seconds: float = 0.0,
+        on_missing: Callable[[Mapping[int, str]], None] | None = None,
+    ) -> None:
         self._num_tasks = num_tasks
         self._stream = stream
+        self._seconds = seconds
+        self._on_missing = on_missing
         self._lock = threading.Lock()  # guards all below
         self._newest = -1
         self._attempt = _Attempt()  # of that number
@@ -76,6 +103,7 @@ class Meeting:
         """Let go of the tasks that wait: there will be no job."""
         with self._lock:
             self._over = True
+            self._attempt.unlimited()
             waiting = self._attempt.decide(Apart())
         _tell(waiting, _ENDED)
 
@@ -84,7 +112,11 @@ class Meeting:
         with self._lock:
             given_up = self._begin(number)
             if number == self._newest:
-                self._attempt.lines.add(task.task_index)
+                self._attempt.lines[task.task_index] = task.host
+                if task.rank >= 0:
+                    self._attempt.ranked.add(task.task_index)
+                if len(self._attempt.ranked) == self._num_tasks:
+                    self._attempt.unlimited()
         _tell(given_up, Apart())
 
     def _begin(self, number: int) -> list[Future[Message]]:
@@ -92,7 +124,10 @@ class Meeting:
         if number <= self._newest:
             return []
         given_up = self._attempt.decide(Apart())
+        self._attempt.unlimited()
         self._newest, self._attempt = number, _Attempt()
+        if self._on_missing is not None and not self._over:
+            self._attempt.limit = _after(self._seconds, self._look_who_is_missing, self._attempt)
         return given_up
 
     def _meet(self, own: Introduction) -> Message | Future[Message]:
@@ -104,10 +139,12 @@ class Meeting:
             if self._over:
                 return _ENDED
             attempt = self._attempt
-            if number != self._newest or attempt.answer is not None:
-                return Apart()  # its attempt was given up, or has a task without a line
-            attempt.waiting.append(answer)
+            if number != self._newest:
+                return Apart()  # its attempt was given up
             attempt.introductions[index] = own
+            if attempt.answer is not None:
+                return Apart()  # a task has no line
+            attempt.waiting.append(answer)
             if len(attempt.introductions) < self._num_tasks:
                 self._wait_for_lines(attempt)
                 return answer
@@ -123,10 +160,7 @@ class Meeting:
 
     def _wait_for_lines(self, attempt: _Attempt) -> None:
         if attempt.patience is None and len(attempt.lines) < self._num_tasks:
-            attempt.patience = threading.Timer(_LINES_SECONDS, self._look_for_lines, [attempt])
-            attempt.patience.name = "sparkhvd-meeting"
-            attempt.patience.daemon = True
-            attempt.patience.start()
+            attempt.patience = _after(_LINES_SECONDS, self._look_for_lines, attempt)
 
     def _look_for_lines(self, attempt: _Attempt) -> None:
         with self._lock:
@@ -134,6 +168,20 @@ class Meeting:
                 return
             waiting = attempt.decide(Apart())
         _tell(waiting, Apart())
+
+    def _look_who_is_missing(self, attempt: _Attempt) -> None:
+        with self._lock:
+            missing = {} if self._over or attempt is not self._attempt else attempt.missing(self._num_tasks)
+        if missing and self._on_missing is not None:
+            self._on_missing(missing)
+
+
+def _after(seconds: float, look: Callable[[_Attempt], None], attempt: _Attempt) -> threading.Timer:
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), look, [attempt])
+    timer.name = "sparkhvd-meeting"
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def _tell(waiting: list[Future[Message]], answer: Message) -> None:

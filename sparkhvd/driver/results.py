@@ -16,6 +16,9 @@ from sparkhvd.task.supervise import Outcome
 if TYPE_CHECKING:
     from pyspark.sql import Row
 
+# Of thousands of tasks.
+_MOST_NAMED = 10
+
 
 def results_of(rows: Sequence[Row], num_proc: int) -> list[bytes]:
     """The pickled results in rank order, put together from their chunks.
@@ -76,6 +79,12 @@ def failure_of(report: FailureReport) -> LaunchError:
 def lost(task: Attending, error: OSError) -> FailureReport:
     """The report for a task whose connection broke with an error."""
     return cut_off(task) if is_cut_off(error) else silent(task)
+
+
+def missed(tasks: Sequence[tuple[int, str]]) -> str:
+    """Tasks in words, each by its index and its host, where that is known."""
+    names = [f"task {index} on host {host}" if host else f"task {index}" for index, host in tasks[:_MOST_NAMED]]
+    return ", ".join([*names, f"{len(tasks) - _MOST_NAMED} more"] if len(tasks) > _MOST_NAMED else names)
 
 
 def silent(task: Attending) -> FailureReport:

@@ -116,7 +116,7 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
 
     Raises:
         SlotsError: the cluster has fewer slots than ``num_proc``.
-        StartTimeoutError: there are enough slots, but they stayed busy, or a process did not get ready.
+        StartTimeoutError: there are enough slots, but they stayed busy, or a task or a process did not get ready.
         RankFailedError: ``fn`` raised, or its process ended; the message carries the first failing rank's traceback.
         LaunchError: there is no session, ``fn`` cannot be sent, or Spark lost the job.
         ConfigError: an argument has a value that cannot work.

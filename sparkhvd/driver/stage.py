@@ -82,6 +82,19 @@ class BarrierStage:
         except Exception:  # noqa: BLE001 - a sentence without the host is better than none
             return ""
 
+    def task_hosts(self) -> dict[int, str]:
+        """The hosts of the tasks that run, by index; empty where Spark does not say."""
+        if is_connect(self._spark):
+            return {}
+        try:
+            store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - PySpark has no other way
+            own = next(stage for stage in self._stages() if stage.numTasks == self._num_tasks)
+            tasks = store.taskList(own.stageId, own.currentAttemptId, self._num_tasks)
+            found = [tasks.apply(number) for number in range(tasks.size())]
+            return {int(task.index()): str(task.host()) for task in found}
+        except Exception:  # noqa: BLE001 - a sentence without the hosts is better than none
+            return {}
+
     def wait_started(self, started: threading.Event, deadline: Deadline, seconds: float) -> None:
         """Wait until the tasks run (or the job has ended).
 

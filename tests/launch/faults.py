@@ -121,6 +121,7 @@ _TASKS_OF_MPI: dict[str, tuple[type[BaseException] | None, str]] = {
         _GIVEN_UP + r"Task 1 on host \S+ cannot register with the driver: .*it belongs to another job",
     ),
 }
+_NOT_MET = r"The tasks of this job did not meet within start_timeout=6 s: Spark runs task 1 on host \S+, but"
 _TASKS = {
     "sparkhvd.driver.launchers.barrier.run_task": barrier_task,
     "sparkhvd.driver.launchers.mpi.run_mpi_task": mpi_task,
@@ -137,6 +138,7 @@ _ALWAYS = {
     *(("local", how, "in mid-training") for how in ("exit", "disk")),
     *(("local", "hang", phase) for phase in ("before registration", "in mid-training", "at the end")),
     *(("local", how, "at rendezvous") for how in ("stranger", "wrong secret")),
+    ("barrier", "task stopped", "before registration"),
     *(("barrier", "kill", phase) for phase in ("before registration", "at rendezvous", "at the end")),
     ("barrier", "stranger", "in mid-training"),
     *(("barrier", "driver interrupted", phase) for phase in (PHASES[0], PHASES[2])),
@@ -172,8 +174,9 @@ def _rows() -> list[Fault]:
     # Such a task has no line to the driver and does without, until it has to prove to another what it does not know.
     # That is no reason for Spark to think that the next attempt goes the same way.
     words = f"{_GIVEN_UP}AuthenticationError: no rendezvous server answered"
+    stopped = _row("task stopped", "before registration", "barrier", StartTimeoutError, _NOT_MET)
     again = Fault("wrong secret", "before registration", "barrier", LaunchError, words, False, seconds=2 * SECONDS)
-    return [*rows, again]
+    return [*rows, stopped, again]
 
 
 def _row(how: str, phase: str, launcher: str, error: type[BaseException] | None, words: str) -> Fault:
@@ -215,7 +218,7 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
                 num_proc=NUM_PROC,
                 env=environment,
                 preload=("tests.launch.faulty_module",) if early and fault.launcher != "mpi" else (),
-                start_timeout=_START_SECONDS if early and fault.how == "hang" else _LONG,
+                start_timeout=_START_SECONDS if early and fault.how in {"hang", "task stopped"} else _LONG,
                 stdout=io.StringIO(),
                 stderr=io.StringIO(),
                 spark=None if fault.launcher == "local" else spark,

@@ -80,7 +80,8 @@ def lose(how: str, folder: Path) -> None:
     import psutil  # noqa: PLC0415
 
     if how == "task stopped":
-        next(one for one in psutil.Process().parents() if "pyspark.daemon" in one.cmdline()).suspend()
+        own = psutil.Process()
+        next(one for one in (own, *own.parents()) if "pyspark.daemon" in one.cmdline()).suspend()
         return
     # That of the executor; on a local master it is Spark as a whole.
     next(one for one in psutil.Process().parents() if one.name() == "java").kill()
@@ -153,9 +154,14 @@ def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Rec
     """A task of the barrier launcher."""
     from sparkhvd.task.main import run_task  # noqa: PLC0415 - needs Spark
 
-    if _is_faulty(job) and dict(job.env)["FAULT"] == "wrong secret":
-        note_time(Path(str(dict(job.env)["FAULT_FOLDER"])))
-        job = replace(job, secret=secrets.token_bytes(32))
+    if _is_faulty(job):
+        how, folder = str(dict(job.env)["FAULT"]), Path(str(dict(job.env)["FAULT_FOLDER"]))
+        if how == "wrong secret":
+            note_time(folder)
+            job = replace(job, secret=secrets.token_bytes(32))
+        if how == "task stopped":
+            note_pid(folder)
+            go_wrong(how, folder)
     yield from run_task(job, batches)
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
 import pytest
 
+from sparkhvd.errors import LaunchError
+from sparkhvd.task.job import Job
+from sparkhvd.task.main import _all_gather
+from sparkhvd.task.place import place_of_task
 from tests.launch.faults import FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
 from tests.launch.losses import DRIVER_FAULTS, lost_driver
+from tests.waiting import happens
 
 pytestmark = pytest.mark.spark
 
@@ -14,6 +24,27 @@ pytestmark = pytest.mark.spark
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.always], ids=lambda fault: fault.name)
 def test_the_driver_says_soon_what_went_wrong_and_nothing_is_left(fault, spark, tmp_path):
     assert complaints(fault, produced(fault, tmp_path, spark)) == []
+
+
+def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """A task that looks for the others by Spark's means; the second one does not come."""
+    place, said = place_of_task(), []
+    if place.index == 0:
+        try:
+            _all_gather("here", Job(b"", 2, start_timeout=1.0), place)
+        except LaunchError as error:
+            said.append(str(error))
+        waited.touch()
+    assert happens(waited.exists, 60.0)
+    yield pa.RecordBatch.from_pydict({"said": said})
+
+
+def test_a_task_does_not_wait_for_ever_for_one_that_never_comes_where_there_is_no_line_to_the_driver(spark, tmp_path):
+    task = functools.partial(gather_alone, tmp_path / "waited")
+    rows = spark.range(2, numPartitions=2).mapInArrow(task, "said string", barrier=True).collect()
+    assert len(rows) == 1
+    assert "Task 0 on host" in rows[0].said
+    assert "waited start_timeout=1 s for the other tasks of this job" in rows[0].said
 
 
 def test_nothing_is_left_of_a_job_whose_driver_is_killed(tmp_path):

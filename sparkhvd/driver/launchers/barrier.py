@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -16,17 +17,16 @@ from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import failure_of, lost, results_of
+from sparkhvd.driver.results import failure_of, lost, missed, results_of
 from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
-from sparkhvd.errors import LaunchError
+from sparkhvd.errors import LaunchError, StartTimeoutError
 from sparkhvd.rpc.messages import Attending
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.entry import entry_of
 from sparkhvd.task.job import Job
 from sparkhvd.task.main import run_task
-from sparkhvd.task.report import FailureReport
 
 # What is on its way when a host is cut off may still come.
 _ROWS_SECONDS = 1.0
@@ -54,13 +54,15 @@ class BarrierHandle:
         self._job = job
         self._stream = stream
         self._wake = threading.Event()  # set when the stage has ended or a task was lost
-        self._lost: FailureReport | None = None  # written before _wake is set
+        self._lost: LaunchError | None = None  # written before _wake is set
         own_host, bind_host = driver_hosts(spark)
         # A Connect client may sleep or change its network while its job runs.
         on_lost = None if is_connect(spark) else self._lose
         job = replace(job, driver_line=on_lost is not None)
         with ExitStack() as stack:
-            self._meeting = meeting = Meeting(job.num_proc, stream)
+            # Spark may take any time for the rows that a task is given.
+            on_missing = None if job.gives_rows else self._miss
+            self._meeting = meeting = Meeting(job.num_proc, stream, job.start_timeout, on_missing)
             server = stack.enter_context(
                 Server(job.secret, meeting, bind_host, name="sparkhvd-driver", on_lost=on_lost)
             )
@@ -78,7 +80,7 @@ class BarrierHandle:
     def results(self) -> list[bytes]:
         is_set_within(self._wake)
         if not self._stage.wait(_ROWS_SECONDS if self._lost is not None else math.inf) and self._lost is not None:
-            raise failure_of(self._lost)
+            raise self._lost
         if self._stage.error is not None:
             raise LaunchError(spark_failure(self._stage.error, self._stage.host_of)) from self._stage.error
         return results_of(self._stage.rows, self._job.num_proc)
@@ -93,5 +95,16 @@ class BarrierHandle:
     def _lose(self, task: Attending, error: OSError) -> None:
         """Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
         if not self._meeting.is_given_up(task):
-            self._lost = self._lost or lost(task, error)
+            self._lost = self._lost or failure_of(lost(task, error))
             self._ended()
+
+    def _miss(self, tasks: Mapping[int, str]) -> None:
+        """Some tasks keep the others waiting."""
+        hosts = {**self._stage.task_hosts(), **{index: host for index, host in tasks.items() if host}}
+        who = missed([(index, hosts.get(index, "")) for index in tasks])
+        self._lost = self._lost or StartTimeoutError(
+            f"The tasks of this job did not meet within start_timeout={self._job.start_timeout:g} s: Spark runs {who}, "
+            "but without getting any further. Its Python worker is stopped, or what it does first hangs, like an "
+            "import from a file system that does not answer. See the executor's log, or raise start_timeout."
+        )
+        self._ended()

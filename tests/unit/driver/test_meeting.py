@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from itertools import permutations
+from queue import Empty, SimpleQueue
 
 import pytest
 
@@ -17,9 +19,10 @@ ENDED = Refused("The job has ended meanwhile, the driver says why.")
 class Tasks:
     """The tasks of a job; those of an attempt of the stage are numbered from its number on."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, seconds: float = 3600.0) -> None:
         self.count = count
-        self.meeting = Meeting(count, LogStream(None, None, timestamps=False))
+        self.missed: SimpleQueue[Mapping[int, str]] = SimpleQueue()
+        self.meeting = Meeting(count, LogStream(None, None, timestamps=False), seconds, self.missed.put)
 
     def opens_a_line(self, index: int, attempt: int, rank: int = -1) -> None:
         assert self.meeting.handle(Attending(index, rank, "there", attempt + index)) is None
@@ -131,6 +134,7 @@ def test_a_thousand_tasks_meet_and_so_many_that_no_message_holds_them_all_meet_e
     tasks.all_have_lines(0)
     answers = [tasks.meets(index, 0) for index in range(count)]
     assert {type(one.result(0)) for one in answers} == {kind}
+    tasks.meeting.end()
 
 
 def test_it_is_known_which_tasks_spark_has_started_anew(tasks):
@@ -146,6 +150,56 @@ def test_a_line_that_says_its_rank_changes_nothing(tasks):
     for index in range(3):
         tasks.opens_a_line(index, 4, rank=index)
     assert [one.result(0) for one in [tasks.meets(index, 4) for index in range(3)]] == [tasks.met(4)] * 3
+
+
+@pytest.fixture
+def hurried():
+    made = Tasks(3, seconds=0.3)
+    yield made
+    made.meeting.end()
+
+
+@pytest.mark.parametrize(
+    ("lines", "come", "missing"),
+    [
+        ((0, 1, 2), (0, 2), {1: "there"}),
+        ((0, 2), (0, 2), {1: ""}),
+        ((1,), (), {0: "", 1: "there", 2: ""}),
+        ((0, 1, 2), (0, 1, 2), {0: "there", 1: "there", 2: "there"}),  # nobody says what became of it
+    ],
+)
+@pytest.mark.usefixtures("impatient")
+def test_who_keeps_the_others_waiting_is_told(hurried, lines, come, missing):
+    for index in lines:
+        hurried.opens_a_line(index, 7)
+    for index in come:
+        hurried.meets(index, 7)
+    assert hurried.missed.get(timeout=20.0) == missing
+
+
+def test_who_has_met_the_others_but_does_not_begin_is_missing(hurried):
+    hurried.all_have_lines(7)
+    for index in (0, 2):
+        hurried.opens_a_line(index, 7, rank=index)
+    assert hurried.missed.get(timeout=20.0) == {1: "there"}
+
+
+def test_a_task_without_a_line_is_not_missed_when_the_others_have_met_it_elsewhere(hurried):
+    for index in (0, 2):
+        hurried.opens_a_line(index, 7)
+        hurried.opens_a_line(index, 7, rank=index)
+    with pytest.raises(Empty):
+        hurried.missed.get(timeout=1.0)
+
+
+def test_only_the_newest_attempt_is_looked_at(hurried):
+    hurried.opens_a_line(0, 7)
+    for index in range(3):
+        hurried.opens_a_line(index, 10, rank=index)
+    with pytest.raises(Empty):
+        hurried.missed.get(timeout=1.0)
+    hurried.opens_a_line(1, 13)
+    assert hurried.missed.get(timeout=20.0) == {0: "", 1: "there", 2: ""}
 
 
 def test_who_waits_is_told_when_the_job_is_over(tasks):
