@@ -112,11 +112,6 @@ def gpu_operations(text: str) -> str:
     raise ValueError("is neither nccl nor staged")
 
 
-def horovods_gpu_operations(text: str) -> str:
-    """The same by Horovod's words; what it knows beside NCCL means copies through the CPU here."""
-    return "nccl" if text.strip().lower() == "nccl" else "staged"
-
-
 @dataclass(frozen=True)
 class Declaration:
     """What is known of a setting beside its default.
@@ -157,7 +152,6 @@ class Config:
         amount,
         "Seconds a rank waits inside a collective for the others before it raises. A dead peer is noticed at once; "
         "this bounds only the wait for a slow or hanging one.",
-        "HOROVOD_GLOO_TIMEOUT_SECONDS",
     )
     start_timeout: float = setting(
         600.0,
@@ -229,7 +223,6 @@ class Config:
         gpu_operations,
         "How CUDA tensors travel: `staged` through pinned memory of the CPU, or by `nccl` in the order of CUDA "
         "streams; equal on all ranks.",
-        differing={"HOROVOD_GPU_OPERATIONS": horovods_gpu_operations},
     )
     network_interfaces: str = setting(
         "",
@@ -294,6 +287,9 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "the collectives do not run over MPI",
     "HOROVOD_CONTROLLER": "there is one controller",
     "HOROVOD_CPU_OPERATIONS": "there is one implementation of the collectives",
+    "HOROVOD_GPU_OPERATIONS": "it is an option of Horovod's build; SPARKHVD_GPU_OPERATIONS=nccl asks for NCCL here",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "SPARKHVD_COLLECTIVE_TIMEOUT bounds the wait for ranks that live, and those that "
+    "do not are noticed at once",
     "HOROVOD_CCL_CACHE": "oneCCL is not used",
     "HOROVOD_NUM_NCCL_STREAMS": "NCCL gets one stream per process set",
     "HOROVOD_BATCH_D2D_MEMCOPIES": "nothing is copied within a GPU to travel together",
@@ -304,6 +300,10 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_DISABLE_GROUP_FUSION": "a group runs as a whole in any case",
     "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "autotuning compares medians and assumes no noise of a certain size",
     "HOROVOD_ELASTIC": "there is no elastic training",
+    "HOROVOD_ELASTIC_TIMEOUT": "there is no elastic training",
+    "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "a rank's GPUs are those that Spark gave its task",
+    "DATABRICKS_FILE_AVAILABILITY_WAIT_TIMEOUT_SECS": "a manifest that is written last says which files there are",
+    "DATABRICKS_FILE_AVAILABILITY_CHECK_INTERVAL_SECS": "a manifest that is written last says which files there are",
     "HOROVOD_LOG_HIDE_TIME": "the format of log lines is that of Python's logging",
 }
 
@@ -349,6 +349,18 @@ def started_by_mpi(environment: Mapping[str, str] | None = None) -> bool:
     """Whether mpirun started this process as one of several."""
     env = os.environ if environment is None else environment
     return any(int(env[name]) > 1 for name in _MPI_SIZES if env.get(name, "").isdecimal())
+
+
+def notice_one_of_several(environment: Mapping[str, str] | None = None) -> None:
+    """Log one line where Horovod's variables call this process one of several."""
+    env = os.environ if environment is None else environment
+    size = env.get("HOROVOD_SIZE", "")
+    if size.isdecimal() and int(size) > 1:
+        _log.warning(
+            "HOROVOD_SIZE=%s is set, but no launcher of sparkhvd started this process: it is a job of one rank. Start "
+            "the program by sparkhvdrun -np %s, sparkhvd.run or mpirun.",
+            *(size, size),
+        )
 
 
 def _read(variable: str, text: str, reader: Reader[Any]) -> Any:

@@ -103,6 +103,10 @@ class Handle(Generic[T]):
             raise failure from error
         return self._result()
 
+    def __call__(self) -> T:
+        """The result, as of Horovod's handles of sparse tensors."""
+        return self.wait()
+
     def then(self, step: Callable[[T], U]) -> Handle[U]:
         """The same operation with ``step`` applied to its result by ``wait()``."""
         result = self._result

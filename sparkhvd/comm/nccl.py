@@ -26,10 +26,15 @@ def libraries(config: Config) -> _core.DeviceLibraries | None:
     """Both, loaded, where the settings ask for NCCL.
 
     Raises:
-        ConfigError: they ask for it, and one of the two cannot be used here.
+        ConfigError: they ask for it, and one of the two cannot be used here, or for encryption as well.
     """
     if config.gpu_operations != "nccl":
         return None
+    if config.encrypt:
+        raise ConfigError(
+            "SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl exclude each other: NCCL's own connections are not "
+            "encrypted. Unset one of them; without NCCL, CUDA tensors go through the CPU and the links of the ranks."
+        )
     try:
         return _core.DeviceLibraries(_CUDA, library())
     except _core.CoreError as error:

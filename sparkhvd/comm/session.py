@@ -19,7 +19,7 @@ from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.comm.subset import subset
-from sparkhvd.config import Config, from_environment, notice_without_effect, started_by_mpi
+from sparkhvd.config import Config, from_environment, notice_one_of_several, notice_without_effect, started_by_mpi
 from sparkhvd.errors import ConfigError, NotInitializedError
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ def _meet(
     """This process's place in the job, and the server that it owns in it, if any."""
     whole = _session.context or LaunchContext(config=_own_config())
     if not _session.from_mpi:
+        if _session.context is None:
+            notice_one_of_several()
         return (whole if ranks is None else subset(whole, ranks, scope)), None
     if comm is None:
         comm = mpi.world_communicator()

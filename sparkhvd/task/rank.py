@@ -103,7 +103,12 @@ def accompany(
 def _variables(job: Job, plan: Plan, slot: Slot) -> tuple[tuple[str, str], ...]:
     """What a rank's environment says about its place, for scripts and libraries that look there."""
     world = slot.world
-    places = {f"SPARKHVD_{name.upper()}": str(value) for name, value in asdict(world).items()}
+    # Scripts that were written for Horovod look under its names.
+    places = {
+        f"{owner}_{name.upper()}": str(value)
+        for owner in ("SPARKHVD", "HOROVOD")
+        for name, value in asdict(world).items()
+    }
     places |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(job.log_level)}
     set_by_user = {name for name, _ in job.env}
     devices = [(name, value) for name, value in device_variables(plan.slots, slot) if name not in set_by_user]

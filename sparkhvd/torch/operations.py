@@ -11,11 +11,11 @@ from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch import collectives, plain, sparse
+from sparkhvd.torch import collectives, plain
 from sparkhvd.torch.calls import asynchronous, asynchronous_in_place, blocking, in_place
 from sparkhvd.torch.devices import of_joining
+from sparkhvd.torch.sparse import SparseSum
 from sparkhvd.torch.tensors import buffer_of, called
 
 T = TypeVar("T")
@@ -83,14 +83,9 @@ def sparse_allreduce_async(
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
         raise ConfigError(f"{what} is sparse, which op={op} cannot combine; use Average or Sum.")
     communicator = session.current()
-    scale = 1.0 / communicator.channel(process_set).size if op is ReduceOp.AVERAGE else 1.0
-    like = tensor.detach()
-
-    def add_up(gathered: Gathered) -> torch.Tensor:
-        return sparse.summed(gathered, like, scale, what)
-
-    content = buffer_of(sparse.packed(tensor), what)
-    return communicator.gather_buffer(content, Way(name, process_set)).then(add_up)
+    total = SparseSum(tensor.detach(), op, communicator.channel(process_set).ranks, what)
+    content = buffer_of(total.packed(tensor), what)
+    return communicator.gather_buffer(content, Way(name, process_set)).then(total.summed)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

@@ -11,7 +11,6 @@ from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.options import Reduction, Way
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.comm.raw import Gathered
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch import sparse
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
@@ -130,12 +129,9 @@ def _send_sparse(
             f"The gradient {name!r} is sparse, which op={settings.op} cannot combine; pass sparse_as_dense=True or use "
             "Average or Sum."
         )
-    content = sparse.nothing() if gradient is None else sparse.packed(gradient * weight.share)
     communicator = session.current()
-    scale = 1.0 / communicator.channel(settings.process_set).size if weight.op is ReduceOp.AVERAGE else 1.0
-
-    def receive(gathered: Gathered) -> torch.Tensor:
-        return sparse.summed(gathered, parameter.detach(), scale, f"The gradient {name!r}")
-
-    handle = communicator.gather_buffer(buffer_of(content, name), Way(name, settings.process_set)).then(receive)
+    ranks = communicator.channel(settings.process_set).ranks
+    total = sparse.SparseSum(parameter.detach(), weight.op, ranks, f"The gradient {name!r}")
+    content = sparse.nothing() if gradient is None else total.packed(gradient * weight.share)
+    handle = communicator.gather_buffer(buffer_of(content, name), Way(name, settings.process_set)).then(total.summed)
     return Transfer(gradient, handle, sparse=True)

@@ -27,7 +27,11 @@ pytestmark = pytest.mark.spark
 
 
 def place() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(("SPARKHVD_", "LOCAL_RANK", "MY_"))}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("SPARKHVD_", "HOROVOD_", "LOCAL_RANK", "MY_"))
+    }
 
 
 def talk_and_wait(path: str) -> dict[str, str]:
@@ -59,6 +63,7 @@ def test_every_rank_knows_its_place_and_its_output_arrives_while_it_still_runs(s
     places = sparkhvd.run(talk_and_wait, (path,), num_proc=3, env={"MY_SETTING": "yes"}, stdout=stdout, stderr=stderr)
     assert [one["SPARKHVD_RANK"] for one in places] == ["0", "1", "2"]
     assert [one["SPARKHVD_LOCAL_RANK"] for one in places] == ["0", "1", "2"]
+    assert [(one["HOROVOD_RANK"], one["HOROVOD_SIZE"]) for one in places] == [("0", "3"), ("1", "3"), ("2", "3")]
     for one in places:
         assert (one["SPARKHVD_SIZE"], one["SPARKHVD_LOCAL_SIZE"], one["SPARKHVD_CROSS_SIZE"]) == ("3", "3", "1")
         assert one["LOCAL_RANK"] == one["SPARKHVD_LOCAL_RANK"]

@@ -10,6 +10,7 @@ from sparkhvd.config import (
     declarations,
     from_environment,
     inverted_switch,
+    notice_one_of_several,
     notice_without_effect,
 )
 from sparkhvd.errors import ConfigError
@@ -36,7 +37,6 @@ def test_own_names_are_read() -> None:
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "collective_timeout"),
         ("HOROVOD_SPARK_START_TIMEOUT", "start_timeout"),
         ("HOROVOD_FUSION_THRESHOLD", "fusion_threshold"),
         ("HOROVOD_CACHE_CAPACITY", "cache_capacity"),
@@ -104,11 +104,10 @@ def test_a_value_of_the_wrong_kind_is_refused(name: str, text: str, problem: str
         from_environment({name: text})
 
 
-def test_what_moves_cuda_tensors_is_read_in_horovods_words_too() -> None:
+def test_what_moves_cuda_tensors_is_read_under_the_own_name_only() -> None:
     assert Config().gpu_operations == "staged"
     assert from_environment({"SPARKHVD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
-    assert from_environment({"HOROVOD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
-    assert from_environment({"HOROVOD_GPU_OPERATIONS": "MPI"}).gpu_operations == "staged"
+    assert from_environment({"HOROVOD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "staged"  # as Horovod was built
 
 
 def test_no_name_is_declared_twice() -> None:
@@ -124,7 +123,7 @@ def test_every_name_that_users_of_horovod_set_on_ranks_is_known() -> None:
         STALL_SHUTDOWN_TIME_SECONDS MPI_THREADS_DISABLE NUM_NCCL_STREAMS BATCH_D2D_MEMCOPIES DISABLE_GROUP_FUSION
         DISABLE_NVTX_RANGES ENABLE_ASYNC_COMPLETION ENABLE_XLA_OPS DYNAMIC_PROCESS_SETS ADASUM_MPI_CHUNK_SIZE
         THREAD_AFFINITY CONTROLLER CPU_OPERATIONS GLOO_TIMEOUT_SECONDS LOG_LEVEL LOG_HIDE_TIME CCL_CACHE START_TIMEOUT
-        SPARK_START_TIMEOUT ELASTIC GPU_OPERATIONS
+        SPARK_START_TIMEOUT ELASTIC ELASTIC_TIMEOUT GPU_OPERATIONS SPARK_USE_LOCAL_RANK_GPU_INDEX
     """
     known = {name for each in declarations().values() for name in each.readers} | set(WITHOUT_EFFECT)
     assert {f"HOROVOD_{name}" for name in names.split()} - known == set()
@@ -140,6 +139,15 @@ def test_names_without_effect_are_accepted_with_one_notice(caplog: pytest.LogCap
     assert "HOROVOD_CPU_OPERATIONS" not in caplog.text
     notice_without_effect({})
     assert len(caplog.messages) == 1
+
+
+def test_a_process_that_horovods_variables_call_one_of_several_hears_that_it_is_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notice_one_of_several({"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"})
+    assert not caplog.messages
+    notice_one_of_several({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "1"})
+    assert "HOROVOD_SIZE=4 is set, but no launcher of sparkhvd started this process" in caplog.text
 
 
 def test_process_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

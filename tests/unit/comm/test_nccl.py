@@ -45,6 +45,11 @@ def test_nothing_is_loaded_unless_it_is_asked_for(monkeypatch):
     assert nccl.libraries(Config()) is None
 
 
+def test_nccl_and_encryption_exclude_each_other():
+    with pytest.raises(ConfigError, match="SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl exclude each other"):
+        nccl.libraries(Config(gpu_operations="nccl", encrypt=True))
+
+
 @pytest.mark.skipif(features.cuda_built(), reason="there is a CUDA device here")
 def test_asking_for_nccl_where_there_is_no_device_fails_at_the_start_and_says_what_to_do():
     session.offer(LaunchContext(config=_ASKED))

@@ -187,13 +187,22 @@ def add_sparse():
     )
     assert torch.equal(hvd.sparse_allreduce(mine, "entries", hvd.Sum).to_dense(), want)
     assert torch.allclose(hvd.synchronize(hvd.sparse_allreduce_async(mine)).to_dense(), want / RANKS)
+    assert torch.allclose(hvd.sparse_allreduce_async(mine)().to_dense(), want / RANKS)
     nothing = torch.zeros(4, 3, layout=torch.sparse_coo)
     some = mine if hvd.rank() == 1 else nothing
     assert hvd.sparse_allreduce(some, op=hvd.Sum).to_dense().sum().item() == 7.0
     assert hvd.sparse_allreduce(nothing).to_dense().abs().sum().item() == 0.0
-    odd = 0 if hvd.rank() == 2 else 2  # whose type is not this rank's
-    with pytest.raises(hvd.MismatchError, match=f"of rank {odd} came with"):
-        hvd.sparse_allreduce(mine.double() if hvd.rank() == 2 else mine, "types")
+    wider = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2.0, 4.0]), (5, 3))
+    for odd, op, kind in (
+        (mine.int(), hvd.Sum, "sum of torch.int32 [4, 3]"),
+        (wider, hvd.Sum, "sum of torch.float32 [5, 3]"),
+        (mine, hvd.Average, "average of torch.float32 [4, 3]"),
+    ):
+        with pytest.raises(hvd.MismatchError) as raised:
+            hvd.sparse_allreduce(*((odd, kind, op) if hvd.rank() == 2 else (mine, kind, hvd.Sum)))
+        where = "this rank for" if hvd.rank() == 2 else "rank 2 calls for"
+        assert f"{where} the {kind}" in str(raised.value)
+        assert " the sum of torch.float32 [4, 3]" in str(raised.value)
 
 
 def train_until_data_ends():
