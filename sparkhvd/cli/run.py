@@ -28,9 +28,13 @@ from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
 from sparkhvd.task.command import run_command
 
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What mpirun may take to end its ranks.
-_MPIRUN_SECONDS = 10.0
+_MPIRUN_SECONDS = 10
+# Ends mpirun when its own stdin ends, which we hold no longer when we are killed.
+_END_AFTER_US = (
+    'cat; kill -TERM "$0"; n=0; while kill -0 "$0" && [ $n -lt "$1" ]; do sleep 1; n=$((n+1)); done; kill -KILL "-$0"'
+)
 
 
 class EndedBySignal(KeyboardInterrupt):
@@ -43,15 +47,17 @@ class EndedBySignal(KeyboardInterrupt):
 
 @contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """Within this block SIGINT and SIGTERM raise ``EndedBySignal``, also where our parent had them ignored.
+    """Within this block SIGINT, SIGTERM and SIGHUP raise ``EndedBySignal``.
 
-    A shell starts background jobs with SIGINT ignored, and Python then installs no handler; SIGTERM has none at all.
+    SIGINT also where our parent had it ignored: a shell starts background jobs that way, and Python then installs no
+    handler. That SIGHUP is ignored is a wish of the user's (``nohup``).
     """
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise EndedBySignal(number)
 
-    previous = {number: signal.signal(number, end) for number in _ENDING}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    previous = {number: signal.signal(number, end) for number in _ENDING if number not in ignored}
     try:
         yield
     finally:
@@ -137,10 +143,27 @@ def _run_by_mpi(
     # In a session of its own, so that a signal reaches it once, through us, and it ends its ranks in order.
     with subprocess.Popen(line, start_new_session=True) as mpirun:
         try:
-            return mpirun.wait()
+            with _ended_after_us(mpirun):
+                return mpirun.wait()
         finally:
             if mpirun.poll() is None:
                 _end(mpirun)
+
+
+@contextmanager
+def _ended_after_us(mpirun: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Within this block ``mpirun`` ends, and its ranks with it, also when this process is killed."""
+    with subprocess.Popen(
+        ["/bin/sh", "-c", _END_AFTER_US, str(mpirun.pid), str(_MPIRUN_SECONDS)],
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as watcher:
+        try:
+            yield
+        finally:
+            watcher.kill()
 
 
 def _end(mpirun: subprocess.Popen[bytes]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -27,6 +28,10 @@ def sparkhvdrun(*arguments, **options) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         **options,
     )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def said(done: subprocess.CompletedProcess[str], prefix: str = r"\[(\d+)\]<stdout>:") -> dict[int, dict]:
@@ -77,12 +82,16 @@ def test_a_program_that_does_not_exist_is_said():
 
 # What a shell does to the jobs that it starts in the background.
 INTERRUPTS_IGNORED = ("/bin/sh", "-c", """trap '' INT; exec "$@" """, "sh")
+BY_MPI = ("--mpi", "--mpi-args=--oversubscribe")
 
 
 @pytest.mark.parametrize(
     ("number", "options"),
-    [(signal.SIGINT, ()), (signal.SIGKILL, ()), (signal.SIGTERM, ("--mpi", "--mpi-args=--oversubscribe"))],
-    ids=["interrupt", "kill", "terminate, by mpi"],
+    [
+        *((signal.SIGINT, ()), (signal.SIGKILL, ()), (signal.SIGHUP, ())),
+        *((signal.SIGTERM, BY_MPI), (signal.SIGKILL, BY_MPI), (signal.SIGHUP, BY_MPI)),
+    ],
+    ids=["interrupt", "kill", "hang up", "terminate, by mpi", "kill, by mpi", "hang up, by mpi"],
 )
 def test_the_ranks_end_with_the_launcher(number, options, tmp_path):
     command = [*INTERRUPTS_IGNORED, sys.executable, "-m", "sparkhvd.cli.run", "-np", "2", *options]
@@ -104,6 +113,19 @@ def test_the_ranks_end_with_the_launcher(number, options, tmp_path):
         launcher.kill()
         launcher.wait()
     assert code == (-9 if number == signal.SIGKILL else 128 + number), output.read_text()
+
+
+@pytest.mark.parametrize("options", [(), BY_MPI], ids=["", "by mpi"])
+def test_nohup_keeps_the_ranks_of_a_terminal_that_is_closed(options, tmp_path):
+    (tmp_path / "stays.py").write_text(
+        "import os, pathlib, signal\nos.kill(int(pathlib.Path('launcher').read_text()), signal.SIGHUP)\n"
+    )
+    command = ["/bin/sh", "-c", """trap '' HUP; echo $$ > launcher; exec "$@" """, "sh"]
+    command += [sys.executable, "-m", "sparkhvd.cli.run", "-np", "1", *options, sys.executable, "stays.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_mpirun_starts_the_ranks_where_it_is_asked_for(tmp_path):
