@@ -6,7 +6,9 @@ import contextlib
 import io
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from contextlib import closing
 from pathlib import Path
@@ -131,6 +133,29 @@ def test_an_agent_that_fails_is_the_error_with_what_it_said(tmp_path):
     agent.chmod(0o755)
     with pytest.raises(LaunchError, match=r"mpirun ended with exit code \d+[\s\S]*no way to sparkhvd-"):
         run(meet_through_both_worlds, extra=["-mca", "plm_rsh_agent", str(agent)])
+
+
+def test_a_driver_without_room_for_the_files_of_mpirun_says_so(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(LaunchError, match=r"mpirun cannot be started on the driver's host: .*/no/such/folder"):
+        run(meet_through_both_worlds)
+
+
+@pytest.mark.parametrize("started", [(), ("mpirun",)], ids=["mpirun", "what removes its files"])
+def test_a_driver_that_can_start_no_more_processes_says_so_and_leaves_nothing(started, monkeypatch, tmp_path):
+    popen = subprocess.Popen
+
+    def start(command, **options):
+        if options.get("start_new_session") and command[0] not in started:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return popen(command, **options)
+
+    launched = Launched(meet_through_both_worlds)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("sparkhvd.driver.mpi.process.subprocess.Popen", start)
+    with closing(launched.handle), pytest.raises(LaunchError, match=r"mpirun cannot be started .*temporarily unavail"):
+        launched.handle.results()
+    assert list(tmp_path.iterdir()) == []
 
 
 def note_and_stay(folder: str):

@@ -265,7 +265,10 @@ class MpiHandle:
         arguments = mpirun_arguments(hosts, self._setup.extra_args, is_root())
         settings = mpirun_settings(hosts, networks)
         service = ServiceAddress(self._addresses, self._job.secret)
-        self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)
+        try:
+            self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)
+        except OSError as error:  # none of a task that could be tried again
+            raise LaunchError(f"mpirun cannot be started on the driver's host: {error}.") from error
         self._stream.started.set()
 
     def _attend(self, rank: int, offer: TaskOffer, client: Client) -> None:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,6 +48,9 @@ class Mpirun:
         settings: environment variables of Open MPI.
         service: for the agents.
         on_end: called with the exit code and the last that it wrote, from a thread of its own.
+
+    Raises:
+        OSError: it cannot be started.
     """
 
     def __init__(
@@ -67,21 +71,26 @@ class Mpirun:
         }
         self._on_end = on_end
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._process = subprocess.Popen(
-            ["mpirun", *arguments],  # noqa: S607 - called by a path, it would prescribe that path on all hosts
-            executable=path,
-            env=changed_environment(own, mpirun_defaults()),
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        self._remover = subprocess.Popen(
-            ["/bin/sh", "-c", _REMOVE, self._folder, str(self._process.pid)],
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        )
+        with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._process = subprocess.Popen(
+                ["mpirun", *arguments],  # noqa: S607 - called by a path, it would prescribe that path on all hosts
+                executable=path,
+                env=changed_environment(own, mpirun_defaults()),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            stack.enter_context(self._process)
+            stack.callback(self._kill, signal.SIGKILL)
+            self._remover = subprocess.Popen(
+                ["/bin/sh", "-c", _REMOVE, self._folder, str(self._process.pid)],
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+            )
+            stack.pop_all()
         self._reader = threading.Thread(target=self._read, name="sparkhvd-mpirun-output", daemon=True)
         self._thread = threading.Thread(target=self._watch, name="sparkhvd-mpirun", daemon=True)
         self._reader.start()

@@ -56,7 +56,10 @@ class Orted:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         assigned, command = orted_command(arguments)
-        self._folder = tempfile.mkdtemp(prefix="sparkhvd-")
+        try:
+            self._folder = tempfile.mkdtemp(prefix="sparkhvd-")
+        except OSError as error:
+            raise LaunchError(f"orted cannot be started: there is no room for its files: {error}.") from error
         # Hosts of one job that are one machine to Open MPI would otherwise share these by accident.
         own = {"OMPI_MCA_orte_tmpdir_base": self._folder, "OMPI_MCA_btl_vader_backing_directory": self._folder}
         merged = {**environment, **own}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 
 from sparkhvd.errors import LaunchError
@@ -30,6 +32,14 @@ def test_nothing_but_orted_is_executed():
         orted_command(["orted", "'"])
     with pytest.raises(LaunchError, match="orted cannot be started: embedded null byte"):
         Orted(["orted", "\0"], {})
+
+
+def test_a_host_without_room_for_the_files_of_orted_says_so(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    with pytest.raises(
+        LaunchError, match=r"orted cannot be started: there is no room for its files: .*/no/such/folder"
+    ):
+        Orted(["orted"], {})
 
 
 def test_the_end_of_orted_is_told_with_what_it_said_and_its_folder_is_gone(tmp_path):
