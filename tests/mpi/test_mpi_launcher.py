@@ -158,6 +158,15 @@ def test_a_driver_that_can_start_no_more_processes_says_so_and_leaves_nothing(st
     assert list(tmp_path.iterdir()) == []
 
 
+def test_whatever_else_keeps_the_driver_from_starting_the_ranks_ends_the_job(monkeypatch):
+    def linked(*_) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("sparkhvd.driver.launchers.mpi.linked", linked)
+    with pytest.raises(LaunchError, match="The driver cannot start the ranks: RuntimeError: can't start new thread"):
+        run(meet_through_both_worlds)
+
+
 def note_and_stay(folder: str):
     from sparkhvd.comm import session  # noqa: PLC0415
 

@@ -213,6 +213,9 @@ class MpiHandle:
         except SparkHvdError as error:
             if not self._spark_is_done:  # Spark says more itself
                 self._fail(str(error))
+        except Exception as error:
+            logger.debug("The start of mpirun failed.", exc_info=True)
+            self._fail(f"The driver cannot start the ranks: {type(error).__name__}: {error}.")
 
     def _try_ranks(self, tasks: Sequence[Registration]) -> OSError | None:
         """Start the ranks; what is returned is why the tasks cannot be reached."""
