@@ -56,12 +56,16 @@ def meet_through_both_worlds():
             os.environ.get("OMP_NUM_THREADS"),
             os.environ.get("BY_MPIRUN"),
         ),
-        "secrets": [name for name in os.environ if name.startswith("SPARKHVD_") and "SECRET" in name],
+        "secrets": [
+            name for name in os.environ if name.startswith("SPARKHVD_") and ("SECRET" in name or "FOLDER" in name)
+        ],
         "path": sys.path,
+        "folder": str(Path.cwd()),
     }
 
 
-def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core():
+def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     stdout = io.StringIO()
     extra_path = "/a folder/of mine"
     # Tasks of the two hosts alternate; ranks of a host are neighbours all the same.
@@ -78,7 +82,8 @@ def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core():
     assert [one["sums"] for one in found] == [(10, 10.0)] * 4
     assert [one["env"] for one in found] == [("a b='c'", None, os.environ["TMPDIR"], "1", "c d")] * 4
     assert [one["secrets"] for one in found] == [[]] * 4
-    assert all(extra_path in one["path"] for one in found)
+    assert all(extra_path in one["path"] and str(tmp_path) not in one["path"] for one in found)
+    assert [one["folder"] for one in found] == [str(Path(__file__).parents[2])] * 4, "that of the tasks"
     assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(4)]
 
 

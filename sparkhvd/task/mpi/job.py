@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 from sparkhvd.task.job import Job
 
-# Environment of orted, which the ranks inherit: the Python to start, and the way to the task that watches over them.
+# Environment of orted, which the ranks inherit: the Python to start and in which folder, and the way to the task that
+# watches over them.
 EXECUTABLE = "SPARKHVD_EXECUTABLE"
+FOLDER = "SPARKHVD_FOLDER"
 RANK_SOCKET = "SPARKHVD_RANK_SOCKET"
 RANK_SECRET = "SPARKHVD_RANK_SECRET"  # noqa: S105 - the name of a variable
 
-# What mpirun starts as every rank; the Python is the one of the host where the rank runs.
-RANK_COMMAND = ("/bin/sh", "-c", f'exec "${EXECUTABLE}" -m sparkhvd.task.mpi.rank')
+# What mpirun starts as every rank; the Python is the one of the host where the rank runs. Open MPI would start it in
+# the driver's folder, or at home; what Spark puts beside an executor (``--files``) lies in the executor's.
+RANK_COMMAND = ("/bin/sh", "-c", f'cd "${FOLDER}" && exec "${EXECUTABLE}" -m sparkhvd.task.mpi.rank')
 
 
 @dataclass(frozen=True)

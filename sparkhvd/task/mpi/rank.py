@@ -21,7 +21,7 @@ from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, connect_handshake
 from sparkhvd.rpc.messages import Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task import worker
-from sparkhvd.task.mpi.job import EXECUTABLE, RANK_SECRET, RANK_SOCKET
+from sparkhvd.task.mpi.job import EXECUTABLE, FOLDER, RANK_SECRET, RANK_SOCKET
 
 _CONNECT_SECONDS = 30.0
 _NOTE_SECONDS = 30.0
@@ -30,7 +30,7 @@ _RANK = "OMPI_COMM_WORLD_RANK"
 
 def main() -> int:
     """Run the worker; the exit code is the worker's, 128 and more for signals."""
-    given = take_variables((EXECUTABLE, RANK_SOCKET, RANK_SECRET))
+    given = take_variables((EXECUTABLE, FOLDER, RANK_SOCKET, RANK_SECRET))
     deadline = Deadline.after(_CONNECT_SECONDS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_SECONDS)

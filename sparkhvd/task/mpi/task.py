@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -27,6 +28,7 @@ from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.host_ranks import RankListener, orted_failure
 from sparkhvd.task.mpi.job import (
     EXECUTABLE,
+    FOLDER,
     RANK_SECRET,
     RANK_SOCKET,
     MpiJob,
@@ -175,6 +177,7 @@ def _environment(job: Job, place: TaskPlace, listener: RankListener) -> dict[str
     """The environment of ``orted``, which the ranks inherit: this executor's, what the user changed, and our ways."""
     own = {
         EXECUTABLE: job.executable or sys.executable,
+        FOLDER: str(Path.cwd()),
         RANK_SOCKET: listener.name,
         RANK_SECRET: listener.secret.hex(),
     }
