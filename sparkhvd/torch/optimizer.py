@@ -20,10 +20,9 @@ from sparkhvd.torch.transfer import ExchangeSettings
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
-def DistributedOptimizer(  # noqa: N802  the name is Horovod's
+def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the arguments are Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    *,
     compression: Compressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,

@@ -50,27 +50,30 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet | 
 
 
 def broadcast_parameters(
-    params: Mapping[str, object] | Iterable[tuple[str, torch.Tensor]],
+    params: Mapping[str, object] | Iterable[tuple[str, torch.Tensor] | torch.Tensor],
     root_rank: int = 0,
     process_set: ProcessSet | None = None,
 ) -> None:
     """Overwrite parameters and buffers with those of ``root_rank``, in place.
 
     Args:
-        params: ``model.state_dict()`` or ``model.named_parameters()``, with the same names on all ranks.
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``, with the same names or
+            in the same order on all ranks.
         root_rank: the rank whose values count.
         process_set: the ranks that take part, all by default.
 
     Raises:
         ConfigError: an entry is not a tensor; the message names it.
     """
-    pairs = list(params.items() if isinstance(params, Mapping) else params)
-    for pair in pairs:
+    pairs: list[tuple[str, torch.Tensor]] = []
+    for place, entry in enumerate(params.items() if isinstance(params, Mapping) else params):
+        pair = (str(place), entry) if isinstance(entry, torch.Tensor) else entry
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
             raise ConfigError(
-                f"broadcast_parameters got {_shown(pair)}; pass a state_dict() of tensors or named_parameters(), "
-                "and other objects through broadcast_object()."
+                f"broadcast_parameters got {_shown(pair)}; pass a state_dict() of tensors or parameters, and other "
+                "objects through broadcast_object()."
             )
+        pairs.append((pair[0], pair[1]))
     _overwrite([(f"broadcast_parameters.{name}", tensor) for name, tensor in pairs], root_rank, process_set)
 
 

@@ -150,6 +150,45 @@ def average_sparse():
     return gradient.to_dense()[:, 0].tolist(), gradient.indices().tolist()
 
 
+def kinds_of_a_sparse_step(as_dense):
+    """How many allreduces and allgathers a sparse gradient takes."""
+    table = torch.nn.Embedding(10, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), sparse_as_dense=as_dense)
+    before = [operations_of(kind) for kind in ("allreduce", "allgather")]
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    return [operations_of(kind) - count for kind, count in zip(("allreduce", "allgather"), before, strict=True)]
+
+
+def operations_of(kind):
+    return session.current().counters().get(f"{kind}.operations", 0)
+
+
+def sent_before_the_other(grouped):
+    """How many gradients have travelled when one of two is there, and in the end."""
+    first, second = parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    plain = torch.optim.SGD(parameters, lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain, groups=[parameters] if grouped else None)
+    before = operations_of("allreduce")
+    first.sum().backward()
+    hvd.barrier()
+    between = operations_of("allreduce")
+    second.sum().backward()
+    optimizer.step()
+    return between - before, operations_of("allreduce") - before
+
+
+def half_of_large(factor):
+    """The mean of gradients whose sum is beyond the range of what they travel as."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), compression=hvd.Compression.fp16, gradient_predivide_factor=factor
+    )
+    (weight * 48000.0).sum().backward()
+    optimizer.step()
+    return -weight.item()
+
+
 def refuse_sparse_maximum():
     table = torch.nn.Embedding(10, 2, sparse=True)
     plain = torch.optim.SGD(table.parameters(), lr=0.1)
@@ -289,6 +328,22 @@ def test_sparse_gradients_add_up_to_those_of_one_process(group, rows, seldom, op
 
 def train_words_with(rows, seldom, options):
     return train_words(rows, seldom, **options)
+
+
+def test_sparse_gradients_travel_as_they_are_unless_they_are_made_dense(group):
+    # One allreduce of a step is that in which the ranks tell each other what they have.
+    assert group.run(kinds_of_a_sparse_step, False) == [[1, 1]] * group.size
+    assert group.run(kinds_of_a_sparse_step, True) == [[2, 0]] * group.size
+
+
+def test_gradients_of_a_group_wait_for_each_other(group):
+    assert group.run(sent_before_the_other, False) == [(1, 3)] * group.size
+    assert group.run(sent_before_the_other, True) == [(0, 3)] * group.size
+
+
+def test_gradients_are_divided_before_the_sum_as_far_as_asked(group):
+    assert group.run(half_of_large, 1.0) == [float("inf")] * group.size
+    assert group.run(half_of_large, 4.0) == [48000.0] * group.size
 
 
 def test_sparse_gradients_are_averaged_and_stay_sparse(group):

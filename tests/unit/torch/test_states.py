@@ -66,6 +66,12 @@ def share_parameters(root):
     return [value.tolist() for value in (*model.state_dict().values(), *other.parameters())]
 
 
+def share_plain_tensors(root):
+    parameters = list(network(hvd.rank()).parameters())
+    hvd.broadcast_parameters(parameters, root)
+    return [parameter.tolist() for parameter in parameters]
+
+
 def share_complex_parameters():
     mine = torch.full((3,), complex(hvd.rank(), 5.0))
     hvd.broadcast_parameters({"phase": mine, "scalar": torch.tensor(hvd.rank(), dtype=torch.complex128)}, 1)
@@ -102,6 +108,11 @@ def test_parameters_and_buffers_become_those_of_the_root_in_place(group, root):
     assert first[0] == network(root).state_dict()["0.weight"].tolist()
 
 
+def test_parameters_without_names_go_by_their_order(group):
+    want = [parameter.tolist() for parameter in network(1).parameters()]
+    assert group.run(share_plain_tensors, 1) == [want] * 2
+
+
 def test_parameters_of_a_type_that_cannot_be_reduced_can_be_broadcast(group):
     assert group.run(share_complex_parameters) == [[complex(1.0, 5.0)] * 3] * 2
 
@@ -124,5 +135,5 @@ def test_objects_are_broadcast_and_gathered(group):
 def test_an_entry_that_is_no_tensor_is_named(alone):
     with pytest.raises(ValueError, match=r"got 'extra' of type dict; pass a state_dict\(\) of tensors"):
         hvd.broadcast_parameters({"weight": torch.ones(2), "extra": {}})
-    with pytest.raises(ValueError, match="an entry of type Tensor"):
-        hvd.broadcast_parameters([torch.ones(2)])
+    with pytest.raises(ValueError, match="an entry of type list"):
+        hvd.broadcast_parameters([[torch.ones(2)]])
