@@ -122,16 +122,33 @@ Readiness::Decided Readiness::Decide(const std::string& name, const Waiting& wai
   return decided;
 }
 
+// What keeps an operation from running beside ranks that have joined.
+std::optional<std::string> Readiness::NeededFromJoined(const Waiting& waiting) {
+  const Request& asked = waiting.by_rank.begin()->second;
+  switch (asked.kind) {
+    case OperationKind::kAllreduce:
+    case OperationKind::kAllgather:
+    case OperationKind::kBarrier:
+    case OperationKind::kJoin:
+      return std::nullopt;
+    case OperationKind::kBroadcast:
+      if (waiting.by_rank.count(asked.root) == 0) return "the data of its root, which is one";
+      break;
+    case OperationKind::kReducescatter:
+      break;
+    case OperationKind::kAlltoall:
+      return "data of every rank";
+  }
+  if (asked.on_device) return "memory of every rank on its device";
+  return std::nullopt;
+}
+
 void Readiness::DecideRows(Agreement& agreement, const Waiting& waiting) const {
   const Request& first = waiting.by_rank.begin()->second;
   if (waiting.by_rank.size() < static_cast<size_t>(size_)) {
-    const OperationKind kind = first.kind;
-    if (kind != OperationKind::kAllreduce && kind != OperationKind::kAllgather &&
-        kind != OperationKind::kBarrier) {
+    if (const auto needed = NeededFromJoined(waiting)) {
       agreement.code = StatusCode::kInvalidArgument;
-      agreement.message =
-          "some ranks have joined, and this operation needs data of every rank; "
-          "only allreduce, allgather and barrier work beside ranks that joined";
+      agreement.message = "some ranks have joined, and this needs " + *needed;
       return;
     }
     agreement.request = first;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
@@ -66,6 +67,7 @@ class Readiness {
   bool IsComplete(const Waiting& waiting) const;
   void CompleteForJoined(const ResponseCache& cache);
   Decided Decide(const std::string& name, const Waiting& waiting) const;
+  static std::optional<std::string> NeededFromJoined(const Waiting& waiting);
   void DecideRows(Agreement& agreement, const Waiting& waiting) const;
   void SettleGroups(const ResponseCache& cache);
   std::vector<std::string> TakeWaitingOf(const std::string& group, const ResponseCache& cache);

@@ -218,9 +218,10 @@ def join_async(
     """Start waiting for all ranks to join; the result is the last rank that did.
 
     Until then this rank takes part in what the others still do: it contributes zeros (the neutral element of a minimum,
-    maximum or product) to their allreduces, no rows to their allgathers, and passes their barriers. An average divides
-    by the number of all ranks. Other collectives fail with ``ConfigError`` on the ranks that call them. ``device``, as
-    in ``Buffer``, is where it takes part in what the others do on theirs.
+    maximum or product) to their allreduces and reducescatters, no rows to their allgathers, and takes part in their
+    barriers and in broadcasts of a root that has not joined. An average divides by the number of all ranks. Other
+    collectives fail with ``ConfigError`` on the ranks that call them, on devices reducescatter and broadcast, too.
+    ``device``, as in ``Buffer``, is where it takes part in what the others do on theirs.
     """
     channel = me.channel(process_set)
     with translated():

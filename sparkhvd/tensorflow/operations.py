@@ -173,8 +173,9 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 def join(process_set: ProcessSet | None = None) -> tf.Tensor:
     """Tell that this rank has no more data, and wait until all ranks have; the rank that joined last.
 
-    Until then it takes part in the others' allreduces with zeros (an average still divides by the number of all ranks),
-    in their allgathers without rows, and in their barriers; other collectives fail.
+    Until then it takes part in the others' allreduces and reducescatters with zeros (an average still divides by the
+    number of all ranks), in their allgathers without rows, in their barriers, and in broadcasts of a root that has not
+    joined; other collectives fail.
     """
 
     def run() -> Sequence[tf.Tensor]:

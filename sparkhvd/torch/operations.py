@@ -96,8 +96,9 @@ def barrier(process_set: ProcessSet | None = None) -> None:
 def join(device: int | None = None, process_set: ProcessSet | None = None) -> int:
     """Tell that this rank has no more data, and wait until all ranks have.
 
-    Until then it takes part in the others' allreduces with zeros (an average still divides by the number of all ranks),
-    in their allgathers without rows, and in their barriers; other collectives fail.
+    Until then it takes part in the others' allreduces and reducescatters with zeros (an average still divides by the
+    number of all ranks), in their allgathers without rows, in their barriers, and in broadcasts of a root that has not
+    joined; other collectives fail.
 
     Args:
         device: with NCCL the CUDA device that this rank uses for the others' tensors, the current one by default.

@@ -25,7 +25,7 @@ using testing::ExpectAllOk;
 using testing::OnEveryRank;
 using testing::Soon;
 
-constexpr int kSizes[] = {1, 2, 3, 4, 7, 8};
+constexpr int kSizes[] = {1, 2, 3, 4, 5, 6, 7, 8};
 
 enum class Way { kLinks, kArena, kHierarchical };
 
