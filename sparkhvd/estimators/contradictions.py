@@ -11,6 +11,7 @@ from pyspark.ml import base
 from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import check_backend
+from sparkhvd.estimators.policies import watched
 
 _HOW = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
 
@@ -52,14 +53,10 @@ def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
     """
     if held_out:
         return
-    by_callback = params.get("checkpoint_callback") is not None
-    for name, watched in (
-        ("early_stopping", getattr(params["early_stopping"], "monitor", None)),
-        ("checkpoint_callback" if by_callback else "checkpoints", params["checkpoints"].best),
-    ):
-        if watched is not None and watched.startswith("val_"):
+    for name, monitor in watched(params).items():
+        if monitor.startswith("val_"):
             raise ParamError(
-                f"{name} watches {watched!r}, but nothing is held out to validate with; give validation=, or files "
+                f"{name} watches {monitor!r}, but nothing is held out to validate with; give validation=, or files "
                 "that have validation rows."
             )
 

@@ -6,9 +6,10 @@ The history is the same on every rank, and so are the decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparkhvd.errors import ParamError
 
@@ -104,6 +105,35 @@ def measured(record: EpochRecord, monitor: str) -> float:
     if monitor not in values:
         raise ParamError(f"There is no metric {monitor!r} to watch; an epoch reports {', '.join(values)}.")
     return values[monitor]
+
+
+def watched(params: Mapping[str, Any]) -> dict[str, str]:
+    """The metrics that the run looks at, by the parameter that says so."""
+    by_callback = params.get("checkpoint_callback") is not None
+    found = {
+        "early_stopping": getattr(params.get("early_stopping"), "monitor", None),
+        "checkpoint_callback" if by_callback else "checkpoints": getattr(params.get("checkpoints"), "best", None),
+        "lr_scheduler": getattr(params.get("lr_scheduler"), "monitor", None),
+    }
+    return {name: monitor for name, monitor in found.items() if monitor is not None}
+
+
+def check_measured(params: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse to watch a metric that no epoch will report.
+
+    Args:
+        params: of the estimator.
+        names: what is measured on training rows; with ``val_`` before it, on those of the validation.
+
+    Raises:
+        ParamError: the message names the nearest one.
+    """
+    known = [*names, *(f"val_{name}" for name in names)]
+    for parameter, monitor in watched(params).items():
+        if monitor not in known:
+            near = get_close_matches(monitor, known, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ParamError(f"{parameter} watches {monitor!r}; an epoch reports {', '.join(known)}.{hint}")
 
 
 def _check_mode(what: str, mode: str) -> None:

@@ -20,11 +20,12 @@ from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
+from sparkhvd.estimators.policies import check_measured
 from sparkhvd.estimators.raised import described, with_stop
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
-from sparkhvd.estimators.torch.plugin import TorchPredictor
+from sparkhvd.estimators.torch.plugin import TorchPredictor, refuse_closures
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.lightning.flavour import FlavourName, flavour_of, package
@@ -60,6 +61,8 @@ class LightningPlugin:
         _check_kinds(params)
         _refuse_what_lightning_lacks(params)
         payload = self.pack({**params, "schema": schema})
+        if flavour_of(params["model"]) is None:  # what a LightningModule logs is not known before it does
+            check_measured(params, objective_of(params).names())
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []
@@ -180,6 +183,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                     f"model is a plain {type(model).__name__}, which needs {name}=; only a LightningModule brings its "
                     "own."
                 )
+        refuse_closures(cast("torch.optim.Optimizer", params["optimizer"]))
     for callback in cast("Sequence[object]", params["callbacks"] or ()):
         other = flavour_of(callback)
         if other is None or (flavour is not None and other != flavour):

@@ -19,6 +19,7 @@ from sparkhvd.estimators.lightning.batches import RankLoader, Share
 from sparkhvd.estimators.lightning.begun import begin_epoch_again
 from sparkhvd.estimators.lightning.hints import about_batch
 from sparkhvd.estimators.torch.safe_state import plain_numbers
+from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
 _OF_HYPERPARAMETERS = re.compile("hparams|hyper_parameters")
@@ -232,10 +233,8 @@ def scale_lr(optimizers: Any, schedulers: Any, factor: float) -> None:
     """Multiply the learning rates, and what schedulers compute them from."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for name in ("lr", "initial_lr", "max_lr", "min_lr"):
+            for name in RATES:
                 if name in group:
                     group[name] = group[name] * factor
     for scheduler in schedulers:
-        for name in ("base_lrs", "_last_lr"):
-            if hasattr(scheduler, name):
-                setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
+        scale_schedule(scheduler, factor)

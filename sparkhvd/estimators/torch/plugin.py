@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
+from sparkhvd.estimators.policies import check_measured
 from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
@@ -26,7 +28,7 @@ from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
-from sparkhvd.estimators.torch.schedule import LRSchedule
+from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.estimators.torch.trainer import TorchTrainer
 from sparkhvd.torch.compression import Compression
@@ -50,11 +52,13 @@ class TorchPlugin:
             ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
         """
         _check_kinds(params)
-        payload = self.pack({**params, "schema": schema})
+        package = loads(self.pack({**params, "schema": schema}))
+        check_measured(params, package.objective.names())
+        check_schedule(package.schedule, package.optimizer, scaled=bool(params.get("scale_lr")))
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []
-        return self.try_out(payload, schema, _made_up(schema) if rows is None else rows)
+        return _try_out(package, schema, _at_least_two(_made_up(schema) if rows is None else rows))
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -184,6 +188,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
         raise ParamError(
             f"optimizer is a {type(optimizer).__name__}; give an instance such as torch.optim.Adam(model.parameters())."
         )
+    refuse_closures(optimizer)
     for callback in cast("Sequence[object]", params.get("callbacks") or ()):
         if not isinstance(callback, TorchCallback):
             raise ParamError(
@@ -196,6 +201,20 @@ def _check_kinds(params: Mapping[str, object]) -> None:
         raise ParamError(
             f"optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
             f"{list(foreign[0].shape)}); make it from model.parameters() of the model that is given."
+        )
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that compute the loss several times in a step.
+
+    Raises:
+        ParamError: it is one.
+    """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ParamError(
+            f"{type(optimizer).__name__} decides from its rank's own loss how often to evaluate, so ranks would part; "
+            "use another optimizer."
         )
 
 

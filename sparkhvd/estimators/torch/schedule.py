@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.policies import measured
+
+logger = logging.getLogger(__name__)
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
@@ -95,7 +98,7 @@ class RunningSchedule:
         """Go on from ``state``, with learning rates ``factor`` times as high."""
         if self._scheduler is not None and state is not None:
             self._scheduler.load_state_dict(state)
-            _scale_base(self._scheduler, factor)
+            scale_schedule(self._scheduler, factor)
 
     def _advance(self, arguments: tuple[float, ...]) -> None:
         if self._scheduler is None:
@@ -106,26 +109,62 @@ class RunningSchedule:
             cast("Any", self._scheduler).step(*arguments)  # of ReduceLROnPlateau: the metric
 
 
+def check_schedule(schedule: LRSchedule | None, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:
+    """Refuse, on the driver, a schedule that could not run; it is made from ``optimizer``, a copy.
+
+    Raises:
+        ParamError: it lacks what it needs, or ``scale_lr`` cannot scale it.
+    """
+    try:
+        RunningSchedule(schedule, optimizer, 2.0 if scaled else 1.0)
+    except ParamError:
+        raise
+    except Exception as error:  # noqa: BLE001  (a function of the user's may need a rank)
+        logger.debug("The learning rate schedule was not tried here: %s", error)
+
+
 def _made(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: float) -> Scheduler:
-    if not isinstance(schedule.scheduler, Scheduler):
-        made = schedule.scheduler(optimizer)
-        if not isinstance(made, Scheduler):
-            raise ParamError(
-                f"lr_scheduler made a {type(made).__name__}; it must make one of torch.optim.lr_scheduler."
-            )
-        return made
-    if lr_scale != 1.0 and type(schedule.scheduler).__name__ in _OWN_RATES:
+    given = isinstance(schedule.scheduler, Scheduler)
+    scheduler = schedule.scheduler if given else cast("Any", schedule.scheduler)(optimizer)
+    if not isinstance(scheduler, Scheduler):
         raise ParamError(
-            f"scale_lr=True cannot scale the learning rates that {type(schedule.scheduler).__name__} was made with. "
-            "Scale its numbers instead and leave scale_lr out."
+            f"lr_scheduler made a {type(scheduler).__name__}; it must make one of torch.optim.lr_scheduler."
         )
-    _scale_base(schedule.scheduler, lr_scale)
-    return schedule.scheduler
+    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if plateau and (schedule.monitor is None or schedule.every == "step"):
+        raise ParamError(
+            "ReduceLROnPlateau looks at a metric after every epoch: give LRSchedule(scheduler, monitor='val_loss'), "
+            "without every='step'."
+        )
+    if schedule.monitor is not None and not plateau:
+        raise ParamError(
+            f"LRSchedule(monitor={schedule.monitor!r}) is for ReduceLROnPlateau; {type(scheduler).__name__} looks at "
+            "no metric. Leave monitor out."
+        )
+    own = [type(part).__name__ for part in parts_of(scheduler) if type(part).__name__ in _OWN_RATES]
+    if lr_scale != 1.0 and own:
+        raise ParamError(
+            f"scale_lr=True cannot scale the learning rates that {own[0]} was made with. Scale its numbers instead and "
+            "leave scale_lr out."
+        )
+    if given:
+        scale_schedule(scheduler, lr_scale)
+    return scheduler
 
 
-def _scale_base(scheduler: Scheduler, factor: float) -> None:
-    if factor != 1.0 and hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [rate * factor for rate in cast("list[float]", scheduler.base_lrs)]
+def parts_of(scheduler: Any) -> list[Any]:
+    """A scheduler and those that it is made of."""
+    return [scheduler, *(part for child in getattr(scheduler, "_schedulers", ()) for part in parts_of(child))]
+
+
+def scale_schedule(scheduler: Any, factor: float) -> None:
+    """Multiply what a scheduler, and those that it is made of, compute learning rates from."""
+    if factor == 1.0:
+        return
+    for part in parts_of(scheduler):
+        for name in ("base_lrs", "max_lrs", "_last_lr"):
+            if hasattr(part, name):
+                setattr(part, name, [rate * factor for rate in getattr(part, name)])
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from sparkhvd.comm import session
 from sparkhvd.data.batches import Batch
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.torch import LRSchedule, TorchCallback, TorchEstimator, artifact
+from sparkhvd.estimators.torch import LRSchedule, TorchCallback, artifact
 from sparkhvd.estimators.torch.package import loads
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.torch import SyncBatchNorm
@@ -171,6 +171,38 @@ def test_a_scheduler_made_from_the_given_optimizer_follows_it_and_the_scale():
     assert rates == pytest.approx([0.4, 0.04, 0.04, 0.004, 0.004])
     other = make(World(rank=0, size=2), how={"scale_lr": True}, lr_scheduler=LRSchedule(halving))
     assert other._plain_optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
+
+
+def composed(optimizer):
+    parts = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for rate in (lambda _: 1.0, lambda _: 0.5)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+
+def chained(optimizer):
+    return torch.optim.lr_scheduler.ChainedScheduler(
+        [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 if epoch < 2 else 0.5)], optimizer
+    )
+
+
+@pytest.mark.parametrize("made", [composed, chained])
+def test_schedulers_made_of_others_follow_the_scale_too_also_in_a_run_that_goes_on_at_another_size(made):
+    def trainer(size):
+        model = network()
+        optimizer = sgd(model)
+        params = {"model": model, "optimizer": optimizer, "lr_scheduler": LRSchedule(made(optimizer))}
+        return make(World(rank=0, size=size), how={"scale_lr": True}, **params)
+
+    def rates(trainer, epochs):
+        for _ in range(epochs):
+            trainer._schedule.after_epoch(None)
+            yield trainer._plain_optimizer.param_groups[0]["lr"]
+
+    whole = trainer(4)
+    assert list(rates(whole, 3)) == pytest.approx([0.4, 0.2, 0.2])
+    first, second = trainer(2), trainer(4)
+    assert list(rates(first, 1)) == pytest.approx([0.2])
+    second.restore(first.state())
+    assert list(rates(second, 2)) == pytest.approx([0.2, 0.2])
 
 
 def own_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, weights, passes, index):  # noqa: PLR0917
@@ -443,13 +475,3 @@ def test_what_cannot_work_is_refused_on_the_driver(params, message):
     given = {"model": model, "optimizer": sgd(model), "loss": functional.cross_entropy, "label_cols": ("y",), **params}
     with pytest.raises((ParamError, ModelOutputError), match=message):
         PLUGIN.check(given, DATA, None)
-
-
-def test_a_schedule_with_rates_of_its_own_cannot_be_scaled():
-    model = network()
-    optimizer = sgd(model)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
-    with pytest.raises(ParamError, match="cannot scale the learning rates that OneCycleLR was made with"):
-        make(World(rank=0, size=2), model, {"scale_lr": True}, optimizer=optimizer, lr_scheduler=LRSchedule(cycle))
-    with pytest.raises(ParamError, match="LRSchedule"):
-        TorchEstimator(lr_scheduler=0.1)

@@ -52,6 +52,9 @@ def flat(model):
 
 
 def scheduled(optimizer, kind):
+    if kind == "composed":
+        parts = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for rate in (lambda _: 1.0, lambda _: 0.5)]
+        return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])]
     if not kind.startswith("plateau"):
         return optimizer
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5, factor=0.3)
@@ -123,9 +126,9 @@ def module(kind="simple"):
     return Simple(kind)
 
 
-def trainer_of(model, epochs=1, **more):
+def trainer_of(model, epochs=1, how=None, **more):
     from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
 
     names = ("optimizer", "input_shapes", "label_shapes", "trainer_args", "logger", "data_module", "loss", "callbacks")
     params = {**dict.fromkeys(names), "model": model, "batch_format": "dict", "label_cols": ("y",), "schema": DATA}
-    return PLUGIN.trainer(PLUGIN.pack({**params, **more}), spec(DATA, epochs), session.current().world)
+    return PLUGIN.trainer(PLUGIN.pack({**params, **more}), spec(DATA, epochs, **(how or {})), session.current().world)

@@ -56,6 +56,35 @@ def test_a_resumed_run_equals_an_undisturbed_one(group, kind):
         assert np.array_equal(undisturbed, resumed)
 
 
+class Rates(Keeping):
+    """Notes the learning rate at the end of every epoch, which is that of the next."""
+
+    def on_epoch_end(self, report, trainer):
+        self.rates = [*getattr(self, "rates", ()), trainer._trainer.optimizers[0].param_groups[0]["lr"]]
+        return super().on_epoch_end(report, trainer)
+
+
+def rates_of_scaled_runs():
+    """Of a run by ``SIZE`` ranks; and of one that one rank began, as far as the rates go, and these go on with."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, found, state = session.current().world.rank, [], None
+    for scaled, first, epochs in ((True, 0, 4), (False, 0, 1), (True, 1, 4)):
+        trainer, hooks = trainer_of(module("composed"), epochs, {"scale_lr": scaled}), Rates(first_epoch=first)
+        if first:
+            trainer.restore(state)
+        trainer.fit(source(EVEN, rank), None, hooks)
+        state = hvd.broadcast_object(hooks.state, 0)
+        found.append(hooks.rates)
+    return found
+
+
+def test_the_learning_rate_is_scaled_also_in_a_run_that_goes_on_at_another_number_of_ranks(group):
+    for whole, first, rest in group.run(rates_of_scaled_runs):
+        assert whole == pytest.approx([0.04, 0.02, 0.02, 0.02])
+        assert (first, rest) == (pytest.approx([0.02]), pytest.approx([0.02, 0.02, 0.02]))
+
+
 class Interrupting(Hooks):
     """Takes the state within an epoch, as a checkpoint does, and ends the process' training there."""
 

@@ -14,6 +14,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data import DataModule
 from sparkhvd.estimators.history import averaged
+from sparkhvd.estimators.policies import EarlyStopping
 from tests.unit.estimators.arrays import Hooks
 from tests.unit.lightning.networks import (
     DATA,
@@ -219,6 +220,10 @@ def refused(more):
         import lightning.pytorch as lightning  # noqa: PLC0415
 
         more = {"model": type("Unfinished", (lightning.LightningModule,), {"training_step": len})()}
+    if more.get("model") == "plain":
+        model, loss = network(), torch.nn.functional.cross_entropy
+        optimizer = (torch.optim.LBFGS if "closure" in more else torch.optim.SGD)(model.parameters(), lr=0.1)
+        more = {**more, "model": model, "optimizer": optimizer, "loss": loss}
     params = {**dict.fromkeys(names), "model": module(), "batch_format": "dict", "label_cols": ("y",)}
     try:
         return PLUGIN.check({**params, **more}, DATA, None)
@@ -237,6 +242,8 @@ def refused(more):
         ({"inputs": {"x": ["x"]}}, "a LightningModule gets columns as batch_format says"),
         ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
         ({"label_cols": ("y",)}, [(3,)]),
+        ({"model": "plain", "closure": True}, "LBFGS decides from its rank's own loss"),
+        ({"model": "plain", "early_stopping": EarlyStopping("loos")}, "Did you mean 'loss'?"),
         ({"model": "no optimizer"}, "Unfinished has no configure_optimizers, without which Lightning cannot train"),
     ],
     ids=lambda value: str(value)[:40],
