@@ -78,6 +78,19 @@ def in_order(
     return [(name, inputs[name], [specs[column] for column in inputs[name].columns]) for name in used]
 
 
+def refuse_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:
+    """Refuse a second way to say how the inputs are shaped.
+
+    Raises:
+        ParamError: it is given.
+    """
+    if input_shapes is not None:
+        raise ParamError(
+            "inputs says the shape of each input, as in {'image': {'columns': 'pixels', 'shape': [28, 28]}}; leave "
+            "input_shapes out."
+        )
+
+
 def _one(what: str, value: Any) -> NamedInput:
     if isinstance(value, NamedInput):
         return value

@@ -33,6 +33,17 @@ RETIRED = {
     "categorical_cols": "it was for NVTabular's loaders; list the columns in feature_cols, integers stay integers.",
     "tensorflow_dataset_prefetch_buffer_size": "rows are decoded ahead up to 256 MB on every rank.",
 }
+RETIRED_OF_LIGHTNING = {
+    "num_gpus": "a rank trains on one GPU where it sees some; use_gpu=False trains on the CPU.",
+    "profiler": "the Trainer's: trainer_args={'profiler': ...}.",
+    "loader_num_epochs": "every epoch reads each row once; epochs says how many there are.",
+    "debug_data_loader": "getHistory() says how long the ranks waited for rows.",
+    "train_async_data_loader_queue_size": "rows are decoded ahead up to 256 MB on every rank.",
+    "val_async_data_loader_queue_size": "rows are decoded ahead up to 256 MB on every rank.",
+    "backward_passes_per_step": "the Trainer's: trainer_args={'accumulate_grad_batches': ...}.",
+    "loss_constructors": "a LightningModule makes its loss itself; for a plain module, give loss.",
+    "train_minibatch_fn": "a LightningModule takes its steps in training_step.",
+}
 
 
 def positive_integer(name: str, value: Any) -> int:
@@ -53,6 +64,15 @@ def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):
         raise ParamError(f"{name}={value!r} must be True or False.")
+    return value
+
+
+def flag_or_arguments(name: str, value: Any) -> bool | dict[str, Any]:
+    """True, False, or arguments by name."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return dict(value)
+    if not isinstance(value, bool):
+        raise ParamError(f"{name}={value!r} must be True, False, or a dict of arguments by name.")
     return value
 
 

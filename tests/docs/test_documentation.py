@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
-from sparkhvd.estimators.params import RETIRED
+from sparkhvd.estimators.params import RETIRED, RETIRED_OF_LIGHTNING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -65,6 +65,7 @@ def test_settings_page_lists_every_name_of_horovod_that_has_no_effect() -> None:
 
 def test_the_page_about_horovod_lists_every_parameter_without_a_meaning_as_its_refusal_says_it() -> None:
     rows = [f"| `{name}` | {what} |" for name, what in RETIRED.items()]
+    rows += [f"| `{name}` of LightningEstimator | {what} |" for name, what in RETIRED_OF_LIGHTNING.items()]
     page = "docs/guide/migrating.md"
     assert _table_below("| Horovod | sparkhvd |", page, "## Parameters of estimators without a meaning here") == rows
 

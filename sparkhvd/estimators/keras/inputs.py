@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.named_inputs import NamedInput, in_order
+from sparkhvd.estimators.named_inputs import NamedInput, in_order, refuse_shapes
 from sparkhvd.estimators.shapes import check_input_shapes, row_shape
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -138,6 +138,7 @@ def _plan_dense(
     known = _tensors(getattr(model, "inputs", None))
     names = [column.name for column in columns]
     if named is not None:
+        refuse_shapes(shapes)
         return _by_name(model, known, columns, named)
     if shapes is not None:
         check_input_shapes(shapes, names)

@@ -15,7 +15,7 @@ from sparkhvd.estimators.declare import Declared, declared
 from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
 from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import numbers, shapes
+from sparkhvd.estimators.params import RETIRED, RETIRED_OF_LIGHTNING, numbers, shapes
 from sparkhvd.estimators.persistence import pickled
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.package import dumps_params
@@ -109,6 +109,7 @@ class LightningEstimator(DistributedEstimator):
         "sparkhvd.estimators.worker",
     )
     required: ClassVar[tuple[str, ...]] = ("model", "feature_cols", "label_cols")
+    retired = RETIRED | RETIRED_OF_LIGHTNING
 
     model: Declared[torch.nn.Module | None] = declared(
         "The LightningModule to train, or a plain module with optimizer and loss; it is copied, not changed.",

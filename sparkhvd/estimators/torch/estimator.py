@@ -12,7 +12,15 @@ from sparkhvd.estimators.base import DistributedEstimator
 from sparkhvd.estimators.declare import Declared, declared
 from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import a_function, numbers, one_of, positive_integer, positive_number, shapes
+from sparkhvd.estimators.params import (
+    a_function,
+    flag_or_arguments,
+    numbers,
+    one_of,
+    positive_integer,
+    positive_number,
+    shapes,
+)
 from sparkhvd.estimators.persistence import pickled
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
@@ -135,7 +143,9 @@ class TorchEstimator(DistributedEstimator):
         default=None,
     )
     torch_compile: Declared[bool | Mapping[str, Any]] = declared(
-        "Whether the ranks compile the model with torch.compile; a dict holds its arguments.", default=False
+        "Whether the ranks compile the model with torch.compile; a dict holds its arguments.",
+        flag_or_arguments,
+        default=False,
     )
     backward_passes_per_step: Declared[int] = declared(
         "Batches per rank whose gradients make one step; their mean is over all their rows.",

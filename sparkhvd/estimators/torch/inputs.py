@@ -29,7 +29,7 @@ import torch
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.data.torch_data import sparse_tensor
 from sparkhvd.errors import ParamError, SchemaError
-from sparkhvd.estimators.named_inputs import NamedInput, in_order
+from sparkhvd.estimators.named_inputs import NamedInput, in_order, refuse_shapes
 from sparkhvd.estimators.shapes import check_input_shapes, row_shape
 
 
@@ -78,6 +78,7 @@ def plan_inputs(
         SchemaError: columns of different kinds cannot be put side by side.
     """
     if named is not None:
+        refuse_shapes(input_shapes)
         return _by_name(model, columns, named)
     dtypes = {column.name: _dtype(model, column) for column in columns}
     sparse = [column.name for column in columns if column.sparse]
@@ -157,10 +158,15 @@ def _reshaped(
 
 
 def _dtype(model: torch.nn.Module, column: ColumnSpec) -> torch.dtype:
-    has_embedding = any(isinstance(m, torch.nn.Embedding | torch.nn.EmbeddingBag) for m in model.modules())
-    if column.dtype.startswith("int") and has_embedding:
+    if column.dtype.startswith("int") and any(map(_is_embedding, model.modules())):
         return torch.int64
     return model_dtype(model)
+
+
+def _is_embedding(module: torch.nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # knows its class by name alone
+        return module.original_name in {"Embedding", "EmbeddingBag"}
+    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
 
 
 def _argument_counts(model: torch.nn.Module) -> tuple[int, float]:

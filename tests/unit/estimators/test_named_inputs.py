@@ -61,3 +61,8 @@ def test_inputs_are_given_by_the_models_names_in_any_order_with_shape_and_dtype(
 def test_inputs_that_do_not_fit_the_model_are_refused(given, message):
     with pytest.raises(ParamError, match=message):
         plan_inputs(Towers(), COLUMNS, None, named_inputs("inputs", given))
+
+
+def test_shapes_are_said_in_one_place():
+    with pytest.raises(ParamError, match=r"inputs says the shape of each input.*leave input_shapes out"):
+        plan_inputs(Towers(), COLUMNS, [[1]], named_inputs("inputs", GIVEN))

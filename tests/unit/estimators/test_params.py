@@ -7,6 +7,7 @@ import torch
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import of_training
 from sparkhvd.estimators.declare import Declarations, Declared, declared
+from sparkhvd.estimators.lightning import LightningEstimator
 from sparkhvd.estimators.params import EstimatorParams, ModelParams, positive_integer
 from sparkhvd.estimators.torch import TorchEstimator
 from sparkhvd.store import Store
@@ -118,12 +119,20 @@ def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message)
         ("loss_weights", [1, "2"], r"loss_weights=\[1, '2'\] must be a list of numbers"),
         ("input_shapes", [1, 2], r"input_shapes=\[1, 2\] must be a list with one shape per column"),
         ("input_shapes", [[2, -1]], r"input_shapes: \[2, -1\] must hold sizes of at least 1; only the first may be -1"),
+        ("torch_compile", "max-autotune", "torch_compile='max-autotune' must be True, False, or a dict of arguments"),
         ("label_shapes", [[0]], r"label_shapes: \[0\] must hold sizes of at least 1"),
     ],
 )
 def test_a_value_of_a_torch_parameter_that_cannot_work_is_refused(name, value, message):
     with pytest.raises(ParamError, match=message):
         TorchEstimator(**{name: value})
+
+
+def test_horovods_parameters_of_lightning_say_what_to_take_instead():
+    with pytest.raises(ParamError, match=r"profiler has no meaning in LightningEstimator: .* trainer_args="):
+        LightningEstimator(profiler="simple")
+    with pytest.raises(ParamError, match=r"backward_passes_per_step has .* trainer_args=.'accumulate_grad_batches'"):
+        LightningEstimator(backward_passes_per_step=2)
 
 
 def test_a_store_and_a_validation_column_are_taken(tmp_path):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -64,6 +66,20 @@ def test_integers_stay_integers_only_for_a_model_with_an_embedding():
     columns, arrays = [scalar("a", "int32"), scalar("b")], {"a": np.arange(3, dtype=np.int32), "b": np.arange(3.0)}
     assert [part.dtype for part in tensors(Two(embedding=True), columns, arrays)] == [torch.int64, torch.float32]
     assert [part.dtype for part in tensors(Two(), columns, arrays)] == [torch.float32, torch.float32]
+
+
+@pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("saved", [False, True])
+def test_integers_stay_integers_for_an_embedding_inside_torchscript_too(saved):
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Embedding(10, 2)))
+    if saved:
+        buffer = io.BytesIO()
+        torch.jit.save(scripted, buffer)
+        buffer.seek(0)
+        scripted = torch.jit.load(buffer)
+    large = 2**24 + 1  # which float32 cannot hold
+    (found,) = tensors(scripted, [scalar("a", "int64")], {"a": np.full(3, large)})
+    assert (found.dtype, found[0, 0]) == (torch.int64, large)
 
 
 def test_features_take_the_dtype_of_the_models_parameters():
