@@ -33,7 +33,8 @@ def in_background(act: Callable[[], T], name: str, spark: SparkSession | None = 
             future.set_exception(error)
 
     if spark is None:
-        thread = threading.Thread(target=run)
+        # Told at once, the thread does not ask which one makes it: a thread of Arrow would get a name that stays.
+        thread = threading.Thread(target=run, daemon=True)
     else:
         from pyspark import InheritableThread  # noqa: PLC0415 - importing this module needs no Spark
 

@@ -32,5 +32,10 @@ class Connection:
         with self.lock:
             self._filesystem = None
 
+    def abandon(self) -> None:
+        """Let go of the file system that a thread hangs in, which may hold the lock for ever."""
+        self.lock = threading.RLock()
+        self.close()
+
     def __reduce__(self) -> tuple[type[Connection], tuple[()]]:
         return Connection, ()

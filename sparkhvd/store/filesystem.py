@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
 
 import fsspec
 
+from sparkhvd.background import in_background, is_done_within
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store.connection import Connection
@@ -31,6 +32,8 @@ Result = TypeVar("Result")
 
 SILENCE_SECONDS = 60.0  # after which a server that says nothing is given up
 _SLOWEST = 1e6  # bytes per second; a slower transfer is taken for one that stands still
+# Clients without a time limit for a call still go to the next server by themselves: HDFS's to three data nodes.
+_SERVERS_TRIED = 3
 # What to install for the schemes that are asked for most; fsspec says it for the others.
 _PACKAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -151,7 +154,7 @@ class FilesystemStore(Store):
                     raise
 
         try:
-            self._do("publish", place, write)
+            self._do("publish", place, write, len(content))
         except StoreError as error:
             if isinstance(error.__context__, FileExistsError):  # also where a secret kept it from being the cause
                 raise StoreError(
@@ -285,7 +288,20 @@ class FilesystemStore(Store):
 
     def _limit(self, filesystem: Any, size: int = 0) -> dict[str, float]:
         """The argument that ends a call of a file system that waits for ever on a silent server, where it takes one."""
-        return {"timeout": SILENCE_SECONDS + size / _SLOWEST} if filesystem.async_impl else {}
+        return {"timeout": _seconds(size)} if filesystem.async_impl else {}
+
+    def _bounded(self, action: Callable[[int], Result], size: int, attempt: int) -> Result:
+        """What an action gives that may have to move ``size`` bytes, in a thread that is left behind if it never ends.
+
+        A file system with time limits of its own (``_limit``) needs no thread.
+        """
+        if self._filesystem().async_impl:
+            return action(attempt)
+        future = in_background(partial(action, attempt), "sparkhvd-store")
+        if not is_done_within(future, _SERVERS_TRIED * _seconds(size)):
+            self._connection.abandon()
+            raise TimeoutError
+        return future.result()
 
     def _filesystem(self) -> Any:
         return self._connection.get(self._new_filesystem)
@@ -299,14 +315,17 @@ class FilesystemStore(Store):
             content.seek(0)
             self._send(self._filesystem(), place, content, size)
 
-        self._do("write", place, send)
+        self._do("write", place, send, size)
 
-    def _do(self, verb: str, place: str, action: Callable[[int], Result]) -> Result:
+    def _do(self, verb: str, place: str, action: Callable[[int], Result], size: int = 0) -> Result:
         """What an action gives, repeated while its errors are passing; every other error as a ``StoreError``."""
         url = self._url_of_place(place)
         try:
             return with_retries(
-                action, passing=self._passing, deadline=Deadline.after(self.retry_seconds), what=f"{verb} {url}"
+                partial(self._bounded, action, size),
+                passing=self._passing,
+                deadline=Deadline.after(self.retry_seconds),
+                what=f"{verb} {url}",
             )
         except StoreError:
             raise
@@ -341,9 +360,10 @@ class _PatientRanges:
         self.size = ranges.size
 
     def read(self, start: int, stop: int) -> bytes:
-        return self._store._do("read", self._place, lambda attempt: self._read(attempt, start, stop))  # noqa: SLF001
+        read = partial(self._read, start, stop)
+        return self._store._do("read", self._place, read, stop - start)  # noqa: SLF001
 
-    def _read(self, attempt: int, start: int, stop: int) -> bytes:
+    def _read(self, start: int, stop: int, attempt: int) -> bytes:
         if attempt > 0:
             self._ranges = self._store._ranges(self._place)  # noqa: SLF001
             if self._ranges.size != self.size:
@@ -352,3 +372,8 @@ class _PatientRanges:
         if len(content) != stop - start:
             raise ConnectionError(f"{len(content)} of {stop - start} bytes came")
         return content
+
+
+def _seconds(size: int) -> float:
+    """How long a call that moves this many bytes may take."""
+    return SILENCE_SECONDS + size / _SLOWEST

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import IO, Any
 
 from fsspec import AbstractFileSystem
@@ -19,7 +20,7 @@ from sparkhvd.config import hadoop_token_file, hadoop_user_name
 from sparkhvd.errors import StoreError
 from sparkhvd.store.filesystem import FilesystemStore
 from sparkhvd.store.places import LEFTOVER_SECONDS, UNFINISHED
-from sparkhvd.store.remote_file import Ranges
+from sparkhvd.store.remote_file import SPOOL_BYTES, Ranges
 from sparkhvd.store.retry import is_passing
 from sparkhvd.store.ticket import principal_of
 from sparkhvd.store.tokens import name_with_token
@@ -160,10 +161,12 @@ class HDFSStore(FilesystemStore):
             filesystem.client.rename(hidden, place, overwrite=False)
         _remove_leftovers(filesystem.client, folder)
 
-    def _send(self, filesystem: Any, place: str, content: IO[bytes], size: int) -> None:  # noqa: ARG002
+    def _send(self, filesystem: Any, place: str, content: IO[bytes], size: int) -> None:
         hidden = _hidden(place, uuid.uuid4().hex)
-        with _removed_after_failure(filesystem.client, hidden):
-            _write(filesystem.client, hidden, content)
+        with _own_view(content, size) as own, _removed_after_failure(filesystem.client, hidden):
+            _write(filesystem.client, hidden, own)
+            if self._filesystem() is not filesystem:
+                raise TimeoutError  # given up meanwhile: it must not replace what was written since
             filesystem.client.rename(hidden, place, overwrite=True)
 
     def _remove(self, filesystem: Any, place: str) -> None:
@@ -209,6 +212,13 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
 
 def _hidden(place: str, name: str) -> str:
     return f"{place.rpartition('/')[0]}/.{name}{UNFINISHED}"
+
+
+def _own_view(content: IO[bytes], size: int) -> IO[bytes]:
+    """The content with a position of its own: an attempt that was given up may go on reading."""
+    if size <= SPOOL_BYTES:
+        return io.BytesIO(content.read(size))
+    return Path(f"/proc/self/fd/{content.fileno()}").open("rb")
 
 
 def _write(client: Client, place: str, content: IO[bytes]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import socket
 import uuid
 
 import pyarrow as pa
@@ -10,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.errors import StoreError
-from sparkhvd.store import HDFSStore, Store
+from sparkhvd.store import HDFSStore, Store, filesystem
+from sparkhvd.store import hdfs as module
 from tests.hdfs_server import running_hdfs
 
 
@@ -28,8 +31,8 @@ def test_reading_goes_on_when_data_nodes_fail_and_ends_with_an_error_when_none_i
     with store.open("x.parquet", "wb") as file:
         parquet.write_table(table, file, row_group_size=100_000, use_dictionary=False, compression="none")
     first, second = two_nodes.data_nodes
-    filesystem, path = store.arrow("x.parquet")
-    with filesystem.open_input_file(path) as file:
+    files, path = store.arrow("x.parquet")
+    with files.open_input_file(path) as file:
         opened = parquet.ParquetFile(file)
         assert opened.read_row_group(0).equals(table.slice(0, 100_000))
 
@@ -39,7 +42,7 @@ def test_reading_goes_on_when_data_nodes_fail_and_ends_with_an_error_when_none_i
 
         first.kill()
         assert opened.read_row_groups([3, 4]).equals(table.slice(300_000, 200_000))
-        assert parquet.read_table(path, filesystem=filesystem).equals(table)
+        assert parquet.read_table(path, filesystem=files).equals(table)
 
         second.kill()
         impatient = Store.create(store.url, storage_options=settings, retry_seconds=1)
@@ -63,6 +66,39 @@ def test_a_name_node_that_is_gone_is_named():
     store = Store.create("hdfs://127.0.0.1:1/x", retry_seconds=0.5)
     with pytest.raises(StoreError, match=r"Cannot list hdfs://127\.0\.0\.1:1/x: Connection refused.*\(given up after"):
         store.list("")
+    store._connection.close()
+
+
+def test_a_name_node_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(filesystem, "SILENCE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = Store.create(f"hdfs://127.0.0.1:{silent.getsockname()[1]}/x", retry_seconds=0.1)
+        for action in (
+            lambda: store.publish("m", b"1"),
+            lambda: store.exists("m"),
+            lambda: store.list(""),
+            lambda: store.delete("m"),
+            lambda: store.open("m", "rb"),
+            lambda: store.open("m", "wb").close(),
+        ):
+            with pytest.raises(StoreError, match=r"Cannot .* hdfs://.*the server did not answer in time"):
+                action()
+    store._connection.close()
+
+
+def test_a_writing_that_was_given_up_replaces_nothing_later(hdfs, monkeypatch):
+    store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
+    written = module._write
+
+    def slowly(client, place, content):
+        written(client, place, content)
+        store._connection.abandon()  # as if this had taken too long
+
+    monkeypatch.setattr(module, "_write", slowly)
+    late = store._filesystem()
+    with pytest.raises(TimeoutError):
+        store._send(late, f"{store._places.root}/x", io.BytesIO(b"late"), 4)
+    assert store.list("") == []
     store._connection.close()
 
 
