@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import posixpath
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
+# What lies in the folder of a table, whose log tells which of the Parquet files beside it are rows of it.
+_TABLES = (
+    ("delta", re.compile(r"(^|/)_delta_log/")),
+    ("hudi", re.compile(r"(^|/)\.hoodie/")),
+    ("iceberg", re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$")),
+)
 
 
 @dataclass(frozen=True)
@@ -220,10 +227,23 @@ def _of_prepared(manifest: Manifest, wanted: Wanted) -> Manifest:
 
 
 def _visible_files(store: Store, place: str) -> list[str]:
-    files = [path for path in store.list(place) if _is_visible(path.removeprefix(place))]
+    found = store.list(place)
+    for path in found:
+        _refuse_table(path.removeprefix(place), f"{store.url}/{place}")
+    files = [path for path in found if _is_visible(path.removeprefix(place))]
     if not files:
         raise DataError(f"There are no Parquet files in {store.url}/{place}; check the path.")
     return files
+
+
+def _refuse_table(inside: str, url: str) -> None:
+    for kind, log in _TABLES:
+        if log.search(inside):
+            raise DataError(
+                f"{url} is a table of {kind.capitalize()}: which of its files hold its rows now stands in its log "
+                f"({inside.lstrip('/')}), so its files alone may be rows that were deleted or replaced. Let Spark read "
+                f'it: fit(spark.read.format("{kind}").load(...)), or prepare_data of that.'
+            )
 
 
 def _is_visible(inside: str) -> bool:

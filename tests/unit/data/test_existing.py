@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sparkhvd.data import ParquetSource, columns
+from sparkhvd.data import ParquetSource, columns, torch_loader
 from sparkhvd.data.existing import open_existing
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.world import World
@@ -71,6 +71,30 @@ def test_files_of_pyarrow_are_read_in_the_order_of_their_names(folder):
         "s.a": np.int64,
         "y": np.float64,
     }
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", "delta"),
+        (".hoodie/hoodie.properties", "hudi"),
+        ("metadata/v1.metadata.json", "iceberg"),
+        ("metadata/00001-5c1e.metadata.json", "iceberg"),
+    ],
+)
+def test_a_table_whose_log_says_which_files_count_is_refused(folder, log, kind):
+    (folder / log).parent.mkdir()
+    (folder / log).touch()
+    for open_it in (lambda: opened(folder), lambda: torch_loader(str(folder), 4)):
+        with pytest.raises(DataError, match=rf"is a table of {kind.capitalize()}: .*read\.format\(\"{kind}\"\)"):
+            open_it()
+
+
+def test_a_folder_by_the_name_of_metadata_is_no_table(folder):
+    (folder / "part-0.parquet").rename(folder / "_keep")
+    (folder / "metadata").mkdir()
+    (folder / "_keep").rename(folder / "metadata" / "part-0.parquet")
+    assert opened(folder).manifest.train.rows == 8
 
 
 def test_a_field_of_a_struct_is_a_column_too(folder):
