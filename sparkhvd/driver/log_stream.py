@@ -32,18 +32,20 @@ class LogStream:
         folder: where each rank's output is kept as well, without prefixes, in ``rank.<number>/stdout`` and
             ``stderr``; the numbers have as many digits as the largest. None keeps nothing.
         num_proc: number of ranks.
+        shown: whether lines go to ``sys.stdout`` and ``sys.stderr`` at all.
 
     Attributes:
         started: set when all ranks run.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         stdout: TextIO | LogFiles | None,
         stderr: TextIO | LogFiles | None,
         timestamps: bool,
         folder: Path | None = None,
         num_proc: int = 1,
+        shown: bool = True,
     ) -> None:
         self._folder = folder  # guarded by _lock; None when nothing is kept (any more)
         self._digits = len(str(num_proc - 1))
@@ -52,6 +54,7 @@ class LogStream:
         self._given = {"stdout": stdout, "stderr": stderr}
         self._writers: dict[tuple[int, str], LogFileWriter] = {}  # guarded by _lock
         self._timestamps = timestamps
+        self._shown = shown
         self._lock = threading.Lock()  # keeps lines whole
 
     def handle(self, message: Message) -> Message | None:
@@ -88,6 +91,8 @@ class LogStream:
         lines = "".join(f"{prefix}{line}\n" for line in _LINE_END.split(text.strip("\r")))
         with self._lock:
             self._keep(output)
+            if given is None and not self._shown:
+                return
             target = given if given is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
             try:
                 target.write(lines)

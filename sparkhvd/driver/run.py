@@ -89,7 +89,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         stdout: where the ranks' stdout goes, each line as ``[rank]<stdout>:line``; None is ``sys.stdout``.
             ``sparkhvd.LogFiles`` puts it into files of a Store, also where executors cannot reach the driver.
         stderr: the same for stderr.
-        verbose: 0 leaves the ranks' output in the executors' logs, 1 streams it, 2 adds sparkhvd's own debug lines.
+        verbose: 0 leaves output in the executors' logs to which ``stdout``, ``stderr`` and ``output_filename`` give no
+            place, 1 shows it, 2 adds sparkhvd's own debug lines.
         nics: network interfaces whose addresses the ranks use; None finds out which ones all hosts can reach.
         prefix_output_with_timestamp: whether every line starts with the time of its arrival.
         executable: the Python of the ranks; None is the one that the Spark tasks run with.
@@ -175,7 +176,7 @@ def run_with(  # noqa: PLR0917
         config=config,
         start_timeout=timeout,
         secret=secrets.token_bytes(32),
-        stream_output=options.verbose > 0,
+        streamed=_streamed(options),
         log_files=_log_files(stdout=options.stdout, stderr=options.stderr),
         log_level=_log_level(options.verbose) if config.log_level is None else config.log_level,
         executable=options.executable or "",
@@ -189,7 +190,15 @@ def run_with(  # noqa: PLR0917
 
 def _stream(options: RunOptions, num_proc: int) -> LogStream:
     kept = Path(options.output_filename) if options.output_filename is not None else None
-    return LogStream(options.stdout, options.stderr, options.prefix_output_with_timestamp, kept, num_proc)
+    shown = options.verbose > 0
+    return LogStream(options.stdout, options.stderr, options.prefix_output_with_timestamp, kept, num_proc, shown)
+
+
+def _streamed(options: RunOptions) -> tuple[str, ...]:
+    """The streams that somebody takes here: whoever gives a place for the output wants it there."""
+    taken = options.verbose > 0 or options.output_filename is not None
+    given = {"stdout": options.stdout, "stderr": options.stderr}
+    return tuple(name for name, place in given.items() if taken or place is not None)
 
 
 def _launched(launcher: Launcher, job: Job, stream: LogStream) -> LaunchHandle:

@@ -33,6 +33,7 @@ class Job:
         driver_line: whether every task keeps a line to the driver: they meet over it, and notice when either is gone.
         secret: proves to the driver that a connection comes from this job, and what the ranks prove to each other
             is derived from it. It travels inside the closure, which is as private as Spark's own channels.
+        streamed: which of ``stdout`` and ``stderr`` go to the driver; the others stay in the executors' logs.
         log_files: by ``stdout`` and ``stderr``, where that output goes into a Store instead of to the driver.
         log_level: level of the ``sparkhvd`` logger in the workers.
         executable: the Python of the workers; empty is that of whoever starts them.
@@ -49,7 +50,7 @@ class Job:
     driver_addresses: tuple[tuple[str, int], ...] = ()
     driver_line: bool = False
     secret: bytes = field(default=b"", repr=False)
-    stream_output: bool = True
+    streamed: tuple[str, ...] = ("stdout", "stderr")
     log_files: tuple[tuple[str, LogFiles], ...] = field(default=(), repr=False)
     log_level: int = logging.INFO
     executable: str = ""

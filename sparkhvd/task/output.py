@@ -132,7 +132,7 @@ class DriverLog:
         if where is not None:
             passed_on = self._keep(where, stream, content)
         else:
-            passed_on = self._job.stream_output and self._send(Output(self.rank, stream, content))
+            passed_on = stream in self._job.streamed and self._send(Output(self.rank, stream, content))
         if not passed_on:
             self._write_here(stream, content)
 

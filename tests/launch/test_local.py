@@ -49,6 +49,15 @@ def test_ranks_run_beside_this_process_and_their_output_is_kept_where_asked(tmp_
     assert (tmp_path / "rank.2" / "stdout").read_text() == "said by 2\n"
 
 
+def test_without_verbosity_output_goes_where_it_was_given_a_place_and_nowhere_else(tmp_path, capfd):
+    stdout = io.StringIO()
+    for given in ({}, {"stdout": stdout}, {"output_filename": str(tmp_path)}):
+        sparkhvd.run(sum_of_ranks, (10,), num_proc=1, launcher="local", verbose=0, **given)
+    assert capfd.readouterr() == ("", "")
+    assert stdout.getvalue() == "[0]<stdout>:said by 0\n"
+    assert (tmp_path / "rank.0" / "stdout").read_text() == "said by 0\n"
+
+
 def fail_on_rank_1(folder: str) -> None:
     Path(folder, os.environ["SPARKHVD_RANK"]).write_text(str(os.getpid()))
     while len(list(Path(folder).iterdir())) < 2:

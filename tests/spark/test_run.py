@@ -137,6 +137,14 @@ def test_output_goes_into_files_of_a_store_where_asked(spark, tmp_path):
         assert file.read() == b"1 and more\n"
 
 
+def test_without_verbosity_output_goes_where_it_was_given_a_place(spark, tmp_path):
+    stdout = io.StringIO()
+    sparkhvd.run(say, ("and more",), num_proc=2, verbose=0, stdout=stdout)
+    assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:{rank} and more" for rank in range(2)]
+    sparkhvd.run(say, ("and more",), num_proc=2, verbose=0, output_filename=str(tmp_path))
+    assert (tmp_path / "rank.1" / "stdout").read_text() == "1 and more\n"
+
+
 def sum_over_ranks(offset: int, *, scale: int) -> tuple[int, int, float]:
     import torch  # noqa: PLC0415
 

@@ -111,6 +111,18 @@ def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
     assert lines[1:] == ["[0]<stdout>:one", "[0]<stdout>:two"]
 
 
+def test_what_nobody_at_the_driver_takes_stays_in_the_tasks_stderr(capsys):
+    stdout = Stream()
+    with Server(SECRET, LogStream(stdout, None, timestamps=False, shown=False)) as server:
+        addresses = (("127.0.0.1", server.port),)
+        log = DriverLog(Job(b"", 1, driver_addresses=addresses, secret=SECRET, streamed=("stdout",)))
+        log.rank = 0
+        pumped(log, b"one\n", b"two\n")
+        log.close()
+    assert stdout.text == "[0]<stdout>:one\n"
+    assert capsys.readouterr() == ("", "[0]<stderr>:two\n")
+
+
 def test_a_process_that_holds_the_pipe_open_does_not_hold_the_task():
     held_open = []
     readers = []
