@@ -62,14 +62,16 @@ void AllreduceNow(PyEngine& self, py::handle source, py::handle target, const st
   if (reduction.op == ReduceOp::kAdasum) {
     Check(Status(StatusCode::kInvalidArgument, "there is no direct adasum; use allreduce"));
   }
-  const auto interrupted = [] {
+  const auto interrupted = [&self] {
     const GilAcquire acquire;
+    self.pending().DirectCallWaits();
     return PyErr_CheckSignals() != 0;
   };
   const Status status = [&] {
     const GilRelease release;
     return self.engine().AllreduceNow(reduction, from.data(), to.data(), from.count(), interrupted);
   }();
+  self.pending().DirectCallEnded();
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
   Check(status);
 }

@@ -1,9 +1,10 @@
-// Which submitted operations are not done yet.
+// Which operations are not done yet.
 #pragma once
 
 #include <chrono>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,10 +21,20 @@ class PendingOperations {
     operations_.emplace_back(operation);
   }
 
+  // A direct call that has not met the others at once; until DirectCallEnded.
+  void DirectCallWaits() {
+    if (!direct_since_) direct_since_ = Deadline::Clock::now();
+  }
+  void DirectCallEnded() { direct_since_.reset(); }
+
   // Title and age in seconds, oldest first.
   std::vector<std::pair<std::string, double>> List() const {
     const auto now = Deadline::Clock::now();
     std::vector<std::pair<std::string, double>> pending;
+    if (direct_since_) {
+      const std::chrono::duration<double> age = now - *direct_since_;
+      pending.emplace_back("direct allreduce", age.count());
+    }
     for (const std::weak_ptr<Operation>& entry : operations_) {
       const std::shared_ptr<Operation> operation = entry.lock();
       if (!operation || operation->done()) continue;
@@ -42,6 +53,7 @@ class PendingOperations {
   // In the order of submission, which is about that of completion. Weak: what nobody else holds any
   // more is done.
   std::deque<std::weak_ptr<Operation>> operations_;
+  std::optional<Deadline::Clock::time_point> direct_since_;
 };
 
 }  // namespace sparkhvd::bindings

@@ -106,6 +106,25 @@ def wait_in_vain():
     return str(caught.value)
 
 
+def one_rank_makes_no_direct_call(folder):
+    me = session.current()
+    if me.world.rank == 1:
+        wait_for(folder / "seen by 2")
+        me.allreduce_now(np.ones(1))
+        return None
+    found = []
+
+    def watch():
+        found.append(next_report(me))
+        (folder / f"seen by {me.world.rank}").touch()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    me.allreduce_now(np.ones(1))
+    watching.join()
+    return found[0]
+
+
 def one_rank_of_a_set_is_busy(folder):
     me = session.current()
     outer = me.add_process_set([0, 2])
@@ -156,6 +175,15 @@ def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group
         assert "its data: step 1 of 40" in text
         assert "while not path.exists():" in text
         assert "step 0 of 40" not in text, "those who wait need no description"
+
+
+def test_a_direct_call_that_waits_is_reported_too(group, tmp_path):
+    first, second, third = group.run(one_rank_makes_no_direct_call, tmp_path)
+    assert second is None
+    for found in (first, third):
+        (tensor,) = found.tensors
+        assert (tensor.title, tensor.waiting, tensor.missing) == ("direct allreduce", (0, 2), (1,))
+        assert "in wait_for" in found.conditions[1].stacks["MainThread"]
 
 
 def test_what_is_stalled_in_a_process_set_is_said_of_its_ranks_alone(group, tmp_path):
