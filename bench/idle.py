@@ -1,4 +1,4 @@
-"""What ranks cost that wait for a slow one: processor time of the whole process over half a minute.
+"""What ranks cost that wait for a slow one: processor time of the whole process over half a minute of each kind.
 
 python -m bench.idle [--ranks 2] [--seconds 30]
 """
@@ -30,7 +30,7 @@ def main() -> None:
     print(machine.describe())
     for shared_memory in (True, False):
         print(f"\n{'shared memory' if shared_memory else 'sockets'}, {arguments.ranks} ranks: % of a core\n")
-        for line in _measure(arguments.ranks, arguments.seconds / len(SHARES), shared_memory=shared_memory):
+        for line in _measure(arguments.ranks, arguments.seconds, shared_memory=shared_memory):
             print(line)
 
 

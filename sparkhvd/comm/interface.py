@@ -31,10 +31,12 @@ from sparkhvd.comm.session import (
     is_initialized,
     local_rank,
     local_size,
+    note_progress,
     rank,
     remove_process_set,
     shutdown,
     size,
+    stall_report,
 )
 
 Average = ReduceOp.AVERAGE
@@ -68,11 +70,13 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "note_progress",
     "rank",
     "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "stall_report",
     "start_timeline",
     "stop_timeline",
 ]

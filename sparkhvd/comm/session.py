@@ -18,6 +18,7 @@ from sparkhvd.comm.inherited import inherited
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
 from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.comm.stall_report import StallReport
 from sparkhvd.comm.subset import subset
 from sparkhvd.config import Config, from_environment, notice_one_of_several, notice_without_effect, started_by_mpi
 from sparkhvd.errors import ConfigError, NotInitializedError
@@ -210,6 +211,16 @@ def current() -> Communicator:
             raise NotInitializedError("sparkhvd has been shut down; call hvd.init() to connect the ranks again.")
         raise NotInitializedError("sparkhvd has not been initialized; call hvd.init() first.")
     return communicator
+
+
+def note_progress(text: str) -> None:
+    """Say how far this rank's data is, such as "epoch 2, step 17 of 40"; shown when others wait for this rank."""
+    current().note_progress(text)
+
+
+def stall_report() -> StallReport | None:
+    """Who kept this rank waiting when a collective last took longer than ``stall_check_seconds``."""
+    return current().stall_report()
 
 
 def rank() -> int:

@@ -6,6 +6,7 @@ Names and meanings follow Horovod's. The collectives are those of the backend th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
@@ -44,15 +45,22 @@ __all__ = [
 __all__ += interface.__all__
 
 
-def load_model(filepath: str, custom_objects: dict[str, Any] | None = None, compression: Any = None) -> Any:
+def load_model(
+    filepath: str,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: Any = None,
+) -> Any:
     """A saved Keras model whose optimizer is distributed.
 
     Args:
         filepath: a ``.keras`` file.
+        custom_optimizers: classes of optimizers, known by their names.
         custom_objects: classes and functions by the names that the file knows them by.
         compression: see ``DistributedOptimizer``.
     """
-    model = keras.saving.load_model(filepath, custom_objects=custom_objects)
+    objects = {kind.__name__: kind for kind in custom_optimizers or ()} | (custom_objects or {})
+    model = keras.saving.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, compression=compression)
     return model

@@ -9,18 +9,20 @@ import tensorflow as tf
 
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.buffers import Array
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.tensorflow.tensors import array_of, as_written, outside_graph
 
 T = TypeVar("T")
 
 
 @as_written
-def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
+def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet | None = None) -> None:
     """Overwrite variables with those of ``root_rank``; inside a graph, at every run.
 
     Args:
         variables: TensorFlow or Keras variables, the same on all ranks in the same order.
         root_rank: the rank whose values count.
+        process_set: the ranks that take part, all by default.
     """
     targets = [_native(variable) for variable in variables]
 
@@ -28,7 +30,10 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
         communicator = session.current()
         handles = [
             communicator.broadcast_async(
-                array_of(value, f"Variable {index}"), root_rank, name=f"broadcast_variables.{index}"
+                array_of(value, f"Variable {index}"),
+                root_rank,
+                name=f"broadcast_variables.{index}",
+                process_set=process_set,
             )
             for index, value in enumerate(values)
         ]
@@ -40,25 +45,30 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
         target.assign(value)
 
 
-def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None) -> T:
+def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None) -> T:
     """The object of ``root_rank``, on every rank; what the other ranks pass is ignored.
 
     Args:
         obj: any object that cloudpickle takes.
         root_rank: the rank whose object counts.
         name: the operation's name, equal on all ranks.
+        process_set: the ranks that take part, all by default.
     """
-    return objects.broadcast_object(session.current(), obj, root_rank, name=name or "broadcast_object")
+    communicator = session.current()
+    return objects.broadcast_object(
+        communicator, obj, root_rank, name=name or "broadcast_object", process_set=process_set
+    )
 
 
-def allgather_object(obj: T, name: str | None = None) -> list[T]:
+def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet | None = None) -> list[T]:
     """The objects of all ranks, in rank order, on every rank.
 
     Args:
         obj: any object that cloudpickle takes.
         name: the operation's name, equal on all ranks.
+        process_set: the ranks that take part, all by default.
     """
-    return objects.allgather_object(session.current(), obj, name=name or "allgather_object")
+    return objects.allgather_object(session.current(), obj, name=name or "allgather_object", process_set=process_set)
 
 
 def _native(variable: Any) -> tf.Variable:

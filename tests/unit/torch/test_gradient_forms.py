@@ -39,6 +39,18 @@ class Quantizer:
         return tensor.to(dtype) / 8
 
 
+class Quarters:
+    """A compressor as Horovod's are: a class that is never made an object of."""
+
+    @staticmethod
+    def compress(tensor):
+        return (tensor * 4).round().to(torch.int32), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, dtype):
+        return tensor.to(dtype) / 4
+
+
 # What the ranks do.
 
 
@@ -48,6 +60,7 @@ def exchange_compressed(kind):
         "fp16": hvd.Compression.fp16,
         "bf16": hvd.Compression.bf16,
         "own": Quantizer(),
+        "a class": Quarters,
     }[kind]
     wide, small, whole = (
         torch.nn.Parameter(torch.zeros(4, 3, dtype=t)) for t in (torch.float64, torch.float16, torch.float32)
@@ -301,7 +314,7 @@ def save_and_load():
 # What they must come to.
 
 
-@pytest.mark.parametrize("kind", ["none", "fp16", "bf16", "own"])
+@pytest.mark.parametrize("kind", ["none", "fp16", "bf16", "own", "a class"])
 def test_compressed_gradients_come_back_in_their_own_type(group, kind):
     for first, second in group.run(exchange_compressed, kind):
         assert first == [[-3.75], [-3.0], [-3.75]]
