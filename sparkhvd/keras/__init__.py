@@ -21,6 +21,7 @@ from sparkhvd.keras.optimizer import DistributedOptimizer
 from sparkhvd.moved import missing
 
 _OF_BACKEND = (
+    "Compression",
     "SyncBatchNormalization",
     "allgather",
     "allgather_object",

@@ -91,6 +91,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._staircase = staircase or not callable(multiplier)
         self._steps = steps_per_epoch
         self._epoch = 0
+        self._done, self._of = 0, None  # type: int, int | None
+
+    def begin_within(self, done: int, of: int | None) -> None:
+        """Take the batches that come for the rest of epochs.
+
+        Args:
+            done: batches of an epoch that were trained before.
+            of: batches of a whole epoch; None for those that Keras knows of.
+        """
+        self._done, self._of = done, of
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Set the rate of an epoch."""
@@ -102,10 +112,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         """Set the rate of a batch."""
         if self._staircase:
             return
-        steps = self._steps or (self.params or {}).get("steps")
+        steps = self._of or self._steps or (self.params or {}).get("steps")
         if not steps:
             raise ConfigError("Keras does not know the number of batches per epoch; give steps_per_epoch.")
-        self._adjust(self._at(batch, steps))
+        self._adjust(self._at(self._done + batch, steps))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
         """Show the rate among the metrics."""

@@ -8,12 +8,20 @@ from typing import Any
 import keras
 
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 
 Exchange = Callable[[Sequence[Any]], list[Any]]
 
 
-def gradient_exchange(name: str, compression: Any, sparse_as_dense: bool, op: ReduceOp, predivide: float) -> Exchange:
+def gradient_exchange(  # noqa: PLR0917
+    name: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    op: ReduceOp,
+    predivide: float,
+    process_set: ProcessSet | None = None,
+) -> Exchange:
     """A function from this rank's gradients to those of all ranks, in the same order; None stays None.
 
     Raises:
@@ -24,27 +32,34 @@ def gradient_exchange(name: str, compression: Any, sparse_as_dense: bool, op: Re
         from sparkhvd.tensorflow.compression import Compression  # noqa: PLC0415  (only the backend in use is imported)
         from sparkhvd.tensorflow.gradients import GradientExchange  # noqa: PLC0415
 
-        return GradientExchange(name, compression or Compression.none, sparse_as_dense, op, predivide).reduce
+        return GradientExchange(
+            name, compression or Compression.none, sparse_as_dense, op, predivide, process_set
+        ).reduce
     if backend == "torch":
-        return _torch_exchange(name, compression, op, predivide)
+        return _torch_exchange(name, compression, op, predivide, process_set)
     raise ConfigError(
         f"Keras runs on {backend!r}; sparkhvd.keras works with the backends tensorflow and torch. Set KERAS_BACKEND "
         "before keras is imported."
     )
 
 
-def _torch_exchange(name: str, compression: Any, op: ReduceOp, predivide: float) -> Exchange:
+def _torch_exchange(
+    name: str, compression: Any, op: ReduceOp, predivide: float, process_set: ProcessSet | None
+) -> Exchange:
     import sparkhvd.torch as hvd  # noqa: PLC0415  (only the backend in use is imported)
-
-    if compression is not None:
-        raise ConfigError("compression= of sparkhvd.keras works with the TensorFlow backend; leave it away with torch.")
 
     def reduce(gradients: Sequence[Any]) -> list[Any]:
         handles = [
             None
             if gradient is None
             else hvd.allreduce_async(
-                gradient, op=op, name=f"{name}.{index}", prescale_factor=1 / predivide, postscale_factor=predivide
+                gradient,
+                compression=compression or hvd.Compression.none,
+                op=op,
+                name=f"{name}.{index}",
+                prescale_factor=1 / predivide,
+                postscale_factor=predivide,
+                process_set=process_set,
             )
             for index, gradient in enumerate(gradients)
         ]

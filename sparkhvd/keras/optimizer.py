@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import Gathering, weighted
 from sparkhvd.keras.exchange import Exchange, gradient_exchange
@@ -76,6 +77,7 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
+    process_set: ProcessSet | None = None,
 ) -> keras.optimizers.Optimizer:
     """Make ``optimizer`` apply the gradients of all ranks, and return it.
 
@@ -85,12 +87,13 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     Args:
         optimizer: the optimizer, which is changed.
         name: tells two optimizers of one program apart; equal on all ranks.
-        compression: what gradients travel as (``sparkhvd.tensorflow.Compression``); TensorFlow backend only.
+        compression: what gradients travel as (``hvd.Compression``, that of the backend).
         sparse_as_dense: whether the gradients of embeddings are made dense first; TensorFlow backend only.
         backward_passes_per_step: batches whose gradients are gathered on the rank before they are exchanged.
         op: ``Average`` or ``Sum`` over the ranks.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         average_aggregated_gradients: whether the gradients of the gathered batches are averaged instead of summed.
+        process_set: the ranks that train this model together, all by default.
 
     Raises:
         ConfigError: settings that contradict each other, or an optimizer that is distributed already.
@@ -102,7 +105,12 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError("Wrap the optimizer inside of LossScaleOptimizer, not the LossScaleOptimizer itself.")
     exchange = gradient_exchange(
-        f"DistributedOptimizer.{name or optimizer.name}", compression, sparse_as_dense, op, gradient_predivide_factor
+        f"DistributedOptimizer.{name or optimizer.name}",
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        process_set,
     )
     _accumulate(optimizer, backward_passes_per_step)
     if backward_passes_per_step > 1 and not average_aggregated_gradients:

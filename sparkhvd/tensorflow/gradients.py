@@ -9,9 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
-from sparkhvd.tensorflow.operations import allreduce, grouped_allreduce
+from sparkhvd.tensorflow.operations import grouped_allreduce, reduce_slices
 from sparkhvd.tensorflow.tensors import as_written
 
 
@@ -25,6 +26,7 @@ class GradientExchange:
         sparse_as_dense: whether ``tf.IndexedSlices`` are made dense; otherwise their rows are gathered.
         op: ``Average`` or ``Sum``.
         predivide: with ``Average``, divides before the sum and multiplies after it.
+        process_set: the ranks that take part, all by default.
     """
 
     name: str
@@ -32,6 +34,7 @@ class GradientExchange:
     sparse_as_dense: bool = False
     op: ReduceOp = ReduceOp.AVERAGE
     predivide: float = 1.0
+    process_set: ProcessSet | None = None
 
     def __post_init__(self) -> None:
         if self.op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
@@ -55,21 +58,26 @@ class GradientExchange:
             prescale_factor=1.0 / self.predivide,
             postscale_factor=self.predivide,
             name=self.name,
+            process_set=self.process_set,
         )
         for index, result in zip(dense, results, strict=True):
             reduced[index] = result
-        for index, gradient in enumerate(gradients):
-            if _sparse(gradient):
-                reduced[index] = allreduce(gradient, op=self.op, name=f"{self.name}.sparse.{index}")
+        slices = [index for index, gradient in enumerate(gradients) if _sparse(gradient)]
+        joined = reduce_slices(
+            [gradients[index] for index in slices], self.op, 1.0, f"{self.name}.sparse", self.process_set
+        )
+        for index, result in zip(slices, joined, strict=True):
+            reduced[index] = result
         return reduced
 
 
-def DistributedGradientTape(  # noqa: N802  the name is Horovod's
+def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are Horovod's
     gradtape: tf.GradientTape,
     compression: Compressor = Compression.none,
     sparse_as_dense: bool = False,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
 ) -> tf.GradientTape:
     """A tape like ``gradtape`` whose ``gradient()`` gives the gradients of all ranks.
 
@@ -79,6 +87,7 @@ def DistributedGradientTape(  # noqa: N802  the name is Horovod's
         sparse_as_dense: whether the gradients of embeddings are made dense first.
         op: ``Average`` or ``Sum``.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
+        process_set: the ranks that take part, all by default.
 
     Example:
         >>> with tf.GradientTape() as tape:
@@ -86,7 +95,9 @@ def DistributedGradientTape(  # noqa: N802  the name is Horovod's
         >>> tape = hvd.DistributedGradientTape(tape)
         >>> gradients = tape.gradient(loss, model.trainable_variables)
     """
-    exchange = GradientExchange("gradient_tape", compression, sparse_as_dense, op, gradient_predivide_factor)
+    exchange = GradientExchange(
+        "gradient_tape", compression, sparse_as_dense, op, gradient_predivide_factor, process_set
+    )
     plain = type(gradtape)
 
     @as_written

@@ -65,7 +65,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     """
     op = reduction(average, op)
     if isinstance(tensor, tf.IndexedSlices):
-        return _reduce_slices(tensor, op, prescale_factor * postscale_factor, name, process_set)
+        return reduce_slices([tensor], op, prescale_factor * postscale_factor, name, process_set)[0]
     return grouped_allreduce(
         [tensor],
         compression=compression,
@@ -184,14 +184,18 @@ def join(process_set: ProcessSet | None = None) -> tf.Tensor:
     return outside_graph(run, [], [(tf.int64, tf.TensorShape([]))])[0]
 
 
-def _reduce_slices(
-    slices: tf.IndexedSlices, op: ReduceOp, scale: float, name: str | None, process_set: ProcessSet | None
-) -> tf.IndexedSlices:
-    """The rows of all ranks side by side, which is their sum once they are applied."""
+def reduce_slices(
+    slices: Sequence[tf.IndexedSlices], op: ReduceOp, scale: float, name: str | None, process_set: ProcessSet | None
+) -> list[tf.IndexedSlices]:
+    """The rows of all ranks side by side, which is their sum once they are applied; all in one call."""
     from sparkhvd.tensorflow.movements import grouped_allgather  # noqa: PLC0415  its gradient is an allreduce
 
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
         raise ConfigError(f"tf.IndexedSlices can be averaged or summed, not combined with op={op}; make them dense.")
     factor = scale / session.current().channel(process_set).size if op is ReduceOp.AVERAGE else scale
-    values, indices = grouped_allgather([slices.values, slices.indices], name, process_set)
-    return tf.IndexedSlices(values * tf.cast(factor, values.dtype), indices, dense_shape=slices.dense_shape)
+    parts = [part for each in slices for part in (each.values, each.indices)]
+    gathered = grouped_allgather(parts, name, process_set)
+    return [
+        tf.IndexedSlices(values * tf.cast(factor, values.dtype), indices, dense_shape=each.dense_shape)
+        for each, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
+    ]

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+import sparkhvd.keras as hvd
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError
@@ -49,7 +50,7 @@ class Package:
         input_shapes: the user's, for columns that are known later.
         named_inputs: the user's ``inputs``, for the same.
         label_shapes: the same of labels.
-        compression: what gradients travel as: a name, or what sparkhvd.tensorflow.Compression has.
+        compression: what gradients travel as: a name, or what hvd.Compression has.
     """
 
     model: bytes
@@ -96,9 +97,7 @@ class Package:
         """What ``DistributedOptimizer`` takes as ``compression``."""
         if not isinstance(self.compression, str):
             return self.compression
-        from sparkhvd.tensorflow.compression import Compression  # noqa: PLC0415  (only the backend in use is imported)
-
-        return None if self.compression == "none" else getattr(Compression, self.compression)
+        return None if self.compression == "none" else getattr(hvd.Compression, self.compression)
 
     def build(self) -> Any:
         """The model with its optimizer, compiled."""

@@ -25,6 +25,7 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
+from sparkhvd.estimators.policies import check_measured
 from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
 from sparkhvd.world import World
 
@@ -48,7 +49,7 @@ class KerasPlugin:
         package = _unpack(self.pack({**params, "schema": schema}))
         if rows is None and any(column.shape is None for column in schema.columns):
             return []
-        return _try_out(package, schema, _made_up(schema) if rows is None else rows)
+        return _try_out(package, schema, _made_up(schema) if rows is None else rows, params)
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -132,9 +133,17 @@ def _array(value: Any) -> npt.NDArray[np.generic]:
 
 
 def _place(gpu: int | None) -> Callable[[], AbstractContextManager[object]]:
-    """Where a model is to be computed; TensorFlow would take every GPU that it sees, and all of its memory."""
+    """Where a model is to be computed.
+
+    TensorFlow would take every GPU that it sees, and all of its memory; torch the first one, whoever else has it.
+    """
     import keras  # noqa: PLC0415
 
+    if keras.config.backend() == "torch":
+        import torch  # noqa: PLC0415  (only the backend in use is imported)
+
+        has_gpu = gpu is not None and gpu < torch.cuda.device_count()
+        return partial(keras.device, f"gpu:{gpu}" if has_gpu else "cpu")
     if keras.config.backend() != "tensorflow":
         return nullcontext  # which leaves it to the backend
     import tensorflow as tf  # noqa: PLC0415
@@ -185,6 +194,12 @@ def _package(params: Mapping[str, Any]) -> Package:
             "The model's loss would be scaled, as for 'mixed_float16', and each rank would leave out other steps where "
             "its gradients overflow. Build the model under 'mixed_bfloat16', which needs no scaling."
         )
+    scheduled = isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)  # noqa: SLF001
+    if params.get("scale_lr") and scheduled:
+        raise ParamError(
+            "scale_lr=True needs a learning rate that is a number; the optimizer has a schedule. Scale the schedule's "
+            "own numbers instead."
+        )
     passes, gathered = params.get("backward_passes_per_step", 1), optimizer.gradient_accumulation_steps
     if passes != 1 and gathered:
         raise ParamError(
@@ -211,12 +226,8 @@ def _package(params: Mapping[str, Any]) -> Package:
 
 
 def _compression(given: Any) -> Any:
-    import keras  # noqa: PLC0415
-
     if isinstance(given, str) and given not in {"none", "fp16", "bf16"}:
         raise ParamError(f"gradient_compression={given!r} does not exist; there are 'none', 'fp16' and 'bf16'.")
-    if given is not None and given != "none" and keras.config.backend() != "tensorflow":
-        raise ParamError("gradient_compression works on Keras' TensorFlow backend; leave it out with this one.")
     return given
 
 
@@ -257,7 +268,9 @@ def _made_up(schema: DataSchema) -> Arrays:
     return {c.name: np.zeros((_MADE_UP_ROWS, *(c.shape or ())), np.dtype(c.dtype)) for c in schema.columns}
 
 
-def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple[int, ...]]:
+def _try_out(
+    package: Package, schema: DataSchema, sample: Arrays, params: Mapping[str, object] | None = None
+) -> list[tuple[int, ...]]:
     rows = len(next(iter(sample.values())))
     model = package.build()
     package = package.with_ports_for(model, schema)
@@ -283,7 +296,7 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple
     targets = package.outputs.arrays(sample, rows)
     try:
         model.compute_loss(features, targets, predicted)
-        model.compute_metrics(features, targets, predicted)
+        metrics = model.compute_metrics(features, targets, predicted)
     except Exception as error:
         compared = (
             f"the model's outputs {_described(outputs)} with the labels {_described(package.outputs.flat(targets))} "
@@ -297,7 +310,17 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple
             f"The loss or a metric cannot compare {compared}: {type(error).__name__}: {with_stop(error)} Make "
             "the model's last layer, label_cols or label_shapes fit."
         ) from error
+    if params is not None and not _steps_by_itself(model):
+        check_measured(params, metrics)
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _steps_by_itself(model: Any) -> bool:
+    """Whether the user wrote the steps, which may then measure anything."""
+    import keras  # noqa: PLC0415
+
+    # Those of the backend are in a base class of keras.Model.
+    return any(getattr(type(model), name) is not getattr(keras.Model, name) for name in ("train_step", "test_step"))
 
 
 def _described(values: Iterable[Any]) -> str:

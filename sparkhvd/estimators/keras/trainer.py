@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +16,12 @@ import numpy as np
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.data.batches import BatchSource
-from sparkhvd.errors import ParamError
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.package import Package, arrays_of_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.saving import KeptFiles
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, Trainer, TrainHooks, TrainSpec
-from sparkhvd.keras.callbacks import broadcast_variables
+from sparkhvd.keras.callbacks import LearningRateScheduleCallback, broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer
 from sparkhvd.world import World
 
@@ -82,8 +83,9 @@ class KerasTrainer:
         shared = _synchronized(self._model)
         for layer in shared:
             layer.count_rows_if(data.counts)
-        begin = _EpochBegin(data, validation, shared)
-        end = _EpochEnd(begin, data, hooks, self)
+        seeds = _Seeds(self._model, self._spec, session.current().world.rank)
+        begin = _EpochBegin(data, validation, shared, partial(seeds.begin, hooks))
+        end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._saving(hooks)
         callbacks = [begin, *self._package.callbacks, *(() if saving is None else saving.callbacks), end]
 
@@ -103,9 +105,9 @@ class KerasTrainer:
         try:
             if first < self._spec.epochs and (hooks.first_step or hooks.first_epoch_batches is not None):
                 # Keras asks once per fit how many batches an epoch has, and this one has fewer.
-                data.begin_within(hooks.first_step, hooks.first_epoch_batches)
+                self._begin_within(data, hooks.first_step, hooks.first_epoch_batches, train.steps())
                 fit(first, first + 1)
-                data.begin_within(0, None)
+                self._begin_within(data, 0, None, None)
                 first = self._spec.epochs if end.ended else first + 1
             if first < self._spec.epochs:
                 fit(first, self._spec.epochs)
@@ -115,6 +117,14 @@ class KerasTrainer:
             data.close()
             if validation is not None:
                 validation.close()
+
+    def _begin_within(self, data: BatchDataset, first_step: int, left: int | None, steps: int | None) -> None:
+        """Let epochs begin there; schedules of the learning rate count from there, as in an undisturbed epoch."""
+        data.begin_within(first_step, left)
+        done = first_step if left is None or steps is None else max(steps - left, 0)
+        for callback in self._package.callbacks:
+            if isinstance(callback, LearningRateScheduleCallback):
+                callback.begin_within(done, steps)
 
     def _saving(self, hooks: TrainHooks) -> KeptFiles | None:
         """What keeps the files of the user's checkpoint callback, on rank 0."""
@@ -136,11 +146,6 @@ class KerasTrainer:
         if factor == 1.0:
             return
         optimizer = self._model.optimizer
-        if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):  # noqa: SLF001
-            raise ParamError(
-                "scale_lr=True needs a learning rate that is a number; the optimizer has a schedule. Scale the "
-                "schedule's own numbers instead."
-            )
         optimizer.learning_rate = float(_value(optimizer.learning_rate)) * factor
 
 
@@ -156,8 +161,11 @@ class _Measured:
 class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Comes before the user's callbacks: names the epoch, keeps empty steps without effect, averages the logs."""
 
-    def __init__(self, data: BatchDataset, validation: BatchDataset | None, shared: list[Any]) -> None:
+    def __init__(
+        self, data: BatchDataset, validation: BatchDataset | None, shared: list[Any], seed: Callable[[int], None]
+    ) -> None:
         super().__init__()
+        self._seed = seed  # called with the number of every epoch
         self.measured = _Measured()
         # Of layers whose statistics are those of all ranks; an empty step of this rank must change them too.
         self._shared = {id(variable) for layer in shared for variable in layer.non_trainable_variables}
@@ -168,6 +176,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch
+        self._seed(epoch)
         self._started = time.monotonic()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -220,8 +229,11 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
 class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     """Comes after the user's callbacks, so that the checkpoint holds what they changed."""
 
-    def __init__(self, begin: _EpochBegin, data: BatchDataset, hooks: TrainHooks, trainer: Trainer) -> None:
+    def __init__(
+        self, begin: _EpochBegin, data: BatchDataset, hooks: TrainHooks, trainer: Trainer, seeds: _Seeds
+    ) -> None:
         super().__init__()
+        self._seeds = seeds
         self.ended = False
         self._begin = begin
         self._data = data
@@ -240,7 +252,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
 
         loss = None if data.was_empty(batch) or "loss" not in values else float(values["loss"])
         step = data.first_step + batch + 1
-        report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, lambda: b"")
+        report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, self._seeds.state)
         self._hooks.on_step_end(report, self._trainer)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -255,11 +267,49 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.stop_training = self.ended
 
 
+class _Seeds:
+    """The random numbers of the model's layers (dropout, noise), which every rank draws for itself.
+
+    Args:
+        model: whose layers.
+        spec: has the seed of the training.
+        rank: whose numbers.
+    """
+
+    def __init__(self, model: Any, spec: TrainSpec, rank: int) -> None:
+        layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to walk)
+        found = {id(each.state): each.state for layer in layers for each in layer._seed_generators}  # noqa: SLF001
+        self._variables = list(found.values())
+        self._spec = spec
+        self._rank = rank
+
+    def begin(self, hooks: TrainHooks, epoch: int) -> None:
+        """Draw other numbers in every epoch, and the same in a run that goes on as in one that was not interrupted."""
+        if epoch == hooks.first_epoch and hooks.rank_state:
+            states = list(arrays_of_bytes(hooks.rank_state).values())
+        else:
+            numbers = np.random.SeedSequence(self._spec.seed_of(epoch, self._rank))
+            # Not every backend has a state without a sign.
+            states = [each.generate_state(2) >> 1 for each in numbers.spawn(len(self._variables))]
+        for variable, state in zip(self._variables, states, strict=True):
+            variable.assign(state.astype(_value(variable).dtype))
+
+    def state(self) -> bytes:
+        """Where the rank's numbers are, for ``StepReport``."""
+        return arrays_to_bytes({str(index): _value(variable) for index, variable in enumerate(self._variables)})
+
+
 def prepare_devices(world: World, *, use_gpu: bool = True) -> None:
-    """Give the rank its own GPU where TensorFlow sees some, and let it grow its memory as it needs it."""
+    """Give the rank its own GPU where the backend sees some; TensorFlow lets it grow its memory as it needs it."""
+    if keras.config.backend() == "torch":
+        import torch  # noqa: PLC0415  (only the backend in use is imported)
+
+        if use_gpu and torch.cuda.is_available():  # Keras computes on the one that torch has for the thread
+            torch.cuda.set_device(world.local_rank % torch.cuda.device_count())
+        return
     if keras.config.backend() != "tensorflow":
         return
-    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+    import tensorflow as tf  # noqa: PLC0415
 
     gpus = tf.config.list_physical_devices("GPU")
     if gpus and not use_gpu:

@@ -11,22 +11,14 @@ import pytest
 import sparkhvd.keras as hvd
 from sparkhvd.comm import session
 from sparkhvd.data import ColumnSpec, DataSchema, columns
-from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.contradictions import check_watched
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.history import EpochRecord, averaged
-from sparkhvd.estimators.keras import KerasEstimator, artifact
-from sparkhvd.estimators.keras.names import check_names
+from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.policies import Checkpoints
-from sparkhvd.keras.callbacks import BestModelCheckpoint
-from sparkhvd.world import World
 from tests.ranks import RankGroup
-from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
-
-DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
-WEIGHTED = schema(
-    x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"), w=("weight", "float64", (), "scalar")
-)
+from tests.unit.estimators.arrays import ArraySource, Hooks, spec
+from tests.unit.estimators.keras_models import DATA, WEIGHTED, network, parameters, rows, source
 
 # Rows of every rank in the steps of an epoch.
 EVEN = [(4, 4)] * 10
@@ -42,56 +34,6 @@ def group(request):
         started = RankGroup(2, imports=("keras", "sparkhvd.estimators.keras.trainer"))
     with started:
         yield started
-
-
-def network():
-    """The same weights in every backend, and a loss of the weights beside that of the rows."""
-    decay = keras.regularizers.L2(0.01)
-    layers = [
-        keras.Input((6,)),
-        keras.layers.Dense(16, activation="tanh"),
-        keras.layers.Dense(3, kernel_regularizer=decay),
-    ]
-    model = keras.Sequential(layers)
-    random = np.random.default_rng(3)
-    model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
-    return model
-
-
-def rows(count):
-    random = np.random.default_rng(5)
-    return {
-        "x": random.normal(size=(count, 6)),
-        "y": random.integers(0, 3, count),
-        "w": random.uniform(0.1, 2.0, count),
-    }
-
-
-def source(sizes, rank, data=DATA):
-    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
-    mine, start = [], 0
-    for step in sizes:
-        first = start + sum(step[:rank])
-        mine.append(list(range(first, first + step[rank])))
-        start += sum(step)
-    found = {name: values for name, values in rows(start).items() if name in data.names()}
-    return ArraySource(data, found, mine, [sum(step) for step in sizes])
-
-
-def parameters(data=DATA, **more):
-    base = {
-        "model": network(),
-        "optimizer": keras.optimizers.Adam(0.02),
-        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        "loss_weights": None,
-        "metrics": ["accuracy"],
-        "callbacks": None,
-        "custom_objects": None,
-        "input_shapes": None,
-        "label_shapes": None,
-        "schema": data,
-    }
-    return {**base, **more}
 
 
 def train_as_rank(sizes, weighted, passes=1):
@@ -201,17 +143,110 @@ def test_a_resumed_training_equals_an_undisturbed_one(group):
     group.run(continue_from_state)
 
 
+def dropping():
+    first, *rest = network().layers
+    return keras.Sequential([keras.Input((6,)), first, keras.layers.Dropout(0.5, seed=1), *rest])
+
+
+def drawn():
+    """The weights after a training with dropout, and what the layer then leaves of ones."""
+    world, model = session.current().world, dropping()
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), spec(DATA), world)
+    trainer.fit(source(PARTIAL_END, world.rank), None, Hooks())
+    left = trainer._model.layers[1](np.ones((4, 16)), training=True)
+    return trainer._model.get_weights(), keras.ops.convert_to_numpy(left)
+
+
+def test_every_rank_draws_its_own_random_numbers(group):
+    (weights, first), (others, second) = group.run(drawn)
+    assert not np.array_equal(first, second)
+    for mine, other in zip(weights, others, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+class Rates(keras.callbacks.Callback):
+    """Notes the learning rate of every batch."""
+
+    def on_train_begin(self, logs=None):
+        self.noted = getattr(self, "noted", [])
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.noted.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+
+@dataclass
+class Begun(ArraySource):
+    """Gives the rest of the second epoch as if other ranks had begun it."""
+
+    def epoch(self, number, first_step=0):
+        assert first_step == 0
+        return super().epoch(number, 4 if number == 1 else 0)
+
+
+def rates_within_an_epoch():
+    """Of three epochs in one go; and of what is left where others did four batches of the second."""
+    rank, found = session.current().world.rank, []
+    for hooks in (Hooks(), Hooks(first_epoch=1, first_epoch_batches=6)):
+        whole = source(EVEN, rank)
+        rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones)
+        callbacks = [hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3), Rates()]
+        trainer = PLUGIN.trainer(
+            PLUGIN.pack(parameters(callbacks=callbacks)), spec(DATA, epochs=3), session.current().world
+        )
+        trainer.fit(rows_left if hooks.first_epoch else whole, None, hooks)
+        assert len(hooks.reports) == 3 - hooks.first_epoch
+        found.append(trainer._package.callbacks[1].noted)
+    return found
+
+
+def test_the_learning_rate_of_an_epoch_that_others_began_goes_on(group):
+    for whole, rest in group.run(rates_within_an_epoch):
+        assert whole == sorted(set(whole)), "the rate rises with every batch"
+        assert rest == pytest.approx(whole[14:])
+
+
+def devices_by_torch():
+    """Which GPU a rank takes of two, and where a transform computes; None on another backend."""
+    if keras.config.backend() != "torch":
+        return None
+    import torch  # noqa: PLC0415
+    from keras.src.backend.torch.core import get_device  # noqa: PLC0415
+
+    from sparkhvd.estimators.keras import plugin, trainer  # noqa: PLC0415
+
+    def place(gpu):
+        with keras.device("meta"), plugin._place(gpu)():
+            return str(get_device())
+
+    chosen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "set_device", chosen.append)
+        trainer.prepare_devices(session.current().world)
+        trainer.prepare_devices(session.current().world, use_gpu=False)
+        return chosen, place(None), place(1), place(2)
+
+
+def test_every_rank_has_a_gpu_of_its_own_and_a_transform_only_what_spark_gave(group):
+    found = group.run(devices_by_torch)
+    assert found in ([None, None], [([0], "cpu", "cuda:1", "cpu"), ([1], "cpu", "cuda:1", "cpu")])
+
+
 def continue_within_an_epoch():
     """Three epochs in one go; and up to the middle of the second, then on from there by another trainer."""
     world = session.current().world
 
     def make():
-        return PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA, epochs=3), world)
+        warmup = hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3)
+        packed = PLUGIN.pack(parameters(model=dropping(), callbacks=[warmup]))
+        return PLUGIN.trainer(packed, spec(DATA, epochs=3), world)
 
     class Interrupted(Hooks):
         def on_step_end(self, report, trainer):
             if (report.epoch, report.step) == (1, 4):
-                self.kept = trainer.state(), report.sums()
+                state = session.current().broadcast(np.frombuffer(trainer.state(), np.uint8), 0)  # as by the Store
+                self.kept = state.tobytes(), report.sums(), report.rank_state()
                 raise InterruptedError
 
     undisturbed, whole = make(), Hooks()
@@ -219,7 +254,7 @@ def continue_within_an_epoch():
     first, hooks = make(), Interrupted()
     with contextlib.suppress(InterruptedError):
         first.fit(source(PARTIAL_END, world.rank), None, hooks)
-    resumed, again = make(), Hooks(first_epoch=1, first_step=4)
+    resumed, again = make(), Hooks(first_epoch=1, first_step=4, rank_state=hooks.kept[2])
     resumed.restore(hooks.kept[0])
     resumed.fit(source(PARTIAL_END, world.rank), None, again)
     assert [(step.epoch, step.step, step.steps) for step in again.steps[:7]] == [
@@ -309,66 +344,6 @@ def test_a_run_that_goes_on_knows_its_best_epoch(group):
     assert [sorted(kept) for kept, _ in group.run(save_by_callback, False, before)] == [["2.keras"], []]
 
 
-# On the driver.
-
-
-def values_with(callback, **more):
-    given = {"store": None, "loss": "mse", "feature_cols": ["x"], "label_cols": ["y"], **more}
-    return KerasEstimator(model=network(), checkpoint_callback=callback, **given)._checked_values()
-
-
-def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
-    best = BestModelCheckpoint(monitor="val_accuracy")
-    assert values_with(best, validation=0.1, metrics=["accuracy"])["checkpoints"] == Checkpoints(
-        best="val_accuracy", mode="max"
-    )
-    best = BestModelCheckpoint(monitor="mae")
-    assert values_with(best, metrics=[keras.metrics.MeanAbsoluteError(name="mae")])["checkpoints"].mode == "min"
-    best = BestModelCheckpoint(monitor="mine", mode="max")
-    assert values_with(best)["checkpoints"] == Checkpoints(best="mine", mode="max")
-
-
-def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
-    values = values_with(BestModelCheckpoint())
-    check_watched(values, held_out=True)
-    with pytest.raises(ParamError, match="checkpoint_callback watches 'val_loss', but nothing is held out"):
-        check_watched(values, held_out=False)
-
-
-@pytest.mark.parametrize(
-    ("callback", "more", "message"),
-    [
-        (keras.callbacks.EarlyStopping(), {}, "must be a keras.callbacks.ModelCheckpoint"),
-        (BestModelCheckpoint(monitor="mine"), {}, "Give the callback mode='min' or mode='max'"),
-        (BestModelCheckpoint(monitor="loss"), {"checkpoints": Checkpoints(best="mae")}, "leave one of them out"),
-        (keras.callbacks.ModelCheckpoint("x.keras"), {}, "keeps its files in a Store, but none is given"),
-        (
-            keras.callbacks.ModelCheckpoint("x.keras", "loss", save_best_only=True, save_freq=3),
-            {},
-            "save_best_only=True and save_freq=3",
-        ),
-    ],
-)
-def test_a_checkpoint_callback_that_cannot_do_what_it_says_is_refused(callback, more, message):
-    with pytest.raises(ParamError, match=message):
-        values_with(callback, **more)
-
-
-@keras.saving.register_keras_serializable("tests")
-class Doubled(keras.layers.Layer):
-    def call(self, values):
-        return values * 2
-
-
-def two_ended():
-    first, second = keras.Input((2,), name="first"), keras.Input((1,), name="second")
-    joined = keras.layers.Concatenate()([Doubled()(first), second])
-    return keras.Model(
-        {"first": first, "second": second},
-        {"small": keras.layers.Dense(1, name="small")(joined), "large": keras.layers.Dense(3, name="large")(joined)},
-    )
-
-
 def train_on_vectors(sparse):
     """The weights after training on vectors half of whose elements are 0; "refused" where that cannot be."""
     vector = ColumnSpec("x", "float64", (6,), "feature", "vector", sparse=sparse, entries=6 if sparse else None)
@@ -420,78 +395,3 @@ def test_sparse_columns_train_the_same_weights_on_tensorflow_and_are_refused_els
         return
     for one, other in zip(on_sparse, on_dense, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_columns_are_matched_by_name_before_order():
-    data = schema(
-        second=("feature", "float32", (), "scalar"),
-        first=("feature", "float32", (2,), "array"),
-        large=("label", "int64", (), "scalar"),
-        small=("label", "float32", (), "scalar"),
-    )
-    given = parameters(
-        data,
-        model=two_ended(),
-        loss={"small": "mse", "large": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
-        metrics=None,
-    )
-    assert sorted(PLUGIN.check(given, data, None)) == [(1,), (3,)]
-    said = PLUGIN.mapping(given, data)
-    assert "'first' is first as rows x [2]" in said
-    assert "'large' is large" in said
-    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), World(0, 1, 0, 1, 0, 1))
-    assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
-
-
-def fails(label, output):
-    raise KeyError("my bug")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"model": "no"}, ParamError, "must be a keras.Model"),
-        ({"optimizer": None}, ParamError, "needs optimizer"),
-        ({"model": keras.Sequential([keras.layers.Dense(1)])}, ParamError, "not built"),
-        (
-            {"model": keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])},
-            ModelOutputError,
-            "(?s)cannot take.*input_shapes",
-        ),
-        (
-            {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2), "backward_passes_per_step": 2},
-            ParamError,
-            "gradient_accumulation_steps=2 both gather",
-        ),
-        ({"loss": keras.losses.CategoricalCrossentropy()}, ModelOutputError, "The loss or a metric cannot compare"),
-        (
-            {"loss": "sparse_categorical_crossentopy"},
-            ParamError,
-            "(?s)loss: .* Did you mean 'sparse_categorical_crosse",
-        ),
-        ({"loss": {"y": ["no such thing"]}}, ParamError, "(?s)does not know 'no such thing'.*Give a name of keras"),
-        ({"metrics": ["acuracy"]}, ParamError, "metrics: Keras does not know 'acuracy'. Did you mean 'accuracy'"),
-        ({"optimizer": "adm"}, ParamError, "optimizer: Keras does not know 'adm'. Did you mean 'adam'"),
-        (
-            {"loss": fails},
-            ModelOutputError,
-            r"(?s)raised KeyError: 'my bug' \(line \d+ of test_keras_\w+.py, in fails: ",
-        ),
-        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
-    with pytest.raises(error, match=message):
-        PLUGIN.check(parameters(**changes), DATA, None)
-
-
-@pytest.mark.parametrize("optimizer", ["Adam", "sgd"])
-@pytest.mark.parametrize("loss", ["ce", "CrossEntropy", "mse", {"class_name": "Huber", "config": {"name": "mine"}}])
-@pytest.mark.parametrize("metrics", [["Acc", "mae"], ["sparse_categorical_accuracy", keras.metrics.Mean()], [fails]])
-def test_names_that_keras_knows_pass(optimizer, loss, metrics):
-    check_names(optimizer, {"y": loss}, metrics)
-
-
-def test_what_compile_makes_of_a_loss_is_no_metric():
-    with pytest.raises(ParamError, match="metrics: Keras does not know 'ce'"):
-        check_names("sgd", "ce", ["ce"])

@@ -62,6 +62,29 @@ def one_big_batch(options):
     assert type(wrapped).__name__ == "SGD"
 
 
+def compress():
+    plain, packed = network(), network()
+    part = slice(hvd.rank(), None, 2)
+    fitted(plain, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), part, 8)
+    options = {"compression": hvd.Compression.bf16}
+    fitted(packed, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), **options), part, 8)
+    for one, other in zip(plain.get_weights(), packed.get_weights(), strict=True):
+        assert not np.array_equal(one, other)
+        np.testing.assert_allclose(one, other, atol=0.02)
+    return packed.get_weights()
+
+
+def train_apart():
+    """Each rank with a process set of its own, as if there were no other."""
+    mine = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
+    alone, together = network(), network()
+    part = slice(hvd.rank(), None, 2)
+    fitted(alone, keras.optimizers.SGD(0.05), part, 8)
+    fitted(together, hvd.DistributedOptimizer(keras.optimizers.SGD(0.05), process_set=mine), part, 8)
+    for one, other in zip(alone.get_weights(), together.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
 def start_from_the_same(folder):
     model = network(seed=hvd.rank())
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
@@ -135,6 +158,15 @@ def reduce_eagerly():
 )
 def test_ranks_are_one_big_batch(group, options):
     group.run(one_big_batch, options)
+
+
+def test_gradients_may_travel_compressed(group):
+    first, second = group.run(compress)
+    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_the_ranks_of_a_process_set_train_by_themselves(group):
+    group.run(train_apart)
 
 
 def test_all_ranks_start_from_the_root(group, tmp_path):

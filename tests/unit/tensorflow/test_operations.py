@@ -132,20 +132,20 @@ def train_with_tape(in_graph, sparse_as_dense):
 
     def trained(rows, wrap):
         table = tf.Variable(tf.reshape(tf.range(28.0) / 28, [7, 4]))
-        weights = tf.Variable(tf.eye(4))
+        weights, shifts = tf.Variable(tf.eye(4)), tf.Variable(tf.zeros([7, 4]))
 
         def step():
             with tf.GradientTape() as tape:
-                found = tf.matmul(tf.gather(table, ids[rows]), weights)
+                found = tf.matmul(tf.gather(table, ids[rows]), weights) + tf.gather(shifts, ids[rows])
                 loss = tf.reduce_mean((found - targets[rows]) ** 2)
-            gradients = wrap(tape).gradient(loss, [table, weights])
-            for variable, gradient in zip([table, weights], gradients, strict=True):
+            gradients = wrap(tape).gradient(loss, [table, weights, shifts])
+            for variable, gradient in zip([table, weights, shifts], gradients, strict=True):
                 variable.assign_sub(0.5 * tf.convert_to_tensor(gradient))
 
         run = graph(step) if in_graph else step
         for _ in range(4):
             run()
-        return table.numpy(), weights.numpy()
+        return table.numpy(), weights.numpy(), shifts.numpy()
 
     wrap = lambda tape: hvd.DistributedGradientTape(tape, sparse_as_dense=sparse_as_dense)  # noqa: E731
     alone = trained(slice(None), lambda tape: tape)

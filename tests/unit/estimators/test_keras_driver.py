@@ -1,0 +1,195 @@
+"""What KerasEstimator decides and refuses on the driver."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import keras
+import pytest
+
+from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.estimators.contradictions import check_watched
+from sparkhvd.estimators.keras import KerasEstimator
+from sparkhvd.estimators.keras.names import check_names
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
+from sparkhvd.keras.callbacks import BestModelCheckpoint
+from sparkhvd.world import World
+from tests.unit.estimators.arrays import schema, spec
+from tests.unit.estimators.keras_models import DATA, network, parameters
+
+
+def values_with(callback, **more):
+    given = {"store": None, "loss": "mse", "feature_cols": ["x"], "label_cols": ["y"], **more}
+    return KerasEstimator(model=network(), checkpoint_callback=callback, **given)._checked_values()
+
+
+def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
+    best = BestModelCheckpoint(monitor="val_accuracy")
+    assert values_with(best, validation=0.1, metrics=["accuracy"])["checkpoints"] == Checkpoints(
+        best="val_accuracy", mode="max"
+    )
+    best = BestModelCheckpoint(monitor="mae")
+    assert values_with(best, metrics=[keras.metrics.MeanAbsoluteError(name="mae")])["checkpoints"].mode == "min"
+    best = BestModelCheckpoint(monitor="mine", mode="max")
+    assert values_with(best)["checkpoints"] == Checkpoints(best="mine", mode="max")
+
+
+def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
+    values = values_with(BestModelCheckpoint())
+    check_watched(values, held_out=True)
+    with pytest.raises(ParamError, match="checkpoint_callback watches 'val_loss', but nothing is held out"):
+        check_watched(values, held_out=False)
+
+
+@pytest.mark.parametrize(
+    ("callback", "more", "message"),
+    [
+        (keras.callbacks.EarlyStopping(), {}, "must be a keras.callbacks.ModelCheckpoint"),
+        (BestModelCheckpoint(monitor="mine"), {}, "Give the callback mode='min' or mode='max'"),
+        (BestModelCheckpoint(monitor="loss"), {"checkpoints": Checkpoints(best="mae")}, "leave one of them out"),
+        (keras.callbacks.ModelCheckpoint("x.keras"), {}, "keeps its files in a Store, but none is given"),
+        (
+            keras.callbacks.ModelCheckpoint("x.keras", "loss", save_best_only=True, save_freq=3),
+            {},
+            "save_best_only=True and save_freq=3",
+        ),
+    ],
+)
+def test_a_checkpoint_callback_that_cannot_do_what_it_says_is_refused(callback, more, message):
+    with pytest.raises(ParamError, match=message):
+        values_with(callback, **more)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Doubled(keras.layers.Layer):
+    def call(self, values):
+        return values * 2
+
+
+def two_ended():
+    first, second = keras.Input((2,), name="first"), keras.Input((1,), name="second")
+    joined = keras.layers.Concatenate()([Doubled()(first), second])
+    return keras.Model(
+        {"first": first, "second": second},
+        {"small": keras.layers.Dense(1, name="small")(joined), "large": keras.layers.Dense(3, name="large")(joined)},
+    )
+
+
+def test_columns_are_matched_by_name_before_order():
+    data = schema(
+        second=("feature", "float32", (), "scalar"),
+        first=("feature", "float32", (2,), "array"),
+        large=("label", "int64", (), "scalar"),
+        small=("label", "float32", (), "scalar"),
+    )
+    given = parameters(
+        data,
+        model=two_ended(),
+        loss={"small": "mse", "large": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+        metrics=None,
+    )
+    assert sorted(PLUGIN.check(given, data, None)) == [(1,), (3,)]
+    said = PLUGIN.mapping(given, data)
+    assert "'first' is first as rows x [2]" in said
+    assert "'large' is large" in said
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), World(0, 1, 0, 1, 0, 1))
+    assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
+
+
+def test_the_learning_rate_of_a_run_that_goes_on_has_the_scale_of_its_ranks():
+    def trainer(size):
+        return PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA, scale_lr=True), replace(World(), size=size))
+
+    first, second = trainer(2), trainer(4)
+    first._model.optimizer.build(first._model.trainable_variables)
+    assert float(first._model.optimizer.learning_rate) == pytest.approx(0.04)
+    first._model.optimizer.learning_rate = 0.01  # as callbacks do
+    second.restore(first.state())
+    assert float(second._model.optimizer.learning_rate) == pytest.approx(0.02)
+
+
+def fails(label, output):
+    raise KeyError("my bug")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "no"}, ParamError, "must be a keras.Model"),
+        ({"optimizer": None}, ParamError, "needs optimizer"),
+        ({"model": keras.Sequential([keras.layers.Dense(1)])}, ParamError, "not built"),
+        (
+            {"model": keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])},
+            ModelOutputError,
+            "(?s)cannot take.*input_shapes",
+        ),
+        (
+            {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2), "backward_passes_per_step": 2},
+            ParamError,
+            "gradient_accumulation_steps=2 both gather",
+        ),
+        ({"loss": keras.losses.CategoricalCrossentropy()}, ModelOutputError, "The loss or a metric cannot compare"),
+        (
+            {"loss": "sparse_categorical_crossentopy"},
+            ParamError,
+            "(?s)loss: .* Did you mean 'sparse_categorical_crosse",
+        ),
+        ({"loss": {"y": ["no such thing"]}}, ParamError, "(?s)does not know 'no such thing'.*Give a name of keras"),
+        ({"metrics": ["acuracy"]}, ParamError, "metrics: Keras does not know 'acuracy'. Did you mean 'accuracy'"),
+        ({"optimizer": "adm"}, ParamError, "optimizer: Keras does not know 'adm'. Did you mean 'adam'"),
+        (
+            {"loss": fails},
+            ModelOutputError,
+            r"(?s)raised KeyError: 'my bug' \(line \d+ of test_keras_\w+.py, in fails: ",
+        ),
+        (
+            {"early_stopping": EarlyStopping("val_acc")},
+            ParamError,
+            "(?s)early_stopping watches 'val_acc'.*'val_accuracy'",
+        ),
+        ({"checkpoints": Checkpoints(best="los")}, ParamError, "checkpoints watches 'los'.* Did you mean 'loss'"),
+        (
+            {"optimizer": keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 5)), "scale_lr": True},
+            ParamError,
+            "scale_lr=True needs a learning rate that is a number",
+        ),
+        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
+    with pytest.raises(error, match=message):
+        PLUGIN.check(parameters(**changes), DATA, None)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "sgd"])
+@pytest.mark.parametrize("loss", ["ce", "CrossEntropy", "mse", {"class_name": "Huber", "config": {"name": "mine"}}])
+@pytest.mark.parametrize("metrics", [["Acc", "mae"], ["sparse_categorical_accuracy", keras.metrics.Mean()], [fails]])
+def test_names_that_keras_knows_pass(optimizer, loss, metrics):
+    check_names(optimizer, {"y": loss}, metrics)
+
+
+def test_what_compile_makes_of_a_loss_is_no_metric():
+    with pytest.raises(ParamError, match="metrics: Keras does not know 'ce'"):
+        check_names("sgd", "ce", ["ce"])
+
+
+class OwnSteps(keras.Model):
+    """Measures what it likes."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.layer = keras.layers.Dense(3)
+
+    def call(self, values):
+        return self.layer(values)
+
+    def train_step(self, data):
+        return {**super().train_step(data), "mine": 1.0}
+
+
+def test_a_step_of_the_users_may_measure_anything():
+    model = OwnSteps()
+    model(keras.ops.zeros((1, 6)))
+    watching = parameters(model=model, early_stopping=EarlyStopping("mine"))
+    assert PLUGIN.check(watching, DATA, None) == [(3,)]
