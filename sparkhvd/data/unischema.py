@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,6 +34,8 @@ _CODECS: Mapping[str, Codec] = MappingProxyType(
         "CompressedImageCodec": "image",
     }
 )
+# What petastorm's package was called before it was published.
+_OLD_PACKAGE = re.compile(r"av\.(experimental\.deepdrive|ml)\.dataset_toolkit\.")
 _NOW: Mapping[str, str] = MappingProxyType({"string_": "bytes_", "unicode_": "str_"})  # names until numpy 2
 _NUMPY_NAMES = NUMBERS - {"bool"} | {"bool_", "str_", "bytes_", "string_", "unicode_", "datetime64", "dtype"}
 
@@ -134,6 +137,13 @@ def _reconstruct(kind: type[Any], base: type[Any], state: Any) -> object:
     raise _ForbiddenError(f"an object of {kind!r}")
 
 
+def _restore(name: str, fields: object, values: Any) -> object:  # noqa: ARG001  (as pyspark calls it)
+    """What pyspark before 3.3 made all named tuples with, wherever it had been imported."""
+    if name != "UnischemaField":
+        raise _ForbiddenError(f"a named tuple {name!r}")
+    return _InertField(*values)
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
@@ -145,6 +155,7 @@ class _Unpickler(pickle.Unpickler):
             ("collections", "OrderedDict"): collections.OrderedDict,
             ("copyreg", "_reconstructor"): _reconstruct,
             ("copy_reg", "_reconstructor"): _reconstruct,
+            ("pyspark.serializers", "_restore"): _restore,
             ("decimal", "Decimal"): plain,
             **{("petastorm.codecs", name): type(name, (_Inert,), {}) for name in ("ScalarCodec", *_CODECS)},
             **{("numpy", name): getattr(np, _NOW.get(name, name)) for name in _NUMPY_NAMES},
@@ -155,6 +166,7 @@ class _Unpickler(pickle.Unpickler):
         self._plain = plain
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _OLD_PACKAGE.sub("petastorm.", module)
         if module == "pyspark.sql.types" and name.isidentifier():
             return self._plain
         if (module, name) not in self._known:

@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,60 @@ def test_the_schema_of_the_dataset_uses_only_names_that_are_allowed():
     assert sorted(unischema.parse(metadata(), "here")) == sorted(
         ["depth", "id", "image", "matrix", "name", "open", "packed", "y"]
     )
+
+
+def pickled_by_old_versions(package, monkeypatch, tuple_name="UnischemaField"):
+    """A schema as petastorm wrote it beside pyspark before 3.3, which had named tuples pickled in its own way."""
+
+    def made(module, name, *bases, **content):
+        return type(name, bases, {"__module__": module, **content})
+
+    def _restore(name, fields, values):
+        raise AssertionError("pyspark's own function is not called")
+
+    _restore.__module__, _restore.__qualname__ = "pyspark.serializers", "_restore"
+
+    def reduced(field):
+        return _restore, (tuple_name, ("name", "numpy_dtype", "shape", "codec", "nullable"), tuple(field))
+
+    kinds = [
+        made(f"{package}.unischema", "Unischema"),
+        made(f"{package}.unischema", "UnischemaField", tuple, __reduce__=reduced),
+        made(f"{package}.codecs", "NdarrayCodec"),
+        made(f"{package}.codecs", "ScalarCodec"),
+        made("pyspark.sql.types", "ShortType"),
+    ]
+    for name in ("pyspark.serializers", "pyspark.sql.types", f"{package}.unischema", f"{package}.codecs"):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace())
+    for kind in [*kinds, _restore]:
+        setattr(sys.modules[kind.__module__], kind.__qualname__, kind)
+    unischema_kind, field, ndarray, scalar, short = kinds
+    schema, stored_as = unischema_kind(), scalar()
+    stored_as._spark_type = short()
+    schema._fields = collections.OrderedDict(
+        id=field(("id", np.uint8, (), stored_as, False)), x=field(("x", np.float32, (2, 3), ndarray(), False))
+    )
+    monkeypatch.setattr("builtins.__import__", lambda name, *_: sys.modules[name])  # no package is there
+    content = pickle.dumps(schema, 2)
+    monkeypatch.undo()
+    return content
+
+
+@pytest.mark.parametrize("package", ["petastorm", "av.ml.dataset_toolkit", "av.experimental.deepdrive.dataset_toolkit"])
+def test_schemas_of_old_versions_are_opened(package, monkeypatch):
+    content = pickled_by_old_versions(package, monkeypatch)
+    assert b"pyspark.serializers\n_restore" in content
+    assert package.encode() in content
+    assert unischema.parse(content, "here") == {
+        "id": unischema.Field("uint8", (), None),
+        "x": unischema.Field("float32", (2, 3), "ndarray"),
+    }
+
+
+def test_other_named_tuples_of_old_versions_are_refused(monkeypatch):
+    content = pickled_by_old_versions("petastorm", monkeypatch, tuple_name="Other")
+    with pytest.raises(DataError, match="refers to a named tuple 'Other', which is not part of one. It was not opened"):
+        unischema.parse(content, "here")
 
 
 class Evil:
