@@ -42,7 +42,9 @@ class ArrowWrite:
     split: str | None = None
 
 
-def write(rows: DataFrame, store: Store, folder: str, *, row_group_bytes: int, split: str | None = None) -> list[str]:
+def write(
+    rows: DataFrame, store: Store, folder: str, *, row_group_bytes: int, split: str | None = None
+) -> dict[str, int]:
     """Write ``rows`` as Parquet files below ``folder``, named and placed as Spark does.
 
     Args:
@@ -53,21 +55,21 @@ def write(rows: DataFrame, store: Store, folder: str, *, row_group_bytes: int, s
         split: a text column; rows go to the folder ``<split>=<value>``, without that column. None is one folder.
 
     Returns:
-        The paths of the files.
+        The rows of every file, by its path.
 
     Raises:
         StoreError: from a task that could not write, as the Spark error's cause.
     """
     job = ArrowWrite(store, folder, uuid.uuid4().hex, row_group_bytes, split)
-    written = rows.mapInArrow(partial(write_partition, job), "path string").collect()
-    paths = sorted(row["path"] for row in written)
-    for other in set(store.list(folder)) - set(paths):
+    written = rows.mapInArrow(partial(write_partition, job), "path string, rows long").collect()
+    rows_of = {row["path"]: row["rows"] for row in sorted(written)}
+    for other in set(store.list(folder)) - set(rows_of):
         store.delete(other)
-    return paths
+    return rows_of
 
 
 def write_partition(job: ArrowWrite, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write the batches of one partition; yields the paths of its files."""
+    """Write the batches of one partition; yields the paths of its files and the rows in them."""
     from pyspark import TaskContext  # noqa: PLC0415  (this runs in Spark's tasks)
 
     context = TaskContext.get()
@@ -84,7 +86,10 @@ def write_partition(job: ArrowWrite, batches: Iterator[pa.RecordBatch]) -> Itera
                 files[value].add(part)
         for file in files.values():
             file.flush()
-    yield pa.RecordBatch.from_pydict({"path": pa.array([file.path for file in files.values()], pa.string())})
+    paths = pa.array([file.path for file in files.values()], pa.string())
+    yield pa.RecordBatch.from_pydict(
+        {"path": paths, "rows": pa.array([file.rows for file in files.values()], pa.int64())}
+    )
 
 
 def _by_split(batch: pa.RecordBatch, split: str | None) -> Iterator[tuple[str, pa.RecordBatch]]:
@@ -103,6 +108,7 @@ class _File:
 
     def __init__(self, job: ArrowWrite, path: str, schema: pa.Schema, opened: ExitStack) -> None:
         self.path = path
+        self.rows = 0
         self._row_group_bytes = job.row_group_bytes
         file = opened.enter_context(job.store.open(path, "wb"))
         # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
@@ -114,6 +120,7 @@ class _File:
 
     def add(self, batch: pa.RecordBatch) -> None:
         self._waiting.append(batch)
+        self.rows += batch.num_rows
         self._bytes += batch.nbytes
         if self._bytes >= self._row_group_bytes:
             self.flush()

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,7 +38,7 @@ from sparkhvd.data.footers import Footer, read_footers
 from sparkhvd.data.manifest import DataFile, Manifest, Split
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, source
-from sparkhvd.data.spark_job import is_connect, run_job
+from sparkhvd.data.spark_job import counting, is_connect, run_job
 from sparkhvd.data.spark_settings import spark_can_write, with_own_settings
 from sparkhvd.errors import ConfigError, DataError, SparkHvdError, StoreError
 from sparkhvd.store import layout
@@ -134,10 +135,9 @@ def prepare(
     refuse_streaming(df)
     dataset_id = dataset_id or new_dataset_id()
     try:
-        _write(df, selection, store, layout.dataset_rows_folder(dataset_id), writing)
+        written = _write(df, selection, store, layout.dataset_rows_folder(dataset_id), writing)
         files = _read_facts(store, dataset_id, selection.schema)
-        if not files:
-            _check_empty(df, store)
+        _check_all_came(written, files, store)
         check_rows(files, selection, writing.num_proc)
         manifest = Manifest(
             dataset_id=dataset_id,
@@ -158,12 +158,13 @@ def prepare(
     return manifest
 
 
-def _check_empty(df: DataFrame, store: Store) -> None:
-    """Tell a DataFrame without rows from a folder that is not the same for all."""
-    if not run_job(df.sparkSession, df.isEmpty):
+def _check_all_came(written: int, files: Sequence[FileFacts], store: Store) -> None:
+    """Tell a folder that is not the same for all: Spark's commit moves only the files that the driver sees."""
+    came = sum(sum(file.row_groups) for file in files)
+    if came != written:
         raise StoreError(
-            f"The DataFrame has rows, but none of them came to {store.url}. Check that the driver and all executors "
-            "share this folder."
+            f"The DataFrame has {written} rows, but {came} of them came to {store.url}. Check that the driver and all "
+            "executors share this folder."
         )
 
 
@@ -225,21 +226,22 @@ def _estimated_bytes(rows: DataFrame) -> int:
     return int(str(plan.stats().sizeInBytes()))
 
 
-def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: Writing) -> None:
+def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: Writing) -> int:
+    """Write the rows; tells how many the job had."""
     rows = prepared(df, selection, writing.seed, compress=writing.compress)
     group_bytes = row_group_bytes(rows, writing)
     url = store.spark_url(folder)
     if url is not None and spark_can_write(df.sparkSession, url):
         options = {"parquet.block.size": str(group_bytes), **store.spark_options()}
-        _write_by_spark(rows, url, options, divided=selection.validation is not None)
-        return
+        return _write_by_spark(rows, url, options, divided=selection.validation is not None)
     from sparkhvd.data import arrow_writer  # noqa: PLC0415  (heavy)
 
     split = None if selection.validation is None else SPLIT
-    run_job(df.sparkSession, lambda: arrow_writer.write(rows, store, folder, row_group_bytes=group_bytes, split=split))
+    write = partial(arrow_writer.write, rows, store, folder, row_group_bytes=group_bytes, split=split)
+    return sum(run_job(df.sparkSession, write).values())
 
 
-def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, divided: bool) -> None:
+def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, divided: bool) -> int:
     from pyspark.sql import functions  # noqa: PLC0415
 
     options = {
@@ -256,10 +258,12 @@ def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, 
         else:
             numbered = rows.withColumn(_ROW, functions.monotonically_increasing_id())
             rows = numbered.sortWithinPartitions(SPLIT, _ROW).drop(_ROW)
+    rows, counted = counting(rows)
     writer = rows.write.mode("error").options(**options)
     if divided:
         writer = writer.partitionBy(SPLIT)
     run_job(rows.sparkSession, lambda: writer.parquet(url))
+    return counted()
 
 
 def _split_by_fraction(columns: Sequence[ColumnSpec], fraction: float, seed: int) -> Column:

@@ -7,19 +7,20 @@ import math
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sparkhvd.background import in_background, is_done_within
 from sparkhvd.deadline import Deadline
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 _CANCEL_SECONDS = 60.0
+_COUNTED_SECONDS = 300.0  # Spark tells what it counted by its queue of events, soon after the job
 _LOOK_SECONDS = 0.5  # an interrupt is delivered between two waits
 
 
@@ -47,6 +48,26 @@ def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.
         cancel(spark, tag, done)
         raise
     return done.result()
+
+
+def counting(rows: DataFrame) -> tuple[DataFrame, Callable[[], int]]:
+    """The same rows, and what tells how many there were when a job has gone over them: that job counts them."""
+    from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
+
+    spark = rows.sparkSession
+    if is_connect(spark):
+        from pyspark.sql.connect.observation import Observation  # noqa: PLC0415
+    else:
+        from pyspark.sql.observation import Observation  # type: ignore[assignment]  # noqa: PLC0415
+    observation: Any = Observation()
+
+    def count() -> int:
+        found = in_background(lambda: observation.get["rows"], "sparkhvd-count", spark)
+        if not is_done_within(found, _COUNTED_SECONDS):
+            raise TimeoutError(f"Spark did not tell the number of rows within {_COUNTED_SECONDS:g} s of writing them.")
+        return int(found.result())
+
+    return rows.observe(observation, functions.count(functions.lit(1)).alias("rows")), count
 
 
 def is_connect(spark: SparkSession) -> bool:

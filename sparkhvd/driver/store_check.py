@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from sparkhvd.deadline import Deadline
 from sparkhvd.driver.slots import describe_cluster
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store.probe import Probe, new_probe
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SLOTS_SECONDS = 60.0
 _SCHEMA = "host string, name string, trouble string"
 
 
@@ -30,22 +32,23 @@ def needs_check(spark: SparkSession, store: Store) -> bool:
     return not (store.url.startswith("file:") and (master == "local" or master.startswith("local[")))
 
 
-def check_store(spark: SparkSession, store: Store, tasks: int) -> None:
+def check_store(spark: SparkSession, store: Store) -> None:
     """Check that the executors read what the driver writes to a Store, and the other way round.
 
-    One Spark job of ``tasks`` short tasks, each with one file to read and one to write. Nothing is done for a folder on
-    a ``local`` master, where all processes are on one machine.
+    One Spark job of short tasks, as many as there are slots (Spark spreads them over idle executors, so that all are
+    asked), each with one file to read and one to write. Nothing is done for a folder on a ``local`` master, where all
+    processes are on one machine.
 
     Args:
         spark: the session whose executors are asked.
         store: the Store.
-        tasks: how many to ask; Spark spreads them over idle executors, so the number of slots asks them all.
 
     Raises:
         StoreError: an executor cannot use the Store, or does not see the same files; the message names the host.
     """
     if not needs_check(spark, store):
         return
+    tasks = max(1, describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)))
     probe = new_probe(store)
     # As bytes, so that an executor that lacks the package of the Store can say so.
     sent = pickle.dumps(probe)

@@ -204,7 +204,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params["num_proc"] = _ranks(spark, params)
         if params["store"] is not None:
             params["store"] = told_by_spark(params["store"], spark)
-            check_store(spark, params["store"], params["num_proc"])
+            check_store(spark, params["store"])
         params["run_id"] = params["run_id"] or self._new_run_id()
         last = _last_checkpoint(params)
         params["division_proc"] = params["num_proc"] if last is None or last.within is None else last.within.num_proc

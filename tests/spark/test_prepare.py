@@ -344,12 +344,29 @@ class StoreOfOtherMachines(LocalStore):
         return f"file://{self.root}-elsewhere/{path}"
 
 
-def test_rows_that_do_not_come_to_the_store_are_told_from_none(spark, tmp_path):
+class StoreOfOneMachine(LocalStore):
+    """The driver does not see what one of the tasks wrote, as where not all executors share its folder."""
+
+    def list(self, path):
+        return [found for found in super().list(path) if "part-00001-" not in found]
+
+
+@pytest.mark.parametrize("validation", [None, 0.5])
+def test_rows_that_do_not_come_to_the_store_are_told_from_none(spark, tmp_path, validation):
     store = StoreOfOtherMachines(str(tmp_path / "store"))
-    with pytest.raises(StoreError, match=rf"has rows, but none of them came to {store.url}\. Check that the driver"):
-        prepare_all(spark.createDataFrame([([1.0], 0)], ARRAY), store)
-    with pytest.raises(DataError, match=r"^The DataFrame has no rows to train on\."):
-        prepare_all(spark.createDataFrame([], ARRAY), store)
+    with pytest.raises(StoreError, match=rf"has 1 rows, but 0 of them came to {store.url}\. Check that the driver"):
+        prepare_all(spark.createDataFrame([([1.0], 0)], ARRAY), store, validation=validation)
+    for empty in (spark.createDataFrame([], ARRAY), numbers(spark).where("x < 0"), numbers(spark).limit(0)):
+        with pytest.raises(DataError, match=r"^The DataFrame has no rows to train on\."):
+            prepare_all(empty, store, validation=validation)
+
+
+@pytest.mark.parametrize("validation", [None, 0.5])
+def test_a_store_in_which_some_of_the_rows_are_missing_is_refused(spark, tmp_path, validation):
+    store = StoreOfOneMachine(str(tmp_path / "store"))
+    with pytest.raises(StoreError, match=rf"has 100 rows, but 6\d of them came to {store.url}\. Check that the driver"):
+        prepare_all(numbers(spark), store, validation=validation)
+    assert_nothing_is_left(store)
 
 
 def test_too_few_rows_are_refused_with_both_numbers(spark, store):

@@ -165,7 +165,8 @@ def test_our_writer_keeps_all_rows_in_order_and_by_split(spark, hdfs, s3, store)
         "id", "array(id, id + 1) AS pair", "IF(id % 5 = 0, 'validation', 'train') AS part"
     )
     paths = arrow_writer.write(rows, store, "out", row_group_bytes=2000, split="part")
-    assert paths == store.list("out")
+    assert list(paths) == store.list("out")
+    assert sum(paths.values()) == 1000
     assert {path.split("/")[1] for path in paths} == {"part=train", "part=validation"}
     read = {"train": [], "validation": []}
     for path in sorted(paths, key=lambda path: path.rpartition("/")[2]):
@@ -194,7 +195,7 @@ def test_our_writer_keeps_every_type_as_spark_writes_it(spark, hdfs_store, tmp_p
 def test_our_writer_removes_what_others_left_in_its_folder(spark, hdfs_store):
     hdfs_store.publish("out/part-00000-of-an-attempt-that-failed.parquet", b"half")
     paths = arrow_writer.write(spark.range(10), hdfs_store, "out", row_group_bytes=1000)
-    assert hdfs_store.list("out") == paths
+    assert hdfs_store.list("out") == list(paths)
 
 
 def test_the_writers_error_names_the_store(spark, hdfs, monkeypatch):
@@ -234,7 +235,11 @@ def test_what_a_store_was_told_reaches_sparks_writer_and_is_not_shown(spark, s3_
 
 
 def test_a_store_that_all_reach_passes_the_check_and_keeps_nothing_of_it(spark, hdfs, s3, store):
-    check_store(spark, store, tasks=4)
+    before = set(spark.sparkContext.statusTracker().getJobIdsForGroup(None))
+    check_store(spark, store)
+    (job,) = set(spark.sparkContext.statusTracker().getJobIdsForGroup(None)) - before
+    (stage,) = spark.sparkContext.statusTracker().getJobInfo(job).stageIds
+    assert spark.sparkContext.statusTracker().getStageInfo(stage).numTasks == 4  # the slots
     assert store.list("") == []
 
 
@@ -246,12 +251,12 @@ def test_a_store_that_the_executors_do_not_share_is_said_in_one_sentence(spark):
         r"just written\. Use a folder that all machines mount"
     )
     with pytest.raises(StoreError, match=message):
-        check_store(spark, store, tasks=2)
+        check_store(spark, store)
     assert store.list("") == []
 
 
 def test_a_folder_on_a_local_master_is_not_checked(spark, tmp_path):
     store = Store.create(str(tmp_path))
     jobs = spark.sparkContext.statusTracker().getJobIdsForGroup(None)
-    check_store(spark, store, tasks=2)
+    check_store(spark, store)
     assert spark.sparkContext.statusTracker().getJobIdsForGroup(None) == jobs
