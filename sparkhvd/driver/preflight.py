@@ -170,7 +170,7 @@ def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examinatio
                 "busy. Wait for those, or give this job a cluster of its own."
             )
         if stage.error is not None:
-            raise LaunchError(spark_failure(stage.error, stage.host_of)) from stage.error
+            raise LaunchError(spark_failure(stage.error, stage.host_of, stage.task_hosts())) from stage.error
         return [Examination.from_json(bytes(row.content)) for row in sorted(stage.rows, key=lambda row: int(row.rank))]
 
 

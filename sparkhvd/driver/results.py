@@ -10,7 +10,7 @@ from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.messages import Attending
 from sparkhvd.rpc.server import SILENT_SECONDS
 from sparkhvd.task.job import FAILURE
-from sparkhvd.task.report import LAUNCH, NOT_STARTED, TOO_LARGE, FailureReport
+from sparkhvd.task.report import LAUNCH, NOT_MET, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.supervise import Outcome
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ def failure_of(report: FailureReport) -> LaunchError:
         message += f"\n\nThe last lines that rank {report.rank} wrote to stderr:\n{report.stderr_tail}"
     if report.kind == NOT_STARTED:
         return StartTimeoutError(f"{message} Raise start_timeout, or see what its imports wait for.")
+    if report.kind == NOT_MET:
+        return StartTimeoutError(message)
     if report.kind in {TOO_LARGE, LAUNCH}:
         return LaunchError(message)
     return RankFailedError(
@@ -81,10 +83,23 @@ def lost(task: Attending, error: OSError) -> FailureReport:
     return cut_off(task) if is_cut_off(error) else silent(task)
 
 
-def missed(tasks: Sequence[tuple[int, str]]) -> str:
-    """Tasks in words, each by its index and its host, where that is known."""
-    names = [f"task {index} on host {host}" if host else f"task {index}" for index, host in tasks[:_MOST_NAMED]]
-    return ", ".join([*names, f"{len(tasks) - _MOST_NAMED} more"] if len(tasks) > _MOST_NAMED else names)
+def not_met(missing: Sequence[int], hosts: Mapping[int, str], seconds: float) -> FailureReport:
+    """The report for tasks that keep the others waiting.
+
+    Args:
+        missing: their indices.
+        hosts: of tasks, as far as they are known.
+        seconds: what the user gave as ``start_timeout``.
+    """
+    names = [f"task {index} on host {hosts[index]}" if hosts.get(index) else f"task {index}" for index in missing]
+    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
+    cause = (
+        f"The tasks of this job did not meet within start_timeout={seconds:g} s: Spark runs "
+        f"{', '.join(names[:_MOST_NAMED] + more)}, but without getting any further. Its Python worker is stopped, or "
+        "what it does first hangs, like an import from a file system that does not answer. See the executor's log, or "
+        "raise start_timeout"
+    )
+    return FailureReport(-1, "", cause, kind=NOT_MET)
 
 
 def silent(task: Attending) -> FailureReport:

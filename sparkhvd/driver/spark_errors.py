@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 _MAX_TEXT = 4000
+_UNKNOWN: Mapping[int, str] = MappingProxyType({})
 _EXECUTOR = re.compile(r"ExecutorLostFailure \(executor (\S+) [^)]*\)(?: Reason: ([^\n]*))?")
 _TASK = re.compile(r"because barrier task \w+\(\d+, (\d+)\)")
 _ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
@@ -15,12 +17,15 @@ _VERSIONS = re.compile(r"The driver has sparkhvd .*")
 _CRASHED = "Python worker exited unexpectedly"
 
 
-def spark_failure(error: BaseException, host_of: Callable[[str], str] = lambda _: "") -> str:
+def spark_failure(
+    error: BaseException, host_of: Callable[[str], str] = lambda _: "", task_hosts: Mapping[int, str] = _UNKNOWN
+) -> str:
     """The sentences for an error of Spark, with what it said itself behind them.
 
     Args:
         error: what its job raised.
         host_of: the host of an executor, by its number; empty where that is not known.
+        task_hosts: the hosts of the tasks of the last attempt, by index, where they are known.
     """
     text = str(error)
     if re.search(r"No module named 'sparkhvd['.]", text):
@@ -38,7 +43,7 @@ def spark_failure(error: BaseException, host_of: Callable[[str], str] = lambda _
         )
     text = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("\tat "))
     shortened = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
-    cause = _cause(text, host_of)
+    cause = _cause(text, host_of, task_hosts)
     if not cause:
         return f"Spark gave the job up; no rank reported a failure of its own. Spark says: {shortened}"
     attempts = _ATTEMPTS.search(text)
@@ -51,18 +56,19 @@ def _has_ended(error: BaseException) -> bool:
     return isinstance(error, ConnectionError | EOFError) or type(error).__name__ == "Py4JNetworkError"
 
 
-def _cause(text: str, host_of: Callable[[str], str]) -> str:
+def _cause(text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, str]) -> str:
     """Why the last attempt failed; empty where that is not among what is known of Spark."""
     number = _TASK.search(text)
     task = f"task {number[1]}" if number else "a task"
+    there = f" on host {task_hosts[int(number[1])]}" if number and int(number[1]) in task_hosts else ""
     if lost := _EXECUTOR.search(text):
         host = host_of(lost[1])
         place = f"executor {lost[1]} on host {host}" if host else f"executor {lost[1]}"
         reason = (lost[2] or "no reason given").rstrip(".")
         return f"{place}, which ran {task}, was lost ({reason}). Its log says more"
     if raised := _RAISED.findall(text):  # the last of those that caused each other
-        return f"{task} failed with {raised[-1].rstrip('.')}"
+        return f"{task}{there} failed with {raised[-1].rstrip('.')}"
     if _CRASHED in text:
         why = "on a host that is short of memory the kernel kills it"
-        return f"the Python worker of {task} was killed or crashed; {why}"
+        return f"the Python worker of {task}{there} was killed or crashed; {why}"
     return ""

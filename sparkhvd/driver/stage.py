@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sparkhvd.background import in_background, is_done_within, is_set_within
 from sparkhvd.data.spark_job import add_tag, cancel, is_connect, new_tag
@@ -83,15 +83,12 @@ class BarrierStage:
             return ""
 
     def task_hosts(self) -> dict[int, str]:
-        """The hosts of the tasks that run, by index; empty where Spark does not say."""
+        """The hosts of the tasks of the last attempt, by index; empty where Spark does not say."""
         if is_connect(self._spark):
             return {}
         try:
-            store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - PySpark has no other way
             own = next(stage for stage in self._stages() if stage.numTasks == self._num_tasks)
-            tasks = store.taskList(own.stageId, own.currentAttemptId, self._num_tasks)
-            found = [tasks.apply(number) for number in range(tasks.size())]
-            return {int(task.index()): str(task.host()) for task in found}
+            return {int(task.index()): str(task.host()) for task in self._tasks_of(own)}
         except Exception:  # noqa: BLE001 - a sentence without the hosts is better than none
             return {}
 
@@ -146,13 +143,13 @@ class BarrierStage:
             # What a client is not told it cannot know; ending a job that runs would be worse than waiting.
             logger.warning("No rank reported its start within %g s; still waiting.", seconds)
             return True
-        return any(stage.numTasks == self._num_tasks == stage.numActiveTasks for stage in self._stages())
+        return any(stage.numTasks == self._num_tasks == self._active(stage) for stage in self._stages())
 
     def _evaluates(self) -> bool:
         """Whether Spark is at work on the rows that the tasks will get."""
         if is_connect(self._spark):
             return bool(self._running())
-        return any(stage.numActiveTasks for stage in self._stages())
+        return any(map(self._active, self._stages()))
 
     def _running(self) -> int | None:
         """How many tasks run, as far as a client of Spark Connect is told."""
@@ -165,6 +162,19 @@ class BarrierStage:
         jobs = [job for number in tagged if (job := tracker.getJobInfo(number)) is not None]
         stages = [tracker.getStageInfo(number) for job in jobs for number in job.stageIds]
         return [stage for stage in stages if stage is not None]
+
+    def _active(self, stage: SparkStageInfo) -> int:
+        """How many tasks of a stage run now.
+
+        What Spark counts itself (``numActiveTasks``) leaves out those that began within 100 ms of each other, until
+        some other event comes, which may take ten seconds (``spark.ui.liveUpdate.period``).
+        """
+        return sum(str(task.status()) == "RUNNING" for task in self._tasks_of(stage))
+
+    def _tasks_of(self, stage: SparkStageInfo) -> list[Any]:
+        store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - PySpark has no other way
+        tasks = store.taskList(stage.stageId, stage.currentAttemptId, stage.numTasks)
+        return [tasks.apply(number) for number in range(tasks.size())]
 
 
 class _Progress:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 
 import pyarrow as pa
-from pyspark import BarrierTaskContext
 
 from sparkhvd.addresses import address_to_bind
-from sparkhvd.background import in_background, is_done_within
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.config import given_rows_variable, local_folders
 from sparkhvd.data.facts import SPLIT
@@ -27,6 +24,7 @@ from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import mixed_devices, write_device_map
 from sparkhvd.task.driver_line import DriverLine
+from sparkhvd.task.gather import all_gather
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog
@@ -116,24 +114,12 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
     own = Introduction(place.attempt, offer, port)
     tasks = line.meet(own) if line is not None else None
     if tasks is None:
-        messages = _all_gather(json.dumps(asdict(own)), job, place)
+        messages = all_gather(json.dumps(asdict(own)), job, place)
         tasks = tuple(built(Introduction, json.loads(message)) for message in messages)
     first = next(task for task in tasks if task.offer.task_index == 0)
     rendezvous = (first.offer.bind_host, first.port)
     slots = assign([task.offer for task in tasks])
     return Plan(tuple(slots), (rendezvous,), _token(job, first.attempt)), unknown
-
-
-def _all_gather(message: str, job: Job, place: TaskPlace) -> list[str]:
-    """What all tasks say, by Spark's own means, which knows no time limit of its own."""
-    context = BarrierTaskContext.get()
-    gathered = in_background(lambda: context.allGather(message), "sparkhvd-all-gather")
-    if not is_done_within(gathered, math.inf if job.gives_rows else job.start_timeout):
-        raise LaunchError(
-            f"Task {place.index} on host {place.host} waited start_timeout={job.start_timeout:g} s for the other tasks "
-            "of this job: one of them is stopped or hangs, see the executors' logs."
-        )
-    return gathered.result()
 
 
 def _token(job: Job, attempt: int) -> bytes:

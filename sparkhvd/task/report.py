@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 RAISED = "raised"
 NOT_STARTED = "not started"
+NOT_MET = "not met"
 TOO_LARGE = "too large"
 LAUNCH = "launch"
 
@@ -29,7 +30,8 @@ class FailureReport:
         rank: which rank failed.
         host: where it ran.
         kind: ``RAISED`` for anything that ended the rank, ``NOT_STARTED`` when it was not ready in time, ``TOO_LARGE``
-            for results above the cap, ``LAUNCH`` when no rank is to blame: ``cause`` is then the whole sentence.
+            for results above the cap, ``LAUNCH`` when no rank is to blame, and ``NOT_MET`` when tasks did not come to
+            the others in time: ``cause`` is then the whole sentence.
         cause: completes "Rank 1 on host X ...".
         traceback: its Python traceback, empty when the process died without one.
         stderr_tail: the last lines that it wrote to stderr.
@@ -47,7 +49,7 @@ class FailureReport:
     secondary: bool = False
 
     def sentence(self) -> str:
-        if self.kind == LAUNCH:
+        if self.kind in {LAUNCH, NOT_MET}:
             return self.cause
         cause = f"{self.cause.removesuffix('.')} ({self.phase})" if self.phase else self.cause
         return f"Rank {self.rank} on host {self.host} {cause}"

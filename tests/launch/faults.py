@@ -106,14 +106,17 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
 _WRONG_SECRET = _NAMED + "raised AuthenticationError: "
 _STOPPED = _NAMED + "was given up: its Spark task has given no sign of life"
 _GIVEN_UP = r"Spark gave the job up[\s\S]*"
-_CRASHED = f"{_GIVEN_UP}Python worker exited unexpectedly"
+_TASK_FAILED = r"Spark gave the job up: task 1 on host \S+ failed with [^\n]*"
+_CRASHED = r"Spark gave the job up: the Python worker of task 1 on host \S+ was killed or crashed"
+_NOT_MET = r"The tasks of this job did not meet within start_timeout=6 s: Spark runs task 1 on host \S+, but"
 _TASKS_OF_MPI: dict[str, tuple[type[BaseException] | None, str]] = {
-    "raise": (LaunchError, f"{_GIVEN_UP}ValueError: no luck"),
+    "raise": (LaunchError, f"{_TASK_FAILED}ValueError: no luck"),
     "exit": (LaunchError, _CRASHED),
     "kill": (LaunchError, _CRASHED),
-    "memory": (LaunchError, f"{_GIVEN_UP}MemoryError"),
-    "disk": (LaunchError, f"{_GIVEN_UP}{_NO_SPACE}"),
-    "hang": (LaunchError, "Timed out waiting for Spark tasks to register: 0 of 2 did"),
+    "memory": (LaunchError, f"{_TASK_FAILED}MemoryError"),
+    "disk": (LaunchError, f"{_TASK_FAILED}{_NO_SPACE}"),
+    "hang": (StartTimeoutError, _NOT_MET),
+    "task stopped": (StartTimeoutError, _NOT_MET),
     "stranger": (None, ""),
     "driver interrupted": (KeyboardInterrupt, ""),
     "wrong secret": (
@@ -121,7 +124,6 @@ _TASKS_OF_MPI: dict[str, tuple[type[BaseException] | None, str]] = {
         _GIVEN_UP + r"Task 1 on host \S+ cannot register with the driver: .*it belongs to another job",
     ),
 }
-_NOT_MET = r"The tasks of this job did not meet within start_timeout=6 s: Spark runs task 1 on host \S+, but"
 _TASKS = {
     "sparkhvd.driver.launchers.barrier.run_task": barrier_task,
     "sparkhvd.driver.launchers.mpi.run_mpi_task": mpi_task,
@@ -146,7 +148,7 @@ _ALWAYS = {
     ("mpi", "task stopped", "in mid-training"),
     *(("barrier", how, "in mid-training") for how in ("raise", "hang", "task stopped")),
     *(("mpi", how, phase) for how, phase in (("kill", "at rendezvous"), ("raise", "at the end"))),
-    *(("mpi", how, "before registration") for how in ("raise", "kill", "wrong secret")),
+    *(("mpi", how, "before registration") for how in ("raise", "kill", "hang", "wrong secret")),
 }
 
 

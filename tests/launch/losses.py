@@ -27,8 +27,8 @@ _EXECUTOR_LOST = (
     rf"code 137\)\. Its log says more\. It was the last of {ATTEMPTS} attempts\."
 )
 _TASK_LOST = (
-    r"Task 1 on host 127\.0\.0\.1 was lost while its ranks were starting or running: its Python worker or its executor "
-    r"was killed or crashed"
+    r"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost while its ranks started or ran: its Python worker or its "
+    r"executor was killed or crashed"
 )
 _NO_JVM = rf"Spark has ended: the JVM beside this driver does not answer any more|{_TASK_LOST}"
 

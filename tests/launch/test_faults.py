@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from sparkhvd.errors import LaunchError
+from sparkhvd.task.gather import all_gather
 from sparkhvd.task.job import Job
-from sparkhvd.task.main import _all_gather
 from sparkhvd.task.place import place_of_task
 from tests.launch.faults import FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
@@ -31,7 +31,7 @@ def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[p
     place, said = place_of_task(), []
     if place.index == 0:
         try:
-            _all_gather("here", Job(b"", 2, start_timeout=1.0), place)
+            all_gather("here", Job(b"", 2, start_timeout=1.0), place)
         except LaunchError as error:
             said.append(str(error))
         waited.touch()

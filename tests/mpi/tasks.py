@@ -74,6 +74,9 @@ class ProcessStage:
     def host_of(self, executor: str) -> str:
         return ""
 
+    def task_hosts(self) -> dict[int, str]:
+        return {}
+
     def wait_started(self, started: threading.Event, deadline, seconds: float) -> None:
         assert started.wait(deadline.remaining())
 

@@ -203,7 +203,8 @@ def test_a_lost_task_is_one_error_and_nothing_is_left(phase, tmp_path):
     finally:
         launched.handle.close()
     assert time.monotonic() - began < ENDS_WITHIN
-    words = "Spark gave the job up" if phase == "before registration" else "Task 1 on host 127.0.0.1 was lost"
+    lost = "Task 1 on host 127.0.0.1, that of rank 1, was lost while"
+    words = "Spark gave the job up" if phase == "before registration" else lost
     assert words in str(caught.value)
     if phase == "while the ranks run":
         assert not any(psutil.pid_exists(int(path.read_text())) for path in pids)

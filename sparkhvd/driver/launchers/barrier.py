@@ -17,16 +17,17 @@ from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import failure_of, lost, missed, results_of
+from sparkhvd.driver.results import failure_of, lost, not_met, results_of
 from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
-from sparkhvd.errors import LaunchError, StartTimeoutError
+from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import Attending
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.entry import entry_of
 from sparkhvd.task.job import Job
 from sparkhvd.task.main import run_task
+from sparkhvd.task.report import FailureReport
 
 # What is on its way when a host is cut off may still come.
 _ROWS_SECONDS = 1.0
@@ -54,7 +55,7 @@ class BarrierHandle:
         self._job = job
         self._stream = stream
         self._wake = threading.Event()  # set when the stage has ended or a task was lost
-        self._lost: LaunchError | None = None  # written before _wake is set
+        self._lost: FailureReport | None = None  # written before _wake is set
         own_host, bind_host = driver_hosts(spark)
         # A Connect client may sleep or change its network while its job runs.
         on_lost = None if is_connect(spark) else self._lose
@@ -80,9 +81,9 @@ class BarrierHandle:
     def results(self) -> list[bytes]:
         is_set_within(self._wake)
         if not self._stage.wait(_ROWS_SECONDS if self._lost is not None else math.inf) and self._lost is not None:
-            raise self._lost
-        if self._stage.error is not None:
-            raise LaunchError(spark_failure(self._stage.error, self._stage.host_of)) from self._stage.error
+            raise failure_of(self._lost)
+        if (error := self._stage.error) is not None:
+            raise LaunchError(spark_failure(error, self._stage.host_of, self._stage.task_hosts())) from error
         return results_of(self._stage.rows, self._job.num_proc)
 
     def close(self) -> None:
@@ -95,16 +96,11 @@ class BarrierHandle:
     def _lose(self, task: Attending, error: OSError) -> None:
         """Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
         if not self._meeting.is_given_up(task):
-            self._lost = self._lost or failure_of(lost(task, error))
+            self._lost = self._lost or lost(task, error)
             self._ended()
 
     def _miss(self, tasks: Mapping[int, str]) -> None:
         """Some tasks keep the others waiting."""
         hosts = {**self._stage.task_hosts(), **{index: host for index, host in tasks.items() if host}}
-        who = missed([(index, hosts.get(index, "")) for index in tasks])
-        self._lost = self._lost or StartTimeoutError(
-            f"The tasks of this job did not meet within start_timeout={self._job.start_timeout:g} s: Spark runs {who}, "
-            "but without getting any further. Its Python worker is stopped, or what it does first hangs, like an "
-            "import from a file system that does not answer. See the executor's log, or raise start_timeout."
-        )
+        self._lost = self._lost or not_met(list(tasks), hosts, self._job.start_timeout)
         self._ended()

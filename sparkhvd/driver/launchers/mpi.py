@@ -25,7 +25,7 @@ from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.ring import linked
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
 from sparkhvd.driver.resources import profile_of
-from sparkhvd.driver.results import failure_of, lost, results_of
+from sparkhvd.driver.results import failure_of, lost, not_met, results_of
 from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTE_SECONDS = 10.0
+_AFTER_START_SECONDS = 1.0
 # A task that went away before the start is replaced by Spark; the tasks of the new attempt come within this time.
 _NEW_ATTEMPT_SECONDS = 8.0
 # After a failure: the ranks are ended by their tasks, and the rows with the reports come.
@@ -70,6 +71,8 @@ class Stage(Protocol):
     def wait(self, seconds: float = math.inf) -> bool: ...
 
     def host_of(self, executor: str) -> str: ...
+
+    def task_hosts(self) -> dict[int, str]: ...
 
     def wait_started(self, started: threading.Event, deadline: Deadline, seconds: float) -> None: ...
 
@@ -166,8 +169,8 @@ class MpiHandle:
         failure = self._failure_noted()
         if failure is not None:
             raise failure_of(failure)
-        if self._stage.error is not None:
-            raise LaunchError(spark_failure(self._stage.error, self._stage.host_of)) from self._stage.error
+        if (error := self._stage.error) is not None:
+            raise LaunchError(spark_failure(error, self._stage.host_of, self._stage.task_hosts())) from error
         return results_of(self._stage.rows, self._job.num_proc)
 
     def close(self) -> None:
@@ -207,7 +210,7 @@ class MpiHandle:
     def _start(self) -> None:
         """Bring the tasks together and start ``mpirun``; runs in a thread of its own."""
         try:
-            attempt, tasks = self._service.await_registrations(-1, self._deadline)
+            attempt, tasks = self._first_attempt()
             while (problem := self._try_ranks(tasks)) is not None:
                 attempt, tasks = self._next_attempt(attempt, problem)
         except SparkHvdError as error:
@@ -216,6 +219,17 @@ class MpiHandle:
         except Exception as error:
             logger.debug("The start of mpirun failed.", exc_info=True)
             self._fail(f"The driver cannot start the ranks: {type(error).__name__}: {error}.")
+
+    def _first_attempt(self) -> tuple[int, list[Registration]]:
+        # ``wait_started``, which knows whether the tasks run at all, speaks first.
+        deadline = Deadline(self._deadline.at + _AFTER_START_SECONDS)
+        try:
+            return self._service.await_registrations(-1, deadline)
+        except DeadlineExceededError:
+            if deadline.expired():
+                report = not_met(self._service.missing(), self._stage.task_hosts(), self._job.start_timeout)
+                self._note(report)
+            raise
 
     def _try_ranks(self, tasks: Sequence[Registration]) -> OSError | None:
         """Start the ranks; what is returned is why the tasks cannot be reached."""
@@ -286,9 +300,10 @@ class MpiHandle:
                 if is_cut_off(error) or isinstance(error, DeadlineExceededError):
                     self._note(lost(Attending(offer.task_index, rank, offer.host), error))
                 self._fail(
-                    f"Task {offer.task_index} on host {offer.host} was lost while its ranks were starting or running: "
-                    "its Python worker or its executor was killed or crashed, as on a host that is short of memory. "
-                    "The executor's log says more."
+                    f"Task {offer.task_index} on host {offer.host}, that of rank {rank}, was lost "
+                    f"{'before mpirun was started' if self._mpirun is None else 'while its ranks started or ran'}: its "
+                    "Python worker or its executor was killed or crashed, as on a host that is short of memory. The "
+                    "executor's log says more."
                 )
 
         thread = threading.Thread(target=watch, name="sparkhvd-attend", daemon=True)

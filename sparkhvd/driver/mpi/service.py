@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.messages import Acknowledged, FindTask, Message, Refused, Register, TaskAddress
+from sparkhvd.rpc.messages import Acknowledged, Attending, FindTask, Message, Refused, Register, TaskAddress
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.task.assignment import assign
 
@@ -59,10 +59,15 @@ class DriverService:
         self._stream = stream
         self._changed = threading.Condition()  # guards all below
         self._attempts: dict[int, dict[int, Registration]] = {}
+        self._newest = -1
+        self._here: dict[int, str] = {}  # the host of each task of the newest attempt that has come so far
         self._servers: Mapping[str, TaskServer] = {}
         self._over = ""
 
     def handle(self, message: Message) -> Message | None:
+        if isinstance(message, Attending):
+            self._note(message)
+            return None
         if isinstance(message, Register):
             return self._register(message.registration)
         if isinstance(message, FindTask):
@@ -90,6 +95,11 @@ class DriverService:
                 raise DeadlineExceededError(self._over)
             return found, [self._attempts[found][index] for index in range(self._num_tasks)]
 
+    def missing(self) -> list[int]:
+        """The tasks that have not come to the others; all when these do not get any further, either."""
+        with self._changed:
+            return sorted(set(range(self._num_tasks)) - set(self._here)) or list(range(self._num_tasks))
+
     def serve_hosts(self, servers: Mapping[str, TaskServer]) -> None:
         """From now on agents learn which task's server executes commands for a host, by ``MpiHost.name``."""
         with self._changed:
@@ -104,6 +114,14 @@ class DriverService:
     def _complete(self, above: int) -> int | None:
         done = [number for number, one in self._attempts.items() if number > above and len(one) == self._num_tasks]
         return max(done, default=None)
+
+    def _note(self, task: Attending) -> None:
+        number = task.attempt - task.task_index  # as in ``driver.meeting``
+        with self._changed:
+            if number > self._newest:
+                self._newest, self._here = number, {}
+            if number == self._newest:
+                self._here[task.task_index] = task.host
 
     def _register(self, registration: Registration) -> Message:
         index = registration.offer.task_index

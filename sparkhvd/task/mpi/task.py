@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,10 +18,11 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.rpc.messages import Acknowledged, Flush, Refused, Register
+from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Refused, Register
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import Slot, assign
+from sparkhvd.task.gather import all_gather
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job
@@ -62,8 +63,13 @@ class _Part:
     deadline: Deadline
 
 
-def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
+def serve(job: MpiJob, place: TaskPlace, agree: Callable[[], int] = int) -> dict[int, bytes | Outcome]:
     """Take part in a job: register, wait for the plan, and start this host's ranks if this is its first task.
+
+    Args:
+        job: the job.
+        place: of this task.
+        agree: meets the other tasks of this attempt of the stage; returns what all of them call it.
 
     Returns:
         By rank, for the ranks that this task watched over: the pickled result, or the outcome that made it worthless.
@@ -74,6 +80,9 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
     deadline = Deadline.after(job.job.start_timeout)
     secret = job.job.secret
     with ExitStack() as stack:
+        driver = _introduced(job.job, place, deadline)
+        stack.callback(driver.close)
+        attempt = agree()
         service = TaskService(secret)
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
         # No reason for Spark to try again: the driver ends the job.
@@ -93,15 +102,8 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         listening = tuple(
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )
-        try:
-            driver = connect(job.job.driver_addresses, secret, deadline)
-        except OSError as error:
-            raise LaunchError(
-                f"Task {place.index} on host {place.host} cannot register with the driver: {error}"
-            ) from error
-        stack.callback(driver.close)
         orted = shutil.which("orted", path=path) or ""
-        _register(driver, Registration(place.attempt, offer, listening, orted, problem), deadline)
+        _register(driver, Registration(attempt, offer, listening, orted, problem), deadline)
         offers = _await_plan(driver, service, deadline)
         plan = Plan(tuple(assign(offers)), job.rendezvous, job.token)
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == place.index).offer.bind_host
@@ -113,6 +115,18 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
             return _lead(_Part(job, plan, place, service, deadline), own)
         _follow(plan, place, deadline)
         return {}
+
+
+def _introduced(job: Job, place: TaskPlace, deadline: Deadline) -> Client:
+    """A connection to the driver, which now knows that this task has come so far."""
+    try:
+        driver = connect(job.driver_addresses, job.secret, deadline)
+        driver.send(Attending(place.index, -1, place.host, place.attempt), deadline)
+    except OSError as error:
+        raise LaunchError(
+            f"Task {place.index} on host {place.host} cannot register with the driver: {error}"
+        ) from error
+    return driver
 
 
 def _await_plan(driver: Client, service: TaskService, deadline: Deadline) -> tuple[TaskOffer, ...]:
@@ -215,12 +229,9 @@ def _follow(plan: Plan, place: TaskPlace, deadline: Deadline) -> None:
 
 def run_mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Take part in a job; yields rows of ``RESULT_SCHEMA`` for the ranks that this task watched over."""
-    from pyspark import BarrierTaskContext  # noqa: PLC0415 - ``serve`` works without Spark
-
     for _ in batches:  # Spark wants its input read
         continue
     place = place_of_task()
-    attempts = BarrierTaskContext.get().allGather(str(place.attempt))
-    contents = serve(job, replace(place, attempt=min(int(one) for one in attempts)))
+    contents = serve(job, place, lambda: min(int(one) for one in all_gather(str(place.attempt), job.job, place)))
     for rank, content in sorted(contents.items()):
         yield from result_rows(rank, content)

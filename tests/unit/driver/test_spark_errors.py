@@ -44,6 +44,15 @@ def test_the_cause_comes_before_what_spark_says(said, cause):
     assert "\tat org.y" not in failure
 
 
+def test_a_task_is_named_with_its_host():
+    said = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
+    failure = spark_failure(said, task_hosts={0: "node-a", 1: "node-b"})
+    assert failure.startswith("Spark gave the job up: the Python worker of task 1 on host node-b was killed or crashed")
+    raised = RuntimeError(f"{ABORTED}Traceback (most recent call last):\n  File a\nValueError: no luck\n SQL")
+    failure = spark_failure(raised, task_hosts={1: "node-b"})
+    assert failure.startswith("Spark gave the job up: task 1 on host node-b failed with ValueError: no luck.")
+
+
 def test_an_executor_whose_host_is_not_known_is_named_alone():
     failure = spark_failure(RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone"))
     assert failure.startswith("Spark gave the job up: executor 2, which ran task 1, was lost (gone).")

@@ -9,7 +9,7 @@ from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import mpirun_arguments, mpirun_settings
 from sparkhvd.driver.mpi.service import DriverService, MpiHost, mpi_hosts
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.messages import Acknowledged, FindTask, Refused, Register, TaskAddress
+from sparkhvd.rpc.messages import Acknowledged, Attending, FindTask, Refused, Register, TaskAddress
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 
 
@@ -58,6 +58,16 @@ def test_missing_tasks_are_counted_and_late_ones_refused():
     assert driver.handle(Register(registration(1))) == Refused("The job is over.")
     with pytest.raises(DeadlineExceededError, match="The job is over"):
         driver.await_registrations(-1, Deadline.after(60.0))
+
+
+def test_the_tasks_that_have_not_come_are_known():
+    driver = service(3)
+    assert driver.missing() == [0, 1, 2]
+    for index, attempt in ((0, 0), (1, 1), (2, 5), (0, 3)):  # Spark has begun anew with task 2
+        assert driver.handle(Attending(index, -1, "there", attempt)) is None
+    assert driver.missing() == [1]
+    driver.handle(Attending(1, -1, "there", 4))
+    assert driver.missing() == [0, 1, 2], "nobody gets any further"
 
 
 def test_a_task_that_the_job_does_not_have_is_refused():
