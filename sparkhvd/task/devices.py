@@ -14,6 +14,8 @@ from sparkhvd.task.output import RankLog
 
 # The GPUs that CUDA lets a process see.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# How CUDA counts them: by itself the fastest first; nvidia-smi, and with it Spark's discovery scripts, goes by bus.
+ORDER = "CUDA_DEVICE_ORDER"
 # What NVIDIA's driver tells of its devices, without CUDA.
 _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
@@ -117,7 +119,7 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
         seen: Sequence[str] = own
     else:
         seen = [*(devices[0] for devices in lists), *(name for devices in lists for name in devices[1:])]
-    return ((VISIBLE, ",".join(seen)), (OWN_DEVICES, ",".join(own)))
+    return ((VISIBLE, ",".join(seen)), (ORDER, "PCI_BUS_ID"), (OWN_DEVICES, ",".join(own)))
 
 
 def device_map(slots: Sequence[Slot]) -> str:

@@ -9,7 +9,7 @@ from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.assignment import Slot
-from sparkhvd.task.devices import device_variables
+from sparkhvd.task.devices import ORDER, VISIBLE, device_variables
 from sparkhvd.task.job import RESULT_CAP_BYTES, Job
 from sparkhvd.task.process import WorkerProcess
 from sparkhvd.task.supervise import (
@@ -111,5 +111,7 @@ def _variables(job: Job, plan: Plan, slot: Slot) -> tuple[tuple[str, str], ...]:
     }
     places |= {"LOCAL_RANK": str(world.local_rank), "SPARKHVD_LOG_LEVEL": str(job.log_level)}
     set_by_user = {name for name, _ in job.env}
+    if VISIBLE in set_by_user:
+        set_by_user.add(ORDER)  # the user counted
     devices = [(name, value) for name, value in device_variables(plan.slots, slot) if name not in set_by_user]
     return (*places.items(), *devices)

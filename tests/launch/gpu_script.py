@@ -15,7 +15,13 @@ from sparkhvd.errors import SlotsError
 def devices() -> dict[str, object]:
     import sparkhvd.task  # noqa: PLC0415
 
-    names = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "SPARKHVD_LOCAL_RANK")
+    names = (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
+        "OMP_NUM_THREADS",
+        "TF_NUM_INTRAOP_THREADS",
+        "SPARKHVD_LOCAL_RANK",
+    )
     return {"own": sparkhvd.task.get_available_devices()} | {name: os.environ.get(name) for name in names}
 
 

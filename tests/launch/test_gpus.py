@@ -49,7 +49,9 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
     assert all(len(entry["own"]) == 1 for entry in shared)
     if shared[0]["own"] == shared[1]["own"]:
         assert [entry["CUDA_VISIBLE_DEVICES"] for entry in shared] == [entry["own"][0] for entry in shared]
+    assert [entry["CUDA_DEVICE_ORDER"] for entry in (*two, *one, *shared)] == ["PCI_BUS_ID"] * 6
     assert found["the user's"][0]["CUDA_VISIBLE_DEVICES"] == "7"
+    assert found["the user's"][0]["CUDA_DEVICE_ORDER"] is None
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     assert found["threads"] == [{"torch": 1} | dict.fromkeys(names, "1") | {"TF_NUM_INTEROP_THREADS": "2"}]
     assert found["parallelism of the rest"] == 4

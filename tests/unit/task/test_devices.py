@@ -55,6 +55,11 @@ def test_addresses_count_within_what_the_executor_may_see(addresses, visible, na
     assert cuda_names(addresses, visible) == names
 
 
+def test_cuda_counts_as_sparks_discovery_scripts_do():
+    found = slots(("a", ("0",)))
+    assert dict(device_variables(found, found[0]))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
 def test_the_map_has_a_line_per_rank():
     assert device_map(slots(("a", ("0",)), ("b", ()))) == (
         "rank 0: host node-a, local rank 0, GPU 0\nrank 1: host node-b, local rank 0, GPU none"
