@@ -72,11 +72,21 @@ def read_file(path: str | None) -> dict[str, Mapping[str, object]]:
     return {str(name): _section(path, str(name), found) for name, found in content.items()}
 
 
+def _with_one_word(logging: Mapping[str, object]) -> Mapping[str, object]:
+    """Without Horovod's other word for ``hide_timestamp``."""
+    said = dict(logging)
+    if (shown := said.pop("with_timestamp", None)) is not None:
+        said["hide_timestamp"] = not shown if isinstance(shown, bool) else shown
+    return said
+
+
 def _section(path: str, name: str, found: object) -> Mapping[str, object]:
     if name == "controller":
-        if found not in ("gloo", "mpi"):
+        if str(found).lower() not in {"gloo", "mpi"}:
             raise ConfigError(f"--config-file {path}: controller is {found!r}; there are 'gloo' and 'mpi'.")
-        return {"name": found}
+        return {"name": str(found).lower()}
+    if name == "logging" and isinstance(found, Mapping):
+        found = _with_one_word(found)
     keys = [key for section, key in (*(one.place for one in TUNINGS), MPI_ARGS) if section == name]
     if not keys:
         raise ConfigError(f"--config-file {path} has a section that does not exist: {name}.")
