@@ -37,7 +37,7 @@ from sparkhvd.data.fingerprint import Fingerprint
 from sparkhvd.data.footers import Footer, read_footers
 from sparkhvd.data.manifest import DataFile, Manifest, Split
 from sparkhvd.data.schema import ColumnSpec, DataSchema
-from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, source
+from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, quoted, source
 from sparkhvd.data.spark_job import counting, is_connect, run_job
 from sparkhvd.data.spark_settings import spark_can_write, with_own_settings
 from sparkhvd.errors import ConfigError, DataError, SparkHvdError, StoreError
@@ -189,7 +189,8 @@ def prepared(df: DataFrame, selection: Selection, seed: int, *, compress: bool =
         rows = df.select(*chosen)
         rows = rows.select("*", _split_by_fraction(columns, selection.validation, seed).alias(SPLIT))
     sizes = [_measured(measure, functions).alias(measure.name) for measure in size_columns(columns)]
-    return rows.select(*(source(column.name) for column in columns), *sizes, *map(source, rows.columns[len(columns) :]))
+    rest = rows.columns[len(columns) :]
+    return rows.select(*(quoted(column.name) for column in columns), *sizes, *map(quoted, rest))
 
 
 def _measured(measure: Measure, functions: Any) -> Column:

@@ -163,6 +163,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         from pyspark.sql.pandas.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
         from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
 
+        refuse_other_tables("transform", dataset)
         columns = self._output_columns(dataset)
         fields = [StructField(field_of(place), spark_type(column)) for place, column in enumerate(columns)]
         spec = self._predict_spec(dataset, columns, fields)
