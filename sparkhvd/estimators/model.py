@@ -22,6 +22,7 @@ from sparkhvd.estimators.outputs import AUTO, OutputColumn, output_column, spark
 from sparkhvd.estimators.params import ModelParams, shapes
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_model, write_model
 from sparkhvd.estimators.predict import PredictSpec, arrow_function, field_of
+from sparkhvd.estimators.sample import refuse_other_tables
 from sparkhvd.estimators.spare import SpareFiles
 from sparkhvd.estimators.trained import Trained, wrapped
 from sparkhvd.store import Store

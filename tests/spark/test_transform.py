@@ -164,6 +164,8 @@ def test_what_cannot_be_wrapped_or_made_is_refused_before_any_transform(spark, n
     ]:
         with pytest.raises(ParamError, match=message):
             model.copy().setOutputTypes(types).transform(rows)
+    with pytest.raises(ParamError, match=r"transform takes a Spark DataFrame, not a pandas\.DataFrame"):
+        model.transform(rows.toPandas())
     with pytest.raises(ParamError, match="prediction_fn=3 must be a function"):
         model.copy().setPredictionFn(3)
 
