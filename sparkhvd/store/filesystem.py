@@ -34,11 +34,12 @@ SILENCE_SECONDS = 60.0  # after which a server that says nothing is given up
 _SLOWEST = 1e6  # bytes per second; a slower transfer is taken for one that stands still
 # Clients without a time limit for a call still go to the next server by themselves: HDFS's to three data nodes.
 _SERVERS_TRIED = 3
-# What to install for the schemes that are asked for most; fsspec says it for the others.
+# What to install for the schemes that are asked for most; fsspec says it for the others. The versions are the first
+# with an exclusive write (mode="create"): one before replaces what another has published.
 _PACKAGES: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("gs", "gcs"), "gcsfs"),
-        **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
+        **dict.fromkeys(("gs", "gcs"), "gcsfs>=2024.12"),
+        **dict.fromkeys(("abfs", "abfss", "az"), "adlfs>=2024.12"),
         "oss": "ossfs",
         "sftp": "paramiko",
     }
@@ -202,7 +203,10 @@ class FilesystemStore(Store):
         if "::" in url:
             raise StoreError(f"{url!r} chains file systems; a Store lies on one. Give the last URL of the chain alone.")
         if "://" not in url:
-            raise StoreError(f"{url!r} is not a URL; this Store needs one like s3://bucket/folder.")
+            raise StoreError(
+                f"{url!r} is not a URL; this Store needs one like s3://bucket/folder. A path is that of a LocalStore, "
+                "and Store.create takes either."
+            )
         scheme, _, rest = url.partition("://")
         return f"{scheme.lower()}://{rest.rstrip('/')}"
 
@@ -224,7 +228,7 @@ class FilesystemStore(Store):
                 near = difflib.get_close_matches(self.scheme, _COMMON_SCHEMES, n=1, cutoff=0.5)
                 meant = f"Did you mean {near[0]}://?" if near else f"Common schemes are {', '.join(_COMMON_SCHEMES)}."
                 raise StoreError(f"Nothing serves {self.scheme}:// here: {error}. {meant}") from error
-            install = "" if package is None else f" Install {package}: pip install {package}."
+            install = "" if package is None else f" Install it: pip install '{package}'."
             raise StoreError(
                 f"The Store for {self.scheme}:// needs a package that is not installed ({error}).{install}"
             ) from error

@@ -65,13 +65,14 @@ class HDFSStore(FilesystemStore):
         user: the user of a cluster without Kerberos. All connections of a process have the same one, which the
             variable ``HADOOP_USER_NAME`` gives; this argument checks it.
         kerb_ticket: the Kerberos ticket cache to use.
+        driver: Horovod's; there is one client here, so it is left out.
         extra_conf: Hadoop settings of the client, such as ``dfs.ha.namenodes.<name service>``.
         storage_options: more of these.
         paths: ``train_path``, ``val_path``, ``test_path``, ``runs_path``, ``save_runs`` and ``retry_seconds`` as in
             ``FilesystemStore``; the paths may also lack the scheme.
 
     Raises:
-        StoreError: a path is no path on HDFS, or none is given.
+        StoreError: a path is no path on HDFS, or none is given, or there is a driver.
     """
 
     def __init__(  # noqa: PLR0917  (the order of the arguments is Horovod's)
@@ -81,11 +82,16 @@ class HDFSStore(FilesystemStore):
         port: int | None = None,
         user: str | None = None,
         kerb_ticket: str | None = None,
+        driver: str | None = None,
         extra_conf: Mapping[str, str] | None = None,
         *,
         storage_options: Mapping[str, Any] | None = None,
         **paths: Any,
     ) -> None:
+        if driver is not None:
+            raise StoreError(
+                f"HDFSStore has one client, which is not {driver!r} and needs no libhdfs; leave out driver=."
+            )
         authority = "" if host in {None, "default"} else f"{host}:{port}" if port else str(host)
         for name in ("train_path", "val_path", "test_path", "runs_path"):
             if name in paths:

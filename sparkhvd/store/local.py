@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 from sparkhvd.errors import StoreError
 from sparkhvd.store.places import LEFTOVER_SECONDS, UNFINISHED, Places, root_of
 from sparkhvd.store.protocol import Store
+from sparkhvd.store.renaming import rename_once
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _TRIES = 100
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
 _RACED = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EISDIR, None})
 
 
@@ -34,7 +37,8 @@ class LocalStore(Store):
     """A folder on this machine, or on a file system that the driver and all executors mount at the same path.
 
     Files appear all at once: they are written under a hidden name in the same folder, synced, and then renamed
-    (``open``) or linked (``publish``, which therefore refuses to overwrite also in a race).
+    (``open``) or linked (``publish``, which therefore refuses to overwrite also in a race). Mounts that know no links
+    (SMB, gcsfuse, blobfuse) make do with a folder that only one writer can make.
 
     Attributes:
         prefix_path: the folder, as a path (relative ones are resolved now, on the driver) or a ``file://`` URL, which
@@ -45,9 +49,10 @@ class LocalStore(Store):
         test_path: existing Parquet files to test on.
         runs_path: the folder of the runs, where it is not ``runs`` below the Store's.
         save_runs: whether checkpoints are kept.
+        storage_options: a folder needs none; only empty ones are taken.
 
     Raises:
-        StoreError: the path is a file, or the folder can neither be used nor made.
+        StoreError: there are storage options, the path is a file, or the folder can neither be used nor made.
     """
 
     prefix_path: str | None = None
@@ -56,9 +61,15 @@ class LocalStore(Store):
     test_path: str | None = None
     runs_path: str | None = None
     save_runs: bool = True
+    storage_options: Mapping[str, Any] | None = None
     _places: Places = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.storage_options:
+            raise StoreError(
+                f"A {type(self).__name__} is a folder and takes no storage_options ({', '.join(self.storage_options)})."
+            )
+        object.__setattr__(self, "storage_options", None)
         names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
         paths = [None if (given := getattr(self, name)) is None else self._absolute(given) for name in names]
         for name, path in zip(names, paths, strict=True):
@@ -170,7 +181,12 @@ class LocalStore(Store):
 
     def _give_name(self, temporary: Path, target: Path) -> None:
         """Name a file, or ``FileExistsError`` when another has that name: a link does that, unlike a rename."""
-        os.link(temporary, target)
+        try:
+            os.link(temporary, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            rename_once(temporary, target)
 
 
 class _UnfinishedFile(io.BufferedWriter):
@@ -289,10 +305,13 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a new name durable: POSIX keeps it in the folder, not in the file."""
+    """Make a new name durable, where folders can be synced: POSIX keeps it in the folder, not in the file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
     finally:
         os.close(descriptor)
 

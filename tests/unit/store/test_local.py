@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import threading
 from pathlib import Path
 
@@ -109,3 +112,26 @@ def test_writers_are_not_disturbed_by_others_who_remove_the_folder(tmp_path):
     for thread in removers:
         thread.join()
     assert failed == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])
+def test_a_mount_without_links_and_without_synced_folders_publishes_once(tmp_path, monkeypatch, number):
+    def no_links(source, target):
+        raise OSError(number, os.strerror(number))
+
+    synced = os.fsync
+
+    def files_only(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        synced(descriptor)
+
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "fsync", files_only)
+    store = LocalStore(str(tmp_path))
+    store.publish("m", b"first")
+    with pytest.raises(StoreError, match="it exists already, and published files are never changed"):
+        store.publish("m", b"second")
+    with store.open("x", "wb") as file:
+        file.write(b"content")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"m": b"first", "x": b"content"}

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from sparkhvd.errors import StoreError
-from sparkhvd.store import Store, registry
+from sparkhvd.store import FilesystemStore, HDFSStore, LocalStore, Store, registry
 from sparkhvd.store.registry import StoreEntry, scheme_of
 
 
@@ -37,8 +37,8 @@ def test_a_scheme_that_nothing_serves_is_refused():
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("gs://bucket/x", r"\(Please install gcsfs to access .*\)\. Install gcsfs: pip install gcsfs\."),
-        ("abfss://c@a.dfs.core.windows.net/x", r"\(.*: abfss\)\. Install adlfs: pip install adlfs\."),
+        ("gs://bucket/x", r"\(Please install gcsfs to access .*\)\. Install it: pip install 'gcsfs>=2024\.12'\."),
+        ("abfss://c@a.dfs.core.windows.net/x", r"\(.*: abfss\)\. Install it: pip install 'adlfs>=2024\.12'\."),
         ("dvc://x", r"\(Install dvc to access DVCFileSystem\)\."),
     ],
 )
@@ -60,6 +60,21 @@ def test_a_class_whose_package_is_missing_says_what_to_install(name, package, tm
 def test_an_option_that_a_store_does_not_take_is_refused(tmp_path):
     with pytest.raises(StoreError, match=r"does not take these options: .*'colour'"):
         Store.create(str(tmp_path), colour="blue")
+
+
+def test_a_folder_takes_no_storage_options_but_empty_ones(tmp_path):
+    for none in (None, {}):
+        assert Store.create(str(tmp_path), storage_options=none) == LocalStore(str(tmp_path))
+    with pytest.raises(StoreError, match=r"^A LocalStore is a folder and takes no storage_options \(key\)\.$"):
+        Store.create(str(tmp_path), storage_options={"key": "secret"})
+
+
+def test_what_horovods_stores_take_and_these_do_not_is_refused_by_name():
+    with pytest.raises(StoreError, match=r"'/path' is not a URL; .*A path is that of a LocalStore"):
+        FilesystemStore("/path")
+    for arguments, named in [((None,) * 4 + ("libhdfs",), {}), ((), {"driver": "libhdfs"})]:
+        with pytest.raises(StoreError, match="HDFSStore has one client, which is not 'libhdfs'"):
+            HDFSStore("/x", *arguments, **named)
 
 
 def test_a_backend_that_cannot_be_imported_says_what_to_install(monkeypatch):

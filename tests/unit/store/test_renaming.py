@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from sparkhvd.store import dbfs
+from sparkhvd.store import renaming
 
 
 def test_of_many_writers_of_one_name_one_wins(tmp_path):
@@ -18,7 +18,7 @@ def test_of_many_writers_of_one_name_one_wins(tmp_path):
         temporary.write_text(str(number))
         start.wait(10)
         try:
-            dbfs.rename_once(temporary, target)
+            renaming.rename_once(temporary, target)
         except FileExistsError:
             lost.append(number)
         else:
@@ -43,9 +43,9 @@ def test_who_finds_a_claim_waits_for_what_comes_of_it(tmp_path, monkeypatch):
         target.write_text("first")
         return False
 
-    monkeypatch.setattr(dbfs, "_made", not_yet_made)
+    monkeypatch.setattr(renaming, "_made", not_yet_made)
     with pytest.raises(FileExistsError):
-        dbfs.rename_once(temporary, target)
+        renaming.rename_once(temporary, target)
     assert target.read_text() == "first"
     assert claim.exists(), "it belongs to the first"
 
@@ -55,7 +55,7 @@ def test_the_claim_of_a_killed_writer_is_taken_away(tmp_path, monkeypatch):
     temporary.write_text("second")
     claim.mkdir()
     os.utime(claim, (time.time() - 120, time.time() - 120))
-    monkeypatch.setattr(dbfs, "_LOOK_SECONDS", 0.0)
-    dbfs.rename_once(temporary, target)
+    monkeypatch.setattr(renaming, "_LOOK_SECONDS", 0.0)
+    renaming.rename_once(temporary, target)
     assert target.read_text() == "second"
     assert not claim.exists()
