@@ -1,7 +1,8 @@
 #include "scheduler/failure_board.h"
 
-#include <optional>
 #include <utility>
+
+#include "base/failure_note.h"
 
 namespace sparkhvd {
 namespace {
@@ -10,16 +11,8 @@ namespace {
 // operation.
 constexpr double kSeconds = 2.0;
 
-// A failure as it stands on the board: the code as one character, then the message.
 std::string NoteOf(const Status& status, int rank) {
-  return std::string(1, static_cast<char>('A' + static_cast<int>(status.code()))) + "rank " +
-         std::to_string(rank) + ": " + status.message();
-}
-
-std::optional<Status> ReadNote(const std::string& note) {
-  const int last = static_cast<int>(StatusCode::kInternal);
-  if (note.empty() || note[0] <= 'A' || note[0] > 'A' + last) return std::nullopt;
-  return Status(static_cast<StatusCode>(note[0] - 'A'), note.substr(1));
+  return EncodeFailure(status.Annotate("rank " + std::to_string(rank)));
 }
 
 }  // namespace
@@ -31,13 +24,13 @@ Status FailureBoard::First(const Status& own, int rank) const {
   if (!store->Set(Key(), note, deadline).ok()) return own;
   const Result<std::string> first = store->Get(Key(), deadline);
   if (!first.ok() || first.value() == note) return own;
-  return ReadNote(first.value()).value_or(own);
+  return DecodeFailure(first.value()).value_or(own);
 }
 
 Status FailureBoard::Look() const {
   if (!store) return Status();
   const Result<std::string> note = store->Get(Key(), Deadline::AfterSeconds(0));
-  return note.ok() ? ReadNote(note.value()).value_or(Status()) : Status();
+  return note.ok() ? DecodeFailure(note.value()).value_or(Status()) : Status();
 }
 
 void FailureBoard::LookAway() const {

@@ -1,8 +1,9 @@
 #include "transport/meeting.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
+
+#include "base/failure_note.h"
 
 namespace sparkhvd {
 namespace {
@@ -11,25 +12,13 @@ constexpr std::chrono::milliseconds kSlice(100);
 // Long enough for a server on another host, short enough not to hold up a failure.
 constexpr double kBoardSeconds = 2.0;
 
-// A failure on its way: the code as one character, then the message.
-std::string Note(const Status& status) {
-  return std::string(1, static_cast<char>('A' + static_cast<int>(status.code()))) +
-         status.message();
-}
-
-std::optional<Status> ReadNote(const std::string& note) {
-  const int last = static_cast<int>(StatusCode::kInternal);
-  if (note.empty() || note[0] <= 'A' || note[0] > 'A' + last) return std::nullopt;
-  return Status(static_cast<StatusCode>(note[0] - 'A'), note.substr(1));
-}
-
 }  // namespace
 
 Status Meeting::Join() {
   const Status gone(StatusCode::kPeerLost,
                     "rank " + std::to_string(rank_) +
                         " is gone: its process ended while the ranks were being connected");
-  auto will = store_.LeaveWill(FailureKey(), Note(gone), deadline_);
+  auto will = store_.LeaveWill(FailureKey(), EncodeFailure(gone), deadline_);
   if (!will.ok()) return will.status();
   will_ = std::move(will).value();
   return Status();
@@ -56,18 +45,18 @@ Status Meeting::Check() {
   if (interrupted_) SHVD_TRY(interrupted_().Annotate("rank " + std::to_string(rank_)));
   auto note = store_.Get(FailureKey(), Deadline::AfterSeconds(0));
   if (!note.ok()) return note.status().code() == StatusCode::kTimeout ? Status() : note.status();
-  return ReadNote(note.value())
+  return DecodeFailure(note.value())
       .value_or(Status(StatusCode::kInternal, "another rank failed without a reason"));
 }
 
 Status Meeting::Fail(const Status& own) {
   Leave();
   const Deadline deadline = Deadline::AfterSeconds(kBoardSeconds);
-  if (!store_.Set(FailureKey(), Note(own), deadline).ok()) return own;
+  if (!store_.Set(FailureKey(), EncodeFailure(own), deadline).ok()) return own;
   const auto first = store_.Get(FailureKey(), deadline);
   store_.StopAsking(FailureKey());
   if (!first.ok()) return own;
-  return ReadNote(first.value()).value_or(own);
+  return DecodeFailure(first.value()).value_or(own);
 }
 
 void Meeting::Leave() {

@@ -5,8 +5,10 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <optional>
 #include <string>
 
+#include "base/failure_note.h"
 #include "rendezvous/handshake.h"
 #include "rendezvous/socket.h"
 #include "rendezvous/store_frames.h"
@@ -109,6 +111,20 @@ TEST(Fuzz, MessageHeaders) {
     if (header.ok() && header.value().farewell) {
       EXPECT_LE(header.value().length, kMaxFarewellBytes);
     }
+  });
+}
+
+TEST(Fuzz, FailureNotes) {
+  std::vector<FuzzInput> seeds;
+  for (const StatusCode code : {StatusCode::kPeerLost, StatusCode::kInternal}) {
+    seeds.push_back(ToInput(AsBytes(EncodeFailure(Status(code, "rank 3: its process has ended")))));
+  }
+  Fuzz(seeds, [](const FuzzInput& input) {
+    const std::string note(reinterpret_cast<const char*>(input.data()), input.size());
+    const std::optional<Status> failure = DecodeFailure(note);
+    if (!failure) return;
+    EXPECT_FALSE(failure->ok());
+    EXPECT_EQ(EncodeFailure(*failure), note);
   });
 }
 
