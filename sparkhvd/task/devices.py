@@ -122,8 +122,28 @@ def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str]
     return ((VISIBLE, ",".join(seen)), (ORDER, "PCI_BUS_ID"), (OWN_DEVICES, ",".join(own)))
 
 
+def same_gpus(slots: Sequence[Slot]) -> str:
+    """A sentence where Spark gave one GPU to several ranks, which see it as device 0 then; empty where it did not."""
+    users: dict[tuple[str, str], list[Slot]] = {}
+    for slot in slots:
+        for name in slot.offer.devices:
+            users.setdefault((slot.offer.host_hash, name), []).append(slot)
+    shared = [
+        f"GPU {name} on host {ranks[0].offer.host} to ranks {', '.join(str(one.world.rank) for one in ranks)}"
+        for (_, name), ranks in users.items()
+        if len(ranks) > 1
+    ]
+    if not shared:
+        return ""
+    return (
+        f"Spark gave {'; '.join(shared)}. On such a host every rank sees its own GPUs alone: set_device(0) is right "
+        "there, hvd.local_rank() is not. The ranks share the GPU, unless their executors (containers) each count "
+        "theirs from 0. For one each take gpus_per_task=1, and let no two workers of a host report the same ones."
+    )
+
+
 def device_map(slots: Sequence[Slot]) -> str:
-    """A line per rank with its host and its GPUs, and one when these differ; empty when there are none."""
+    """A line per rank with its host and its GPUs, and one when these differ or are shared; empty without any."""
     lines = [
         f"rank {slot.world.rank}: host {slot.offer.host}, local rank {slot.world.local_rank}, "
         f"GPU {', '.join(slot.offer.devices) or 'none'}"
@@ -131,7 +151,7 @@ def device_map(slots: Sequence[Slot]) -> str:
         if any(one.offer.devices for one in slots)
     ]
     different = different_gpus([slot.offer for slot in slots])
-    return "\n".join([*lines, different] if different else lines)
+    return "\n".join([*lines, *(sentence for sentence in (same_gpus(slots), different) if sentence)])
 
 
 def write_device_map(slots: Sequence[Slot], log: RankLog) -> None:

@@ -47,6 +47,7 @@ def main(script: str) -> None:
             "two each": sparkhvd.run(devices, num_proc=2, gpus_per_task=2, cpus_per_task=2),
             "one each, by mpi": sparkhvd.run(devices, num_proc=2, gpus_per_task=1, launcher="mpi"),
             "shared": sparkhvd.run(devices, num_proc=2),
+            "half each": sparkhvd.run(devices, num_proc=4, gpus_per_task=0.5),
             "the user's": sparkhvd.run(devices, num_proc=1, env={"CUDA_VISIBLE_DEVICES": "7"}),
             "threads": sparkhvd.run(threads, num_proc=1),
             "parallelism of the rest": session.range(4, numPartitions=4).rdd.map(lambda _: 1).count(),

@@ -46,9 +46,14 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
     one = found["one each, by mpi"]
     assert [entry["CUDA_VISIBLE_DEVICES"] for entry in one] == [",".join(entry["own"][0] for entry in one)] * 2
     shared = found["shared"]
-    assert all(len(entry["own"]) == 1 for entry in shared)
-    if shared[0]["own"] == shared[1]["own"]:
-        assert [entry["CUDA_VISIBLE_DEVICES"] for entry in shared] == [entry["own"][0] for entry in shared]
+    assert shared[0]["own"] == shared[1]["own"], "Spark fills a GPU before it takes the next one"
+    halves = [entry["own"] for entry in found["half each"]]
+    assert halves[0] == halves[1] != halves[2] == halves[3]
+    for entry in (*shared, *found["half each"]):
+        assert [entry["CUDA_VISIBLE_DEVICES"]] == entry["own"]
+    assert re.search(
+        r"^\[0\]<stdout>:Spark gave GPU \d on host 127\.0\.0\.1 to ranks 0, 1\. ", done.stdout, re.MULTILINE
+    )
     assert [entry["CUDA_DEVICE_ORDER"] for entry in (*two, *one, *shared)] == ["PCI_BUS_ID"] * 6
     assert found["the user's"][0]["CUDA_VISIBLE_DEVICES"] == "7"
     assert found["the user's"][0]["CUDA_DEVICE_ORDER"] is None

@@ -67,6 +67,14 @@ def test_the_map_has_a_line_per_rank():
     assert device_map(slots(("a", ()))) == ""
 
 
+def test_ranks_that_were_given_the_same_gpu_are_told():
+    said = device_map(slots(("a", ("0",)), ("b", ("0",)), ("a", ("0",)), ("b", ("1",)))).splitlines()
+    assert len(said) == 5
+    assert said[4].startswith("Spark gave GPU 0 on host node-a to ranks 0, 1. On such a host every rank sees its own")
+    both = device_map(slots(*[("a", (name,)) for name in "0011"])).splitlines()[-1]
+    assert both.startswith("Spark gave GPU 0 on host node-a to ranks 0, 1; GPU 1 on host node-a to ranks 2, 3. On")
+
+
 def test_a_kind_of_gpu_that_differs_from_host_to_host_is_part_of_the_map():
     h100, l4, unknown = "GPU (NVIDIA H100)", "GPU (NVIDIA L4)", "GPU"
 
