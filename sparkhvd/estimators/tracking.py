@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -100,8 +102,21 @@ def log_model(model: TrainedModel, name: str = "model") -> None:
             name=name,
             loader_module="sparkhvd.estimators.native",
             data_path=str(data),
-            pip_requirements=["sparkhvd"],
+            pip_requirements=requirements(model.plugin),
         )
+
+
+def requirements(plugin: str) -> list[str]:
+    """What an environment needs to open a model of this plug-in: what is installed here, without Spark."""
+    framework = plugin.split(".")[2]
+    modules = {"torch": ["torch"], "lightning": ["torch", "lightning"]}.get(framework)
+    if modules is None:
+        import keras  # noqa: PLC0415  (a model of it is here)
+
+        modules = ["keras", keras.config.backend()]
+    found = [import_module(name) for name in ("sparkhvd", "pandas", *modules) if find_spec(name) is not None]
+    # A version such as 2.9.0+cpu names a build that an index need not have.
+    return [f"{module.__name__}=={module.__version__.partition('+')[0]}" for module in found]
 
 
 def _shown(name: str, value: Any) -> str:

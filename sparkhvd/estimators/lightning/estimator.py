@@ -61,6 +61,20 @@ class LightningModel(TrainedModel):
         with fetched(self._trained.store, self._trained.files) as folder:
             return artifact.load_model(folder)
 
+    def getOptimizer(self) -> torch.optim.Optimizer:  # noqa: N802
+        """Of a plain module: the optimizer as the training left it, over a copy of the module's parameters."""
+        return self.getModelAndOptimizer()[1]
+
+    def getModelAndOptimizer(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: N802
+        """A plain module and its optimizer, to go on training.
+
+        Raises:
+            ParamError: it is a LightningModule, which makes its optimizers itself.
+        """
+        with fetched(self._trained.store, self._trained.files) as folder:
+            model = artifact.load_model(folder)
+            return model, artifact.load_optimizer(folder, model)
+
     def save_checkpoint(self, path: str) -> None:
         """Write Lightning's checkpoint of the trained module, for ``MyModule.load_from_checkpoint(path)``."""
         with fetched(self._trained.store, self._trained.files) as folder:

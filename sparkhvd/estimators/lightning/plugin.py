@@ -25,7 +25,7 @@ from sparkhvd.estimators.raised import described, with_stop
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
-from sparkhvd.estimators.torch.plugin import TorchPredictor, refuse_closures
+from sparkhvd.estimators.torch.plugin import TorchPredictor, refuse_closures, warn_of_divisors
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.lightning.flavour import FlavourName, flavour_of, package
@@ -62,7 +62,9 @@ class LightningPlugin:
         _refuse_what_lightning_lacks(params)
         payload = self.pack({**params, "schema": schema})
         if flavour_of(params["model"]) is None:  # what a LightningModule logs is not known before it does
-            check_measured(params, objective_of(params).names())
+            objective = objective_of(params)
+            check_measured(params, objective.names())
+            warn_of_divisors(objective)
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []

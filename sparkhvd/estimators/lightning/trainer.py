@@ -90,7 +90,14 @@ class LightningTrainer:
         """Write the model, and beside it Lightning's checkpoint and what loggers wrote."""
         self._module.cpu().eval()
         self._save(folder / CHECKPOINT)
-        artifact.save(folder, self._given.model, self._given.optimizer, self._inputs)
+        # Whoever trains on would scale the learning rate again.
+        optimizers = [] if self._given.optimizer is None else [self._given.optimizer]
+        scale = self._trainer.strategy.lr_scale
+        scale_lr(optimizers, [], 1 / scale)
+        try:
+            artifact.save(folder, self._given.model, self._given.optimizer, self._inputs)
+        finally:
+            scale_lr(optimizers, [], scale)
         if self._logs is not None:
             (folder / LOGS).write_bytes(self._logs)
 

@@ -3,6 +3,7 @@
 =================  ======================================================================================
 ``state_dict.pt``  the weights; ``torch.load(..., weights_only=True)`` opens it without running any code
 ``module.pkl``     the module without its weights, a cloudpickle
+``module.pt``      in its place where the whole module is TorchScript; ``torch.jit.load`` opens it
 ``optimizer.pkl``  the optimizer, if there is one; its parameters are those of the module, by name
 ``inputs.json``    which columns make which input
 =================  ======================================================================================
@@ -22,10 +23,11 @@ import torch
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.inputs import ModelInput
-from sparkhvd.estimators.torch.package import PicklerWithScripts
+from sparkhvd.estimators.torch.package import PicklerWithScripts, script_bytes, script_of
 from sparkhvd.frameworks import keep_triton_from_tensorflow
 
-STATE, MODULE, OPTIMIZER, INPUTS = "state_dict.pt", "module.pkl", "optimizer.pkl", "inputs.json"
+STATE, MODULE, SCRIPT = "state_dict.pt", "module.pkl", "module.pt"
+OPTIMIZER, INPUTS = "optimizer.pkl", "inputs.json"
 
 
 def save(
@@ -38,7 +40,10 @@ def save(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in state and type(tensor) in {torch.nn.Parameter, torch.Tensor}:
             names.setdefault(id(tensor), name)
-    (folder / MODULE).write_bytes(_dump(model, model, names))
+    if isinstance(model, torch.jit.ScriptModule):
+        (folder / SCRIPT).write_bytes(script_bytes(model))
+    else:
+        (folder / MODULE).write_bytes(_dump(model, model, names))
     if optimizer is not None:
         parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         (folder / OPTIMIZER).write_bytes(_dump(optimizer, model, parameters))
@@ -49,6 +54,8 @@ def save(
 def load_model(folder: Path) -> torch.nn.Module:
     """The module of ``save``, in evaluation mode. Runs the code in ``module.pkl``: open only what you trust."""
     keep_triton_from_tensorflow()  # a Python worker of Spark may have loaded a Keras model before
+    if (folder / SCRIPT).exists():
+        return script_of((folder / SCRIPT).read_bytes()).eval()
     weights: Mapping[str, torch.Tensor] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
     with (folder / MODULE).open("rb") as file:
         model: torch.nn.Module = _WithTensors(file, lambda reference: _tensor(weights, reference)).load()
@@ -75,7 +82,10 @@ def load_optimizer(folder: Path, model: torch.nn.Module) -> torch.optim.Optimize
         ParamError: there is none.
     """
     if not (folder / OPTIMIZER).exists():
-        raise ParamError("This model was not trained here but made by from_model, so it has no optimizer.")
+        raise ParamError(
+            "There is no optimizer: from_model keeps none, and a LightningModule makes its own in "
+            "configure_optimizers, whose state a run has that goes on by its run_id."
+        )
     parameters = dict(model.named_parameters())
     with (folder / OPTIMIZER).open("rb") as file:
         optimizer: torch.optim.Optimizer = _WithTensors(file, lambda reference: parameters[reference[0]]).load()

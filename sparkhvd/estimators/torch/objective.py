@@ -127,6 +127,10 @@ class Objective:
         """The metrics of torchmetrics, which are no means over rows."""
         return tuple(metric for metric in self.metrics if is_stateful(metric.function))
 
+    def averages_otherwise(self) -> list[str]:
+        """The losses that divide by something else than the rows: ranks are then nearly, not quite, one big batch."""
+        return [_name(loss) for loss in self.losses if self.weight_col is None and _has_own_divisor(loss)]
+
     def try_out(self, outputs: Sequence[torch.Tensor], columns: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Compute everything once on a few rows.
 
@@ -275,6 +279,15 @@ def _label(
 def _is_class_loss(loss: Measure) -> bool:
     function = _unwrapped(loss)
     return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
+
+
+def _has_own_divisor(loss: Measure) -> bool:
+    """Whether it is a class loss with weights, or one that leaves some labels out."""
+    if not _is_class_loss(loss):
+        return False
+    given = loss.keywords if isinstance(loss, partial) else vars(loss) if isinstance(loss, torch.nn.Module) else {}
+    buffers = dict(loss.named_buffers()) if isinstance(loss, torch.nn.Module) else {}
+    return {**given, **buffers}.get("weight") is not None or given.get("ignore_index", -100) != -100
 
 
 def _is_as_torch_has_it(loss: Measure) -> bool:

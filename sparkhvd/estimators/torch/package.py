@@ -95,7 +95,7 @@ class PicklerWithScripts(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpic
     def reducer_override(self, value: Any) -> Any:
         """How pickle asks."""
         if isinstance(value, torch.jit.ScriptModule):
-            return _loaded, (_script_bytes(value),)
+            return script_of, (script_bytes(value),)
         if isinstance(value, torch.nn.Parameter) and id(value) in self._parameters:
             return _parameter_of, self._parameters[id(value)]
         return super().reducer_override(value)
@@ -109,7 +109,8 @@ def _outermost_scripts(model: torch.nn.Module) -> Iterable[torch.jit.ScriptModul
         yield from _outermost_scripts(child)
 
 
-def _script_bytes(module: torch.jit.ScriptModule) -> bytes:
+def script_bytes(module: torch.jit.ScriptModule) -> bytes:
+    """A module of TorchScript as the content of a file for ``torch.jit.load``."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -117,7 +118,8 @@ def _script_bytes(module: torch.jit.ScriptModule) -> bytes:
     return buffer.getvalue()
 
 
-def _loaded(content: bytes) -> torch.jit.ScriptModule:
+def script_of(content: bytes) -> torch.jit.ScriptModule:
+    """The inverse of ``script_bytes``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         found = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]

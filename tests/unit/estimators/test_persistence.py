@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import keras
 import numpy as np
 import pytest
 import torch
 
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import SparkBackend
 from sparkhvd.estimators.keras import KerasEstimator
 from sparkhvd.estimators.persistence import read_estimator, write_estimator
@@ -98,3 +101,14 @@ def test_a_keras_model_comes_back_with_the_class_of_its_layer(saved, given):
     x = np.ones((3, 2), np.float32)
     np.testing.assert_array_equal(loaded.getModel().predict_on_batch(x), model.predict_on_batch(x))
     assert (loaded.getLoss(), loaded.getBatchSize()) == ("mse", 7)
+
+
+def test_what_a_later_version_wrote_is_refused(saved):
+    write_and_read, folder = saved
+    write_and_read(TorchEstimator(batch_size=5))
+    metadata = folder / "metadata" / "part-00000"
+    content = json.loads(metadata.read_text())
+    content["sparkhvd"]["format"] += 1
+    metadata.write_text(json.dumps(content))
+    with pytest.raises(ParamError, match=r"was saved in format 2; this version reads up to 1\. Install a newer"):
+        read_estimator(TorchEstimator, Store.create(str(folder.parent)), folder.name)

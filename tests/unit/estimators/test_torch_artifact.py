@@ -60,3 +60,17 @@ def test_the_optimizer_comes_back_over_the_loaded_parameters(saved):
 
 def test_the_inputs_come_back(saved):
     assert artifact.load_inputs(saved[0]) == (ModelInput(("a", "b"), (2,), torch.float32),)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_script_is_a_file_that_torch_opens(tmp_path):
+    model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout(0.9)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    artifact.save(tmp_path, model, optimizer, [])
+    x = torch.ones(3, 2)
+    wanted = model.eval()(x)
+    assert torch.equal(torch.jit.load(tmp_path / "module.pt").eval()(x), wanted)
+    loaded = artifact.load_model(tmp_path)
+    assert torch.equal(loaded(x), wanted)
+    artifact.load_optimizer(tmp_path, loaded).param_groups[0]["params"][0].data.zero_()
+    assert not torch.equal(loaded(x), wanted), "the optimizer has the parameters of the loaded module"

@@ -205,3 +205,19 @@ def test_a_loss_that_has_no_value_per_row_is_refused_with_weights():
     found = objective(mean, sample_weight_col="w")
     with pytest.raises(ModelOutputError, match="one value per row"):
         found.try_out([torch.zeros(3, 1)], {"y": np.zeros(3), "w": np.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("loss", "otherwise"),
+    [
+        (torch.nn.CrossEntropyLoss(), []),
+        (torch.nn.CrossEntropyLoss(weight=torch.ones(3)), ["CrossEntropyLoss"]),
+        (torch.nn.NLLLoss(ignore_index=0), ["NLLLoss"]),
+        (partial(torch.nn.functional.cross_entropy, weight=torch.ones(3)), ["partial"]),
+        (torch.nn.functional.cross_entropy, []),
+        (torch.nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), []),
+    ],
+)
+def test_losses_that_do_not_divide_by_the_rows_are_known(loss, otherwise):
+    assert objective_of({"loss": loss, "label_cols": ("y",)}).averages_otherwise() == otherwise
+    assert objective_of({"loss": loss, "label_cols": ("y",), "sample_weight_col": "w"}).averages_otherwise() == []

@@ -9,23 +9,28 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import keras
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from pyspark.ml.linalg import DenseVector, SparseVector
 
+import sparkhvd
 from sparkhvd.data import columns
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.errors import DataError, SchemaError
 from sparkhvd.estimators import native, tracking
 from sparkhvd.estimators.files import keep_folder
 from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.keras import KerasModel
+from sparkhvd.estimators.keras.plugin import PLUGIN as KERAS
 from sparkhvd.estimators.outputs import OutputSpec
 from sparkhvd.estimators.torch import TorchEstimator, TorchModel
 from sparkhvd.estimators.torch.plugin import PLUGIN
-from sparkhvd.estimators.tracking import track
+from sparkhvd.estimators.tracking import requirements, track
 from sparkhvd.estimators.trained import Trained
+from sparkhvd.estimators.worker import TrainResult
 
 SCHEMA = DataSchema((ColumnSpec("v", "float64", (2,), "feature", "vector"),))
 HISTORY = (EpochRecord(0, {"loss": 2.0}, {"loss": 2.5}), EpochRecord(1, {"loss": 1.0}, {"loss": 1.5}))
@@ -71,6 +76,29 @@ def test_the_active_run_gets_parameters_metrics_by_epoch_and_a_model(mlflow, mod
     with torch.no_grad():
         wanted = network(torch.tensor(np.stack(TABLE["w"]), dtype=torch.float32))[:, 0]
     assert found["found"].tolist() == wanted.tolist()
+
+
+def test_the_environment_of_a_logged_model_has_its_framework():
+    name, version = sparkhvd.__name__, sparkhvd.__version__
+    needed = {
+        kind: requirements(f"sparkhvd.estimators.{kind}.plugin:PLUGIN") for kind in ("torch", "lightning", "keras")
+    }
+    names = {kind: [each.partition("==")[0] for each in found] for kind, found in needed.items()}
+    assert names["torch"] == [name, "pandas", "torch"]
+    assert names["lightning"] == [name, "pandas", "torch", "lightning"]
+    assert names["keras"] == [name, "pandas", "keras", keras.config.backend()]
+    assert needed["torch"][0] == f"{name}=={version}"
+    assert needed["torch"][2] == f"torch=={torch.__version__.split('+')[0]}"
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
+def test_what_an_estimator_trained_reaches_the_active_run(mlflow, model):
+    estimator = TorchEstimator(feature_cols=["w"], label_cols=["y"])
+    schema = DataSchema((*SCHEMA.columns, ColumnSpec("y", "float64", (), "label", "scalar")))
+    result = TrainResult(HISTORY, model.trained.files, model.trained.store, schema, [(1,)])
+    with mlflow.start_run() as run:
+        estimator._model({**estimator.values(), "run_id": "one"}, result)
+    assert mlflow.get_run(run.info.run_id).data.metrics["val_loss"] == 1.5
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
@@ -127,6 +155,19 @@ def test_what_mlflow_cannot_take_costs_a_warning_and_neither_the_model_nor_the_r
     assert "The training could not be written to MLflow: " in caplog.text
     assert logged == [model]
     assert mlflow.get_run(run.info.run_id).data.metrics["loss"] == 1.0
+
+
+def test_a_keras_model_opens_as_a_folder_too(tmp_path):
+    network = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "folder").mkdir()
+    KERAS.export({"model": network, "custom_objects": None}, SCHEMA, tmp_path / "exported")
+    files, kept = keep_folder(tmp_path / "exported")
+    trained = Trained(kept, files, SCHEMA, (OutputSpec((1,), "float64", vector=False),), HISTORY)
+    native.write_folder(KerasModel(trained, feature_columns=["w"], output_cols=["found"]), tmp_path / "folder")
+    found = native.load(tmp_path / "folder").predict(TABLE)["found"]
+    wanted = network.predict(np.stack(TABLE["w"]), verbose=0)[:, 0]
+    np.testing.assert_allclose(found.tolist(), wanted, rtol=1e-6)
 
 
 def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):

@@ -138,6 +138,31 @@ def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all
         assert record.validation == pytest.approx(after, rel=1e-4)
 
 
+def hot_start(folder):
+    """The optimizer of a plain module that was trained with a scaled learning rate, as it comes back."""
+    from sparkhvd.estimators.torch import artifact  # noqa: PLC0415
+
+    model, rank = network(), session.current().world.rank
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    trainer = trainer_of(model, 1, {"scale_lr": True}, optimizer=adam, loss=torch.nn.functional.cross_entropy)
+    trainer.fit(source(EVEN, rank), None, Hooks())
+    own = Path(folder) / str(rank)
+    own.mkdir()
+    trainer.export(own)
+    loaded = artifact.load_model(own)
+    optimizer = artifact.load_optimizer(own, loaded)
+    moments = optimizer.state[next(loaded.parameters())]["exp_avg"]
+    wanted = trainer._given.optimizer.state[next(trainer._given.model.parameters())]["exp_avg"]
+    assert torch.equal(moments, wanted)
+    return optimizer.param_groups[0]["lr"], float(moments.abs().sum())
+
+
+def test_a_plain_modules_optimizer_comes_back_with_its_state_and_its_own_learning_rate(group, tmp_path):
+    for rate, moments in group.run(hot_start, str(tmp_path)):
+        assert rate == pytest.approx(0.02)
+        assert moments > 0
+
+
 def exported(folder):
     """With a logger, a checkpoint of the best epoch, early stopping and a data module of the user's."""
     import lightning.pytorch as lightning  # noqa: PLC0415
