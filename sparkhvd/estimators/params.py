@@ -412,7 +412,8 @@ class ModelParams(Declarations):
         default=None,
     )
     prediction_fn: Declared[Callable[..., Any] | None] = declared(
-        "Function of (model, *inputs) that takes the place of the model's call and returns the outputs.",
+        "Function of (model, *inputs), with Keras of (model, inputs) as its models are called, that takes the place of "
+        "the model's call and returns the outputs.",
         a_function,
         default=None,
     )

@@ -60,7 +60,7 @@ def estimator(store, **more):
     return KerasEstimator(**{**given, **more})
 
 
-def test_a_model_learns_stops_early_and_predicts_as_keras_does(xor, store):
+def test_a_model_learns_stops_early_predicts_as_keras_does_and_is_the_same_once_loaded(xor, store, tmp_path):
     patience = keras.callbacks.EarlyStopping(monitor="val_accuracy", patience=2)
     given = network()
     before = [weight.copy() for weight in given.get_weights()]
@@ -76,6 +76,10 @@ def test_a_model_learns_stops_early_and_predicts_as_keras_does(xor, store):
     native = trained.getModel().predict(np.array([[row["a"], row["b"]] for row in rows], np.float32), verbose=0)
     np.testing.assert_allclose(predicted, native, rtol=1e-5, atol=1e-7)
     assert (predicted.argmax(axis=1) == [row["y"] for row in rows]).mean() > 0.95
+    trained.save(str(tmp_path / "saved"))
+    loaded = KerasModel.load(str(tmp_path / "saved"))
+    assert loaded.getHistory() == trained.getHistory()
+    assert loaded.transform(xor).select("a", "b", "y", "y__output").collect() == rows
 
 
 def test_a_pipeline_with_an_assembler_trains_and_a_run_is_continued(xor, store, tmp_path):

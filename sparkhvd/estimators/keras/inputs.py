@@ -22,11 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.data.schema import ColumnSpec
-from sparkhvd.errors import ParamError
+from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.named_inputs import NamedInput, in_order, refuse_shapes
 from sparkhvd.estimators.shapes import check_input_shapes, row_shape
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+_OUTPUTS = {"single": "one output", "list": "a list of outputs", "dict": "a dict of outputs"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,18 @@ class Ports:
         return {port.name: value for port, value in zip(self.ports, values, strict=True)}
 
     def flat(self, values: Any) -> list[Any]:
-        """The inverse of ``arranged``."""
+        """The inverse of ``arranged``.
+
+        Raises:
+            ModelOutputError: a model that does not tell its outputs gives others.
+        """
+        given = "dict" if isinstance(values, dict) else "list" if isinstance(values, list | tuple) else "single"
+        if given != self.structure:
+            raise ModelOutputError(
+                f"The model gives {_OUTPUTS[given]} where {_OUTPUTS[self.structure]} is expected, for "
+                f"{[port.name for port in self.ports]}. A subclassed model gives one output, or a list or tuple with "
+                "one per label column; name them in label_cols, with from_model too."
+            )
         if self.structure == "single":
             return [values]
         return [values[port.name] for port in self.ports] if self.structure == "dict" else list(values)

@@ -278,6 +278,8 @@ def _try_out(
         features = package.inputs.arrays(sample, rows)
         predicted = model(features, training=False)
         outputs = package.outputs.flat(predicted)
+    except ModelOutputError:
+        raise
     except Exception as error:
         columns = {name: sample[name] for port in package.inputs.ports for name in port.columns}
         called = f"{_described(columns.values())} for {rows} rows; inputs: {package.inputs}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import keras
+import numpy as np
 import pytest
 
+from sparkhvd.data import DataSchema
 from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.contradictions import check_watched
 from sparkhvd.estimators.keras import KerasEstimator
@@ -16,7 +18,7 @@ from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.keras.callbacks import BestModelCheckpoint
 from sparkhvd.world import World
 from tests.unit.estimators.arrays import schema, spec
-from tests.unit.estimators.keras_models import DATA, network, parameters
+from tests.unit.estimators.keras_models import DATA, network, parameters, rows
 
 
 def values_with(callback, **more):
@@ -193,3 +195,52 @@ def test_a_step_of_the_users_may_measure_anything():
     model(keras.ops.zeros((1, 6)))
     watching = parameters(model=model, early_stopping=EarlyStopping("mine"))
     assert PLUGIN.check(watching, DATA, None) == [(3,)]
+
+
+def test_a_fitted_model_starts_another_training_with_its_optimizer():
+    model = network()
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss=parameters()["loss"])
+    given = rows(8)
+    model.fit(given["x"], given["y"], verbose=0)
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model, optimizer=None)), spec(DATA), World())
+    for mine, given in zip(trainer._model.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), given.numpy())
+    assert int(trainer._model.optimizer.iterations) == 1
+
+
+class Several(keras.Model):
+    """Gives its outputs in one of the forms that Keras has."""
+
+    def __init__(self, form="tuple", **settings):
+        super().__init__(**settings)
+        self.form = form
+        self.heads = [keras.layers.Dense(3), keras.layers.Dense(1)]
+
+    def call(self, values):
+        first, second = (head(values) for head in self.heads)
+        return {"tuple": (first, second), "dict": {"y": first, "z": second}}[self.form]
+
+    def get_config(self):
+        return {**super().get_config(), "form": self.form}
+
+
+def test_the_outputs_of_a_subclass_are_named_by_the_labels_and_come_in_their_order(tmp_path):
+    data = schema(
+        x=("feature", "float64", (6,), "array"),
+        y=("label", "int64", (), "scalar"),
+        z=("label", "float64", (), "scalar"),
+    )
+    loss = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+
+    def given(form, data=data, **more):
+        model = Several(form)
+        model(keras.ops.zeros((1, 6)))
+        return parameters(data, model=model, loss=loss, metrics=None, **more)
+
+    assert PLUGIN.check(given("tuple"), data, None) == [(3,), (1,)]
+    with pytest.raises(ModelOutputError, match=r"gives a dict of outputs where a list of outputs.*\['y', 'z'\]"):
+        PLUGIN.check(given("dict"), data, None)
+    unlabelled = DataSchema(data.of("feature"))
+    PLUGIN.export(given("tuple", unlabelled), unlabelled, tmp_path)
+    with pytest.raises(ModelOutputError, match=r"gives a list of outputs where one output is expected.* with from_mod"):
+        PLUGIN.predictor(tmp_path).predict({"x": np.zeros((2, 6))})

@@ -85,6 +85,62 @@ def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
         assert record.validation["accuracy"] == pytest.approx(evaluated["accuracy"], abs=1e-6)
 
 
+class Prepared(keras.Model):
+    """Two outputs of columns that it prepares itself."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.scale = keras.layers.Normalization()
+        self.heads = [keras.layers.Dense(3, name="y"), keras.layers.Dense(1, name="z")]
+
+    def call(self, values):
+        scaled = self.scale(values)
+        return tuple(head(scaled) for head in self.heads)
+
+
+TWO_ENDED = DataSchema((*WEIGHTED.columns, ColumnSpec("z", "float64", (), "label", "scalar")))
+
+
+def both():
+    return [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+
+
+def prepared():
+    model = Prepared()
+    model.scale.adapt(2 * rows(50)["x"] + 1)
+    model(np.zeros((1, 6), np.float32))
+    random = np.random.default_rng(3)
+    for head in model.heads:
+        head.set_weights([random.normal(size=weight.shape) / 4 for weight in head.get_weights()])
+    return model
+
+
+def two_ended_rows(count):
+    found = rows(count)
+    return {**found, "z": found["x"].sum(axis=1)}
+
+
+def train_two_ended(sizes):
+    world, plain = session.current().world, source(sizes, session.current().world.rank, WEIGHTED)
+    given = parameters(TWO_ENDED, model=prepared(), loss=both(), loss_weights=[1.0, 0.5], metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(TWO_ENDED, epochs=2), world)
+    train = ArraySource(TWO_ENDED, two_ended_rows(plain.rows()), plain.mine, plain.everyones)
+    trainer.fit(train, None, Hooks())
+    return [weight for head in trainer._model.heads for weight in head.get_weights()]
+
+
+def test_a_subclass_with_a_preprocessing_layer_two_outputs_and_weights_is_one_big_batch_too(group):
+    mine, other = group.run(train_two_ended, EMPTY_END)
+    model, data = prepared(), two_ended_rows(sum(map(sum, EMPTY_END)))
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss=both(), loss_weights=[1.0, 0.5])
+    weights = (data["w"], data["w"])
+    model.fit(data["x"], (data["y"], data["z"]), 8, 2, sample_weight=weights, shuffle=False, verbose=0)
+    wanted = [weight for head in model.heads for weight in head.get_weights()]
+    for one, two, plain in zip(mine, other, wanted, strict=True):
+        np.testing.assert_array_equal(one, two)
+        assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
+
+
 def normalized_network(layer):
     start = network()
     model = keras.Sequential([keras.Input((6,)), *start.layers[:1], layer, *start.layers[1:]])
