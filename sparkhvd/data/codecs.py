@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.data.schema import Codec
+from sparkhvd.data.schema import Codec, ColumnSpec
 from sparkhvd.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ Array = npt.NDArray[np.generic]
 _INSTALL = "Install one of them: pip install pillow, or pip install opencv-python-headless."
 
 
-def decode(packed: pa.Array, codec: Codec, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
+def decode(packed: pa.Array, column: ColumnSpec, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
     """Unpack the values of one column.
 
     Args:
-        packed: binary values without NULL.
-        codec: how they are packed.
+        packed: binary values.
+        column: says how they are packed, and what to put where one is NULL.
         dtype: the type that each must have.
         shape: the shape that each must have.
         what: names the column in errors.
@@ -34,9 +34,14 @@ def decode(packed: pa.Array, codec: Codec, dtype: np.dtype[Any], shape: tuple[in
     Raises:
         DataError: a value cannot be unpacked, or has another type or shape; images need Pillow or OpenCV.
     """
+    codec = column.codec
+    assert codec is not None  # noqa: S101  (else nothing is packed)
     unpack = _decoder(codec)
     rows = np.empty((len(packed), *shape), dtype)
     for index, value in enumerate(packed.to_pylist()):
+        if value is None:
+            rows[index] = column.fill
+            continue
         try:
             row = unpack(value)
         except (ValueError, OSError, KeyError, EOFError, SyntaxError) as error:

@@ -144,9 +144,9 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     shape = _known(column, column.shape)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
-    if column.codec is not None:
+    if column.codec not in {None, "scalar"}:
         _refuse_null(array, column, where)
-        return codecs.decode(array, column.codec, array_type(column), shape, _called(column, where))
+        return codecs.decode(array, column, array_type(column), shape, _called(column, where))
     if column.kind == "vector" and pa.types.is_struct(array.type):
         return _vectors(array, column, where)
     if column.sparse:
@@ -257,9 +257,22 @@ def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
             found = found.view(column.dtype)
         elif column.dtype in OBJECTS and _is_object(array.type, column.dtype):
             return found.astype(object, copy=False)
+    if column.codec == "scalar":
+        return _as_declared(found, column, where)
     if found.dtype != array_type(column) or column.dtype in OBJECTS:
         raise _contradicts(array, column, where)
     return found
+
+
+def _as_declared(found: Array, column: ColumnSpec, where: str) -> Array:
+    """Numbers in the type that they were declared as: integers exactly, floats rounded to the nearest."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        declared = found.astype(array_type(column))
+    is_rounded = found.dtype.kind == "f" and declared.dtype.kind == "f"
+    if not is_rounded and (declared != found).any():
+        wrong = found[declared != found][0]
+        raise DataError(f"{_called(column, where)} holds {wrong}, which is no {column.dtype} as its schema declares.")
+    return declared
 
 
 def _is_object(arrow: pa.DataType, dtype: str) -> bool:

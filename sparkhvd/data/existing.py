@@ -21,7 +21,7 @@ from sparkhvd.data.footers import Footer, LeafFacts, read_footers
 from sparkhvd.data.located import Access, locate
 from sparkhvd.data.manifest import DataFile, Manifest, Split, load
 from sparkhvd.data.prepared import chosen
-from sparkhvd.data.schema import ColumnSpec, DataSchema, Fill, Role
+from sparkhvd.data.schema import NUMBERS, ColumnSpec, DataSchema, Fill, Role
 from sparkhvd.data.selection import RESERVED_PREFIX, completed, no_such_column
 from sparkhvd.data.spark_types import checked_fill
 from sparkhvd.errors import DataError, SchemaError, StoreError
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
+_SOME_ROWS = 16  # read at once where one that is not NULL is looked for
+_FOLDER = re.compile(r"([^/=]+)=[^/]*/")  # of a value, as partitionBy of Spark's writers names it
 # What lies in the folder of a table, whose log tells which of the Parquet files beside it are rows of it.
 _TABLES = (
     ("delta", re.compile(r"(^|/)_delta_log/")),
@@ -146,7 +148,7 @@ def open_data(
     if isinstance(data, Manifest):
         if store is None:
             raise StoreError("A manifest says nothing of the Store that it lies in; pass store= with it.")
-        return ExistingFiles(store, _of_prepared(data, wanted))
+        return ExistingFiles(store, selected(data, wanted))
     if store is not None:
         return _opened(store, [data.strip("/")], wanted)
     found, places = locate([data], Access(storage_options=storage_options))
@@ -160,7 +162,7 @@ def _opened(store: Store, places: Sequence[str], wanted: Wanted) -> ExistingFile
         return ExistingFiles(store, _manifest(store, places, wanted))
     hold = _held(store, at.removesuffix(_MANIFEST))
     try:
-        return ExistingFiles(store, _of_prepared(load(store, at), wanted), hold)
+        return ExistingFiles(store, selected(load(store, at), wanted), hold)
     except BaseException:
         if hold is not None:
             hold.close()
@@ -192,7 +194,9 @@ def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
     if first is None:
         raise DataError(f"There are no rows to train on in {store.url}/{places[0]}: its files are empty.")
-    schema = _schema(store, places[0], first, wanted)
+    folders = {name for path in listed[0] for name in _FOLDER.findall(path.removeprefix(places[0]))}
+    _refuse_in_folders(folders - set(first.schema.names), wanted, f"{store.url}/{places[0]}")
+    schema = _schema(store, places[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
     for footer in (footer for group in footers for footer in group if any(footer.row_groups)):
         _check(store, footer, first, schema)
     tops = [
@@ -206,7 +210,12 @@ def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
     return Manifest("existing files", folder, schema, splits[0], held_out, 0, places[1] if len(places) > 1 else None)
 
 
-def _of_prepared(manifest: Manifest, wanted: Wanted) -> Manifest:
+def selected(manifest: Manifest, wanted: Wanted) -> Manifest:
+    """A prepared dataset with the columns that are wanted of it.
+
+    Raises:
+        SchemaError: it has no such column, or a fill does not go with it.
+    """
     if wanted.features is not None:
         manifest = chosen(manifest, wanted.features, wanted.labels, wanted.weight)
     elif wanted.labels or wanted.weight:
@@ -250,11 +259,22 @@ def _is_visible(inside: str) -> bool:
     return not any(part.startswith(("_", ".")) for part in inside.split("/") if part)
 
 
-def _schema(store: Store, place: str, first: Footer, wanted: Wanted) -> DataSchema:
-    packed = unischema.read(store, place, first)
-    schema = _selected(first.schema, wanted, packed)
+def _refuse_in_folders(names: Iterable[str], wanted: Wanted, url: str) -> None:
+    others = {*wanted.labels, wanted.weight}
+    for name in sorted(names):
+        if name.startswith(RESERVED_PREFIX) or not (wanted.features is None or name in {*wanted.features, *others}):
+            continue
+        raise SchemaError(
+            f"Column {name!r} is not in the files of {url} but in the names of their folders ({name}=...), which are "
+            "not read. Select the other columns by name, or write the rows without partitionBy."
+        )
+
+
+def _schema(store: Store, place: str, footers: Sequence[Footer], wanted: Wanted) -> DataSchema:
+    packed = unischema.read(store, place, footers[0])
+    schema = _selected(footers[0].schema, wanted, packed)
     schema = completed(schema, (), wanted.fill or {}, transformed=wanted.transformed)
-    return _with_shapes(store, schema, first)
+    return _with_shapes(store, schema, footers)
 
 
 def _selected(arrow: pa.Schema, wanted: Wanted, packed: Mapping[str, unischema.Field]) -> DataSchema:
@@ -285,10 +305,22 @@ def _columns(arrow: pa.Schema, name: str, role: Role, packed: Mapping[str, unisc
         for top in _tops(arrow, name)
         for leaf in arrow_types.leaves((top,), arrow.field(top).type)
     ]
+    if len(found) == 1 and name in packed:
+        found = [_as_declared(found[0], packed[name], arrow)]
     found = [column for column in found if column.name == name or column.name.startswith(f"{name}.")]
     if not found:
         raise no_such_column(name, role, arrow.names, "The files have")
     return found
+
+
+def _as_declared(column: ColumnSpec, field: unischema.Field, arrow: pa.Schema) -> ColumnSpec:
+    """A number of petastorm in the type that its schema says, which Spark may have no column for."""
+    import pyarrow as pa  # noqa: PLC0415  (heavy)
+
+    is_plain = column.kind == "scalar" and column.is_number and not pa.types.is_decimal(arrow.field(column.name).type)
+    if not is_plain or field.dtype not in NUMBERS or field.dtype == column.dtype:
+        return column
+    return replace(column, dtype=field.dtype, codec="scalar")
 
 
 def _tops(arrow: pa.Schema, name: str) -> list[str]:
@@ -300,25 +332,31 @@ def _tops(arrow: pa.Schema, name: str) -> list[str]:
     return fields or [other for other in arrow.names if name.startswith(f"{other}.")]
 
 
-def _with_shapes(store: Store, schema: DataSchema, first: Footer) -> DataSchema:
-    unknown = [column for column in schema.columns if column.shape is None]
-    if not unknown:
-        return schema
-    filesystem, place = store.arrow(first.path)
-    group = next(index for index, rows in enumerate(first.row_groups) if rows)
-    with filesystem.open_input_file(place) as file:
-        row = next(
-            columns.open_parquet(file).iter_batches(
-                1, row_groups=[group], columns=columns.stored_names(DataSchema(tuple(unknown)))
-            )
-        )
-    return schema.replaced([_with_shape(row, column, f"{store.url}/{first.path}") for column in unknown])
+def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) -> DataSchema:
+    """The schema with the shapes that the first values tell which are not NULL."""
+    unknown = {column.name: column for column in schema.columns if column.shape is None}
+    known = []
+    for footer in footers:
+        if not unknown:
+            break
+        filesystem, place = store.arrow(footer.path)
+        names = columns.stored_names(DataSchema(tuple(unknown.values())))
+        with filesystem.open_input_file(place) as file:
+            for batch in columns.open_parquet(file).iter_batches(_SOME_ROWS, columns=names):
+                for column in list(unknown.values()):
+                    values = columns.stored(batch, column).drop_null()
+                    if len(values):
+                        known.append(_with_shape(values[:1], column, f"{store.url}/{footer.path}"))
+                        del unknown[column.name]
+                if not unknown:
+                    break
+    if unknown:
+        raise DataError(f"Column {next(iter(unknown))!r} is NULL in all rows, so that its shape is not to be seen.")
+    return schema.replaced(known)
 
 
-def _with_shape(row: pa.RecordBatch, column: ColumnSpec, url: str) -> ColumnSpec:
-    value = columns.stored(row, column)
-    if value.null_count:
-        raise DataError(f"Column {column.name!r} is NULL in the first row of {url}, which has to show its shape.")
+def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
+    """The column with the shape of one value."""
     if column.codec is not None:
         found = codecs.peek(value[0].as_py(), column.codec)
         return replace(column, shape=found.shape, dtype=str(found.dtype))

@@ -8,7 +8,7 @@ from typing import Literal
 
 Role = Literal["feature", "label", "weight"]
 Kind = Literal["scalar", "array", "vector"]
-Codec = Literal["ndarray", "compressed_ndarray", "image"]
+Codec = Literal["scalar", "ndarray", "compressed_ndarray", "image"]
 Fill = bool | int | float | str
 
 # What a model can take as it is; numpy names.
@@ -37,7 +37,8 @@ class ColumnSpec:
         sparse: deliver a vector by its stored entries (see ``sparkhvd.data.columns``) instead of all its elements.
         entries: of a sparse column: the most entries that a row has; None where not known yet.
         source: where to find it, where that is not ``name``: a column, then the fields of structs.
-        codec: how a value is packed into bytes (in petastorm's datasets).
+        codec: how a value is packed into bytes (in petastorm's datasets); ``scalar`` is a number that is stored as
+            another type of number.
         depth: how many arrays are inside each other; 0 for scalars.
     """
 

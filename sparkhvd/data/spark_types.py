@@ -53,6 +53,7 @@ _TO_NUMBER: Mapping[str, str] = MappingProxyType(
         "decimal": "no number type holds all its digits; cast it to double, where you accept the rounding",
         "datetime64[D]": "turn it into a number first, for example with pyspark.sql.functions.unix_date",
         "datetime64[us]": "turn it into a number first, for example with pyspark.sql.functions.unix_micros",
+        "datetime64[ms]": "turn it into a number first",
         "datetime64[ns]": "turn it into a number first",
     }
 )
@@ -105,7 +106,12 @@ def checked_fill(column: ColumnSpec, fill: Fill) -> Fill:
     return fill.item() if isinstance(fill, np.generic) else fill
 
 
-_TYPE_NAME = {"str": "string", "bytes": "binary", "datetime64[D]": "date", "datetime64[us]": "timestamp"}
+_TYPE_NAME = {
+    "str": "string",
+    "bytes": "binary",
+    "datetime64[D]": "date",
+    **dict.fromkeys(("datetime64[ms]", "datetime64[us]", "datetime64[ns]"), "timestamp"),
+}
 
 
 def _holds(dtype: str, fill: Fill) -> bool:

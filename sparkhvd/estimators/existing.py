@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
-from sparkhvd.data.existing import ExistingFiles, open_existing
+from sparkhvd.data.existing import ExistingFiles, Wanted, open_existing, selected
 from sparkhvd.data.facts import too_few_rows
 from sparkhvd.data.located import Access
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.prepared import PreparedData, chosen, hold, open_here
+from sparkhvd.data.prepared import PreparedData, fields_of, hold, open_here
 from sparkhvd.data.spark_types import numbers_only
-from sparkhvd.errors import DataError, ParamError
+from sparkhvd.errors import DataError, ParamError, SchemaError
 from sparkhvd.estimators.contradictions import check
 from sparkhvd.estimators.params import READERS
 
@@ -50,6 +50,7 @@ def existing_rows(
         store, dataset_id = dataset.store, dataset.dataset_id
     if dataset_id is None:
         with closing(_files(params, path, validation_path, access)) as files:
+            _refuse_dense(files.manifest, params)
             yield files
         return
     with hold(store, dataset_id) as data:
@@ -58,12 +59,23 @@ def existing_rows(
 
 def _trainable(manifest: Manifest, params: Mapping[str, Any]) -> Manifest:
     """A prepared dataset with the columns that are trained on."""
-    manifest = chosen(manifest, params["feature_cols"], params["label_cols"], params["sample_weight_col"])
+    wanted = Wanted(params["feature_cols"], params["label_cols"], params["sample_weight_col"], params["fill"])
+    manifest = selected(manifest, wanted)
+    _refuse_dense(manifest, params)
     for column in manifest.schema.columns if params["transformation_fn"] is None else ():
         numbers_only(column)
     if manifest.train.rows < params["num_proc"]:
         raise DataError(too_few_rows(manifest.train.rows, params["num_proc"]))
     return manifest
+
+
+def _refuse_dense(manifest: Manifest, params: Mapping[str, Any]) -> None:
+    for name in params["sparse_cols"] or ():
+        if not all(manifest.schema[field].sparse for field in fields_of(manifest.schema, name)):
+            raise SchemaError(
+                f"sparse_cols names {name!r}, which these rows deliver as a dense array. Whether a column is sparse is "
+                "decided when its rows are prepared: prepare_data(sparse_cols=...)."
+            )
 
 
 def _files(params: Mapping[str, Any], path: str | None, validation_path: str | None, access: Access) -> ExistingFiles:

@@ -97,6 +97,40 @@ def test_a_folder_by_the_name_of_metadata_is_no_table(folder):
     assert opened(folder).manifest.train.rows == 8
 
 
+def test_columns_in_the_names_of_folders_are_refused_where_they_are_wanted(tmp_path):
+    for day in (1, 2):
+        (tmp_path / f"day={day}").mkdir()
+        parquet.write_table(table(5 * day, 5), tmp_path / f"day={day}" / "part-0.parquet")
+    message = r"Column 'day' is not in the files of .* but in the names of their folders \(day=\.\.\.\)"
+    for features in (["id", "day"], None):
+        with pytest.raises(SchemaError, match=message):
+            opened(tmp_path, features, transformed=True)
+    assert rows_of(opened(tmp_path))["id"].tolist() == list(range(5, 15))
+
+
+def test_the_first_array_that_is_not_null_shows_the_shape(tmp_path):
+    schema = pa.schema({"a": pa.list_(pa.int32()), "y": pa.float64()})
+    nothing, something = {"a": None, "y": 1.0}, {"a": [1, 2], "y": 2.0}
+    parquet.write_table(pa.Table.from_pylist([nothing] * 20, schema), tmp_path / "0.parquet", row_group_size=7)
+    with pytest.raises(DataError, match="Column 'a' is NULL in all rows, so that its shape is not to be seen"):
+        opened(tmp_path, ["a"], fill={"a": 7})
+    rows = [nothing] * 18 + [something, nothing]
+    parquet.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "1.parquet", row_group_size=3)
+    found = rows_of(opened(tmp_path, ["a"], fill={"a": 7}))["a"]
+    assert found.tolist() == [[7, 7]] * 38 + [[1, 2], [7, 7]]
+    with pytest.raises(DataError, match=r"Column 'a' \(feature\) has 20 NULL values"):
+        opened(tmp_path, ["a"])
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+def test_times_of_any_unit_say_how_to_make_numbers_of_them(tmp_path, unit):
+    at = pa.array([datetime.datetime(2024, 1, 1)], pa.timestamp(unit))  # noqa: DTZ001
+    parquet.write_table(pa.table({"at": at, "y": [1.0]}), tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match=r"Column 'at' has the type timestamp, .*: turn it into a number first"):
+        opened(tmp_path, ["at"])
+    assert rows_of(opened(tmp_path, ["at"], transformed=True))["at"].dtype == np.dtype(f"datetime64[{unit}]")
+
+
 def test_a_field_of_a_struct_is_a_column_too(folder):
     files = opened(folder, ["s.b.c", "id"], labels=["s.a"])
     assert files.manifest.schema.names() == ["s.b.c", "id", "s.a"]

@@ -146,6 +146,56 @@ def test_other_named_tuples_of_old_versions_are_refused(monkeypatch):
         unischema.parse(content, "here")
 
 
+def with_rows_changed(folder, change, types=None):
+    """A copy of the dataset whose first file has other values, of other types."""
+    shutil.copytree(DATASET, folder)
+    for path in sorted(folder.glob("part-*")):
+        schema = parquet.read_schema(path)
+        for name, arrow in (types or {}).items():
+            schema = schema.set(schema.get_field_index(name), pa.field(name, arrow))
+        rows = parquet.read_table(path).to_pylist()
+        for row in rows:
+            change(row)
+        parquet.write_table(pa.Table.from_pylist(rows, schema), path)
+    return folder
+
+
+def test_packed_values_that_are_null_are_filled(tmp_path):
+    def drop(row):
+        if row["id"] in {0, 3}:
+            row.update(packed=None, open=None)
+
+    files = open_existing(
+        str(with_rows_changed(tmp_path / "d", drop, {"packed": pa.binary(), "open": pa.binary()})),
+        feature_cols=["id", "packed", "open"],
+        label_cols=["y"],
+        fill={"packed": -7, "open": 9},
+    )
+    found = rows_of(files)
+    for i in range(10):
+        np.testing.assert_array_equal(found["packed"][i], [-7 if i in {0, 3} else -i] * 4)
+        np.testing.assert_array_equal(found["open"][i], np.full((3, 2), 9 if i in {0, 3} else i))
+
+
+def test_scalars_have_the_type_that_the_schema_declares(tmp_path):
+    stored = {"id": pa.int64(), "y": pa.float32()}
+    changed = with_rows_changed(tmp_path / "d", lambda row: None, stored)
+    found = rows_of(open_existing(str(changed), feature_cols=["id"], label_cols=["y"]))
+    assert {name: array.dtype for name, array in found.items()} == {"id": np.int32, "y": np.float64}
+    assert found["id"].tolist() == list(range(10))
+    assert found["y"].tolist() == [i / 2 for i in range(10)]
+
+
+def test_a_scalar_that_the_declared_type_does_not_hold_is_refused(tmp_path):
+    def enlarge(row):
+        row["id"] += 2**40
+
+    changed = with_rows_changed(tmp_path / "d", enlarge, {"id": pa.int64()})
+    files = open_existing(str(changed), feature_cols=["id"], label_cols=["y"])
+    with pytest.raises(DataError, match=rf"Column 'id' in .* holds {2**40}, which is no int32 as its schema declares"):
+        rows_of(files)
+
+
 class Evil:
     def __init__(self, function, *arguments):
         self.call = (function, arguments)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
 from sparkhvd.data import ColumnSpec, DataSchema, Manifest, clean, leases
 from sparkhvd.data.located import Access
@@ -33,12 +35,12 @@ def prepared(store):
         yield data
 
 
-def rows_of(store, dataset, **given):
+def rows_of(store, dataset, path=None, **given):
     model = torch.nn.Linear(1, 1)
     fixed = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": len, "store": store}
     estimator = TorchEstimator(**{**fixed, "feature_cols": ["x"], "label_cols": ["y"], "num_proc": 2, **given})
     access = Access(store)
-    return existing_rows(estimator._checked_values(), dataset, None, None, "native", access=access)
+    return existing_rows(estimator._checked_values(), dataset, path, None, "native", access=access)
 
 
 @pytest.mark.parametrize("named", ["object", "id", "open here"])
@@ -49,6 +51,22 @@ def test_prepared_rows_stay_while_they_are_trained_on_whoever_lets_go_of_them(st
         assert clean(store) == []
         assert store.exists(files.manifest.path)
     assert store.list("") == []
+
+
+def test_what_the_estimator_fills_is_filled_in_prepared_rows_too(store, prepared):
+    with rows_of(store, prepared, fill={"x": -1.0}) as files:
+        assert [column.fill for column in files.manifest.schema.columns] == [-1.0, None]
+
+
+@pytest.mark.parametrize("lies", ["prepared", "there already"])
+def test_a_column_that_the_rows_do_not_deliver_sparse_is_refused(store, prepared, tmp_path, lies):
+    parquet.write_table(pa.table({"x": [1.0, 2.0], "y": [1.0, 2.0]}), tmp_path / "x.parquet")
+    path = None if lies == "prepared" else str(tmp_path / "x.parquet")
+    with (
+        pytest.raises(SchemaError, match=r"sparse_cols names 'x', which these rows deliver as a dense array\."),
+        rows_of(store, None if path else prepared, path, sparse_cols=["x"]),
+    ):
+        pass
 
 
 def test_a_fit_that_cannot_begin_lets_go_of_the_rows(store, prepared):
