@@ -114,6 +114,13 @@ def test_a_saved_model_is_the_same_inside_a_pipeline(fitted, frame, tmp_path):
     assert again.transform(frame).collect() == fitted.transform(frame).collect()
 
 
+def test_describe_shows_the_columns_and_what_the_module_makes_of_them(frame, capsys):
+    LightningEstimator(num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"]).describe(frame)
+    said = capsys.readouterr().out
+    assert "input 0 is x" in said
+    assert "output 0 is y" in said
+
+
 def test_what_the_estimator_decides_is_refused_in_trainer_args(frame):
     estimator = LightningEstimator(
         num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"], trainer_args={"devices": 4}

@@ -243,7 +243,7 @@ def test_a_loader_of_the_users_own_gives_the_batches(store, df):
     fitted = own.fit(df.coalesce(3))
     model, optimizer = fitted.getModelAndOptimizer()
     steps = int(optimizer.state[model[0].weight]["step"])
-    assert steps % 2 == 0
+    assert steps == 4
     history = fitted.getHistory()
     assert len(history) == 2
     held_out = history[-1]["validation"]["loss"]

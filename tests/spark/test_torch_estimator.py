@@ -454,6 +454,16 @@ def test_what_the_rows_tell_is_refused_before_training(spark, store, rows, more,
     assert [path for path in store.list("") if path.startswith("runs/")] == runs
 
 
+def test_an_epoch_has_the_steps_that_were_asked_for_also_from_a_cache(store, xor):
+    model = network()
+    adam = torch.optim.Adam(model.parameters())
+    asked = {"train_steps_per_epoch": 3, "validation_steps_per_epoch": 1, "val_batch_size": 5, "local_cache": True}
+    trained = estimator(store, model, optimizer=adam, num_proc=1, validation=0.2, epochs=2, **asked).fit(xor)
+    after, optimizer = trained.getModelAndOptimizer()
+    assert int(optimizer.state[next(after.parameters())]["step"]) == 2 * 3
+    assert len(trained.getHistory()) == 2
+
+
 def test_an_unknown_keyword_is_refused():
     with pytest.raises(TypeError, match="TorchEstimator has no parameter 'learning_rate'"):
         TorchEstimator(learning_rate=1.0)

@@ -7,12 +7,13 @@ from sparkhvd import LightningEstimator
 from sparkhvd.data import DataModule
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import SparkBackend
-from sparkhvd.estimators.base import _loader_of_rows
-from sparkhvd.estimators.contradictions import check, check_watched
+from sparkhvd.estimators.base import _loader_of_rows, _train_spec
+from sparkhvd.estimators.contradictions import cache_of, check, check_watched
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.torch import TorchEstimator
 from sparkhvd.store import LocalStore
+from tests.unit.estimators.arrays import schema
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,28 @@ def test_validation_may_be_watched_where_the_files_have_validation_rows(given, m
     check_watched(values, held_out=True)
     with pytest.raises(ParamError, match=message):
         check_watched(values, held_out=False)
+
+
+def test_what_the_ranks_are_told_is_what_was_given():
+    data = schema(x=("feature", "float64", (), "scalar"))
+    given = {"val_batch_size": 7, "train_steps_per_epoch": 3, "validation_steps_per_epoch": 2, "use_gpu": False}
+    readers = {"train_reader_num_workers": 5, "val_reader_num_workers": 6}
+    values = EstimatorParams(**given, **readers, inmemory_cache_all=True, random_seed=1).values()
+    told = _train_spec(values, data)
+    assert {name: getattr(told, name) for name in given} == given
+    assert (told.reading.threads, told.val_reading.threads) == (5, 6)
+    assert told.reading.cache == told.val_reading.cache == "memory"
+    by_default = _train_spec(EstimatorParams(batch_size=9, local_cache=True).values(), data)
+    assert (by_default.val_batch_size, by_default.reading.cache) == (9, "disk")
+
+
+@pytest.mark.parametrize("name", ["inmemory_cache_all", "local_cache"])
+def test_rows_can_be_cached_in_one_place_and_only_where_they_are_read(name):
+    values = {**EstimatorParams(inmemory_cache_all=True, local_cache=True).values(), "data": "store"}
+    with pytest.raises(ParamError, match="keep the same rows in two places"):
+        cache_of(values)
+    with pytest.raises(ParamError, match=f"{name}=True keeps rows that are read from a Store"):
+        cache_of({**EstimatorParams(**{name: True}).values(), "data": "direct"})
 
 
 def test_several_fits_never_share_one_run():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import math
 
@@ -130,6 +131,9 @@ def test_the_best_epoch_of_a_run_that_goes_on_is_one_whose_checkpoint_is_kept(al
     train(Checkpoints(best="loss"), (2.0, 3.0))
     assert "Run run was best by loss after epoch 2, whose checkpoint has not been kept" in caplog.text
     assert trainer.restored == b"epoch 3"
+    with store.open(layout.history_path("run"), "rb") as file:
+        assert [record["train"]["loss"] for record in json.loads(file.read())] == [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert all(store.exists(layout.events_path("run", "train", epoch)) for epoch in range(5))
 
 
 def test_a_loss_that_is_no_number_ends_the_training_where_that_is_asked_for(alone):

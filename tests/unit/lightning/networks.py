@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import numpy as np
 import torch
 
 from sparkhvd.comm import session
+from sparkhvd.data import ColumnSpec, DataSchema
 from tests.unit.estimators.arrays import ArraySource, schema, spec
 
 SIZE = 2
 DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
+
+WEIGHTED = DataSchema((*DATA.columns, ColumnSpec("w", "float64", (), "weight", "scalar")))
 
 # Rows of every rank in the steps of an epoch.
 EVEN = [(4, 4)] * 12
@@ -34,17 +39,19 @@ def normalizing():
 def rows(count):
     random = np.random.default_rng(5)
     x = random.normal(size=(count, 6))
-    return {"x": x, "y": (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)}
+    weights = random.uniform(0.1, 2.0, count)
+    return {"x": x, "w": weights, "y": (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 0)}
 
 
-def source(sizes, rank):
+def source(sizes, rank, data=DATA):
     """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
     mine, start = [], 0
     for step in sizes:
         first = start + sum(step[:rank])
         mine.append(list(range(first, first + step[rank])))
         start += sum(step)
-    return ArraySource(DATA, rows(start), mine, [sum(step) for step in sizes])
+    found = {name: values for name, values in rows(start).items() if name in data.names()}
+    return ArraySource(data, found, mine, [sum(step) for step in sizes])
 
 
 def flat(model):
@@ -77,9 +84,10 @@ def step_by_hand(trained, loss, index):
         trained.optimizers().zero_grad()
 
 
-def module(kind="simple"):
-    import lightning.pytorch as lightning  # noqa: PLC0415
+def module(kind="simple", flavour="lightning.pytorch"):
     from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415
+
+    lightning = import_module(flavour)
 
     class Simple(lightning.LightningModule):
         def __init__(self, kind="simple"):
@@ -106,7 +114,8 @@ def module(kind="simple"):
         def training_step(self, batch, index):
             x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
             output = self(x)
-            loss = torch.nn.functional.cross_entropy(disturbed(self, output), y)
+            loss = torch.nn.functional.cross_entropy(disturbed(self, output), y, reduction="none")
+            loss = (loss * batch["w"]).mean() if kind == "weighted" else loss.mean()
             self.accuracy(output, y)
             self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
             self.log("twice", 2 * loss, on_step=True, on_epoch=True)
@@ -126,9 +135,9 @@ def module(kind="simple"):
     return Simple(kind)
 
 
-def trainer_of(model, epochs=1, how=None, **more):
+def trainer_of(model, epochs=1, how=None, data=DATA, **more):
     from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
 
     names = ("optimizer", "input_shapes", "label_shapes", "trainer_args", "logger", "data_module", "loss", "callbacks")
-    params = {**dict.fromkeys(names), "model": model, "batch_format": "dict", "label_cols": ("y",), "schema": DATA}
-    return PLUGIN.trainer(PLUGIN.pack({**params, **more}), spec(DATA, epochs, **(how or {})), session.current().world)
+    params = {**dict.fromkeys(names), "model": model, "batch_format": "dict", "label_cols": ("y",), "schema": data}
+    return PLUGIN.trainer(PLUGIN.pack({**params, **more}), spec(data, epochs, **(how or {})), session.current().world)

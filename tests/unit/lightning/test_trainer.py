@@ -21,6 +21,7 @@ from tests.unit.lightning.networks import (
     EVEN,
     SIZE,
     SOME_EMPTY,
+    WEIGHTED,
     flat,
     module,
     network,
@@ -40,7 +41,7 @@ def trained(sizes, kind, epochs, more):
     return flat(trainer._given.model), averaged(hooks.reports[-1], session.current())
 
 
-def trained_plainly(steps, epochs=1, clip=None, model=None):
+def trained_plainly(steps, epochs=1, clip=None, model=None, *, weighted=False):
     """Plain PyTorch on the global batches; parameters, and loss and accuracy of the last epoch."""
     model = model or network()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -50,10 +51,11 @@ def trained_plainly(steps, epochs=1, clip=None, model=None):
         for size in steps:
             x = torch.from_numpy(data["x"][start : start + size]).to(next(model.parameters()).dtype)
             y = torch.from_numpy(data["y"][start : start + size])
+            weights = torch.from_numpy(data["w"][start : start + size]).float() if weighted else torch.ones(size)
             start += size
             optimizer.zero_grad()
             output = model(x)
-            loss = torch.nn.functional.cross_entropy(output, y)
+            loss = (torch.nn.functional.cross_entropy(output, y, reduction="none") * weights).mean()
             loss.backward()
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -136,6 +138,45 @@ def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all
         assert 0 < record.train.pop("f1.macro") < after["f1.macro"]  # of the model while it was learning
         assert record.train == pytest.approx({"loss": loss, "accuracy": accuracy}, rel=1e-5)
         assert record.validation == pytest.approx(after, rel=1e-4)
+
+
+def weighted(kind):
+    """Trained with weights of rows: what the module or the loss makes of them."""
+    rank = session.current().world.rank
+    model = network() if kind == "plain" else module("weighted")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    of_plain = {"optimizer": optimizer, "loss": torch.nn.functional.cross_entropy, "sample_weight_col": "w"}
+    trainer = trainer_of(model, data=WEIGHTED, **(of_plain if kind == "plain" else {}))
+    hooks = Hooks()
+    trainer.fit(source(SOME_EMPTY, rank, WEIGHTED), None, hooks)
+    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current()).train["loss"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "module"])
+def test_weighted_rows_count_as_in_one_big_batch(group, kind):
+    wanted, loss, _ = trained_plainly([sum(step) for step in SOME_EMPTY], weighted=True)
+    unweighted, *_ = trained_plainly([sum(step) for step in SOME_EMPTY])
+    assert not np.allclose(wanted, unweighted, rtol=1e-2)
+    for parameters, found in group.run(weighted, kind):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert found == pytest.approx(loss, rel=1e-5)
+
+
+def trained_by(flavour):
+    rank, hooks = session.current().world.rank, Hooks()
+    trainer = trainer_of(module(flavour=flavour))
+    trainer.fit(source(SOME_EMPTY, rank), None, hooks)
+    assert type(trainer._trainer).__module__.startswith(flavour)
+    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current()).train["accuracy"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_name_of_lightning_trains_the_same(group):
+    pytest.importorskip("pytorch_lightning")
+    wanted, _, accuracy = trained_plainly([sum(step) for step in SOME_EMPTY])
+    for parameters, found in group.run(trained_by, "pytorch_lightning"):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert found == pytest.approx(accuracy)
 
 
 def hot_start(folder):
