@@ -10,7 +10,7 @@ import torch
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
 
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.errors import ParamError
@@ -58,20 +58,20 @@ def test_a_parameter_grid_is_searched_in_parallel_and_fits_of_the_same_rows_shar
     pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="v"), mine])
     grid = ParamGridBuilder().addGrid(mine.epochs, [1, 12]).build()
     evaluator = RegressionEvaluator(labelCol="y", predictionCol="y__output", metricName="rmse")
-    search = TrainValidationSplit(
-        estimator=pipeline, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, trainRatio=0.7, seed=1
+    search = CrossValidator(
+        estimator=pipeline, estimatorParamMaps=grid, evaluator=evaluator, parallelism=2, numFolds=2, seed=1
     )
     found = search.fit(line)
-    few, many = found.validationMetrics
+    few, many = found.avgMetrics
     assert many < few / 2
     best = found.bestModel.stages[-1]
     assert len(best.getHistory()) == 12
-    assert len({path.split("/")[1] for path in store.list("runs")}) == 3, "every fit is a run of its own"
+    assert len({path.split("/")[1] for path in store.list("runs")}) == 5, "every fit is a run of its own"
     said = [record.getMessage() for record in caplog.records]
     prepared = [line.split()[2].rstrip(":") for line in said if line.startswith("Prepared dataset")]
-    assert len(prepared) == 2, "one of the rows of the search and one of all rows"
-    assert sum("holds these rows already" in line for line in said) == 1
-    assert {path.split("/")[1] for path in store.list("datasets")} == {prepared[1]}, "nobody can want the other again"
+    assert len(prepared) == 3, "one of the rows of each fold and one of all rows"
+    assert sum("holds these rows already" in line for line in said) == 2
+    assert {path.split("/")[1] for path in store.list("datasets")} == {prepared[-1]}, "nobody can want the other again"
     assert evaluator.evaluate(found.transform(line)) == pytest.approx(many, abs=0.2)
     gc.collect()  # pyspark leaves its pool to that, with a warning
 
