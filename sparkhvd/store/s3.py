@@ -56,9 +56,8 @@ class S3Store(FilesystemStore):
         return hadoop_settings(self.storage_options or {}, bucket)
 
     def with_spark_settings(self, settings: Mapping[str, str]) -> S3Store:
-        if self.storage_options:
-            return self
-        return replace(self, storage_options=storage_options_from(settings, self._places.root.partition("/")[0]))
+        found = storage_options_from(settings, self._places.root.partition("/")[0])
+        return replace(self, storage_options=completed_options(self.storage_options or {}, found))
 
     def _normalized(self, url: str) -> str:
         scheme, separator, rest = url.partition("://")
@@ -102,6 +101,12 @@ class S3Store(FilesystemStore):
 
 # Spark's name below fs.s3a. -> ours among the storage options, for what is a text on both sides.
 _NAMES = {"access.key": "key", "secret.key": "secret", "session.token": "token", "endpoint": "endpoint_url"}
+# What tells who somebody is: parts of two answers are none. The last three are those of the client itself.
+_CREDENTIALS = frozenset(
+    {"key", "secret", "token", "anon", "profile", "session", "username", "password"}
+    | {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
+)
+_NESTED = frozenset({"client_kwargs", "config_kwargs"})
 _ANONYMOUS = "org.apache.hadoop.fs.s3a.AnonymousAWSCredentialsProvider"
 _TEMPORARY = "org.apache.hadoop.fs.s3a.TemporaryAWSCredentialsProvider"
 
@@ -127,6 +132,17 @@ def storage_options_from(settings: Mapping[str, str], bucket: str) -> dict[str, 
     if "Anonymous" in found.get("aws.credentials.provider", ""):
         options["anon"] = True
     return options
+
+
+def completed_options(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, and of those found elsewhere what they do not say; credentials belong together."""
+    client = given.get("client_kwargs", {})
+    said = {*given, *client}
+    if said & _CREDENTIALS:
+        said |= _CREDENTIALS
+    more = {name: value for name, value in found.items() if name not in said or name in _NESTED}
+    inner = {name: {**more[name], **given[name]} for name in _NESTED & given.keys() & more.keys()}
+    return {**more, **given, **inner}
 
 
 def hadoop_settings(options: Mapping[str, Any], bucket: str) -> dict[str, str]:

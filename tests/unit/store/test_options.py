@@ -164,3 +164,41 @@ def test_an_endpoint_without_a_scheme_gets_that_of_sparks_setting():
     settings = {"fs.s3a.endpoint": "host:1", "fs.s3a.connection.ssl.enabled": "false"}
     assert storage_options_from(settings, "b") == {"endpoint_url": "http://host:1"}
     assert storage_options_from({"fs.s3a.endpoint": "host"}, "b") == {"endpoint_url": "https://host"}
+
+
+SAID_BY_SPARK = {
+    "fs.s3a.access.key": "spark's",
+    "fs.s3a.secret.key": "spark's",
+    "fs.s3a.session.token": "spark's",
+    "fs.s3a.endpoint": "http://spark:1",
+    "fs.s3a.endpoint.region": "spark's",
+}
+SPARKS_KEYS = {"key": "spark's", "secret": "spark's", "token": "spark's"}
+SPARKS_REGION = {"client_kwargs": {"region_name": "spark's"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, {**SPARKS_KEYS, "endpoint_url": "http://spark:1", **SPARKS_REGION}),
+        ({"endpoint_url": "http://mine:1"}, {**SPARKS_KEYS, "endpoint_url": "http://mine:1", **SPARKS_REGION}),
+        ({"key": "a", "secret": "b"}, {"key": "a", "secret": "b", "endpoint_url": "http://spark:1", **SPARKS_REGION}),
+        ({"anon": True}, {"anon": True, "endpoint_url": "http://spark:1", **SPARKS_REGION}),
+        (
+            {"client_kwargs": {"endpoint_url": "http://mine:1"}},
+            {**SPARKS_KEYS, "client_kwargs": {"endpoint_url": "http://mine:1", "region_name": "spark's"}},
+        ),
+        (
+            {"client_kwargs": {"region_name": "mine"}, "config_kwargs": {"read_timeout": 5}},
+            {
+                **SPARKS_KEYS,
+                "endpoint_url": "http://spark:1",
+                "client_kwargs": {"region_name": "mine"},
+                "config_kwargs": {"read_timeout": 5},
+            },
+        ),
+    ],
+)
+def test_spark_says_what_the_options_of_s3_do_not(given, told):
+    store = S3Store("s3://b/x", storage_options=given).with_spark_settings(SAID_BY_SPARK)
+    assert dict(store.storage_options) == told
