@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.data.blocks import Blocks
 from sparkhvd.data.plan import Piece
+from sparkhvd.data.spool import unnamed_file
 from sparkhvd.errors import StoreError
 
 if TYPE_CHECKING:
@@ -61,8 +61,11 @@ def in_memory(batches: Iterator[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
     return list(batches)
 
 
-def on_disk(folder: str) -> Keep:
-    """Keep batches in files in ``folder`` that have no name: whatever ends this process, nothing is left of them."""
+def on_disk(folders: Sequence[str]) -> Keep:
+    """Keep batches in files without a name, in the first of the folders that takes them.
+
+    Whatever ends this process, nothing is left of them.
+    """
 
     def keep(batches: Iterator[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
         import pyarrow as pa  # noqa: PLC0415  (heavy)
@@ -71,7 +74,7 @@ def on_disk(folder: str) -> Keep:
         if first is None:
             return []
         try:
-            with tempfile.TemporaryFile(dir=folder) as file:
+            with unnamed_file(folders) as file:
                 with pa.ipc.new_stream(file, first.schema) as writer:
                     writer.write_batch(first)
                     for batch in batches:
@@ -83,8 +86,8 @@ def on_disk(folder: str) -> Keep:
             raise
         except OSError as error:
             raise StoreError(
-                f"Cannot keep rows on the local disk in {folder}: {error.strerror or error}. Give it more room "
-                "(spark.local.dir) or train without the cache."
+                f"Cannot keep rows on the local disk in {', '.join(folders)}: {error.strerror or error}. Give it more "
+                "room (spark.local.dir) or train without the cache."
             ) from error
         return list(pa.ipc.open_stream(pa.py_buffer(content)))
 

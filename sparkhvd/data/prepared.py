@@ -121,8 +121,8 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
             name of a column that is true or 1 for them.
         sample_weight_col: a column with one number per row: its weight.
         compress_sparse: also store dense vectors by their entries that are not 0. Sparse vectors always are.
-        partitions_per_process: row groups that each rank should find at least; more of them mix better, fewer read
-            faster.
+        partitions_per_process: row groups that each rank should find, as long as they have 1 MiB; more of them mix
+            better, fewer read faster.
         verbose: above 0, tell how many rows there are in a line of the log.
         seed: of the split by fraction.
         sparse_cols: vector columns that the readers deliver by their entries instead of as dense arrays.
@@ -279,7 +279,8 @@ def clean(store: Store) -> list[str]:
 
 def _identity(df: DataFrame, selection: Selection, writing: Writing) -> Fingerprint | None:
     by_fraction = isinstance(selection.validation, float)
-    return fingerprint(df, selection, writing.compress, writing.seed if by_fraction else None)
+    asked = () if writing.row_group_bytes is None else (writing.row_group_bytes,)
+    return fingerprint(df, selection, writing.compress, writing.seed if by_fraction else None, *asked)
 
 
 def _prepared_before(store: Store, known: Fingerprint, keep_seconds: float) -> PreparedData | None:

@@ -64,7 +64,7 @@ class Reading:
             which it cannot be called.
         cache: ``memory`` or ``disk`` keeps this rank's rows near it after they were read once; it then has the same
             rows in every epoch.
-        cache_folder: where files of the cache go; empty takes Spark's local folder.
+        cache_folder: where files of the cache go; empty takes the first of Spark's local folders that takes files.
     """
 
     prefetch_bytes: int = PREFETCH_BYTES
@@ -234,8 +234,8 @@ class ParquetSource(RowSource):
             found = ParquetBlocks(store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema))
             if reading.cache is None:
                 return found
-            folder = reading.cache_folder or local_folders()[0]
-            keep = cache.in_memory if reading.cache == "memory" else cache.on_disk(folder)
+            folders = (reading.cache_folder,) if reading.cache_folder else local_folders()
+            keep = cache.in_memory if reading.cache == "memory" else cache.on_disk(folders)
             return cache.CachedBlocks(found, plan.shard(world.rank), keep, kept)
 
         super().__init__(schema, plan, world.rank, blocks, reading)

@@ -82,24 +82,36 @@ class Spool:
         import pyarrow as pa  # noqa: PLC0415
 
         if part not in self._writers:
-            file = self._owned.enter_context(self._unnamed_file())
+            file = self._owned.enter_context(self._file())
             self._files[part] = file
             # Arrow's own file is not slowed down by Python's.
             sink = self._closing.enter_context(pa.OSFile(f"/proc/self/fd/{file.fileno()}", "wb"))
             self._writers[part] = self._closing.enter_context(pa.ipc.new_file(sink, schema))
         return self._writers[part]
 
-    def _unnamed_file(self) -> IO[bytes]:
-        problem: OSError | None = None
-        for folder in self._folders:
-            try:
-                return tempfile.TemporaryFile(dir=folder)
-            except OSError as error:
-                problem = problem or error
-        raise self._failed(problem or OSError("no folder is given"))
+    def _file(self) -> IO[bytes]:
+        try:
+            return unnamed_file(self._folders)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(
             f"could not put its rows on the local disk ({', '.join(self._folders)}): {error.strerror or error}. Give "
             "the executors more local disk (spark.local.dir), more executors, or train through a Store (data='store')"
         )
+
+
+def unnamed_file(folders: Sequence[str]) -> IO[bytes]:
+    """A new file without a name in the first of the folders that takes one.
+
+    Raises:
+        OSError: none of them does; that of the first.
+    """
+    problem: OSError | None = None
+    for folder in folders:
+        try:
+            return tempfile.TemporaryFile(dir=folder)
+        except OSError as error:
+            problem = problem or error
+    raise problem or OSError("no folder is given")

@@ -241,6 +241,8 @@ def test_a_change_of_anything_that_decides_the_rows_prepares_anew(spark, store, 
     assert not prepared_anew(read(), store, validation=0.5)
     assert prepared_anew(read(), store, validation=0.5, seed=1)
     assert not prepared_anew(read(), store, seed=1)  # nothing is split
+    assert prepared_anew(read(), store, row_group_bytes=1_000_000)
+    assert not prepared_anew(read(), store, row_group_bytes=1_000_000)
     spark.conf.set("spark.sql.ansi.enabled", "false")
     try:
         assert prepared_anew(read(), store)

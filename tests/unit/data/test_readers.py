@@ -189,6 +189,16 @@ def test_a_folder_that_disappears_in_mid_epoch_is_an_error_that_names_a_file(sto
     assert reader_threads() == []
 
 
+def test_the_cache_lies_in_the_first_local_folder_that_takes_it(store, make_dataset, monkeypatch):
+    source = source_of(store, make_dataset(((10,),)), cache="disk")
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", "/does/not/exist")
+    assert sum(batch.rows for batch in source.epoch(0)) == 10
+    monkeypatch.setattr("tempfile.tempdir", "/nor/does/this")
+    source = source_of(store, make_dataset(((10,),), dataset_id="other"), cache="disk")
+    with pytest.raises(StoreError, match=r"disk in /does/not/exist, /nor/does/this: No such file"):
+        list(source.epoch(0))
+
+
 def test_a_full_disk_for_the_cache_is_an_error_that_says_so(store, make_dataset, tmp_path):
     """A limit of the file size is what a test can have of it: the kernel refuses to write in the same place."""
     manifest = make_dataset(((20_000,),))
