@@ -79,12 +79,19 @@ def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RE
         return float(str(spark.conf.get(name, default)))
 
     task_cpus = resources.cpus or int(number("spark.task.cpus", "1"))
-    if is_connect(spark):
-        return Cluster("connect", task_cpus, lambda deadline: _cores_by_query(spark, deadline) // task_cpus)
-    master = str(spark.sparkContext.master)
-    refuse_where_ignored(master, resources)
     task_gpus = resources.gpus or number("spark.task.resource.gpu.amount", "0")
     executor_gpus = int(number("spark.executor.resource.gpu.amount", "0"))
+    if is_connect(spark):
+
+        def count(deadline: Deadline) -> int:
+            cores = _cores_by_query(spark, deadline)
+            by_cores = cores // task_cpus
+            executors = _executors(spark, cores) if task_gpus else None
+            return by_cores if executors is None else min(by_cores, executors * math.floor(executor_gpus / task_gpus))
+
+        return Cluster("connect", task_cpus, count, task_gpus, executor_gpus)
+    master = str(spark.sparkContext.master)
+    refuse_where_ignored(master, resources)
     profile = profile_of(spark, resources)
     return Cluster(master, task_cpus, lambda _: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
 
@@ -97,6 +104,13 @@ def reserve_tasks(spark: SparkSession, num_proc: int | None, resources: TaskReso
         SlotsError: there are too few slots.
     """
     refuse_where_ranks_cannot_run(spark)
+    if is_connect(spark) and (setting := _hides_cores(spark)):
+        if num_proc is None:
+            raise SlotsError(
+                "num_proc=None takes all slots. A Spark Connect client counts them by the partitions of a query, and "
+                f"{setting} of this cluster decides these. Give num_proc."
+            )
+        return num_proc
     return reserve(describe_cluster(spark, resources), num_proc, deadline)
 
 
@@ -184,6 +198,22 @@ def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> i
     own = profile._java_resource_profile  # noqa: SLF001
     profiles.addResourceProfile(own)
     return int(scala_context.maxNumConcurrentTasks(own))
+
+
+def _hides_cores(spark: SparkSession) -> str:
+    """The setting that decides how many partitions a query has; empty where that is the number of cores."""
+    names = ("spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism")
+    return next((f"{name}={value}" for name in names if (value := spark.conf.get(name, None)) is not None), "")
+
+
+def _executors(spark: SparkSession, cores: int) -> int | None:
+    """How many executors a Spark Connect server has, as far as its settings tell."""
+    if found := _LOCAL_CLUSTER.fullmatch(str(spark.conf.get("spark.master", ""))):
+        return int(found[1])
+    if (instances := spark.conf.get("spark.executor.instances", None)) is not None:
+        return int(str(instances))
+    each = spark.conf.get("spark.executor.cores", None)
+    return None if each is None else cores // int(str(each))
 
 
 def _cores_by_query(spark: SparkSession, deadline: Deadline) -> int:

@@ -14,6 +14,7 @@ _ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
 # The line after the traceback; what follows is Spark's.
 _RAISED = re.compile(r"Traceback [^\n]*\n(?:[ \t][^\n]*\n)+(\S[^\n]*)")
 _VERSIONS = re.compile(r"The driver has sparkhvd .*")
+_TOO_FEW_SLOTS = "[SPARK-24819]"
 _CRASHED = "Python worker exited unexpectedly"
 
 
@@ -58,6 +59,11 @@ def _has_ended(error: BaseException) -> bool:
 
 def _cause(text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, str]) -> str:
     """Why the last attempt failed; empty where that is not among what is known of Spark."""
+    if _TOO_FEW_SLOTS in text:
+        return (
+            "the cluster has fewer slots than this job has ranks, with the cores and GPUs that each of them asks for. "
+            "Give a smaller num_proc, or ask for less per rank"
+        )
     number = _TASK.search(text)
     task = f"task {number[1]}" if number else "a task"
     there = f" on host {task_hosts[int(number[1])]}" if number and int(number[1]) in task_hosts else ""

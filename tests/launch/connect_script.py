@@ -29,6 +29,12 @@ def place() -> list[int]:
     return [int(os.environ[f"SPARKHVD_{name}"]) for name in ("RANK", "SIZE")]
 
 
+def devices() -> list[str]:
+    import sparkhvd.task  # noqa: PLC0415
+
+    return sparkhvd.task.get_available_devices()
+
+
 def fail() -> None:
     raise ValueError("no luck")
 
@@ -137,7 +143,12 @@ def doubled(spark: SparkSession) -> list[float]:
 
 
 def main() -> None:
-    builder = SparkSession.builder.remote("local[2]").config("spark.log.level", "ERROR")
+    builder = SparkSession.builder.remote("local-cluster[1,2,1024]").config("spark.log.level", "ERROR")
+    builder.config("spark.executor.memory", "700m")
+    for who in ("worker", "executor"):
+        builder.config(f"spark.{who}.resource.gpu.amount", "2")
+        builder.config(f"spark.{who}.resource.gpu.discoveryScript", os.environ["GPU_SCRIPT"])
+    builder.config("spark.task.resource.gpu.amount", "0.5")
     builder.config("spark.connect.execute.manager.detachedTimeout", "4s")
     builder.config("spark.connect.execute.manager.maintenanceInterval", "1s")
     builder.config("spark.connect.execute.reattachable.senderMaxStreamDuration", "2s")
@@ -157,10 +168,18 @@ def main() -> None:
             sparkhvd.run(place, num_proc=1, use_mpi=True)
         except ConfigError as error:
             found["mpi"] = str(error)
+        found["gpus"] = sparkhvd.run(devices, num_proc=2, gpus_per_task=1)
+        found["gpus of as many ranks as there is room for"] = sparkhvd.run(devices, gpus_per_task=2)
         try:
-            sparkhvd.run(place, num_proc=1, gpus_per_task=1)
-        except LaunchError as error:
-            found["gpus"] = str(error)
+            sparkhvd.run(place, num_proc=2, gpus_per_task=2, start_timeout=3)
+        except SlotsError as error:
+            found["slots for GPUs"] = str(error)
+        spark.conf.set("spark.sql.leafNodeDefaultParallelism", "7")
+        try:
+            sparkhvd.run(place)
+        except SlotsError as error:
+            found["hidden cores"] = str(error)
+        spark.conf.unset("spark.sql.leafNodeDefaultParallelism")
         with tempfile.TemporaryDirectory() as folder:
             found["errors"] = trained(spark, Store.create(folder))
         found["errors without a Store"] = trained(spark, None)

@@ -20,6 +20,9 @@ SCRIPT = Path(__file__).with_name("connect_script.py")
 @pytest.mark.timeout(600)
 def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path):
     store = {"url": f"s3://{BUCKET}/{uuid.uuid4().hex}", "storage_options": s3.options}
+    discovery = tmp_path / "discover.sh"
+    discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
+    discovery.chmod(0o755)
     done = subprocess.run(
         [sys.executable, SCRIPT],
         env={
@@ -27,6 +30,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
             "PYTHONPATH": str(SCRIPT.parents[2]),
             "SPARK_LOCAL_DIRS": str(tmp_path),
             "S3_STORE": json.dumps(store),
+            "GPU_SCRIPT": str(discovery),
         },
         cwd=tmp_path,
         capture_output=True,
@@ -43,7 +47,11 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", found["failure"])
     assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
     assert "a Spark Connect client is none. Use launcher='barrier'" in found["mpi"]
-    assert "gpus_per_task and cpus_per_task do not work on this Spark Connect server: Spark gives" in found["gpus"]
+    assert sorted(found["gpus"]) == [["0"], ["1"]]
+    assert [sorted(names) for names in found["gpus of as many ranks as there is room for"]] == [["0", "1"]]
+    assert "the cluster has 1 slots" in found["slots for GPUs"]
+    assert "spark.task.cpus=1, 2 GPUs per task" in found["slots for GPUs"]
+    assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster decides these. Give num" in found["hidden cores"]
     assert re.search("(?i)cancel|interrupt", found["interrupted"])
     assert "did not become free at the same time within start_timeout=5 s" in found["busy"][0]
     assert "did not answer a small query within" in found["busy"][1]

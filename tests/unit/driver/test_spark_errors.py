@@ -53,6 +53,12 @@ def test_a_task_is_named_with_its_host():
     assert failure.startswith("Spark gave the job up: task 1 on host node-b failed with ValueError: no luck.")
 
 
+def test_too_few_slots_are_told_with_what_to_change():
+    said = "[SPARK-24819]: Barrier execution mode does not allow run a barrier stage that requires more slots than"
+    failure = spark_failure(RuntimeError(said))
+    assert failure.startswith("Spark gave the job up: the cluster has fewer slots than this job has ranks, with the ")
+
+
 def test_an_executor_whose_host_is_not_known_is_named_alone():
     failure = spark_failure(RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone"))
     assert failure.startswith("Spark gave the job up: executor 2, which ran task 1, was lost (gone).")
