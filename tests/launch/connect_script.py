@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +65,31 @@ def interrupted(spark: SparkSession, folder: str) -> str:
     return "".join(said)
 
 
+def left_by_interrupt(folder: Path) -> list[int]:
+    """The ranks that still run after Ctrl-C."""
+
+    def press() -> None:
+        wait_for_files(folder, 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    user = threading.Thread(target=press, name="user")
+    user.start()
+    try:
+        sparkhvd.run(stay, (str(folder),), num_proc=2)
+    except KeyboardInterrupt:
+        return still_running(folder, 30.0)
+    finally:
+        user.join()
+    raise AssertionError("Ctrl-C did not end the job")
+
+
+def still_running(folder: Path, seconds: float) -> list[int]:
+    """Those of the processes that left their numbers there that do not end within so long."""
+    pids = [int(path.read_text()) for path in folder.iterdir()]
+    running = [process for process in psutil.process_iter() if process.pid in pids]
+    return [process.pid for process in psutil.wait_procs(running, timeout=seconds)[1]]
+
+
 def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
     """What a job of two ranks raises while others keep ``busy`` of the two slots."""
     rest = Path(folder, f"{busy} busy")
@@ -101,9 +128,7 @@ def left_by_killed_client(folder: Path) -> list[int]:
     finally:
         client.kill()
         client.wait()
-    pids = [int(path.read_text()) for path in folder.iterdir()]
-    running = [process for process in psutil.process_iter() if process.pid in pids]
-    return [process.pid for process in psutil.wait_procs(running, timeout=100)[1]]
+    return still_running(folder, 100.0)
 
 
 def wait_for_files(folder: Path, count: int) -> None:
@@ -180,6 +205,8 @@ def main() -> None:
         except SlotsError as error:
             found["hidden cores"] = str(error)
         spark.conf.unset("spark.sql.leafNodeDefaultParallelism")
+        report = sparkhvd.preflight(num_proc=2, gpus_per_task=1, stdout=io.StringIO())
+        found["preflight"] = [report.ok, str(report)]
         with tempfile.TemporaryDirectory() as folder:
             found["errors"] = trained(spark, Store.create(folder))
         found["errors without a Store"] = trained(spark, None)
@@ -189,6 +216,8 @@ def main() -> None:
         found["doubled"] = doubled(spark)
         with tempfile.TemporaryDirectory() as folder:
             found["interrupted"] = interrupted(spark, folder)
+        with tempfile.TemporaryDirectory() as folder:
+            found["left by Ctrl-C"] = left_by_interrupt(Path(folder))
         with tempfile.TemporaryDirectory() as folder:
             found["busy"] = [refused_while_busy(spark, folder, busy) for busy in (1, 2)]
         with tempfile.TemporaryDirectory() as folder:

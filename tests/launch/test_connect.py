@@ -52,7 +52,10 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "the cluster has 1 slots" in found["slots for GPUs"]
     assert "spark.task.cpus=1, 2 GPUs per task" in found["slots for GPUs"]
     assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster decides these. Give num" in found["hidden cores"]
+    ready, printed = found["preflight"]
+    assert ready, printed
     assert re.search("(?i)cancel|interrupt", found["interrupted"])
+    assert found["left by Ctrl-C"] == []
     assert "did not become free at the same time within start_timeout=5 s" in found["busy"][0]
     assert "did not answer a small query within" in found["busy"][1]
     assert found["left by a killed client"] == []
