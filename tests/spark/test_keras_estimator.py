@@ -90,7 +90,7 @@ def test_a_pipeline_with_an_assembler_trains_and_a_run_is_continued(xor, store, 
     more = estimator(store, feature_cols=["v"], epochs=2, validation=None, **keep)
     trained = Pipeline(stages=[*steps, more]).fit(xor).stages[-1]
     continued = trained.getHistory()
-    whole = estimator(store, feature_cols=["v"], epochs=2, validation=None)
+    whole = estimator(store, feature_cols=["v"], epochs=2, validation=None, backend="local")
     undisturbed = Pipeline(stages=[*steps, whole]).fit(xor).stages[-1].getHistory()
     assert [record["epoch"] for record in continued] == [0, 1]
     with store.open("runs/keras-run/saved/best.keras", "rb") as file:

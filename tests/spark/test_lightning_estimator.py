@@ -65,7 +65,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def fitted(frame, tmp_path_factory):
-    """The model of three epochs, the last of them by a fit that continues the first one's run."""
+    """The model of three epochs, the last of them by a fit that continues the first one's run with another launcher."""
     estimator = LightningEstimator(
         num_proc=2,
         store=Store.create(str(tmp_path_factory.mktemp("a store"))),
@@ -82,7 +82,7 @@ def fitted(frame, tmp_path_factory):
         verbose=0,
     )
     estimator.fit(frame)
-    return estimator.setEpochs(3).fit(frame)
+    return estimator.setEpochs(3).setBackend("local").fit(frame)
 
 
 def test_a_continued_run_has_one_history_of_all_epochs(fitted):
