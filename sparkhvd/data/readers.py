@@ -342,6 +342,8 @@ def _shuffled(window: Window, order: RowIds, rows: RowStream, schema: DataSchema
 def _mixed(parts: list[npt.NDArray[np.generic]], order: RowIds, column: ColumnSpec) -> npt.NDArray[np.generic]:
     """The rows of all parts at these places."""
     into = arrow_memory.empty(column, len(order))
+    if not len(order):  # fewer rows than ranks
+        return into
     if columns.column_bytes(column) <= _GATHERED_BYTES:
         # The order is made of places that exist. Where numpy need not raise an error it writes without a copy, and in
         # this mode it asks the least of every place.

@@ -4,10 +4,13 @@ import gc
 import resource
 import signal
 import threading
+import uuid
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from sparkhvd.data import ColumnSpec, DataSchema, ParquetSource, head
@@ -197,6 +200,37 @@ def test_the_cache_lies_in_the_first_local_folder_that_takes_it(store, make_data
     source = source_of(store, make_dataset(((10,),), dataset_id="other"), cache="disk")
     with pytest.raises(StoreError, match=r"disk in /does/not/exist, /nor/does/this: No such file"):
         list(source.epoch(0))
+
+
+@example(files=((1,),), size=2, batch=1, shuffle=True, epoch=0, start=0.0)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    files=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple),
+    size=st.integers(1, 4),
+    batch=st.integers(1, 7),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+    start=st.floats(0, 1, exclude_max=True),
+)
+def test_every_row_comes_once_an_epoch_and_a_later_start_is_the_same_epochs_rest(
+    store, make_dataset, *, files, size, batch, shuffle, epoch, start
+):
+    manifest = make_dataset(files, dataset_id=uuid.uuid4().hex)
+    ranks = [
+        source_of(store, manifest, rank=rank, size=size, batch=batch, shuffle=shuffle, window_bytes=200)
+        for rank in range(size)
+    ]
+    steps = ranks[0].steps()
+    seen = []
+    first = int(start * steps)
+    for source in ranks:
+        batches = list(source.epoch(epoch))
+        ids = [one.columns["id"].tolist() for one in batches]
+        assert len(batches) == steps
+        assert all(len(some) == one.rows <= batch for some, one in zip(ids, batches, strict=True))
+        assert [one.columns["id"].tolist() for one in source.epoch(epoch, first)] == ids[first:]
+        seen += [row for some in ids for row in some]
+    assert sorted(seen) == list(range(sum(map(sum, files))))
 
 
 def test_a_full_disk_for_the_cache_is_an_error_that_says_so(store, make_dataset, tmp_path):
