@@ -2,7 +2,8 @@
 
 The driver deals the rows out, one partition per rank. Each Spark task writes its partition to a local file
 (``sparkhvd.data.spool``), and its rank trains on that. A shuffle delivers rows in any order, so every partition is
-sorted by a seeded hash of its rows: the same rows, seed and number of ranks give the same order.
+sorted by a seeded hash of its rows: the same rows in the same partitions, seed and number of ranks give the same order.
+Which rank gets a row depends on the partition that it comes from.
 """
 
 from __future__ import annotations
