@@ -68,6 +68,9 @@ class Meeting:
         seconds: how long after the first line of an attempt all its tasks have to know their ranks.
         on_missing: called with the tasks that do not by then, and the host of each, as far as it is known; None lets
             them take their time.
+
+    Attributes:
+        heard: whether anything has come from a task.
     """
 
     def __init__(
@@ -81,12 +84,14 @@ class Meeting:
         self._stream = stream
         self._seconds = seconds
         self._on_missing = on_missing
+        self.heard = False
         self._lock = threading.Lock()  # guards all below
         self._newest = -1
         self._attempt = _Attempt()  # of that number
         self._over = False
 
     def handle(self, message: Message) -> Message | Future[Message] | None:
+        self.heard = True
         if isinstance(message, Attending):
             self._note(message)
             return None

@@ -21,6 +21,7 @@ import sparkhvd
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met
+from sparkhvd.task.job import Job
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
@@ -135,6 +136,14 @@ def test_output_goes_into_files_of_a_store_where_asked(spark, tmp_path):
     assert store.list("logs") == [f"logs/first/rank.{rank}/stdout.000000" for rank in range(2)]
     with store.open("logs/first/rank.1/stdout.000000", "rb") as file:
         assert file.read() == b"1 and more\n"
+
+
+def test_a_driver_that_no_executor_reaches_says_where_the_output_is(spark, monkeypatch, caplog):
+    sparkhvd.run(say, ("and more",), num_proc=2, spark=spark)
+    assert "reached this driver" not in caplog.text
+    monkeypatch.setattr(Job, "with_driver_addresses", lambda job, addresses: job)
+    sparkhvd.run(say, ("and more",), num_proc=2, spark=spark)
+    assert caplog.text.count("No task of this job has reached this driver (127.0.0.1). Where executors") == 1
 
 
 def test_without_verbosity_output_goes_where_it_was_given_a_place(spark, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import threading
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ from sparkhvd.task.entry import entry_of
 from sparkhvd.task.job import Job
 from sparkhvd.task.main import run_task
 from sparkhvd.task.report import FailureReport
+
+logger = logging.getLogger(__name__)
 
 # What is on its way when a host is cut off may still come.
 _ROWS_SECONDS = 1.0
@@ -55,10 +58,13 @@ class BarrierHandle:
         self._job = job
         self._stream = stream
         self._wake = threading.Event()  # set when the stage has ended or a task was lost
+        self._unheard_said = False
         self._lost: FailureReport | None = None  # written before _wake is set
         own_host, bind_host = driver_hosts(spark)
         # A Connect client may sleep or change its network while its job runs.
-        on_lost = None if is_connect(spark) else self._lose
+        self._driver = tuple(dict.fromkeys((own_host, bind_host)))
+        self._connect = is_connect(spark)
+        on_lost = None if self._connect else self._lose
         job = replace(job, driver_line=on_lost is not None)
         with ExitStack() as stack:
             # Spark may take any time for the rows that a task is given.
@@ -77,6 +83,8 @@ class BarrierHandle:
 
     def wait_started(self, deadline: Deadline) -> None:
         self._stage.wait_started(self._stream.started, deadline, self._job.start_timeout)
+        if not self._wake.is_set() and not self._connect:  # whose client is not told for certain that they run
+            self._say_when_unheard()
 
     def results(self) -> list[bytes]:
         is_set_within(self._wake)
@@ -84,6 +92,7 @@ class BarrierHandle:
             raise failure_of(self._lost)
         if (error := self._stage.error) is not None:
             raise LaunchError(spark_failure(error, self._stage.host_of, self._stage.task_hosts())) from error
+        self._say_when_unheard()
         return results_of(self._stage.rows, self._job.num_proc)
 
     def close(self) -> None:
@@ -92,6 +101,18 @@ class BarrierHandle:
     def _ended(self) -> None:
         self._stream.started.set()
         self._wake.set()
+
+    def _say_when_unheard(self) -> None:
+        """Tell where the output is when the ranks run, or ran, and nothing has come from them."""
+        if self._meeting.heard or self._unheard_said:
+            return
+        self._unheard_said = True
+        logger.warning(
+            "No task of this job has reached this driver (%s). Where executors cannot connect to it, what the ranks "
+            "write is in the executors' logs: see spark.driver.host and the network, or take "
+            "stdout=sparkhvd.LogFiles(store, ...).",
+            ", ".join(self._driver),
+        )
 
     def _lose(self, task: Attending, error: OSError) -> None:
         """Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
