@@ -36,7 +36,7 @@ from sparkhvd import Store
 from sparkhvd.config import given_rows
 from sparkhvd.data import torch_loader
 from sparkhvd.data.direct import GivenRows, checked, dealt
-from sparkhvd.data.prepare import Writing, prepare
+from sparkhvd.data.prepared import prepare_data
 from sparkhvd.data.readers import PREFETCH_BYTES, Reading
 from sparkhvd.data.selection import select
 from sparkhvd.driver.run import run
@@ -124,27 +124,32 @@ def measure_readers(table: Table, options: argparse.Namespace) -> None:
 
 
 def measure_memory(table: Table) -> None:
-    """What a rank holds over many epochs: anonymous memory, since the files' own pages belong to the kernel."""
+    """What a rank holds over many epochs: anonymous memory, since the files' own pages belong to the kernel.
+
+    What is resident in all is told beside it: with the pages of the files, and before anything is collected.
+    """
     loader = torch_loader(str(table.folder), BATCH, seed=1)
     next(iter(loader))  # imports, thread pools
-    before, peak, after = _held(), 0, []
+    before, peak, after, resident = _held(), 0, [], []
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
         for step, _ in enumerate(loader):
             if step % 20 == 0:
                 peak = max(peak, _held())
+        resident.append(_held("VmRSS"))
         gc.collect()
         pa.default_memory_pool().release_unused()
         after.append(_held())
     growth = max(after[2:]) / after[1] - 1
     print(f"\nmemory over {EPOCHS} epochs of {table.name}, shuffled")
     print(f"  after each epoch, MiB     {' '.join(f'{held / 2**20:.0f}' for held in after)}")
+    print(f"  resident in all, MiB      {' '.join(f'{held / 2**20:.0f}' for held in resident)}")
     print(f"  growth after the second   {growth:.1%}   (wanted: at most 5 %)")
     print(f"  peak above the start      {(peak - before) / 2**20:.0f} MiB, stated {PREFETCH_BYTES / 2**20:.0f} MiB")
 
 
 def measure_spark(folder: Path, rows: int, turns: int) -> None:
-    """``prepare`` and the direct path, beside Spark's own write of the same DataFrame."""
+    """``prepare_data`` and the direct path, beside Spark's own write of the same DataFrame."""
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
@@ -156,7 +161,7 @@ def measure_spark(folder: Path, rows: int, turns: int) -> None:
         medians = _in_turns(
             {
                 "df.write.parquet": lambda: _write(df, folder / "written"),
-                "prepare": lambda: _prepare(df, folder / "store"),
+                "prepare_data": lambda: _prepare(df, folder / "store"),
                 "direct path": lambda: _direct(spark, df),
             },
             turns,
@@ -167,7 +172,7 @@ def measure_spark(folder: Path, rows: int, turns: int) -> None:
     for way, seconds in medians.items():
         print(f"  {way:<20}{seconds:>8.2f}")
     written = medians["df.write.parquet"]
-    print(f"  prepare : write           {medians['prepare'] / written:.2f}   (wanted: at most 1.15)")
+    print(f"  prepare_data : write      {medians['prepare_data'] / written:.2f}   (wanted: at most 1.15)")
     print(f"  direct : write            {medians['direct path'] / written:.2f}   (wanted: at most 2)")
 
 
@@ -229,9 +234,9 @@ def _petastorm(table: Table, python: str) -> float:
     return float(next(line for line in done.stdout.splitlines() if line.startswith("speed")).split()[1])
 
 
-def _held() -> int:
+def _held(kind: str = "RssAnon") -> int:
     status = Path(f"/proc/{psutil.Process().pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) * 1024
+    return int(next(line for line in status.splitlines() if line.startswith(kind)).split()[1]) * 1024
 
 
 def _columns(folder: Path, rows: int) -> Table:
@@ -282,10 +287,12 @@ def _write(df: DataFrame, folder: Path) -> float:
 def _prepare(df: DataFrame, folder: Path) -> float:
     shutil.rmtree(folder, ignore_errors=True)
     store = Store.create(str(folder))
-    selection = select(df.schema, feature_cols=df.columns[1:], label_cols=df.columns[:1])
     started = time.perf_counter()
-    prepare(df, selection, store, writing=Writing(num_proc=2, seed=1))
-    return time.perf_counter() - started
+    with prepare_data(2, store, df, df.columns[:1], df.columns[1:]) as data:
+        seconds = time.perf_counter() - started
+        if data.reused:
+            raise RuntimeError("nothing was written")
+    return seconds
 
 
 def _direct(spark: SparkSession, df: DataFrame) -> float:
