@@ -18,6 +18,10 @@ the tests set what Databricks sets.
   (https://docs.databricks.com/compute/access-mode-limitations.html). Nothing differs in code: the barrier launcher
   uses no RDD anywhere. Databricks lists distributed training among what Databricks Connect does not have
   (https://docs.databricks.com/dev-tools/databricks-connect/python/limitations.html).
+- A notebook's cell shows 10 MB of text, and job clusters 30 MB for a whole notebook; up to runtime 16.4 it was 50,000
+  characters, and what was longer was dropped (https://docs.databricks.com/en/notebooks/notebook-limitations.html). So
+  what ranks print without end belongs into files (``output_filename``, ``LogFiles``), as the guide says; nothing
+  differs in code: ``LogStream`` writes to the ``sys.stdout`` of the moment, which in a notebook is the cell's.
 - A cluster has as many executors as worker machines
   (https://databrickslabs.github.io/brickster/reference/db_cluster_resize.html), so the ranks of a machine are tasks of
   one executor, as they may be on any cluster.
