@@ -20,7 +20,7 @@ quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with
 FOLDERS := spark launch docs contract
 PYTHON_PARTS := test-python-rest $(FOLDERS:%=test-python-%)
 SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=2
-PYTEST := $(RUN) python -m pytest --durations=10
+PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
 
 .PHONY: $(PYTHON_PARTS)
 test: .venv/.core-built ## Run every test
