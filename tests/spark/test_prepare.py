@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -14,7 +15,11 @@ from pyspark.sql import types as t
 
 from sparkhvd.data import ParquetSource, columns, head, load, select
 from sparkhvd.data import prepare as prepare_module
+from sparkhvd.data.direct import GivenRows, checked, dealt
+from sparkhvd.data.facts import SPLIT
 from sparkhvd.data.prepare import Writing, prepare
+from sparkhvd.data.readers import Reading
+from sparkhvd.data.spool import Spool
 from sparkhvd.errors import ConfigError, DataError, SchemaError, StoreError
 from sparkhvd.store import LocalStore
 from sparkhvd.world import World
@@ -41,6 +46,20 @@ def rows_of(store, manifest, split="train"):
     source = ParquetSource(store, manifest, split, World(), 7, seed=0, shuffle=False)
     batches = list(source.epoch(0))
     return {name: np.concatenate([batch.columns[name] for batch in batches]) for name in manifest.schema.names()}
+
+
+def directly(df, selection, folder):
+    """The same rows as one rank gets them without a Store, in the order of the label."""
+    with closing(Spool([str(folder)], by=SPLIT, otherwise="train")) as spool:
+        for batch in dealt(df, selection, num_proc=1, seed=0).toArrow().to_batches():
+            spool.write(batch)
+        given = GivenRows(spool.finish(), selection, 0)
+        facts = given.facts()
+        options = {"seed": 0, "shuffle": False, "steps_per_epoch": None, "reading": Reading()}
+        source = given.source("train", checked(facts, selection, 1), facts, World(), 7, **options)
+        (batch,) = source.epoch(0)
+    order = np.argsort(batch.columns["y"])
+    return {name: array[order] for name, array in batch.columns.items()}
 
 
 def numbers(spark, rows=100, partitions=3):
@@ -152,7 +171,7 @@ def test_every_supported_type_arrives_unchanged(spark, store):
     assert manifest.schema["vector"].kind == "vector"
 
 
-def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(spark, store):
+def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(spark, store, tmp_path):
     df = spark.sql(
         """
         SELECT cast(1.25 AS decimal(6,2)) d, cast(7 AS decimal(18,0)) i, cast(1.5 AS decimal(38,18)) big,
@@ -171,8 +190,7 @@ def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(
     spark.conf.set("spark.sql.session.timeZone", "UTC")
     manifest = prepare(df, selection, store, writing=Writing(1, 0))
     assert load(store, manifest.path) == manifest
-    found = rows_of(store, manifest)
-    assert {name: (str(array.dtype), array.tolist()) for name, array in found.items()} == {
+    wanted = {
         "d": ("float64", [1.25, 0.5]),
         "i": ("int64", [7, -1]),
         "big": ("object", [Decimal("1.5"), Decimal(2)]),
@@ -187,6 +205,8 @@ def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(
         "st.in.v": ("object", [["x", "y"], ["none", "none"]]),
         "y": ("int32", [1, 2]),
     }
+    for found in (rows_of(store, manifest), directly(df, selection, tmp_path)):
+        assert {name: (str(array.dtype), array.tolist()) for name, array in found.items()} == wanted
 
 
 def test_vectors_stay_sparse_on_disk_and_are_delivered_as_asked(spark, store):
