@@ -434,6 +434,46 @@ def test_concurrent_drivers_prepare_and_reuse_without_harm(store, source):
     assert found == [sum(range(40))] * 6
 
 
+DRIVER = """
+    import sys
+    from pyspark.sql import SparkSession, functions
+    from sparkhvd import prepare_data
+    from sparkhvd.store import LocalStore
+
+    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+    rows = spark.read.parquet(sys.argv[2]).where("x >= 0").withColumn("z", functions.col("x") * 2.5)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with prepare_data(1, LocalStore(sys.argv[1]), rows, ["y"]) as data:
+        print(data.dataset_id, data.train_rows, data.reused, flush=True)
+"""
+
+
+def drivers_prepare(count, *arguments):
+    """What drivers of their own print that prepare at the same time."""
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), *arguments]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    drivers = [subprocess.Popen(command, text=True, **pipes) for _ in range(count)]
+    try:
+        assert [driver.stdout.readline() for driver in drivers] == ["ready\n"] * count
+        for driver in drivers:
+            driver.stdin.write("go\n")
+            driver.stdin.flush()
+        return [driver.communicate(timeout=120)[0].split() for driver in drivers]
+    finally:
+        for driver in drivers:
+            driver.kill()
+
+
+def test_other_drivers_prepare_at_the_same_time_and_a_later_one_finds_their_rows(store, source):
+    folder, _ = source
+    prepared = drivers_prepare(2, store.root, str(folder))
+    assert [rows for _, rows, _ in prepared] == ["40"] * 2
+    [(dataset, rows, reused)] = drivers_prepare(1, store.root, str(folder))
+    assert dataset in {earlier for earlier, _, _ in prepared}
+    assert (rows, reused) == ("40", "True")
+
+
 # Endings.
 
 
