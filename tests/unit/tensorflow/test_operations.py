@@ -161,10 +161,13 @@ def spread_state():
     graph(lambda: hvd.broadcast_variables([variable], root_rank=0))()
     assert hvd.broadcast_object({"rank": hvd.rank()}, 1) == {"rank": 1}
     assert hvd.allgather_object(hvd.rank()) == [0, 1]
-    alone = [hvd.add_process_set([rank]) for rank in range(2)][hvd.rank()]
+    sets = [hvd.add_process_set([rank]) for rank in range(2)]
+    alone = sets[hvd.rank()]
     hvd.broadcast_variables([variable], root_rank=hvd.rank(), process_set=alone)
     assert hvd.broadcast_object(hvd.rank(), hvd.rank(), process_set=alone) == hvd.rank()
     assert hvd.allgather_object(hvd.rank(), process_set=alone) == [hvd.rank()]
+    for each in sets:
+        hvd.remove_process_set(each)
 
 
 # The tests.
