@@ -80,8 +80,8 @@ def test_a_program_that_does_not_exist_is_said():
     assert "could not start 'no-such-program': No such file or directory" in done.stderr
 
 
-# What a shell does to the jobs that it starts in the background.
-INTERRUPTS_IGNORED = ("/bin/sh", "-c", """trap '' INT; exec "$@" """, "sh")
+# What a shell does to the jobs that it starts in the background; these tests may themselves run under nohup.
+INTERRUPTS_IGNORED = ("env", "--default-signal=HUP", "/bin/sh", "-c", """trap '' INT; exec "$@" """, "sh")
 BY_MPI = ("--mpi", "--mpi-args=--oversubscribe")
 
 
