@@ -17,8 +17,8 @@ from sparkhvd.errors import LaunchError
 
 _TERM_SECONDS = 2.0
 _TAIL_LINES = 40
-# It ends after the task when the task is killed, and still removes the folder then.
-_THEN_REMOVE = '"$@"; code=$?; rm -rf "$0"; exit $code'
+# It ends after the task when the task is killed, and still removes the folder then, also where both are told to end.
+_THEN_REMOVE = 'trap : TERM; "$@"; code=$?; rm -rf "$0"; exit $code'
 
 
 def orted_command(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
