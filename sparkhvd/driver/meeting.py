@@ -102,7 +102,7 @@ class Meeting:
     def is_given_up(self, task: Attending) -> bool:
         """Whether Spark has started the stage anew since that task."""
         with self._lock:
-            return task.attempt - task.task_index < self._newest
+            return stage_attempt(task.attempt, task.task_index) < self._newest
 
     def end(self) -> None:
         """Let go of the tasks that wait: there will be no job."""
@@ -113,7 +113,7 @@ class Meeting:
         _tell(waiting, _ENDED)
 
     def _note(self, task: Attending) -> None:
-        number = task.attempt - task.task_index
+        number = stage_attempt(task.attempt, task.task_index)
         with self._lock:
             given_up = self._begin(number)
             if number == self._newest:
@@ -136,7 +136,8 @@ class Meeting:
         return given_up
 
     def _meet(self, own: Introduction) -> Message | Future[Message]:
-        index, number = own.offer.task_index, own.attempt - own.offer.task_index
+        index = own.offer.task_index
+        number = stage_attempt(own.attempt, index)
         if index not in range(self._num_tasks):
             return Refused(f"This job has {self._num_tasks} tasks; there is no task {index}.")
         answer: Future[Message] = Future()
@@ -187,6 +188,11 @@ def _after(seconds: float, look: Callable[[_Attempt], None], attempt: _Attempt) 
     timer.daemon = True
     timer.start()
     return timer
+
+
+def stage_attempt(task_attempt: int, task_index: int) -> int:
+    """Which attempt of the stage a task belongs to; ``Meeting`` says why this tells it."""
+    return task_attempt - task_index
 
 
 def _tell(waiting: list[Future[Message]], answer: Message) -> None:

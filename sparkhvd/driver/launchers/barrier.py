@@ -61,9 +61,9 @@ class BarrierHandle:
         self._unheard_said = False
         self._lost: FailureReport | None = None  # written before _wake is set
         own_host, bind_host = driver_hosts(spark)
-        # A Connect client may sleep or change its network while its job runs.
         self._driver = tuple(dict.fromkeys((own_host, bind_host)))
         self._connect = is_connect(spark)
+        # A Connect client may sleep or change its network while its job runs.
         on_lost = None if self._connect else self._lose
         job = replace(job, driver_line=on_lost is not None)
         with ExitStack() as stack:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.meeting import stage_attempt
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.messages import Acknowledged, Attending, FindTask, Message, Refused, Register, TaskAddress
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
@@ -116,7 +117,7 @@ class DriverService:
         return max(done, default=None)
 
     def _note(self, task: Attending) -> None:
-        number = task.attempt - task.task_index  # as in ``driver.meeting``
+        number = stage_attempt(task.attempt, task.task_index)
         with self._changed:
             if number > self._newest:
                 self._newest, self._here = number, {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,16 @@ class ArraySource:
     def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
         for rows, together in list(zip(self.mine, self.everyones, strict=True))[first_step:]:
             yield Batch({name: array[rows] for name, array in self.columns.items()}, len(rows), together)
+
+
+def dealt(columns: dict[str, np.ndarray], sizes: Sequence[Sequence[int]], rank: int, of: DataSchema) -> ArraySource:
+    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
+    mine, start = [], 0
+    for step in sizes:
+        first = start + sum(step[:rank])
+        mine.append(list(range(first, first + step[rank])))
+        start += sum(step)
+    return ArraySource(of, columns, mine, [sum(step) for step in sizes])
 
 
 @dataclass

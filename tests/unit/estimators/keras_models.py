@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tests.unit.estimators.arrays import ArraySource, schema
+from tests.unit.estimators.arrays import dealt, schema
 
 DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
 WEIGHTED = schema(
@@ -37,14 +37,9 @@ def rows(count):
 
 
 def source(sizes, rank, data=DATA):
-    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
-    mine, start = [], 0
-    for step in sizes:
-        first = start + sum(step[:rank])
-        mine.append(list(range(first, first + step[rank])))
-        start += sum(step)
-    found = {name: values for name, values in rows(start).items() if name in data.names()}
-    return ArraySource(data, found, mine, [sum(step) for step in sizes])
+    """``rank``'s part of as many rows as the steps take."""
+    found = rows(sum(map(sum, sizes)))
+    return dealt({name: values for name, values in found.items() if name in data.names()}, sizes, rank, data)
 
 
 def parameters(data=DATA, **more):
