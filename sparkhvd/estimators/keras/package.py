@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,11 +131,18 @@ def model_of(content: bytes, objects: Mapping[str, Any]) -> Any:
         return keras.saving.load_model(path, custom_objects=dict(objects), compile=False, safe_mode=False)
 
 
-def custom_objects_of(model: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The classes of a model and its layers that Keras does not know, by name, and what the user gave."""
+def custom_objects_of(model: Any, given: Mapping[str, Any] | None, used: Sequence[Any] = ()) -> dict[str, Any]:
+    """The classes of a model, its layers and what else is used that Keras does not know, by name, and the user's own.
+
+    Args:
+        model: whose layers.
+        given: what the user gave.
+        used: losses, metrics and optimizers, also in lists and dicts.
+    """
     found: dict[str, Any] = {}
-    for layer in [model, *model._flatten_layers(include_self=False)]:  # noqa: SLF001  (no public way to walk)
-        kind = type(layer)
+    layers = model._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to walk)
+    others = [each for each in _leaves(list(used)) if isinstance(each, _CONFIGURED)]
+    for kind in map(type, [model, *layers, *others]):
         if not kind.__module__.startswith(("keras.", "keras_hub.")):
             found[kind.__name__] = kind
             found[keras.saving.get_registered_name(kind)] = kind

@@ -5,6 +5,7 @@ Keras chooses its backend when it is imported, once per process; so nothing here
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -209,7 +210,7 @@ def _package(params: Mapping[str, Any]) -> Package:
     schema = cast("DataSchema", params["schema"])
     return Package(
         model=bytes_of(model),
-        objects=custom_objects_of(model, params["custom_objects"]),
+        objects=custom_objects_of(model, params["custom_objects"], [optimizer, params["loss"], params["metrics"]]),
         optimizer=frozen(optimizer),
         loss=frozen(params["loss"]),
         loss_weights=None if params["loss_weights"] is None else list(params["loss_weights"]),
@@ -272,7 +273,7 @@ def _try_out(
     package: Package, schema: DataSchema, sample: Arrays, params: Mapping[str, object] | None = None
 ) -> list[tuple[int, ...]]:
     rows = len(next(iter(sample.values())))
-    model = package.build()
+    model = _made_again(package)
     package = package.with_ports_for(model, schema)
     try:
         features = package.inputs.arrays(sample, rows)
@@ -312,9 +313,31 @@ def _try_out(
             f"The loss or a metric cannot compare {compared}: {type(error).__name__}: {with_stop(error)} Make "
             "the model's last layer, label_cols or label_shapes fit."
         ) from error
+    _check_numbers(metrics)
     if params is not None and not _steps_by_itself(model):
         check_measured(params, metrics)
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _made_again(package: Package) -> Any:
+    """The model as the ranks make it."""
+    try:
+        return package.build()
+    except TypeError as error:  # what Keras raises, whatever was raised in a from_config
+        raise ParamError(
+            "The ranks make the model, its optimizer, loss and metrics again of what get_config() says, and one of "
+            f"them cannot be made so: {with_stop(error)} A class of your own takes what its get_config() gives, that "
+            "of its base class included (name, dtype)."
+        ) from error
+
+
+def _check_numbers(metrics: Mapping[str, Any]) -> None:
+    for name, value in metrics.items():
+        if math.prod(np.shape(value)) != 1:
+            raise ParamError(
+                f"The metric {name!r} gives {math.prod(np.shape(value))} numbers, but an epoch reports one per metric. "
+                "Let it average them, as F1Score(average='macro') does, or give one metric per number."
+            )
 
 
 def _steps_by_itself(model: Any) -> bool:

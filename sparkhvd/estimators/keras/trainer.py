@@ -18,6 +18,7 @@ from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.data.batches import BatchSource
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
+from sparkhvd.estimators.keras.metrics import sum_over_ranks
 from sparkhvd.estimators.keras.package import Package, arrays_of_bytes, arrays_to_bytes
 from sparkhvd.estimators.keras.saving import KeptFiles
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, Trainer, TrainHooks, TrainSpec
@@ -159,7 +160,7 @@ class _Measured:
 
 
 class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Comes before the user's callbacks: names the epoch, keeps empty steps without effect, averages the logs."""
+    """Comes before the user's callbacks: names the epoch, undoes empty steps, makes logs of all ranks' rows."""
 
     def __init__(
         self, data: BatchDataset, validation: BatchDataset | None, shared: list[Any], seed: Callable[[int], None]
@@ -186,6 +187,7 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._give_back(batch, self._data)
         if batch == len(self._data) - 1:
             self.measured.seconds = time.monotonic() - self._started
+            sum_over_ranks(self.model, f"epoch {self._data.epoch} metrics")  # of which Keras makes the logs next
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         if self._validation is not None:
@@ -194,9 +196,14 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         if self._validation is not None:
             self._give_back(batch, self._validation)
+            if batch == len(self._validation) - 1:
+                sum_over_ranks(self.model, f"epoch {self._data.epoch} validation metrics")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace the logs, which callbacks read, by the means over the rows of all ranks; collective."""
+        """Replace the logs, which callbacks read, by the means over the rows of all ranks; collective.
+
+        Those of summed metrics, which are equal on all ranks, stay what they are.
+        """
         logs = {} if logs is None else logs
         rows = {"train": self._data.rows, "val": self._validation.rows if self._validation is not None else 0}
         names = sorted(logs)

@@ -111,6 +111,11 @@ def test_the_learning_rate_of_a_run_that_goes_on_has_the_scale_of_its_ranks():
     assert float(second._model.optimizer.learning_rate) == pytest.approx(0.02)
 
 
+class Unmade(keras.metrics.Mean):
+    def __init__(self):
+        super().__init__(name="mine")
+
+
 def fails(label, output):
     raise KeyError("my bug")
 
@@ -156,12 +161,24 @@ def fails(label, output):
             ParamError,
             "scale_lr=True needs a learning rate that is a number",
         ),
+        (
+            {"metrics": [Unmade()]},
+            ParamError,
+            "(?s)cannot be made so: .*unexpected keyword argument 'name'.*base class",
+        ),
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
     ],
 )
 def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
     with pytest.raises(error, match=message):
         PLUGIN.check(parameters(**changes), DATA, None)
+
+
+def test_a_metric_of_several_numbers_is_refused():
+    data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (3,), "array"))
+    given = parameters(data, loss="mse", metrics=[keras.metrics.F1Score()])
+    with pytest.raises(ParamError, match=r"The metric 'f1_score' gives 3 numbers, .*average='macro'"):
+        PLUGIN.check(given, data, None)
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "sgd"])

@@ -17,7 +17,7 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.policies import Checkpoints
 from tests.ranks import RankGroup
-from tests.unit.estimators.arrays import ArraySource, Hooks, spec
+from tests.unit.estimators.arrays import ArraySource, Hooks, dealt, schema, spec
 from tests.unit.estimators.keras_models import DATA, WEIGHTED, network, parameters, rows, source
 
 # Rows of every rank in the steps of an epoch.
@@ -83,6 +83,72 @@ def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
     if not weighted:
         assert record.validation["loss"] == pytest.approx(evaluated["loss"], rel=1e-3)
         assert record.validation["accuracy"] == pytest.approx(evaluated["accuracy"], abs=1e-6)
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output, which is no sum."""
+
+    def __init__(self, name="largest", **settings):
+        super().__init__(name=name, **settings)
+        self.value = self.add_variable((), "zeros", aggregation="mean", name="value")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
+
+    def result(self):
+        return self.value
+
+
+def no_means():
+    metrics = keras.metrics
+    return [
+        metrics.AUC(name="auc"),
+        metrics.Precision(name="precision"),
+        metrics.F1Score("macro", 0.5, name="f1"),
+        metrics.R2Score(name="r2"),
+        metrics.BinaryIoU(name="iou"),
+        Largest(),
+    ]
+
+
+BINARY = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (1,), "array"))
+
+
+def two_classes():
+    model = keras.Sequential([*network().layers, keras.layers.Dense(1, activation="sigmoid")])
+    model(np.zeros((1, 6), np.float32))
+    model.layers[-1].set_weights([np.full((3, 1), 0.4), np.zeros(1)])
+    return model
+
+
+def two_class_rows(count):
+    found = rows(count)
+    return {"x": found["x"], "y": (found["y"] + (found["x"][:, 0] > 0) > 1).astype(np.int64)[:, None]}
+
+
+def train_with_no_means(sizes):
+    rank, count = session.current().world.rank, sum(map(sum, sizes))
+    given = parameters(BINARY, model=two_classes(), loss="binary_crossentropy", metrics=no_means())
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(BINARY, epochs=2), session.current().world)
+    hooks = Hooks()
+    trainer.fit(*(dealt(two_class_rows(count), sizes, rank, BINARY) for _ in range(2)), hooks)
+    return [averaged(report, session.current()) for report in hooks.reports]
+
+
+@pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_WITHIN, [(7, 1)] * 9 + [(0, 3)]])
+def test_metrics_that_are_no_means_are_those_of_all_rows(group, sizes):
+    records, others = group.run(train_with_no_means, sizes)
+    assert records[-1].train == others[-1].train
+    model, data = two_classes(), two_class_rows(sum(map(sum, sizes)))
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss="binary_crossentropy", metrics=no_means())
+    past = model.fit(**data, batch_size=8, epochs=2, validation_data=tuple(data.values()), shuffle=False, verbose=0)
+    for epoch, record in enumerate(records):
+        for sign, found in (("", record.train), ("val_", record.validation)):
+            wanted = {name: float(past.history[sign + name][epoch]) for name in found if name != "largest"}
+            assert {name: value for name, value in found.items() if name != "largest"} == pytest.approx(
+                wanted, rel=1e-3
+            )
+            assert 0.5 < found["largest"] < float(past.history[f"{sign}largest"][epoch]) + 1e-6
 
 
 class Prepared(keras.Model):

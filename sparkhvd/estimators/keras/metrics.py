@@ -1,0 +1,42 @@
+"""The metrics of a Keras model over the rows of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+
+
+def sum_over_ranks(model: Any, name: str) -> None:
+    """Make what the model's metrics counted on this rank's rows what was counted on those of all ranks; collective.
+
+    Their results are then exact, also where they are no means (``AUC``, ``F1Score``). A metric with a variable that is
+    not to be summed, by its ``aggregation``, stays as it is.
+
+    Args:
+        model: compiled, the same on all ranks.
+        name: of the collective.
+    """
+    variables = [variable for metric in _metrics(model) if _is_sum(metric) for variable in metric.variables]
+    values = [np.asarray(keras.ops.convert_to_numpy(variable)) for variable in variables]
+    if not values:
+        return
+    flat = np.concatenate([value.reshape(-1).astype(np.float64) for value in values])
+    total = session.current().allreduce(flat, ReduceOp.SUM, name=name)
+    ends = np.cumsum([value.size for value in values])[:-1]
+    for variable, value, summed in zip(variables, values, np.split(total, ends), strict=True):
+        variable.assign(summed.reshape(value.shape).astype(value.dtype))
+
+
+def _metrics(model: Any) -> list[Any]:
+    """The metrics of a model, each by itself."""
+    return [each for metric in model.metrics for each in getattr(metric, "metrics", [metric])]
+
+
+def _is_sum(metric: Any) -> bool:
+    # Keras before 3.7 does not let a metric say anything else.
+    return all(getattr(variable, "aggregation", "sum") == "sum" for variable in metric.variables)
