@@ -301,7 +301,8 @@ def _groups(
     group: list[Batch] = []
     size = 0
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="sparkhvd-mix") as threads:
-        for batch in chain.from_iterable(_cut(window, rows, schema, threads) for window in windows):
+        mix = partial(_shuffled, rows=rows, schema=schema, threads=threads, tasks=reading.threads)
+        for batch in chain.from_iterable(_cut(window, rows, schema, mix) for window in windows):
             if transformation is None:
                 group.append(batch)
                 size += batch.rows * row_bytes
@@ -316,27 +317,34 @@ def _groups(
         yield group, size
 
 
-def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor) -> Iterator[Batch]:
+def _cut(
+    window: Window, rows: RowStream, schema: DataSchema, shuffled_rows: Callable[[Window, RowIds], Arrays]
+) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
             yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
         return
-    shuffled = _shuffled(window, window.order, rows, schema, threads)
+    shuffled = shuffled_rows(window, window.order)
     ends = np.cumsum([0, *window.rows]).tolist()
     for (start, stop), global_rows in zip(pairwise(ends), window.global_rows, strict=True):
         yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
 
 
-def _shuffled(window: Window, order: RowIds, rows: RowStream, schema: DataSchema, threads: Executor) -> Arrays:
+def _shuffled(
+    window: Window, order: RowIds, *, rows: RowStream, schema: DataSchema, threads: Executor, tasks: int
+) -> Arrays:
     """The rows of a window in its order."""
     parts = list(rows.parts(sum(piece.rows for piece in window.pieces)))
 
-    def mixed(column: ColumnSpec) -> npt.NDArray[np.generic]:
+    def mixed(first: int) -> Arrays:
         # What has been mixed is let go before the next column is begun.
-        return _mixed([part.pop(column.name) for part in parts], order, column)
+        some = schema.columns[first::tasks]
+        return {column.name: _mixed([part.pop(column.name) for part in parts], order, column) for column in some}
 
-    return dict(zip(schema.names(), threads.map(mixed, schema.columns), strict=True))
+    # A task per column would have the threads wait for each other more often.
+    found = dict(chain.from_iterable(arrays.items() for arrays in threads.map(mixed, range(tasks))))
+    return {name: found[name] for name in schema.names()}
 
 
 def _mixed(parts: list[npt.NDArray[np.generic]], order: RowIds, column: ColumnSpec) -> npt.NDArray[np.generic]:
