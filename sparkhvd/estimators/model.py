@@ -12,7 +12,7 @@ from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 
 from sparkhvd.data.schema import Fill
-from sparkhvd.data.selection import expressions, schema_of, source
+from sparkhvd.data.selection import packed, schema_of
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.files import KeptFiles
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructField, StructType
-
-_PREDICTION = "sparkhvd_prediction"
 
 
 class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
@@ -169,9 +167,9 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         fields = [StructField(field_of(place), spark_type(column)) for place, column in enumerate(columns)]
         spec = self._predict_spec(dataset, columns, fields)
         predict = arrow_udf(arrow_function(spec), StructType(fields))  # type: ignore[call-overload]  # it takes structs
-        predicted = dataset.select("*", predict(*expressions(spec.features)).alias(_PREDICTION))
-        outputs = [_output(place, column).alias(column.name) for place, column in enumerate(columns)]
-        return predicted.select("*", *outputs).drop(_PREDICTION)
+        predicted = predict(packed(spec.features))  # one expression in all outputs, which Spark evaluates once
+        outputs = [_output(predicted, place, column).alias(column.name) for place, column in enumerate(columns)]
+        return dataset.select("*", *outputs)
 
     def _output_columns(self, dataset: DataFrame) -> tuple[OutputColumn, ...]:
         names, own = self.output_names, self._trained.outputs
@@ -259,8 +257,8 @@ def pickled_function(function: Callable[..., Any] | None) -> bytes:
         raise ParamError(f"prediction_fn cannot be pickled to send it to the executors: {error}") from error
 
 
-def _output(place: int, output: OutputColumn) -> Column:
+def _output(predicted: Column, place: int, output: OutputColumn) -> Column:
     from pyspark.ml.functions import array_to_vector  # noqa: PLC0415
 
-    column = source(_PREDICTION).getField(field_of(place))
+    column = predicted.getField(field_of(place))
     return array_to_vector(column) if output.vector else column

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,10 +143,8 @@ def spark_type(column: OutputColumn) -> DataType:
     Raises:
         ParamError: Spark knows no such type, or it holds something that no output becomes.
     """
-    from pyspark.sql.types import DataType  # noqa: PLC0415  (executors need none of this)
-
     try:
-        found: DataType = DataType.fromDDL(column.type)
+        found = _parsed(column.type)
     except Exception as error:
         raise ParamError(
             f"Output column {column.name!r} is to have the type {column.type!r}, which is none: there are "
@@ -153,6 +152,13 @@ def spark_type(column: OutputColumn) -> DataType:
         ) from error
     _refuse_others(found, column)
     return found
+
+
+@cache  # it asks Spark
+def _parsed(ddl: str) -> DataType:
+    from pyspark.sql.types import DataType  # noqa: PLC0415  (executors need none of this)
+
+    return DataType.fromDDL(ddl)
 
 
 def _refuse_others(found: DataType, column: OutputColumn) -> None:

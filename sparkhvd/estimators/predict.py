@@ -59,18 +59,21 @@ def field_of(index: int) -> str:
     return f"output_{index}"
 
 
-def predict_batches(spec: PredictSpec, batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+def predict_batches(spec: PredictSpec, batches: Iterator[pa.StructArray]) -> Iterator[pa.Array]:
     """The predictions for Arrow batches; the model is loaded once per Python worker.
+
+    Args:
+        spec: what to predict with.
+        batches: structs of the feature columns, in the order of ``spec.features``.
 
     Raises:
         DataError: a feature is NULL or has another length than in the training; the message names the column.
     """
     predictor = _predictor(spec)
     for batch in batches:
-        columns = dict(
-            zip(spec.names, (_decoded(array, c) for array, c in zip(batch, spec.features, strict=True)), strict=True)
-        )
-        arrays = _predicted(predictor, columns, len(batch[0]), spec)
+        given = (_decoded(array, column) for array, column in zip(batch.flatten(), spec.features, strict=True))
+        columns = dict(zip(spec.names, given, strict=True))
+        arrays = _predicted(predictor, columns, len(batch), spec)
         yield pa.StructArray.from_arrays(arrays, [field_of(index) for index in range(len(arrays))])
 
 
@@ -146,10 +149,11 @@ def _predicted(
     predictor: Predictor, columns: dict[str, npt.NDArray[np.generic]], rows: int, spec: PredictSpec
 ) -> list[pa.Array]:
     """A column per output; one struct of chunks would be copied once more."""
+    # A copy, because Arrow's memory is read-only and frameworks alias what they are given.
+    columns = {name: array.copy() for name, array in columns.items()}
     parts: list[list[pa.Array]] = [[pa.array([], kind)] for kind in spec.types]
     for start in range(0, rows, spec.batch_size):
-        # A copy, because Arrow's memory is read-only and frameworks alias what they are given.
-        piece = {name: array[start : start + spec.batch_size].copy() for name, array in columns.items()}
+        piece = {name: array[start : start + spec.batch_size] for name, array in columns.items()}
         predictions = predictor.predict(piece)
         if len(predictions) != len(spec.outputs):
             raise ModelOutputError(
@@ -168,16 +172,10 @@ def _predicted(
     return [pieces[1] if len(pieces) == 2 else pa.concat_arrays(pieces) for pieces in parts]
 
 
-def arrow_function(spec: PredictSpec) -> Callable[..., Iterator[pa.Array]]:
+def arrow_function(spec: PredictSpec) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
     """``predict_batches`` as a function whose annotations tell Spark what it takes."""
-    if len(spec.features) == 1:
 
-        def predict_one(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-            return predict_batches(spec, ((array,) for array in batches))
-
-        return predict_one
-
-    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+    def predict(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         return predict_batches(spec, batches)
 
     return predict

@@ -106,7 +106,7 @@ def test_spark_reads_only_the_columns_that_are_used_and_predicts_once(spark, mod
     used = plan(model.transform(rows).select("scores", "number"))
     assert re.findall(r"ReadSchema: (\S+)", used) == ["struct<v:array<double>>"]
     assert used.count("ArrowEvalPython") == 1, "two outputs must not make two predictions"
-    assert used.count("predict_one(") == 1
+    assert used.count("[predict(") == 1
     without = plan(model.transform(rows).select("id"))
     assert "ArrowEvalPython" not in without
     assert re.findall(r"ReadSchema: (\S+)", without) == ["struct<id:bigint>"]

