@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from types import MappingProxyType
+
+from sparkhvd.nearest import did_you_mean
 
 ELASTIC = (
     "Elastic training is not there yet; instead, a fit that was broken off goes on from its checkpoints, also with "
@@ -31,5 +32,5 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
     """What to say of a keyword that ``run`` does not take."""
     if name in _ELASTIC_OF_RUN:
         return f"run() takes no {name}. {ELASTIC}"
-    near = [_OF_RUN[name]] if name in _OF_RUN else get_close_matches(name, known, n=1)
-    return f"run() takes no argument {name!r}." + (f" Did you mean {near[0]}?" if near else "")
+    meant = _OF_RUN.get(name, name)
+    return f"run() takes no argument {name!r}. {did_you_mean(meant, known, show=str)}".rstrip()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 import sparkhvd
+from sparkhvd.nearest import did_you_mean
 
 
 def _megabytes(text: str) -> str:
@@ -133,13 +133,30 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong with a command line in one line, without all that could be on it."""
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
-        near = difflib.get_close_matches(str(value), [str(choice) for choice in action.choices or ()], n=1)
-        if near and value not in (action.choices or ()):
-            raise argparse.ArgumentError(action, f"there is no {value!r}; the nearest is {near[0]!r}")
+        choices = [str(choice) for choice in action.choices or ()]
+        if str(value) not in choices and (meant := did_you_mean(str(value), choices)):
+            raise argparse.ArgumentError(action, f"there is no {value!r}. {meant}")
         super()._check_value(action, value)
 
+    def parse(self, words: Sequence[str] | None) -> argparse.Namespace:
+        """The flags of a command line; a misspelt one ends the program with the nearest that there is."""
+        found, unknown = self.parse_known_args(words)
+        for word in unknown:
+            meant = did_you_mean(word.partition("=")[0], self._flags(), show=str)
+            self.error(f"there is no flag {word}. {meant}".rstrip())
+        return found
+
+    def _flags(self) -> list[str]:
+        """Those of its commands, too."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        for action in self._actions:
+            if isinstance(action.choices, Mapping):  # the parsers of commands
+                flags += [flag for one in action.choices.values() for flag in one._flags()]  # noqa: SLF001
+        return flags
+
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message.removesuffix('.')}. See {self.prog} --help.\n")
+        sentence = message if message.endswith("?") else f"{message.removesuffix('.')}."
+        self.exit(2, f"{self.prog}: {sentence} See {self.prog} --help.\n")
 
 
 class _Refuse(argparse.Action):
@@ -155,7 +172,7 @@ class _Refuse(argparse.Action):
         parser.error(f"{option_string}: {UNSUPPORTED[str(option_string)]}.")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of the command line."""
     made = Parser(
         prog="sparkhvdrun",

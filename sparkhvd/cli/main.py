@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words:
         parser().print_help(sys.stderr)
         return 2
-    flags = parser().parse_args(words)
+    flags = parser().parse(words)
     logging.basicConfig(stream=sys.stderr, format="sparkhvd: %(message)s")
     try:
         check_counts(flags.num_proc, flags.gpus_per_task, flags.cpus_per_task)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.ok else 1
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser of the command line."""
     about = "sparkhvd on the command line. `sparkhvd COMMAND --help` shows the flags of a command."
     made = Parser(prog="sparkhvd", description=about, allow_abbrev=False)

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A signal that ends it ends the ranks, too; the exit code is then 128 and its number.
     """
     made = parser()
-    flags = made.parse_args(arguments)
+    flags = made.parse(arguments)
     if flags.check_build:
         sys.stdout.write(check_build() + "\n")
         return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 from sparkhvd.data.schema import ColumnSpec, DataSchema, Fill, Role
 from sparkhvd.data.spark_types import checked_fill, leaves, numbers_only
 from sparkhvd.errors import SchemaError
+from sparkhvd.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -101,9 +101,7 @@ def completed(
 
 def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) -> SchemaError:
     """The error for a column that is not there, with those that are."""
-    close = [other for other in names if other.lower() == name.lower()]
-    close = close or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(repr(other) for other in close)}?" if close else ""
+    hint = f" {did_you_mean(name, names, most=3)}".rstrip()
     shown = ", ".join(repr(other) for other in names[:30])
     more = f" and {len(names) - 30} more" if len(names) > 30 else ""
     return SchemaError(f"There is no column {name!r} (asked for as {use}).{hint} {there_are} {shown}{more}.")

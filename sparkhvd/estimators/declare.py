@@ -11,13 +11,13 @@ gives ``MyParams(batch_size=64)``, ``setBatchSize(64)`` (which returns ``self``)
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, dataclass_transform, overload
 
 from pyspark.ml.param import Param, Params
 
 from sparkhvd.errors import ParamError
+from sparkhvd.nearest import did_you_mean
 
 T = TypeVar("T")
 Converter = Callable[[str, Any], Any]  # (parameter's name, what the user gave) -> what is kept, or ParamError
@@ -129,8 +129,8 @@ class Declarations(Params):
             if name not in type(self).declarations:
                 if name in type(self).retired:
                     raise ParamError(f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}")
-                near = difflib.get_close_matches(name, type(self).declarations, n=3)
-                hint = f"Did you mean {' or '.join(near)}?" if near else f"It takes {', '.join(self.declarations)}."
+                hint = did_you_mean(name, self.declarations, most=3, show=str)
+                hint = hint or f"It takes {', '.join(self.declarations)}."
                 raise TypeError(f"{type(self).__name__} has no parameter {name!r}. {hint}")
         self._set(**values)
         return self

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparkhvd.errors import ParamError
+from sparkhvd.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from sparkhvd.estimators.history import EpochRecord
@@ -131,8 +131,7 @@ def check_measured(params: Mapping[str, Any], names: Collection[str]) -> None:
     known = [*names, *(f"val_{name}" for name in names)]
     for parameter, monitor in watched(params).items():
         if monitor not in known:
-            near = get_close_matches(monitor, known, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = f" {did_you_mean(monitor, known)}".rstrip()
             raise ParamError(f"{parameter} watches {monitor!r}; an epoch reports {', '.join(known)}.{hint}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import io
 import traceback
@@ -18,6 +17,7 @@ import fsspec
 from sparkhvd.background import in_background, is_done_within
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
+from sparkhvd.nearest import did_you_mean
 from sparkhvd.store.connection import Connection
 from sparkhvd.store.options import StorageOptions, refuse_credentials
 from sparkhvd.store.places import UNFINISHED, Places, root_of
@@ -225,8 +225,8 @@ class FilesystemStore(Store):
         except (ImportError, ValueError) as error:
             package = _PACKAGES.get(self.scheme)
             if package is None and isinstance(error, ValueError):
-                near = difflib.get_close_matches(self.scheme, _COMMON_SCHEMES, n=1, cutoff=0.5)
-                meant = f"Did you mean {near[0]}://?" if near else f"Common schemes are {', '.join(_COMMON_SCHEMES)}."
+                meant = did_you_mean(self.scheme, _COMMON_SCHEMES, show="{}://".format, cutoff=0.5)
+                meant = meant or f"Common schemes are {', '.join(_COMMON_SCHEMES)}."
                 raise StoreError(f"Nothing serves {self.scheme}:// here: {error}. {meant}") from error
             install = "" if package is None else f" Install it: pip install '{package}'."
             raise StoreError(

@@ -119,7 +119,8 @@ def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path,
         (["--timeout", "-1"], "timeout=-1.0 is not above 0 seconds"),
         (["--gpus-per-task", "1.5"], "gpus_per_task=1.5 is no amount that Spark takes"),
         (["--cpus-per-task", "0"], "cpus_per_task=0 is not a number of cores"),
-        (["--nothing"], "unrecognized arguments: --nothing. See sparkhvd --help."),
+        (["--nothing"], "there is no flag --nothing. See sparkhvd --help."),
+        (["--mastr", "yarn"], r"there is no flag --mastr. Did you mean --master\? See sparkhvd --help."),
         (
             ["--master", "nonsense"],
             "no Spark session of nonsense: .* wrote: .*Master must either be yarn or start with",
@@ -171,7 +172,7 @@ def test_a_command_line_without_a_command_shows_the_help(capsys):
 def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
     with pytest.raises(SystemExit):
         main(["doctr"])
-    assert "there is no 'doctr'; the nearest is 'doctor'. See sparkhvd --help." in capsys.readouterr().err
+    assert "there is no 'doctr'. Did you mean 'doctor'? See sparkhvd --help." in capsys.readouterr().err
 
 
 def test_a_preflight_that_cannot_be_is_refused(spark):

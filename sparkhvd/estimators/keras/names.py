@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import keras
 
 from sparkhvd.errors import ParamError
+from sparkhvd.nearest import did_you_mean
 
 # What compile makes of the output's shape, in any case, and the modules do not know.
 _LOSSES_OF_COMPILE = frozenset({"crossentropy", "ce"})
@@ -37,12 +37,7 @@ def _check(param: str, name: str, module: ModuleType, known: list[str]) -> None:
     try:
         module.get(name)
     except ValueError as error:
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = (
-            f"Did you mean {' or '.join(map(repr, near))}?"
-            if near
-            else f"Give a name of {module.__name__}, an object, or a function."
-        )
+        hint = did_you_mean(name, known, most=3) or f"Give a name of {module.__name__}, an object, or a function."
         raise ParamError(f"{param}: Keras does not know {name!r}. {hint}") from error
 
 
