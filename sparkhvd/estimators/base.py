@@ -89,7 +89,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params = self._checked_values()
         check_alone(params["run_id"])
         check_watched(params, held_out=params["validation"] is not None)
-        selection = _selection(dataset, params)
+        selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
         spark = dataset.sparkSession
         if params["resume"] == "auto":
@@ -127,7 +127,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """
         params, plugin = self._checked_values(), find_plugin(self.plugin)
         check_watched(params, held_out=params["validation"] is not None)
-        selection = _selection(dataset, params)
+        selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
         schema, arrays = sampled(dataset, selection, rows)
         if params["transformation_fn"] is not None:
@@ -144,7 +144,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             SparkHvdError: as ``fit`` would, where the rows cannot be trained on.
         """
         params = self._checked_values()
-        sys.stdout.write(description(type(self).__name__, self.plugin, params, df, _selection(df, params)))
+        sys.stdout.write(description(type(self).__name__, self.plugin, params, df, self._selection(df, params)))
 
     def write(self) -> FolderWriter:
         """A writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
@@ -194,7 +194,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         spark = SparkSession.active()
         self._settle(spark, values)
         access = Access(values["store"], told=partial(told_by_spark, spark=spark))
-        with existing_rows(values, dataset_idx, path, validation_path, reader, access=access) as files:
+        with existing_rows(
+            values, dataset_idx, path, validation_path, reader, access=access, any_type=self._any_type(values)
+        ) as files:
             check_watched(values, held_out=files.manifest.validation is not None)
             self._check_schema(values, files.manifest.schema)
             return self._fit_rows(spark, values, files.store, files.manifest, reader)
@@ -252,12 +254,29 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _run_of(self, dataset: DataFrame) -> str:
         """The id of the run that fits with the content of this one share."""
         params = self._checked_values()
-        return run_id_by_content(type(self).__name__, dataset, _selection(dataset, params), params)
+        return run_id_by_content(type(self).__name__, dataset, self._selection(dataset, params), params)
 
     def _check_schema(self, params: Mapping[str, Any], schema: DataSchema) -> None:
         """Refuse what the columns tell; those that a transformation makes are not known yet."""
         if params["transformation_fn"] is None:
             find_plugin(self.plugin).check(params, schema, None)
+
+    def _selection(self, dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
+        refuse_other_tables("fit", dataset)
+        return select(
+            dataset.schema,
+            feature_cols=params["feature_cols"],
+            label_cols=params["label_cols"],
+            weight_col=params["sample_weight_col"],
+            validation=params["validation"],
+            sparse_cols=params["sparse_cols"] or (),
+            fill=params["fill"],
+            transformed=self._any_type(params),
+        )
+
+    def _any_type(self, params: Mapping[str, Any]) -> bool:
+        """Whether columns may be of any type here, as something else sees to them."""
+        return params["transformation_fn"] is not None or find_plugin(self.plugin).takes_texts
 
     def _environment(self) -> dict[str, str | None]:
         """What the framework needs in the environment of the ranks."""
@@ -336,20 +355,6 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         )
         track(model, params, self._mlflow_run)
         return model
-
-
-def _selection(dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
-    refuse_other_tables("fit", dataset)
-    return select(
-        dataset.schema,
-        feature_cols=params["feature_cols"],
-        label_cols=params["label_cols"],
-        weight_col=params["sample_weight_col"],
-        validation=params["validation"],
-        sparse_cols=params["sparse_cols"] or (),
-        fill=params["fill"],
-        transformed=params["transformation_fn"] is not None,
-    )
 
 
 def _loader_of_rows(params: Mapping[str, Any]) -> type[DataModule] | None:

@@ -26,10 +26,12 @@ def existing_rows(
     reader: str,
     *,
     access: Access,
+    any_type: bool,
 ) -> Iterator[ExistingFiles]:
     """The rows that ``fit_on_parquet`` was asked for, with the columns of the estimator's parameters.
 
-    Prepared rows cannot be removed within the context. ``access`` is how files are reached that are there already.
+    Prepared rows cannot be removed within the context. ``access`` is how files are reached that are there already;
+    with ``any_type`` columns need not be numbers.
 
     Raises:
         DataError: there is no such dataset, or it has too few rows.
@@ -49,20 +51,20 @@ def existing_rows(
     elif isinstance(dataset, PreparedData):
         store, dataset_id = dataset.store, dataset.dataset_id
     if dataset_id is None:
-        with closing(_files(params, path, validation_path, access)) as files:
+        with closing(_files(params, path, validation_path, access, any_type)) as files:
             _refuse_dense(files.manifest, params)
             yield files
         return
     with hold(store, dataset_id) as data:
-        yield ExistingFiles(store, _trainable(data.manifest, params))
+        yield ExistingFiles(store, _trainable(data.manifest, params, any_type))
 
 
-def _trainable(manifest: Manifest, params: Mapping[str, Any]) -> Manifest:
+def _trainable(manifest: Manifest, params: Mapping[str, Any], any_type: bool) -> Manifest:
     """A prepared dataset with the columns that are trained on."""
     wanted = Wanted(params["feature_cols"], params["label_cols"], params["sample_weight_col"], params["fill"])
     manifest = selected(manifest, wanted)
     _refuse_dense(manifest, params)
-    for column in manifest.schema.columns if params["transformation_fn"] is None else ():
+    for column in () if any_type else manifest.schema.columns:
         numbers_only(column)
     if manifest.train.rows < params["num_proc"]:
         raise DataError(too_few_rows(manifest.train.rows, params["num_proc"]))
@@ -78,7 +80,9 @@ def _refuse_dense(manifest: Manifest, params: Mapping[str, Any]) -> None:
             )
 
 
-def _files(params: Mapping[str, Any], path: str | None, validation_path: str | None, access: Access) -> ExistingFiles:
+def _files(
+    params: Mapping[str, Any], path: str | None, validation_path: str | None, access: Access, any_type: bool
+) -> ExistingFiles:
     """Files that are there already."""
     features, labels = params["feature_cols"], params["label_cols"]
     if path is None:
@@ -100,7 +104,7 @@ def _files(params: Mapping[str, Any], path: str | None, validation_path: str | N
         fill=params["fill"],
         num_proc=params["num_proc"],
         access=access,
-        transformed=params["transformation_fn"] is not None,
+        transformed=any_type,
     )
 
 

@@ -13,6 +13,7 @@ from pyspark.ml.util import MLReadable, MLWritable
 
 from sparkhvd.data.schema import Fill
 from sparkhvd.data.selection import packed, schema_of
+from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.files import KeptFiles
@@ -209,8 +210,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
         trained = self._trained.schema.of("feature")
         chosen: Sequence[str] = self.getOrDefault("feature_columns")
-        needs_numbers = all(column.is_number for column in trained)
-        given = schema_of(dataset.schema, chosen, (), transformed=not needs_numbers).columns
+        given = schema_of(dataset.schema, chosen, (), transformed=True).columns
         if len(given) != len(trained):
             raise ParamError(
                 f"feature_columns names {len(given)} columns {[column.name for column in given]} but the model was "
@@ -223,6 +223,10 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
                     f"Feature column {column.name!r} is {_article(column.kind)}; the model was trained on "
                     f"{_article(known.kind)} ({known.name!r})."
                 )
+            if column.is_number and known.dtype == "str":
+                raise SchemaError(f"Feature column {column.name!r} holds numbers; the model was trained on texts.")
+            if column.dtype != known.dtype and (known.is_number or known.dtype == "str"):
+                numbers_only(column)
             features.append(replace(column, shape=known.shape, fill=known.fill, sparse=known.sparse))
         store = self._trained.store
         return PredictSpec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -190,7 +190,14 @@ class Predictor(Protocol):
 
 
 class FrameworkPlugin(Protocol):
-    """One framework, as a stateless object that a module-level name finds on driver, rank and executor alike."""
+    """One framework, as a stateless object that a module-level name finds on driver, rank and executor alike.
+
+    Attributes:
+        takes_texts: whether models may have columns of strings as features; ``check`` and ``export`` then refuse what
+            else is no number.
+    """
+
+    takes_texts: ClassVar[bool]
 
     def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
         """Fail on the driver, before training, if the model cannot be trained on such rows.

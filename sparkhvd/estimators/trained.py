@@ -72,8 +72,14 @@ def wrapped(  # noqa: PLR0917
     from pyspark.sql.types import StructType  # noqa: PLC0415
 
     spark_schema = rows if isinstance(rows, StructType) else rows.schema
+    plugin = find_plugin(plugin_name)
     selection = select(
-        spark_schema, feature_cols=feature_cols, label_cols=label_cols, sparse_cols=sparse_cols, fill=fill
+        spark_schema,
+        feature_cols=feature_cols,
+        label_cols=label_cols,
+        sparse_cols=sparse_cols,
+        fill=fill,
+        transformed=plugin.takes_texts,
     )
     features, labels = DataSchema(tuple(selection.schema.of("feature"))), tuple(selection.schema.of("label"))
     if isinstance(rows, StructType) or rows.isStreaming:
@@ -81,7 +87,6 @@ def wrapped(  # noqa: PLR0917
     else:
         features, sample = sampled(rows, Selection(features), _SAMPLE_ROWS)
     schema = DataSchema((*features.columns, *labels))
-    plugin = find_plugin(plugin_name)
     with tempfile.TemporaryDirectory(prefix="sparkhvd-wrap-") as folder:
         plugin.export(params, schema, Path(folder))
         try:

@@ -7,7 +7,7 @@ from pyspark.ml import Pipeline
 from pyspark.ml.feature import VectorAssembler
 
 from sparkhvd import KerasEstimator, KerasModel, Store
-from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
 from sparkhvd.keras.callbacks import BestModelCheckpoint
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]  # the ranks and the executors import TensorFlow
@@ -124,3 +124,61 @@ def test_a_wrapped_model_predicts_in_named_inputs_with_a_function_and_in_label_t
     best = model.transform(xor)
     assert best.dtypes[-1] == ("y__output", "int")
     assert [row["y__output"] for row in best.collect()] == wanted.argmax(axis=1).tolist()
+
+
+@pytest.fixture(scope="module")
+def reviews(spark):
+    """A sentence, the kind of a thing, its price; good where the sentence says so of a thing that is not cheap."""
+    random = np.random.default_rng(1)
+    words = ["the", "a", "quite", "good", "bad", "größer"]
+    rows = []
+    for number in range(160):
+        verdict = "good" if number % 2 else "bad"
+        said = [*random.choice(words[:3], 2), verdict, words[5]]
+        rows.append((" ".join(said), ["cup", "pot", None][number % 3], float(number % 5), number % 2))
+    return spark.createDataFrame(rows, "said string, kind string, price double, liked int")
+
+
+def reader_of_texts(reviews):
+    """A model of strings that learned its words from the rows."""
+    keras.utils.set_random_seed(2)
+    told = keras.layers.TextVectorization(max_tokens=20, output_sequence_length=4)
+    told.adapt([row["said"] for row in reviews.collect()])
+    lookup = keras.layers.StringLookup(vocabulary=["cup", "pot", "none"], output_mode="one_hot")
+    inputs = {
+        "said": keras.Input((1,), dtype="string", name="said"),
+        "kind": keras.Input((), dtype="string", name="kind"),
+        "price": keras.Input((1,), name="price"),
+    }
+    words = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(told(inputs["said"])))
+    joined = keras.layers.Concatenate()([words, lookup(inputs["kind"]), inputs["price"]])
+    return keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid", name="liked")(joined))
+
+
+def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_path, capsys):
+    given = {
+        "model": reader_of_texts(reviews),
+        "loss": "binary_crossentropy",
+        "feature_cols": ["said", "kind", "price"],
+        "label_cols": ["liked"],
+        "fill": {"kind": "none"},
+    }
+    estimated = estimator(store, **given, epochs=8)
+    estimated.describe(reviews)
+    assert "feature said: str" in capsys.readouterr().out
+    trained = estimated.fit(reviews)
+    assert trained.getHistory()[-1]["validation"]["all_metrics"][0]["accuracy"] > 0.9
+    rows = trained.transform(reviews).select("said", "kind", "price", "liked__output").collect()
+    asked = {
+        "said": np.array([[row["said"]] for row in rows], object),
+        "kind": np.array([row["kind"] or "none" for row in rows], object),
+        "price": np.array([[row["price"]] for row in rows], np.float32),
+    }
+    native = trained.getModel()({name: keras.ops.convert_to_tensor(values) for name, values in asked.items()})
+    found = [row["liked__output"] for row in rows]
+    np.testing.assert_allclose(found, np.array(native)[:, 0], rtol=1e-5, atol=1e-6)
+    trained.save(str(tmp_path / "saved"))
+    loaded = KerasModel.load(str(tmp_path / "saved"))
+    assert [row["liked__output"] for row in loaded.transform(reviews).collect()] == found
+    with pytest.raises(SchemaError, match="'price' holds numbers; the model was trained on texts"):
+        trained.setFeatureColumns(["price", "kind", "liked"]).transform(reviews)

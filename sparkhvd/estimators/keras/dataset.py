@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from sparkhvd.data import columns
 from sparkhvd.data.batches import Arrays, Batch, BatchSource
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.keras.inputs import Ports
@@ -50,7 +51,9 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._shares: deque[tuple[float, bool]] = deque()  # of batches to be trained, and whether they end a step
         self._ends = True
         self._empty: set[int] = set()
+        # What stands for no rows: the last row, because a made-up one might not be possible.
         self._row: Arrays | None = None
+        self._made_up = {column.name: columns.blank(column, 1) for column in source.schema.columns}
 
     def __len__(self) -> int:
         if self._batches_left is not None:
@@ -74,15 +77,15 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
                 raise DataError(f"Keras asked for batch {index} after batch {self._next - 1}; batches come in order.")
             self._next += 1
             batch = self._next_batch(self._batches)
-            columns, rows = batch.columns, batch.rows
+            arrays, rows = batch.columns, batch.rows
             self.rows += rows
             self._counts.append(self.rows)
             self._shares.append((rows / self._rows_of_step, not self._read))
             if rows == 0:
                 self._empty.add(index)
-                columns, rows = self._stand_in(columns), 1
-            self._row = {name: array[:1] for name, array in columns.items()}
-        return self._arranged(columns, rows)
+                arrays, rows = self._row or self._made_up, 1
+            self._row = {name: array[:1] for name, array in arrays.items()}
+        return self._arranged(arrays, rows)
 
     def next_share(self) -> float:
         """The part that this rank's next batch is of all rows of all ranks in the step."""
@@ -139,15 +142,9 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             self._rows_of_step = sum(batch.global_rows for batch in self._read)
         return self._read.popleft()
 
-    def _stand_in(self, columns: Arrays) -> Arrays:
-        """One row: the last one, because a made-up one might not be possible."""
-        if self._row is not None:
-            return self._row
-        return {name: np.zeros((1, *array.shape[1:]), array.dtype) for name, array in columns.items()}
-
-    def _arranged(self, columns: Arrays, rows: int) -> tuple[Any, ...]:
-        found = (self._inputs.arrays(columns, rows), self._outputs.arrays(columns, rows))
+    def _arranged(self, arrays: Arrays, rows: int) -> tuple[Any, ...]:
+        found = (self._inputs.arrays(arrays, rows), self._outputs.arrays(arrays, rows))
         if not self._weights:
             return found
-        weights = columns[self._weights[0]].astype(np.float32, copy=False)
+        weights = arrays[self._weights[0]].astype(np.float32, copy=False)
         return (*found, self._outputs.arranged([weights] * len(self._outputs.ports)))

@@ -9,12 +9,12 @@ Inputs, in the order in which the rules are tried:
 
 Each input is reshaped to the model's shape and cast to its dtype, or to ``input_shapes``. A label column goes to the
 output of its name where all names are the same, else in order; it is reshaped to the output's shape when it has as many
-elements.
+elements. Texts go, on TensorFlow, to inputs of strings, in which preprocessing layers make numbers of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.data.schema import ColumnSpec
+from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.named_inputs import NamedInput, in_order, refuse_shapes
 from sparkhvd.estimators.shapes import check_input_shapes, row_shape
@@ -29,6 +30,7 @@ from sparkhvd.estimators.shapes import check_input_shapes, row_shape
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
+TEXT = "string"  # as Keras calls the dtype
 _OUTPUTS = {"single": "one output", "list": "a list of outputs", "dict": "a dict of outputs"}
 
 
@@ -51,13 +53,18 @@ class Port:
     sparse: int | None = None
 
     def array(self, arrays: Arrays, rows: int) -> Any:
-        """The values for these rows: an array, or TensorFlow's sparse tensor."""
+        """The values for these rows: an array, or TensorFlow's tensor where they are sparse or strings."""
         if self.sparse is not None:
             from sparkhvd.data.tf_data import sparse_tensor  # noqa: PLC0415  (imports TensorFlow)
 
             return sparse_tensor(arrays[self.columns[0]], self.sparse, self.dtype or "float32")
         parts = [arrays[name] for name in self.columns]
         joined = parts[0] if len(parts) == 1 else np.concatenate([part.reshape(rows, -1) for part in parts], axis=1)
+        if self.dtype == TEXT:
+            import tensorflow as tf  # noqa: PLC0415  (the only backend that has strings)
+
+            joined = tf.constant(joined, tf.string) if len(joined) else tf.zeros(joined.shape, tf.string)
+            return joined if self.shape is None else tf.reshape(joined, (rows, *self.shape))
         if self.dtype is not None:
             joined = joined.astype(self.dtype, copy=False)
         return joined if self.shape is None else joined.reshape(rows, *self.shape)
@@ -76,7 +83,12 @@ class Ports:
 
     def arrays(self, columns: Arrays, rows: int) -> Any:
         """What is passed to Keras for these rows."""
-        return self.arranged([port.array(columns, rows) for port in self.ports])
+        values = [port.array(columns, rows) for port in self.ports]
+        if 0 < sum(isinstance(value, np.ndarray) for value in values) < len(values):  # a model takes no mixture
+            import keras  # noqa: PLC0415
+
+            values = [keras.ops.convert_to_tensor(v) if isinstance(v, np.ndarray) else v for v in values]
+        return self.arranged(values)
 
     def arranged(self, values: Sequence[Any]) -> Any:
         """Values, one per port, in the structure."""
@@ -117,10 +129,42 @@ def plan_inputs(
 
     Raises:
         ParamError: the columns do not fit the inputs; the message names both.
+        SchemaError: a column is neither numbers nor a text.
     """
+    texts = {column.name for column in columns if column.dtype == "str"}
+    for column in columns:
+        if column.name not in texts:
+            numbers_only(column)
     found = _plan_dense(model, columns, shapes, named)
     sparse = {column.name: column for column in columns if column.sparse}
-    return replace(found, ports=tuple(_sparse(port, sparse) if sparse else port for port in found.ports))
+    ports = [_of_texts(port, texts) for port in found.ports]
+    return replace(found, ports=tuple(_sparse(port, sparse) if sparse else port for port in ports))
+
+
+def _of_texts(port: Port, texts: Set[str]) -> Port:
+    words = [name for name in port.columns if name in texts]
+    if not words:
+        if port.dtype == TEXT:
+            raise ParamError(
+                f"The input {port.name!r} takes strings, but the column {port.columns[0]!r} is none. Cast it "
+                '(df.withColumn(..., column.cast("string"))), or give the input another dtype.'
+            )
+        return port
+    import keras  # noqa: PLC0415
+
+    if keras.config.backend() != "tensorflow":
+        raise ParamError(
+            f"The column {words[0]!r} is a text; of Keras' backends only TensorFlow has tensors of strings. Index it "
+            "first, for example with pyspark.ml.feature.StringIndexer."
+        )
+    if len(words) < len(port.columns) or port.dtype not in {None, TEXT}:
+        numbers = "numbers" if port.dtype in {None, TEXT} else port.dtype
+        raise ParamError(
+            f"The column {words[0]!r} is a text, but the input {port.name!r} takes {numbers}. Give the model an input "
+            'of its own for it, keras.Input((1,), dtype="string"), before a StringLookup or TextVectorization; or '
+            "index it first, for example with pyspark.ml.feature.StringIndexer."
+        )
+    return replace(port, dtype=TEXT)
 
 
 def _sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:
@@ -203,7 +247,10 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
 
     Raises:
         ParamError: there are not as many outputs as labels, or shapes as labels.
+        SchemaError: a label is no number.
     """
+    for column in labels:
+        numbers_only(column)
     known = _tensors(getattr(model, "outputs", None))
     names = [column.name for column in labels]
     if shapes is not None and len(shapes) != len(labels):

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.config import export
+from sparkhvd.data import columns
 from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
@@ -39,6 +40,8 @@ _MADE_UP_ROWS = 2
 
 class KerasPlugin:
     """Trains ``keras.Model``s."""
+
+    takes_texts = True
 
     def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.check``; runs a copy of the model.
@@ -266,7 +269,7 @@ def _shapes(params: Mapping[str, object], name: str) -> Sequence[Sequence[int]] 
 
 
 def _made_up(schema: DataSchema) -> Arrays:
-    return {c.name: np.zeros((_MADE_UP_ROWS, *(c.shape or ())), np.dtype(c.dtype)) for c in schema.columns}
+    return {column.name: columns.blank(column, _MADE_UP_ROWS) for column in schema.columns}
 
 
 def _try_out(

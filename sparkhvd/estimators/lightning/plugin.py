@@ -50,6 +50,8 @@ _OWN = {
 class LightningPlugin:
     """Trains LightningModules, and plain modules with a loss and an optimizer."""
 
+    takes_texts = False
+
     def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.check``; runs a copy of the model in evaluation mode, without gradients.
 

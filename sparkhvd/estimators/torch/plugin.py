@@ -44,6 +44,8 @@ _COMPRESSIONS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Com
 class TorchPlugin:
     """Trains ``torch.nn.Module``s."""
 
+    takes_texts = False
+
     def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.check``; runs a copy of the model in evaluation mode, without gradients.
 

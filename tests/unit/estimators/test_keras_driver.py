@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.data import DataSchema
-from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.contradictions import check_watched
 from sparkhvd.estimators.keras import KerasEstimator
 from sparkhvd.estimators.keras.names import check_names
@@ -172,6 +172,43 @@ def fails(label, output):
 def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
     with pytest.raises(error, match=message):
         PLUGIN.check(parameters(**changes), DATA, None)
+
+
+def reading(*inputs):
+    """A model with these inputs, of strings where it says so; only planned, never run."""
+    given = [keras.Input((1,), dtype=dtype, name=name) for name, dtype in inputs]
+    looked = [keras.layers.StringLookup(vocabulary=["a"])(each) if each.dtype == "string" else each for each in given]
+    return keras.Model(given, keras.layers.Dense(3)(keras.layers.Concatenate()(looked)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtypes", "error", "message"),
+    [
+        ([("x", "float32"), ("z", "float32")], ("str", "float32"), ParamError, "'x' is a text, but .* takes float32"),
+        ([("x", "string"), ("z", "float32")], ("int64", "float32"), ParamError, "'x' takes strings, .* is none. Cast"),
+        ([("x", "string"), ("z", "float32")], ("bytes", "float32"), SchemaError, "'x' has the type binary"),
+        ([("x", "string"), ("z", "float32")], ("str", "datetime64[D]"), SchemaError, "'z' has the type date"),
+    ],
+)
+def test_texts_go_to_inputs_of_strings_only(inputs, dtypes, error, message):
+    first, second = dtypes
+    data = schema(
+        x=("feature", first, (), "scalar"), z=("feature", second, (), "scalar"), y=("label", "int64", (), "scalar")
+    )
+    with pytest.raises(error, match=message):
+        PLUGIN.check(parameters(data, model=reading(*inputs)), data, None)
+
+
+def test_texts_and_numbers_are_not_put_side_by_side_and_labels_are_numbers():
+    data = schema(
+        x=("feature", "str", (), "scalar"), z=("feature", "float32", (), "scalar"), y=("label", "str", (), "scalar")
+    )
+    model = OwnSteps()
+    model(keras.ops.zeros((1, 6)))
+    with pytest.raises(ParamError, match="'x' is a text, but the input 'input' takes numbers"):
+        PLUGIN.check(parameters(data, model=model), data, None)
+    with pytest.raises(SchemaError, match="'y' has the type string, which cannot be a label"):
+        PLUGIN.check(parameters(data, model=reading(("x", "string"), ("z", "float32"))), data, None)
 
 
 def test_a_metric_of_several_numbers_is_refused():

@@ -10,6 +10,7 @@ import pytest
 
 import sparkhvd.keras as hvd
 from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.data import ColumnSpec, DataSchema, columns
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.history import EpochRecord, averaged
@@ -385,8 +386,8 @@ def continue_within_an_epoch():
     ]
     for one, two in zip(undisturbed._model.get_weights(), resumed._model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two)
-    (before, count), (after, rest) = hooks.kept[1]["loss"], again.reports[0].train["loss"]
-    total, rows_of_all = whole.reports[1].train["loss"]
+    parts = hooks.kept[1]["loss"], again.reports[0].train["loss"], whole.reports[1].train["loss"]
+    (before, count), (after, rest), (total, rows_of_all) = session.current().allreduce(np.array(parts), ReduceOp.SUM)
     assert count + rest == rows_of_all
     assert before + after == pytest.approx(total, rel=1e-4)
 
@@ -517,3 +518,47 @@ def test_sparse_columns_train_the_same_weights_on_tensorflow_and_are_refused_els
         return
     for one, other in zip(on_sparse, on_dense, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+TEXTS = schema(x=("feature", "str", (), "scalar"), y=("label", "int64", (), "scalar"))
+
+
+class OfTexts(keras.Model):
+    """The word's number decides; a subclass, whose inputs nobody knows."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.lookup = keras.layers.StringLookup(vocabulary=["one", "two"])
+        self.embedding = keras.layers.Embedding(3, 3, embeddings_initializer="ones")
+
+    def call(self, words):
+        return self.embedding(self.lookup(words)[:, 0])
+
+
+def train_on_texts(sizes):
+    """The weights after training on words; what it was refused for where that cannot be."""
+    count, rank = sum(map(sum, sizes)), session.current().world.rank
+    model = OfTexts()
+    if keras.config.backend() == "tensorflow":
+        model(keras.ops.convert_to_tensor([["one"]]))
+    else:
+        model = network()
+    made = {"x": np.array(["one", "two", "zwölf"], object)[np.arange(count) % 3], "y": np.arange(count) % 3}
+    try:
+        payload = PLUGIN.pack(parameters(TEXTS, model=model))
+    except ParamError as error:
+        return str(error)
+    trainer = PLUGIN.trainer(payload, spec(TEXTS, epochs=2), session.current().world)
+    trainer.fit(dealt(made, sizes, rank, TEXTS), None, Hooks())
+    return trainer._model.get_weights()
+
+
+def test_texts_train_a_subclass_on_tensorflow_and_are_refused_elsewhere(group):
+    """Also where a rank begins with no row at all."""
+    found, other = group.run(train_on_texts, [(8, 0), *PARTIAL_END])
+    if isinstance(found, str):
+        assert "'x' is a text; of Keras' backends only TensorFlow has tensors of strings" in found
+        return
+    for one, two in zip(found, other, strict=True):
+        np.testing.assert_array_equal(one, two)
+    assert found[0].argmax(axis=1).tolist() == [2, 0, 1], "the place of each word's label"
