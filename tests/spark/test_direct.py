@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions
 from torch.nn import functional
 
@@ -187,3 +189,63 @@ def open_unnamed_files(pid):
     except FileNotFoundError:
         return []
     return [target for target in targets if target.endswith("(deleted)") and "/blockmgr-" in target]
+
+
+WIDTH, WIDE_ROWS = 4000, 13_000  # 416 MB
+ROOM = 320 << 20  # the stated 256 MB of rows, and what torch makes for its first steps
+held_before = []
+
+
+def within_the_room(columns):
+    """The same columns; an error where the process holds more than ``ROOM`` above what it did at the first of them."""
+    status = Path("/proc/self/status").read_text()
+    held = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
+    held_before.append(held)
+    if held > held_before[0] + ROOM:
+        raise MemoryError(f"{held - held_before[0]} bytes after {len(held_before)} batches")
+    return columns
+
+
+def test_a_rank_holds_less_in_memory_than_it_has_rows(spark):
+    df = spark.range(WIDE_ROWS, numPartitions=4).selectExpr(
+        f"array_repeat(id / {WIDE_ROWS}D, {WIDTH}) AS x", "id * 1.0D AS y"
+    )
+    network = torch.nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-9)
+    wide = estimator(model=network, optimizer=optimizer, transformation_fn=within_the_room, num_proc=1)
+    trained = wide.setBatchSize(100).setEpochs(2).fit(df)
+    assert [entry["epoch"] for entry in trained.getHistory()] == [0, 1]
+
+
+@pytest.mark.parametrize("sparse_cols", [None, ["v"]], ids=["dense", "sparse"])
+def test_vectors_reach_the_model_dense_or_sparse(spark, sparse_cols):
+    vectors = [Vectors.sparse(5, {i % 5: 1.0 + i}) if i % 2 else Vectors.dense([0, i, 0, 0, 1]) for i in range(24)]
+    df = spark.createDataFrame([(vector, float(i)) for i, vector in enumerate(vectors)], ["v", "y"])
+    model = OfVectors(wants_sparse=sparse_cols is not None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    options = {"model": model, "optimizer": optimizer, "feature_cols": ["v"], "sparse_cols": sparse_cols}
+    trained = estimator(**options, batch_size=12, epochs=2).fit(df)
+
+    wanted = OfVectors(wants_sparse=False)
+    optimizer = torch.optim.SGD(wanted.parameters(), lr=1e-3)
+    features = torch.tensor(np.stack([vector.toArray() for vector in vectors]), dtype=torch.float32)
+    for _ in range(2):  # one step per epoch, over all rows
+        optimizer.zero_grad()
+        functional.mse_loss(wanted(features)[:, 0], torch.arange(24.0)).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(trained), wanted.weights.detach().flatten())
+    assert len(trained.transform(df).collect()) == 24
+
+
+class OfVectors(torch.nn.Module):
+    """A linear model that says which form of vectors it wants."""
+
+    def __init__(self, *, wants_sparse):
+        super().__init__()
+        self.wants_sparse = wants_sparse
+        self.weights = torch.nn.Parameter(torch.ones(5, 1))
+
+    def forward(self, v):
+        if v.is_sparse is not self.wants_sparse:
+            raise ValueError(f"is_sparse is {v.is_sparse}")
+        return torch.sparse.mm(v, self.weights) if v.is_sparse else v @ self.weights
