@@ -50,13 +50,13 @@ def main() -> None:
         raise SystemExit("bench.network makes network namespaces: it needs root, ip and tc (Debian: iproute2).")
     print(f"{machine.describe()}; torch {torch.__version__}")
     for limited in (False, True):
-        with _two_hosts(limited=limited) as namespaces:
+        with namespaces_with_a_cable(limited=limited) as namespaces:
             _print_table(_run(namespaces, arguments.seconds, limited=limited), limited=limited)
     print(f"\nafterwards: {machine.load()}")
 
 
 @contextmanager
-def _two_hosts(*, limited: bool) -> Iterator[list[str]]:
+def namespaces_with_a_cable(*, limited: bool) -> Iterator[list[str]]:
     """Two namespaces, 10.231.0.1 and 10.231.0.2, with a cable called ``line`` between them."""
     names = [f"shvd-bench-{os.getpid()}-{index}" for index in range(2)]
     try:

@@ -27,7 +27,7 @@ from tests.launch.losses import DRIVER_FAULTS, lost_driver, lost_executors
 from tests.ranks import RankGroup
 
 _ROOT = Path(__file__).parents[1]
-_DECODERS = 8
+_DECODERS = 11  # the tests of this name
 _MEGABYTE = 1 << 20
 
 

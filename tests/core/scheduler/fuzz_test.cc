@@ -5,11 +5,15 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <atomic>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "base/failure_note.h"
 #include "rendezvous/handshake.h"
+#include "rendezvous/reception.h"
 #include "rendezvous/socket.h"
 #include "rendezvous/store_frames.h"
 #include "rendezvous/tcp_store_client.h"
@@ -18,6 +22,7 @@
 #include "transport/address_record.h"
 #include "transport/encrypted_links.h"
 #include "transport/message_header.h"
+#include "transport/socket_transport.h"
 
 namespace sparkhvd {
 namespace {
@@ -185,6 +190,126 @@ TEST(Fuzz, TheStoreServerOutlivesAMemberThatSendsNonsense) {
   auto client = TcpStoreClient::Connect({address}, "secret", Deadline::AfterSeconds(20));
   ASSERT_TRUE(client.ok()) << client.status().message();
   EXPECT_TRUE(client.value()->Set("still", "there", Deadline::AfterSeconds(20)).ok());
+}
+
+// A store server that lets everybody of the job in and answers whatever is asked with the bytes it
+// was given.
+class NonsenseServer {
+ public:
+  NonsenseServer() : thread_([this] { Run(); }) {}
+  ~NonsenseServer() {
+    over_ = true;
+    thread_.join();
+  }
+
+  HostPort address() const { return address_; }
+  // Before the client connects.
+  void AnswerWith(const FuzzInput& answer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    answer_ = answer;
+  }
+
+ private:
+  static UniqueFd Listen(HostPort& address) {
+    auto listener = ListenTcp({"127.0.0.1", 0});
+    EXPECT_TRUE(listener.ok()) << listener.status().message();
+    address = LocalAddress(listener.value().get()).value();
+    return std::move(listener).value();
+  }
+
+  void Run() {
+    while (!over_) {
+      std::vector<pollfd> fds;
+      reception_.AppendPollFds(fds);
+      ::poll(fds.data(), fds.size(), reception_.TimeoutMillis(20));
+      for (Admitted& admitted : reception_.Serve()) Answer(admitted.fd.get());
+    }
+  }
+
+  void Answer(int fd) {
+    std::array<std::byte, 64> asked{};
+    // Only who asks first is sure to get the answer: what lies unread resets the connection.
+    if (!AwaitEvents(fd, POLLIN, Deadline::AfterSeconds(20)).ok()) return;
+    (void)ReadSome(fd, Bytes(asked.data(), kStoreRequestBytes + 3));
+    FuzzInput answer;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      answer = answer_;
+    }
+    (void)WriteExactly(fd, View(answer), Deadline::AfterSeconds(20));
+    ::shutdown(fd, SHUT_WR);
+    (void)AwaitEvents(fd, POLLIN, Deadline::AfterSeconds(20));
+  }
+
+  HostPort address_;
+  Reception reception_{[this] {
+                         std::vector<UniqueFd> listeners;
+                         listeners.push_back(Listen(address_));
+                         return listeners;
+                       }(),
+                       "secret", kStorePurpose};
+  std::mutex mutex_;
+  FuzzInput answer_;
+  std::atomic<bool> over_{false};
+  std::thread thread_;
+};
+
+TEST(Fuzz, StoreAnswers) {
+  FuzzInput answer = {std::byte(5), std::byte(0), std::byte(0), std::byte(0)};
+  for (const char letter : std::string("value")) answer.push_back(std::byte(letter));
+  NonsenseServer server;
+  Fuzz({answer, FuzzInput(4)}, [&](const FuzzInput& input) {
+    server.AnswerWith(input);
+    auto client = TcpStoreClient::Connect({server.address()}, "secret", Deadline::AfterSeconds(20));
+    ASSERT_TRUE(client.ok()) << client.status().message();
+    const auto value = client.value()->Get("key", Deadline::AfterSeconds(20));
+    uint32_t length = 0;
+    if (input.size() >= kStoreAnswerBytes) std::memcpy(&length, input.data(), sizeof(length));
+    const bool whole = input.size() >= kStoreAnswerBytes + size_t{length};
+    ASSERT_EQ(value.ok(), whole) << value.status().message();
+    if (!whole) return;
+    EXPECT_EQ(std::memcmp(value.value().data(), input.data() + kStoreAnswerBytes, length), 0);
+  });
+}
+
+// A peer that sends nonsense, or a farewell that is none: an error, within the bytes that came.
+TEST(Fuzz, MessagesOfPeers) {
+  std::vector<FuzzInput> seeds;
+  for (const MessageHeader& header :
+       {MessageHeader{false, 16, StatusCode::kOk}, MessageHeader{true, 16, StatusCode::kAborted},
+        MessageHeader{true, kMaxFarewellBytes, StatusCode::kPeerLost}}) {
+    const auto bytes = EncodeMessageHeader(header);
+    seeds.push_back(ToInput(ConstBytes(bytes.data(), bytes.size())));
+    seeds.back().resize(seeds.back().size() + 16, std::byte('x'));
+  }
+  Fuzz(seeds, [&](const FuzzInput& input) {
+    std::array<int, 2> pair{};
+    ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair.data()), 0);
+    UniqueFd network(pair[1]);
+    std::vector<PeerSocket> peers(2);
+    peers[1].stream = UniqueFd(pair[0]);
+    auto transport = MakeSocketTransport(0, std::move(peers));
+    ASSERT_TRUE(transport.ok()) << transport.status().message();
+    (void)WriteSome(network.get(), View(input));
+    ::shutdown(network.get(), SHUT_WR);
+    std::array<std::byte, 16> data{};
+    auto ticket = transport.value()->PostReceive(1, Bytes(data.data(), data.size()));
+    const std::array<Ticket, 1> tickets = {ticket.ok() ? ticket.value() : 0};
+    const Status status =
+        ticket.ok() ? transport.value()->Wait(Span<const Ticket>(tickets.data(), tickets.size()),
+                                              Deadline::AfterSeconds(20))
+                    : ticket.status();
+    // A farewell may tell of a timeout; the wait here must not end with one.
+    EXPECT_TRUE(status.code() != StatusCode::kTimeout ||
+                status.message().find("rank 1 aborted") != std::string::npos)
+        << status.message();
+    EXPECT_LE(status.message().size(), kMaxFarewellBytes + 200);
+    const MessageHeader fitting{false, 16, StatusCode::kOk};
+    const auto good = EncodeMessageHeader(fitting);
+    const bool whole = input.size() >= good.size() + data.size() &&
+                       std::memcmp(input.data(), good.data(), good.size()) == 0;
+    EXPECT_EQ(status.ok(), whole) << status.message();
+  });
 }
 
 TEST(Fuzz, EncryptedLinksLetNothingThrough) {

@@ -1,0 +1,124 @@
+"""Whether several TCP connections between two hosts carry more than one: plain sockets, no code of ours.
+
+Two network namespaces with a virtual cable send 64 MiB to each other at once, spread over 1, 2, 4 and 8 connections
+with two threads each; the counts take turns. The transport has one connection for each pair of hosts: what is printed
+here says what more of them would bring on this machine. Needs root and ip.
+
+    python -m bench.connections [--rounds 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from bench import machine
+from bench.network import ROOT, namespaces_with_a_cable
+
+COUNTS = (1, 2, 4, 8)
+BYTES = 64 << 20
+PIECE = 4 << 20
+HOST, PORT = "10.231.0.1", 29402
+DEADLINE = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--side", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.side is not None:
+        _side(arguments.side, arguments.rounds)
+        return
+    print(machine.describe(), flush=True)
+    with namespaces_with_a_cable(limited=False) as namespaces:
+        program = [sys.executable, "-m", "bench.connections", "--rounds", str(arguments.rounds), "--side"]
+        sides = [
+            subprocess.Popen(["ip", "netns", "exec", name, *program, str(place)], cwd=ROOT)
+            for place, name in enumerate(namespaces)
+        ]
+        if any(side.wait() for side in sides):
+            raise SystemExit("a side failed; see above")
+    print(f"\nafterwards: {machine.load()}")
+
+
+def _side(side: int, rounds: int) -> None:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(each) for each in (_accepted() if side == 0 else _dialled())]
+        seconds: dict[int, list[float]] = {count: [] for count in COUNTS}
+        for _ in range(rounds):
+            for count in COUNTS:
+                _meet(sockets[0])
+                start = time.perf_counter()
+                _exchange(sockets[:count])
+                seconds[count].append(time.perf_counter() - start)
+    if side == 0:
+        _print_table(seconds)
+
+
+def _accepted() -> list[socket.socket]:
+    with socket.create_server((HOST, PORT), backlog=max(COUNTS)) as server:
+        server.settimeout(DEADLINE)
+        return [server.accept()[0] for _ in range(max(COUNTS))]
+
+
+def _dialled() -> list[socket.socket]:
+    return [_dial(time.monotonic() + DEADLINE) for _ in range(max(COUNTS))]
+
+
+def _dial(deadline: float) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection((HOST, PORT), timeout=DEADLINE)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _meet(connection: socket.socket) -> None:
+    connection.sendall(b"!")
+    connection.recv(1)
+
+
+def _exchange(connections: Sequence[socket.socket]) -> None:
+    share = BYTES // len(connections)
+    work = [threading.Thread(target=each, args=(one, share)) for one in connections for each in (_send, _receive)]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+
+
+def _send(connection: socket.socket, size: int) -> None:
+    piece = memoryview(bytearray(PIECE))
+    while size > 0:
+        size -= connection.send(piece[: min(size, PIECE)])
+
+
+def _receive(connection: socket.socket, size: int) -> None:
+    piece = memoryview(bytearray(PIECE))
+    while size > 0:
+        size -= connection.recv_into(piece[: min(size, PIECE)])
+
+
+def _print_table(seconds: dict[int, list[float]]) -> None:
+    print(f"\n{BYTES >> 20} MiB each way at once, plain TCP: GiB/s each way, median (least to most)\n")
+    one = statistics.median(seconds[1])
+    for count, found in seconds.items():
+        rates = [BYTES / each / (1 << 30) for each in (statistics.median(found), max(found), min(found))]
+        print(
+            f"{count} connection{'s' * (count > 1):<2} {rates[0]:>6.2f} ({rates[1]:.2f} to {rates[2]:.2f})"
+            f"   of one: {one / statistics.median(found):.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
