@@ -23,6 +23,7 @@ from sparkhvd.data.prepare import Writing, new_dataset_id, prepare, refuse_strea
 from sparkhvd.data.schema import DataSchema, Fill, Role
 from sparkhvd.data.selection import Selection, no_such_column, select
 from sparkhvd.data.spark_settings import told_by_spark
+from sparkhvd.data.store_check import check_store
 from sparkhvd.data.turns import in_turn
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError, StoreError
@@ -135,7 +136,7 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         SchemaError: a column is missing or cannot be used; raised before any Spark job.
         ConfigError: a number is too small.
         DataError: the rows cannot be trained on; see ``sparkhvd.data.prepare.prepare``.
-        StoreError: the Store could not be written or read.
+        StoreError: the Store could not be written or read, or is not shared; before the rows are evaluated.
 
     Example:
         >>> with prepare_data(2, store, df, ["label"], ["features"], validation=0.1):  # doctest: +SKIP
@@ -154,16 +155,24 @@ def prepare_data(  # noqa: PLR0917  (Horovod's order)
         fill=fill,
         transformed=True,
     )
-    data = acquire(df, selection, store, writing, keep_seconds=keep_seconds)
+    data = acquire(df, selection, store, writing, keep_seconds=keep_seconds, before_writing=check_store)
     if verbose > 0:
         logger.info("%r in %s%s", data, store.url, " (prepared before)" if data.reused else "")
     return data
 
 
 def acquire(
-    df: DataFrame, selection: Selection, store: Store, writing: Writing, *, keep_seconds: float
+    df: DataFrame,
+    selection: Selection,
+    store: Store,
+    writing: Writing,
+    *,
+    keep_seconds: float,
+    before_writing: Callable[[SparkSession, Store], None] | None = None,
 ) -> PreparedData:
     """The prepared rows of a DataFrame: those of an earlier preparation, or new ones.
+
+    ``before_writing`` is called where the rows have to be written.
 
     Raises:
         ConfigError: ``keep_seconds`` is negative.
@@ -176,7 +185,14 @@ def acquire(
     _remove_expired(store, df.sparkSession)
     identify = partial(_identity, df, selection, writing)
     known = identify() if keep_seconds > 0 else None
-    prepare_anew = partial(_prepared_now, df, selection, store, writing=writing, identify=identify, known=known)
+
+    def prepare_anew(keep_seconds: float) -> PreparedData:
+        if before_writing is not None:
+            before_writing(df.sparkSession, store)
+        return _prepared_now(
+            df, selection, store, writing=writing, identify=identify, known=known, keep_seconds=keep_seconds
+        )
+
     if known is None:
         return prepare_anew(keep_seconds=0.0)
     with in_turn(f"preparing the rows {known.text} in {store.url}", Deadline.after(_TURN_SECONDS)):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from sparkhvd.background import in_background, is_done_within
 from sparkhvd.data.spark_job import run_job
 from sparkhvd.data.spark_settings import told_by_spark
+from sparkhvd.data.store_check import judge, needs_check, remove
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.launcher import active_session
@@ -24,7 +25,6 @@ from sparkhvd.driver.resources import TaskResources, profile_of
 from sparkhvd.driver.slots import describe_cluster, refuse_where_ranks_cannot_run, reserve
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
-from sparkhvd.driver.store_check import judge, needs_check, remove
 from sparkhvd.errors import LaunchError, SparkHvdError, StartTimeoutError, StoreError
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store

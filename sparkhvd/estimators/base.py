@@ -26,14 +26,14 @@ from sparkhvd.data.readers import Reading, head
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection, select
 from sparkhvd.data.spark_settings import told_by_spark
+from sparkhvd.data.store_check import check_store
 from sparkhvd.data.transformed import transformed
 from sparkhvd.data.user_loaders import DataModule, loads_rows
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchRequest, launcher_for
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.driver.resources import TaskResources
-from sparkhvd.driver.slots import reserve_tasks
-from sparkhvd.driver.store_check import check_store
+from sparkhvd.driver.slots import describe_cluster, reserve_tasks
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.backend import run_ranks
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SLOTS_SECONDS = 60.0
 _NEXT_STEP = {
     "feature_cols": "give the names of the columns that the model reads",
     "label_cols": "give the names of the columns that the model learns",
@@ -206,7 +207,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params["num_proc"] = _ranks(spark, params)
         if params["store"] is not None:
             params["store"] = told_by_spark(params["store"], spark)
-            check_store(spark, params["store"])
+            check_store(spark, params["store"], lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)))
         params["run_id"] = params["run_id"] or self._new_run_id()
         last = _last_checkpoint(params)
         params["division_proc"] = params["num_proc"] if last is None or last.within is None else last.within.num_proc

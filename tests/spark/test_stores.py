@@ -9,11 +9,13 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from pyspark.sql import functions
 
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.data import arrow_writer
+from sparkhvd.data.prepared import prepare_data
 from sparkhvd.data.spark_settings import in_default_file_system, spark_can_write, told_by_spark
-from sparkhvd.driver.store_check import check_store
+from sparkhvd.data.store_check import check_store
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import HDFSStore, layout
 from tests.s3_server import BUCKET, SECRET
@@ -253,6 +255,16 @@ def test_a_store_that_the_executors_do_not_share_is_said_in_one_sentence(spark):
     )
     with pytest.raises(StoreError, match=message):
         check_store(spark, store)
+    seen = spark.sparkContext.accumulator(0)
+
+    @functions.udf("long")
+    def counted(value):
+        seen.add(1)
+        return value
+
+    with pytest.raises(StoreError, match=message):
+        prepare_data(1, store, spark.range(9).select(counted("id").alias("x"), "id"), ["id"])
+    assert seen.value == 0
     assert store.list("") == []
 
 

@@ -1,18 +1,17 @@
-"""Checks before a job whose failure would be hard to understand later."""
+"""The check that a Store is shared, before a job whose failure would be hard to understand later."""
 
 from __future__ import annotations
 
 import logging
 import pickle
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from sparkhvd.deadline import Deadline
-from sparkhvd.driver.slots import describe_cluster
+from sparkhvd.data.spark_job import is_connect
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store
@@ -22,17 +21,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SLOTS_SECONDS = 60.0
+_ROWS = 4096  # for any number of tasks
 _SCHEMA = "host string, name string, trouble string"
 
 
 def needs_check(spark: SparkSession, store: Store) -> bool:
     """Whether a Store might not be shared: a folder on a ``local`` master, with one machine only, cannot but be."""
-    master = str(describe_cluster(spark).master)
+    master = "connect" if is_connect(spark) else str(spark.sparkContext.master)
     return not (store.url.startswith("file:") and (master == "local" or master.startswith("local[")))
 
 
-def check_store(spark: SparkSession, store: Store) -> None:
+def check_store(spark: SparkSession, store: Store, slots: Callable[[], int] | None = None) -> None:
     """Check that the executors read what the driver writes to a Store, and the other way round.
 
     One Spark job of short tasks, as many as there are slots (Spark spreads them over idle executors, so that all are
@@ -42,19 +41,20 @@ def check_store(spark: SparkSession, store: Store) -> None:
     Args:
         spark: the session whose executors are asked.
         store: the Store.
+        slots: counts the slots; None asks as many tasks as Spark makes of a query of its own, one per core by default.
 
     Raises:
         StoreError: an executor cannot use the Store, or does not see the same files; the message names the host.
     """
     if not needs_check(spark, store):
         return
-    tasks = max(1, describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)))
+    tasks = None if slots is None else max(1, slots())
     probe = new_probe(store)
     # As bytes, so that an executor that lacks the package of the Store can say so.
     sent = pickle.dumps(probe)
     try:
         probe.leave()
-        rows = spark.range(tasks, numPartitions=tasks).mapInArrow(partial(answer, sent), _SCHEMA).collect()
+        rows = spark.range(tasks or _ROWS, numPartitions=tasks).mapInArrow(partial(answer, sent), _SCHEMA).collect()
         judge(probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
     finally:
         remove(probe)
