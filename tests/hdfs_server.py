@@ -32,22 +32,22 @@ class Hdfs:
 
 
 @contextmanager
-def running_hdfs(folder: Path, data_nodes: int = 1) -> Iterator[Hdfs]:
-    """An HDFS whose files lie in ``folder``, or in memory, with as many replicas as data nodes."""
+def running_hdfs(folder: Path, data_nodes: int = 1, address: str = "127.0.0.1") -> Iterator[Hdfs]:
+    """An HDFS whose files lie in ``folder``, or in memory, with as many replicas as data nodes; all at one address."""
     with roomy_folder(folder) as roomy:
-        yield from _run(roomy, data_nodes)
+        yield from _run(roomy, data_nodes, address)
 
 
-def _run(folder: Path, data_nodes: int) -> Iterator[Hdfs]:
+def _run(folder: Path, data_nodes: int, address: str) -> Iterator[Hdfs]:
     started: list[subprocess.Popen[bytes]] = []
     try:
         port_file = folder / "name.log"
-        conf = _configuration(folder, "conf", "hdfs://127.0.0.1:0", data_nodes)
+        conf = _configuration(folder, "conf", f"hdfs://{address}:0", data_nodes)
         name_node = f"{_SERVER}.namenode.NameNode"
         format_node = start_daemon(conf, name_node, folder / "format.log", "-format", "-nonInteractive")
         assert format_node.wait(START_SECONDS) == 0, (folder / "format.log").read_text()
         started.append(start_daemon(conf, name_node, port_file))
-        url = f"hdfs://127.0.0.1:{_listening_port(started[0], port_file)}"
+        url = f"hdfs://{address}:{_listening_port(started[0], port_file, address)}"
         conf = _configuration(folder, "conf", url, data_nodes)
         for index in range(data_nodes):
             own = _configuration(folder, f"conf-{index}", url, data_nodes, f"data-{index}")
@@ -59,7 +59,8 @@ def _run(folder: Path, data_nodes: int) -> Iterator[Hdfs]:
 
 
 def _configuration(folder: Path, name: str, url: str, replicas: int, data: str = "data") -> Path:
-    any_port = "127.0.0.1:0"
+    address = url.removeprefix("hdfs://").partition(":")[0]
+    any_port = f"{address}:0"
     return configure(
         folder / name,
         {
@@ -72,7 +73,7 @@ def _configuration(folder: Path, name: str, url: str, replicas: int, data: str =
                 "dfs.datanode.address": any_port,
                 "dfs.datanode.http.address": any_port,
                 "dfs.datanode.ipc.address": any_port,
-                "dfs.datanode.hostname": "127.0.0.1",
+                "dfs.datanode.hostname": address,
                 "dfs.namenode.fs-limits.min-block-size": 1024,
                 "dfs.heartbeat.interval": 1,
                 "dfs.namenode.delegation.token.always-use": "true",
@@ -82,22 +83,22 @@ def _configuration(folder: Path, name: str, url: str, replicas: int, data: str =
     )
 
 
-def _listening_port(process: subprocess.Popen[bytes], log: Path) -> int:
+def _listening_port(process: subprocess.Popen[bytes], log: Path, address: str) -> int:
     """The port of the name node's RPC server: of its listening ports the one that does not speak HTTP."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
         ports = listening_ports(process)
         if len(ports) >= 2:
-            return next(port for port in ports if not _speaks_http(port))
+            return next(port for port in ports if not _speaks_http(address, port))
         time.sleep(0.1)
     raise AssertionError(f"The name node did not start:\n{log.read_text()}")
 
 
-def _speaks_http(port: int) -> bool:
+def _speaks_http(address: str, port: int) -> bool:
     import http.client  # noqa: PLC0415
 
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection = http.client.HTTPConnection(address, port, timeout=10)
     try:
         connection.request("GET", "/")
         # Hadoop's RPC answers HTTP too, with this sentence and no header.

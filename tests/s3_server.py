@@ -39,22 +39,21 @@ def options_for(endpoint: str) -> dict[str, Any]:
 
 
 @contextmanager
-def running_s3(python: str = sys.executable) -> Iterator[S3]:
-    """A server on a free port of loopback, in a Python that has moto."""
+def running_s3(python: str = sys.executable, address: str = "127.0.0.1") -> Iterator[S3]:
+    """A server on a free port of an address, in a Python that has moto."""
     process = subprocess.Popen(
-        [python, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [python, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
     try:
         assert process.stdout is not None
-        port = json.loads(process.stdout.readline())["port"]
-        endpoint = f"http://127.0.0.1:{port}"
+        endpoint = json.loads(process.stdout.readline())["endpoint"]
         yield S3(endpoint, options_for(endpoint))
     finally:
         process.kill()
         process.communicate(timeout=20)
 
 
-def _serve() -> None:
+def _serve(address: str) -> None:
     """Serve until stdin is closed, which also the death of the tests does."""
     import threading  # noqa: PLC0415
 
@@ -72,9 +71,9 @@ def _serve() -> None:
                 return list(application(environ, start_response))
         return application(environ, start_response)
 
-    server = make_server("127.0.0.1", 0, serve, threaded=True)
+    server = make_server(address, 0, serve, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    options = options_for(f"http://127.0.0.1:{server.port}")
+    options = options_for(f"http://{address}:{server.port}")
     client = boto3.client(
         "s3",
         endpoint_url=options["endpoint_url"],
@@ -83,9 +82,9 @@ def _serve() -> None:
         aws_secret_access_key=options["secret"],
     )
     client.create_bucket(Bucket=BUCKET)
-    print(json.dumps({"port": server.port}), flush=True)
+    print(json.dumps({"endpoint": options["endpoint_url"]}), flush=True)
     sys.stdin.read()
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Run by test_namespaces.py in a process of its own: run and fit on four hosts, and a host that is cut off.
+"""Run by test_namespaces.py in a process of its own: run and fit on four hosts, on every Store; a host that is cut off.
 
 python -m tests.launch.namespaces_script FOLDER
 """
@@ -19,7 +19,9 @@ from pyspark.sql import SparkSession
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.errors import LaunchError
+from tests.hdfs_server import running_hdfs
 from tests.launch import hosts
+from tests.s3_server import BUCKET, running_s3
 from tests.waiting import happens
 
 HOSTS = 4
@@ -79,13 +81,13 @@ def cut(launcher: str, victim: hosts.Host, folder: Path) -> dict[str, object]:
     return {"error": message, "host": victim.address, "seconds": seconds, "ended": ended, "left": left}
 
 
-def trained(spark: SparkSession, folder: Path) -> list[float]:
+def trained(spark: SparkSession, store: Store) -> list[float]:
     df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
     torch.manual_seed(1)
     model = torch.nn.Linear(1, 1)
     estimator = TorchEstimator(
         num_proc=HOSTS,
-        store=Store.create(str(folder)),
+        store=store,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
         loss=torch.nn.functional.mse_loss,
@@ -98,6 +100,17 @@ def trained(spark: SparkSession, folder: Path) -> list[float]:
     )
     rows = estimator.fit(df).transform(df).select("y", "y__output").collect()
     return [abs(row.y - row.y__output) for row in rows]
+
+
+def trained_remotely(spark: SparkSession, address: str, folder: Path) -> dict[str, list[float]]:
+    """The same on servers that the hosts reach by their network."""
+    folder.mkdir()
+    with running_hdfs(folder, address=address) as hdfs, running_s3(address=address) as s3:
+        stores = {
+            "hdfs": Store.create(f"{hdfs.url}/store"),
+            "s3": Store.create(f"s3a://{BUCKET}/store", storage_options=s3.options),
+        }
+        return {name: trained(spark, store) for name, store in stores.items()}
 
 
 def session_on(cluster: hosts.Cluster) -> SparkSession:
@@ -124,7 +137,10 @@ def main(folder: Path, thoroughly: bool) -> None:
                 "addresses": [host.address for host in cluster.hosts],
                 "barrier": sparkhvd.run(place, num_proc=HOSTS, launcher="barrier"),
                 "mpi": sparkhvd.run(place, num_proc=HOSTS, launcher="mpi"),
-                "errors": trained(session, folder / "store"),
+                "errors": {
+                    "a folder": trained(session, shared),
+                    **trained_remotely(session, cluster.address, folder / "hdfs"),
+                },
                 "barrier cut": cut("barrier", cluster.hosts[2], folder / "barrier"),
             }
             if thoroughly:

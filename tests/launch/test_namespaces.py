@@ -50,9 +50,10 @@ def test_every_host_is_one_to_the_ranks_and_all_reach_each_other(found, launcher
     assert [one["sum"] for one in found[launcher]] == [10.0] * 4
 
 
-def test_an_estimator_trains_on_four_hosts(found):
-    assert len(found["errors"]) == 64
-    assert max(found["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+@pytest.mark.parametrize("store", ["a folder", "hdfs", "s3"])
+def test_an_estimator_trains_on_four_hosts(found, store):
+    assert len(found["errors"][store]) == 64
+    assert max(found["errors"][store]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
 
 
 def test_a_host_that_is_cut_off_is_named_soon_and_nothing_is_left(found):
