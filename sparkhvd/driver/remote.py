@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from sparkhvd.addresses import is_loopback
+from sparkhvd.deadline import Deadline
 from sparkhvd.task.process import import_path
 from sparkhvd.task.remote_job import MARKER
+from sparkhvd.task.report import describe_exit
 
 _MODULE = "sparkhvd.task.remote"
 _TAIL_LINES = 30
@@ -49,8 +51,8 @@ def host_command(host: str, executable: str, options: SshOptions) -> list[str]:
         return own
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
-    # Nobody is there to type a password, and a host that was cut off is to be noticed.
-    alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
+    # Nobody is there to type a password, and a host that does not answer, or not any more, is to be noticed.
+    alive = ["-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
 
 
@@ -61,6 +63,8 @@ class HostProcess:
         self._number = number
         self._inbox = inbox
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._answered = False  # written by the thread that reads
+        self._patience: Deadline | None = None
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
@@ -74,7 +78,7 @@ class HostProcess:
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._read, "sparkhvd-host"), (self._read_stderr, "sparkhvd-host-stderr"))
         ]
-        for thread in self._threads:
+        for thread in reversed(self._threads):  # the first joins the second
             thread.start()
 
     def send(self, message: object) -> None:
@@ -84,13 +88,19 @@ class HostProcess:
         except OSError:
             return
 
-    def close(self) -> None:
-        """Hang up, which ends the host's ranks, and wait for that."""
+    def hang_up(self) -> None:
+        """End the host's ranks, without waiting for that."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._output.close()
+        # Where nobody has answered there are none.
+        self._patience = self._patience or Deadline.after(_END_SECONDS if self._answered else 0.0)
+
+    def close(self) -> None:
+        """Hang up, and wait for the end."""
+        self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+            self._process.wait(0.0 if self._patience is None else self._patience.remaining())
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
@@ -106,6 +116,7 @@ class HostProcess:
     def _read(self) -> None:
         descriptor = self._fileno(self._process.stdout)
         if _skip_noise(descriptor):
+            self._answered = True
             connection = Connection(os.dup(descriptor), writable=False)
             try:
                 while True:
@@ -115,7 +126,7 @@ class HostProcess:
         code = self._process.wait()
         self._threads[1].join(1.0)
         said = "".join(list(self._tail)).strip()
-        self._inbox.put((self._number, Gone(f"its process ended with exit code {code}. It says: {said or 'nothing'}")))
+        self._inbox.put((self._number, Gone(f"its process {describe_exit(code)}. It says: {said or 'nothing'}")))
 
     def _read_stderr(self) -> None:
         stream = self._process.stderr

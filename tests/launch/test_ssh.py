@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import psutil
 import pytest
 
 import sparkhvd
-from sparkhvd.errors import LaunchError, RankFailedError
+from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
+from tests.waiting import wait_for
 
 SSHD = Path("/usr/sbin/sshd")
 pytestmark = pytest.mark.skipif(
@@ -128,6 +130,51 @@ def test_a_host_that_ssh_does_not_reach_is_named_with_what_ssh_says(ssh_server, 
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", wrong], check=True)
     with pytest.raises(LaunchError, match=r"Host node-a was lost: .*exit code 255.*Permission denied"):
         sparkhvd.run(place, hosts="node-a:1", ssh_port=port, ssh_identity_file=str(wrong))
+
+
+def test_a_host_whose_name_nobody_knows_is_named_with_what_ssh_says():
+    with pytest.raises(LaunchError, match=r"Host no\.host\.invalid was lost: .*code 255.*Could not resolve hostname"):
+        sparkhvd.run(place, hosts="localhost:1,no.host.invalid:1")
+
+
+@pytest.mark.timeout(60)
+def test_a_host_that_does_not_answer_is_named_when_the_time_is_up(ssh_server, monkeypatch):
+    folder, _, key = ssh_server
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = {"ssh_port": silent.getsockname()[1], "ssh_identity_file": str(key), "start_timeout": 2}
+        with pytest.raises(StartTimeoutError, match=r"within start_timeout=2 s: node-a, node-b\. See whether ssh HOST"):
+            sparkhvd.run(place, hosts="node-a:1,node-b:1", **options)
+
+
+def stay(folder: str) -> None:
+    Path(folder, os.environ["SPARKHVD_RANK"]).write_text(f"{os.getppid()} {os.getpid()}")
+    time.sleep(600)
+
+
+@pytest.mark.timeout(90)
+def test_the_ranks_of_a_host_end_with_its_ssh_and_the_host_is_named(ssh_server, monkeypatch, tmp_path):
+    folder, port, key = ssh_server
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def pids() -> list[int]:
+        return [int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()]
+
+    def kill_one() -> None:
+        wait_for(lambda: len(pids()) == 6)
+        ours = psutil.Process().children(recursive=True)
+        next(one for one in ours if one.name() == "ssh" and "node-b" in one.cmdline()).kill()
+
+    killer = threading.Thread(target=kill_one, name="killer")
+    killer.start()
+    words = r"Host node-b was lost while rank 2 started or ran there: its process was killed by signal 9 \(SIGKILL\)"
+    with pytest.raises(LaunchError, match=words):
+        sparkhvd.run(
+            stay, (str(tmp_path),), hosts="node-a:2,node-b:1", ssh_port=port, ssh_identity_file=str(key), nics=["lo"]
+        )
+    killer.join()
+    left = [process for process in psutil.process_iter() if process.pid in set(pids())]
+    assert psutil.wait_procs(left, timeout=20)[1] == []
 
 
 def test_a_host_without_the_python_of_the_launcher_is_said(ssh_server, monkeypatch):

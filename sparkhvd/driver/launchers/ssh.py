@@ -55,6 +55,7 @@ class SshHandle:
         self._stream = stream
         self._deadline = Deadline.after(job.start_timeout)
         self._token = secrets.token_bytes(32)
+        self._ranks: dict[int, int] = {}  # by the index of the task, once they are assigned
         self._inbox: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
         with ExitStack() as stack:
             self._processes = []
@@ -73,6 +74,8 @@ class SshHandle:
         return results_in_order(self._contents.result(), self._job.num_proc)
 
     def close(self) -> None:
+        for process in self._processes:  # all at once: each may take its time
+            process.hang_up()
         self._stack.close()
         futures.wait([self._contents])
 
@@ -80,6 +83,7 @@ class SshHandle:
         for process, part in zip(self._processes, self._parts(), strict=True):
             process.send(part)
         plan = self._plan(self._await_ready())
+        self._ranks = {slot.offer.task_index: slot.world.rank for slot in plan.slots}
         self._stream.started.set()
         for process in self._processes:
             process.send(plan)
@@ -118,7 +122,8 @@ class SshHandle:
             except queue.Empty:
                 late = ", ".join(host.name for number, host in enumerate(self._hosts) if number not in ready)
                 raise StartTimeoutError(
-                    f"Not all hosts were ready within start_timeout={self._job.start_timeout:g} s: {late}."
+                    f"Not all hosts were ready within start_timeout={self._job.start_timeout:g} s: {late}. See whether "
+                    "ssh HOST true answers, and what imports wait for there, or raise start_timeout."
                 ) from None
             if isinstance(message, HostReady):
                 ready[number] = message
@@ -128,6 +133,15 @@ class SshHandle:
         offers: list[TaskOffer] = [offer for one in ready for offer in one.offers]
         rendezvous = (ready[0].offers[0].bind_host, ready[0].rendezvous_port)
         return Plan(tuple(assign(offers)), (rendezvous,), self._token)
+
+    def _when(self, number: int) -> str:
+        """How far the job was on a host."""
+        if not self._ranks:
+            return ""
+        first = sum(host.slots for host in self._hosts[:number])
+        ranks = sorted(self._ranks[first + index] for index in range(self._hosts[number].slots))
+        what = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        return f" while {what} started or ran there"
 
     def _next(self, deadline: Deadline | None, needed: Collection[int]) -> tuple[int, object]:
         """The next message of a host that is not output; the end of one that is not needed any more is none.
@@ -142,7 +156,7 @@ class SshHandle:
             if isinstance(message, Gone | HostLost):
                 if number not in needed:
                     continue
-                raise LaunchError(f"Host {self._hosts[number].name} was lost: {message.why}")
+                raise LaunchError(f"Host {self._hosts[number].name} was lost{self._when(number)}: {message.why}")
             if not isinstance(message, Output | Started | Flush):
                 return number, message
             self._stream.handle(message)
