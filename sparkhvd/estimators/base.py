@@ -188,8 +188,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             )
         from pyspark.sql import SparkSession  # noqa: PLC0415
 
-        values = self._checked_values()
-        values["reader"] = reader = reader or values["reader"]
+        values = self._checked_values(data="files", **({} if reader is None else {"reader": reader}))
+        reader = values["reader"]
         if values["resume"] is not None:
             raise ParamError("resume='auto' recognises a run by its DataFrame; fit_on_parquet continues by run_id.")
         spark = SparkSession.active()
@@ -239,8 +239,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         result = self._train(spark, params, schema, StoredRows(rows, manifest, reader))
         return self._model(params, replace(result, shapes=shapes))
 
-    def _checked_values(self) -> dict[str, Any]:
-        params = self.values()
+    def _checked_values(self, **instead: Any) -> dict[str, Any]:
+        params = {**self.values(), **instead}
         if params["feature_cols"] is None and params["inputs"] is not None:
             params["feature_cols"] = columns_of(params["inputs"])
         if params["data"] == "auto":

@@ -13,7 +13,6 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.prepared import PreparedData, fields_of, hold, open_here
 from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.errors import DataError, ParamError, SchemaError
-from sparkhvd.estimators.contradictions import check
 from sparkhvd.estimators.params import READERS
 
 
@@ -38,7 +37,8 @@ def existing_rows(
         SchemaError: a column is missing or cannot be used.
         ParamError: the reader is not known, or cannot do what was asked for.
     """
-    _check_reader(reader, params)
+    if reader not in READERS:
+        raise ParamError(f"reader={reader!r} is not known; it is 'native' or 'petastorm'.")
     store = params["store"]
     if store is None and path is None and not isinstance(dataset, PreparedData):
         raise ParamError("fit_on_parquet needs the store of the prepared rows (store=), or path=.")
@@ -106,9 +106,3 @@ def _files(
         access=access,
         transformed=any_type,
     )
-
-
-def _check_reader(reader: str, params: Mapping[str, Any]) -> None:
-    if reader not in READERS:
-        raise ParamError(f"reader={reader!r} is not known; it is 'native' or 'petastorm'.")
-    check({**params, "reader": reader})

@@ -109,8 +109,8 @@ class KerasEstimator(DistributedEstimator):
         default=1,
     )
 
-    def _checked_values(self) -> dict[str, Any]:
-        values = super()._checked_values()
+    def _checked_values(self, **instead: Any) -> dict[str, Any]:
+        values = super()._checked_values(**instead)
         if values["checkpoint_callback"] is None:
             return values
         from sparkhvd.estimators.keras.saving import with_callback  # noqa: PLC0415  (Keras is imported by now)

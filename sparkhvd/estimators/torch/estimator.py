@@ -156,8 +156,8 @@ class TorchEstimator(DistributedEstimator):
     def _pickled(self, objects: dict[str, Any]) -> bytes:
         return pickled(objects, dumps_params)
 
-    def _checked_values(self) -> dict[str, Any]:
-        values = super()._checked_values()
+    def _checked_values(self, **instead: Any) -> dict[str, Any]:
+        values = super()._checked_values(**instead)
         given = [name for name in ("loss", "loss_constructors") if values[name] is not None]
         if not given:
             raise ParamError("TorchEstimator needs loss, or loss_constructors.")
