@@ -110,9 +110,19 @@ def test_the_same_seed_is_the_same_order_and_every_epoch_has_its_own(plain):
     assert resumed == whole[2:]
 
 
-def test_the_ranks_of_a_spark_job_share_the_rows(monkeypatch):
+@pytest.fixture(scope="module")
+def spark():
     from pyspark.sql import SparkSession  # noqa: PLC0415
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+        session = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+        yield session
+        session.stop()
+
+
+def test_the_ranks_of_a_spark_job_share_the_rows(spark):
     import sparkhvd  # noqa: PLC0415
 
     def rows_of_rank(path):
@@ -125,15 +135,38 @@ def test_the_ranks_of_a_spark_job_share_the_rows(monkeypatch):
         session.shutdown()
         return [number for batch in batches for number in batch.columns["id"].tolist()], len(batches)
 
-    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
-    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-    spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
-    try:
-        ranks = sparkhvd.run(rows_of_rank, (str(DATASET),), num_proc=2)
-    finally:
-        spark.stop()
+    ranks = sparkhvd.run(rows_of_rank, (str(DATASET),), num_proc=2, spark=spark)
     assert sorted(number for rows, _ in ranks for number in rows) == list(range(10))
     assert [steps for _, steps in ranks] == [2, 2]
+
+
+def test_an_estimator_learns_the_same_by_petastorms_reader(spark):
+    import torch  # noqa: PLC0415
+
+    from sparkhvd import TorchEstimator  # noqa: PLC0415
+
+    def weights(reader):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        estimator = TorchEstimator(
+            num_proc=2,
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
+            loss=torch.nn.functional.mse_loss,
+            feature_cols=["id"],
+            label_cols=["y"],
+            batch_size=10,  # one step per epoch, over all rows: the same whichever rank has which
+            epochs=3,
+            random_seed=1,
+            verbose=0,
+        )
+        trained = estimator.fit_on_parquet(path=str(DATASET), reader=reader)
+        assert [entry["epoch"] for entry in trained.getHistory()] == [0, 1, 2]
+        return [model.weight.item(), model.bias.item()], [p.item() for p in trained.getModel().parameters()]
+
+    first, learnt = weights("petastorm")
+    assert learnt == pytest.approx(weights("native")[1], rel=1e-5)
+    assert learnt != pytest.approx(first, rel=1e-3)
 
 
 def test_rows_that_petastorm_loses_are_noticed(plain, monkeypatch):
