@@ -17,7 +17,7 @@ from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it give
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras import callbacks
 from sparkhvd.keras.callbacks import broadcast_variables
-from sparkhvd.keras.optimizer import DistributedOptimizer
+from sparkhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 from sparkhvd.moved import missing
 
 _OF_BACKEND = (
@@ -39,6 +39,7 @@ _OF_BACKEND = (
 
 __all__ = [
     "DistributedOptimizer",
+    "PartialDistributedOptimizer",
     "broadcast_variables",
     "callbacks",
     "load_model",

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from sparkhvd.comm import session
+from sparkhvd.keras.exchange import scaled
 
 
 class Gathering:
@@ -71,17 +72,9 @@ def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
         # Asked at every run of the graph, once the step has gradients: before, the step might not have its rows yet.
         number: Any = tf.stop_gradient(tf.py_function(lambda *_: factor(), _first_number(gradients), tf.float32))
         number.set_shape([])
-        return [None if g is None else _scaled(g, tf.cast(number, g.dtype)) for g in gradients]
+        return [None if g is None else scaled(g, tf.cast(number, g.dtype)) for g in gradients]
     number = factor()
-    return [None if g is None else g * number for g in gradients]
-
-
-def _scaled(gradient: Any, factor: Any) -> Any:
-    import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
-
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
+    return [scaled(gradient, number) for gradient in gradients]
 
 
 def _first_number(gradients: Sequence[Any]) -> list[Any]:

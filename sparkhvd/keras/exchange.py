@@ -43,6 +43,17 @@ def gradient_exchange(  # noqa: PLR0917
     )
 
 
+def scaled(gradient: Any, factor: Any) -> Any:
+    """A gradient times a number; None stays None, and the gradient of an embedding keeps its rows."""
+    if gradient is None:
+        return None
+    if keras.config.backend() == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+        return tf.math.scalar_mul(factor, gradient)
+    return gradient * factor
+
+
 def _torch_exchange(
     name: str, compression: Any, op: ReduceOp, predivide: float, process_set: ProcessSet | None
 ) -> Exchange:

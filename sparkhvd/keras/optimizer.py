@@ -3,21 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
 
+from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import Gathering, weighted
-from sparkhvd.keras.exchange import Exchange, gradient_exchange
+from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled
+
+
+@dataclass
+class _Local:
+    """The variables whose gradients stay this rank's own.
+
+    Attributes:
+        scale: whether their gradients are divided by the number of ranks.
+        passes: what they are multiplied by, where the gradients of gathered batches are summed.
+        process_set: the ranks that are counted.
+        variables: by their ids.
+    """
+
+    scale: bool
+    passes: int
+    process_set: ProcessSet | None
+    variables: dict[int, Any] = field(default_factory=dict)
+
+    def factor(self) -> float:
+        return self.passes / (session.current().channel(self.process_set).engine.size if self.scale else 1)
 
 
 class ExchangingOptimizer:
     """What ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
 
     _exchange: Exchange
+    _local: _Local
+    _applied_to: Sequence[Any]  # the variables of the gradients that are being applied
     _share: Callable[[], float] | None
     _loss_is_weighted: bool  # of the batch that is being computed, or traced
     _gathering: Gathering | None
@@ -34,6 +58,10 @@ class ExchangingOptimizer:
         self._share = share
         gathering = None if ends is None else Gathering(ends, self._trainable_variables)  # type: ignore[attr-defined]
         object.__setattr__(self, "_gathering", gathering)
+
+    def register_local_var(self, variable: Any) -> None:
+        """Leave the gradients of a variable this rank's own: it belongs to a part of the model that each rank has."""
+        self._local.variables[id(variable)] = variable
 
     def scale_loss(self, loss: Any) -> Any:
         """Weight the loss, so that gradients that cross ranks on their way back, as those of means do, are weighted."""
@@ -55,6 +83,7 @@ class ExchangingOptimizer:
             steps.assign_sub(self._gathering.steps_left_out(steps.dtype))
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> None:
+        object.__setattr__(self, "_applied_to", trainable_variables)
         take_step = super()._backend_apply_gradients  # type: ignore[misc]
         if self._gathering is None:
             take_step(grads, trainable_variables)
@@ -64,7 +93,15 @@ class ExchangingOptimizer:
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras calls this on every step's gradients, after they were accumulated and before anything else is done with
         # them: clipping then sees what one process would see.
-        return super()._clip_gradients(self._exchange(grads))  # type: ignore[misc]
+        return super()._clip_gradients(self._of_all_ranks(grads))  # type: ignore[misc]
+
+    def _of_all_ranks(self, grads: Sequence[Any]) -> list[Any]:
+        own = [id(variable) in self._local.variables for variable in self._applied_to]
+        reduced = self._exchange([None if mine else each for each, mine in zip(grads, own, strict=True)])
+        return [
+            scaled(each, self._local.factor()) if mine else other
+            for each, other, mine in zip(grads, reduced, own, strict=True)
+        ]
 
 
 def DistributedOptimizer(  # noqa: N802  the name is Horovod's
@@ -78,6 +115,7 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
     process_set: ProcessSet | None = None,
+    scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
     """Make ``optimizer`` apply the gradients of all ranks, and return it.
 
@@ -94,6 +132,8 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         average_aggregated_gradients: whether the gradients of the gathered batches are averaged instead of summed.
         process_set: the ranks that train this model together, all by default.
+        scale_local_gradients: whether gradients that stay this rank's own (``register_local_var``) are divided by the
+            number of ranks, as they are in the gradient of the mean of all ranks' losses.
 
     Raises:
         ConfigError: settings that contradict each other, or an optimizer that is distributed already.
@@ -113,15 +153,39 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
         process_set,
     )
     _accumulate(optimizer, backward_passes_per_step)
-    if backward_passes_per_step > 1 and not average_aggregated_gradients:
-        exchange = _times(backward_passes_per_step, exchange)
+    passes = 1 if average_aggregated_gradients else backward_passes_per_step
+    if passes > 1:
+        exchange = _times(passes, exchange)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (ExchangingOptimizer, kind), {"__module__": kind.__module__})
     # Past Keras' own bookkeeping of attributes, which is for variables and layers.
     object.__setattr__(optimizer, "_exchange", exchange)
+    object.__setattr__(optimizer, "_local", _Local(scale_local_gradients, passes, process_set))
     object.__setattr__(optimizer, "_share", None)
     object.__setattr__(optimizer, "_loss_is_weighted", False)
     object.__setattr__(optimizer, "_gathering", None)
+    return optimizer
+
+
+def PartialDistributedOptimizer(  # noqa: N802  the name is Horovod's
+    optimizer: keras.optimizers.Optimizer, *, local_layers: Any = None, **options: Any
+) -> keras.optimizers.Optimizer:
+    """``DistributedOptimizer``, but for the variables of ``local_layers``, whose gradients stay this rank's own.
+
+    Args:
+        optimizer: the optimizer, which is changed.
+        local_layers: a Keras layer or several, which have their variables already.
+        options: see ``DistributedOptimizer``.
+
+    Raises:
+        ConfigError: as ``DistributedOptimizer``.
+    """
+    DistributedOptimizer(optimizer, **options)
+    for layer in keras.tree.flatten([] if local_layers is None else local_layers):
+        if not layer.built:
+            raise ConfigError(f"The local layer {layer.name!r} has no variables yet: build the model first.")
+        for variable in layer.trainable_weights:
+            optimizer.register_local_var(variable)
     return optimizer
 
 
@@ -138,4 +202,4 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> None:
 
 
 def _times(factor: float, exchange: Exchange) -> Exchange:
-    return lambda gradients: [None if g is None else g * factor for g in exchange(gradients)]
+    return lambda gradients: [scaled(gradient, factor) for gradient in exchange(gradients)]

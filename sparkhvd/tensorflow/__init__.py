@@ -11,7 +11,7 @@ from sparkhvd.comm import interface
 from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
 from sparkhvd.moved import missing
 from sparkhvd.tensorflow.compression import Compression
-from sparkhvd.tensorflow.gradients import DistributedGradientTape
+from sparkhvd.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from sparkhvd.tensorflow.movements import (
     allgather,
     alltoall,
@@ -26,6 +26,7 @@ from sparkhvd.tensorflow.sync_batch_norm import SyncBatchNormalization
 __all__ = [
     "Compression",
     "DistributedGradientTape",
+    "PartialDistributedGradientTape",
     "SyncBatchNormalization",
     "allgather",
     "allgather_object",
@@ -47,4 +48,9 @@ __all__ += interface.__all__
 if not TYPE_CHECKING:  # for a type checker every name would exist then
 
     def __getattr__(name: str) -> object:
+        if name in {"DistributedOptimizer", "PartialDistributedOptimizer"}:
+            raise AttributeError(
+                f"The optimizers of TensorFlow 2 are Keras' own: use sparkhvd.keras.{name}, or DistributedGradientTape "
+                "with any other optimizer."
+            )
         raise AttributeError(missing("sparkhvd.tensorflow", name))

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
@@ -78,8 +79,12 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
     process_set: ProcessSet | None = None,
+    scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
     """A tape like ``gradtape`` whose ``gradient()`` gives the gradients of all ranks.
+
+    The result has a method ``register_local_source(variable)``: the gradient of such a variable stays this rank's own,
+    as for the part of a model that each rank has for itself.
 
     Args:
         gradtape: the tape to wrap; use only the result afterwards.
@@ -88,6 +93,8 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
         op: ``Average`` or ``Sum``.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         process_set: the ranks that take part, all by default.
+        scale_local_gradients: whether gradients of local variables are divided by the number of ranks, as they are in
+            the gradient of the mean of all ranks' losses.
 
     Example:
         >>> with tf.GradientTape() as tape:
@@ -99,15 +106,50 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
         "gradient_tape", compression, sparse_as_dense, op, gradient_predivide_factor, process_set
     )
     plain = type(gradtape)
+    local: dict[int, Any] = {}
 
     @as_written
     def gradient(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         found = plain.gradient(self, target, sources, *args, **kwargs)
         flat = tf.nest.flatten(found, expand_composites=False)
-        return tf.nest.pack_sequence_as(found, exchange.reduce(flat))
+        own = [_key(source) in local for source in tf.nest.flatten(sources)]
+        reduced = exchange.reduce([None if mine else each for each, mine in zip(flat, own, strict=True)])
+        factor = 1.0 / session.current().channel(process_set).engine.size if scale_local_gradients else 1.0
+        kept = [
+            tf.math.scalar_mul(factor, each) if mine and each is not None else other
+            for each, other, mine in zip(flat, reduced, own, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(found, kept)
 
-    gradtape.__class__ = type(plain.__name__, (plain,), {"gradient": gradient, "__module__": plain.__module__})
+    def register_local_source(_: tf.GradientTape, source: Any) -> None:
+        local[_key(source)] = source
+
+    methods = {"gradient": gradient, "register_local_source": register_local_source, "__module__": plain.__module__}
+    gradtape.__class__ = type(plain.__name__, (plain,), methods)
     return gradtape
+
+
+def PartialDistributedGradientTape(  # noqa: N802  the name is Horovod's
+    gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> tf.GradientTape:
+    """``DistributedGradientTape``, but for the variables of ``local_layers``, whose gradients stay this rank's own.
+
+    Args:
+        gradtape: the tape to wrap; use only the result afterwards.
+        args: see ``DistributedGradientTape``.
+        local_layers: a Keras layer or several.
+        kwargs: see ``DistributedGradientTape``.
+    """
+    tape = DistributedGradientTape(gradtape, *args, **kwargs)
+    for layer in tf.nest.flatten([] if local_layers is None else local_layers):
+        for variable in layer.trainable_weights:
+            tape.register_local_source(variable)
+    return tape
+
+
+def _key(source: Any) -> int:
+    """Tells variables apart: a Keras variable and TensorFlow's inside of it are the same."""
+    return id(getattr(source, "handle", source))
 
 
 def _sparse(gradient: object) -> bool:

@@ -85,6 +85,34 @@ def train_apart():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+def keep_local_layers(passes, scale):
+    """Of one step of SGD, the local layer gets this rank's gradient, the other one the mean of the ranks'."""
+    part = slice(hvd.rank(), None, 2)
+    features, targets = (each[part] for each in rows())
+
+    def changes(optimizer_of):
+        model = network()
+        before = [np.array(each) for each in model.get_weights()]
+        model.compile(optimizer=optimizer_of(model), loss="mse", jit_compile=False)
+        for _ in range(passes):
+            model.train_on_batch(features, targets)
+        return [old - new for old, new in zip(before, model.get_weights(), strict=True)]
+
+    plain = changes(lambda _: keras.optimizers.SGD(0.05, gradient_accumulation_steps=passes if passes > 1 else None))
+    partly = changes(
+        lambda model: hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(0.05),
+            local_layers=model.layers[0],
+            backward_passes_per_step=passes,
+            scale_local_gradients=scale,
+        )
+    )
+    factor = passes / (2 if scale else 1)
+    for place, (own, found) in enumerate(zip(plain, partly, strict=True)):
+        of_all = sum(hvd.allgather_object(own)) / 2 * passes
+        np.testing.assert_allclose(found, own * factor if place < 2 else of_all, rtol=1e-4, atol=1e-6)
+
+
 def start_from_the_same(folder):
     model = network(seed=hvd.rank())
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
@@ -206,3 +234,15 @@ def test_the_module_has_what_all_frameworks_have_and_each_name_once():
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
     assert all(getattr(hvd, name) is not None for name in hvd.__all__)
+
+
+@pytest.mark.parametrize(("passes", "scale"), [(1, True), (1, False), (2, True)])
+def test_gradients_of_local_layers_stay_the_ranks_own(group, passes, scale):
+    group.run(keep_local_layers, passes, scale)
+
+
+def test_a_local_layer_must_have_its_variables():
+    with pytest.raises(ConfigError, match="'dense_later' has no variables yet: build the model first"):
+        hvd.PartialDistributedOptimizer(
+            keras.optimizers.SGD(), local_layers=[keras.layers.Dense(2, name="dense_later")]
+        )

@@ -154,6 +154,36 @@ def train_with_tape(in_graph, sparse_as_dense):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+def keep_gradients_of_local_layers(in_graph):
+    import keras  # noqa: PLC0415  (the ranks have no sources, and most of them need no Keras)
+
+    own = keras.layers.Dense(1, use_bias=False)
+    own.build((None, 1))
+    table, alone, shared = (tf.Variable([[1.0], [1.0]]) for _ in range(3))
+    sources = [own.trainable_weights[0], table, alone, shared]
+
+    def gradients(wrap):
+        with tf.GradientTape() as tape:
+            each = [tf.reduce_sum(own(tf.ones([1, 1]))), tf.reduce_sum(tf.gather(table, [1]))]
+            loss = (tf.add_n(each) + tf.reduce_sum(alone) + tf.reduce_sum(shared)) * (hvd.rank() + 1.0)
+        tape = wrap(tape)
+        tape.register_local_source(table)
+        tape.register_local_source(alone)
+        return [tf.reduce_sum(tf.convert_to_tensor(found)) for found in tape.gradient(loss, sources)]
+
+    def both():
+        scaled = gradients(lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=own))
+        whole = gradients(
+            lambda tape: hvd.PartialDistributedGradientTape(tape, local_layers=[own], scale_local_gradients=False)
+        )
+        return scaled, whole
+
+    mine = hvd.rank() + 1.0
+    scaled, whole = (graph(both) if in_graph else both)()
+    assert [float(each) for each in scaled] == [mine / 2, mine / 2, mine, 3.0]
+    assert [float(each) for each in whole] == [mine, mine, 2 * mine, 3.0]
+
+
 def spread_state():
     variable = tf.Variable([float(hvd.rank())])
     hvd.broadcast_variables([variable], root_rank=1)
@@ -215,3 +245,13 @@ def test_the_module_has_what_all_frameworks_have_and_each_name_once():
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     assert all(getattr(hvd, name) is getattr(interface, name) for name in interface.__all__)
     assert all(getattr(hvd, name) is not None for name in hvd.__all__)
+
+
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_the_gradients_of_local_layers_stay_the_ranks_own(group, in_graph):
+    group.run(keep_gradients_of_local_layers, in_graph)
+
+
+def test_the_name_of_an_optimizer_says_where_there_is_one():
+    with pytest.raises(AttributeError, match=r"use sparkhvd\.keras\.DistributedOptimizer, or DistributedGradientTape"):
+        hvd.DistributedOptimizer  # noqa: B018
