@@ -126,7 +126,7 @@ def _ports_taken(folder: Path) -> list[str]:
 
 
 def _cut_off(folder: Path) -> list[str]:
-    """A host of four whose cable is pulled in mid-training, by launcher."""
+    """A host of four whose cable is pulled."""
     if why_not():
         return [f"  host cut off: not run, {why_not()}"]
     folder.mkdir()
@@ -135,14 +135,8 @@ def _cut_off(folder: Path) -> list[str]:
     said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
     if said is None:
         return [f"  host cut off: FAILED: {done.stderr[-3000:]}"]
-    lines = []
-    for launcher in ("barrier", "mpi"):
-        cut = json.loads(said[1])[f"{launcher} cut"]
-        fine = "was cut off from the network" in cut["error"] and not cut["left"]
-        name, error = f"host cut off, in mid-training, {launcher}", cut["error"].partition(":")[0]
-        ended = f"its own ranks had ended after {cut['ended']:.1f} s"
-        lines.append(f"  {name:<50} {cut['seconds']:6.2f}  {error if fine else 'FAILED: ' + cut['error']}; {ended}")
-    return lines
+    found = json.loads(said[1])["cut off"]
+    return [_line(name, row["seconds"], row["error"], row["wrong"]) for name, row in found.items()]
 
 
 def main() -> int:

@@ -162,7 +162,8 @@ def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examinatio
     """
     question = Question(secrets.token_bytes(32), None if probe is None else pickle.dumps(probe))
     profile = profile_of(asked.spark, asked.resources)
-    stage = BarrierStage(asked.spark, count, functools.partial(examine_task, question), profile, _nothing)
+    task = functools.partial(examine_task, question)
+    stage = BarrierStage(asked.spark, count, task, profile, _nothing, again=False)
     with closing(stage):
         if not stage.wait(asked.timeout):
             raise LaunchError(

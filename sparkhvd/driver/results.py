@@ -95,9 +95,9 @@ def not_met(missing: Sequence[int], hosts: Mapping[int, str], seconds: float) ->
     more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
     cause = (
         f"The tasks of this job did not meet within start_timeout={seconds:g} s: Spark runs "
-        f"{', '.join(names[:_MOST_NAMED] + more)}, but without getting any further. Its Python worker is stopped, or "
-        "what it does first hangs, like an import from a file system that does not answer. See the executor's log, or "
-        "raise start_timeout"
+        f"{', '.join(names[:_MOST_NAMED] + more)}, but without getting any further. Its Python worker is stopped, "
+        "what it does first hangs, like an import from a file system that does not answer, or its host is cut off from "
+        "the network. See the executor's log, or raise start_timeout"
     )
     return FailureReport(-1, "", cause, kind=NOT_MET)
 

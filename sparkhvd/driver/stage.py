@@ -36,6 +36,8 @@ class BarrierStage:
         profile: the resources of a task; None leaves it to the session's settings.
         on_end: called when the job has ended, from its thread.
         rows: what the tasks get, one partition each; None is nothing.
+        again: whether Spark runs the stage again when it loses an executor; the executors have to reach each other
+            for that.
     """
 
     def __init__(  # noqa: PLR0917
@@ -46,8 +48,10 @@ class BarrierStage:
         profile: ResourceProfile | None,
         on_end: Callable[[], None],
         rows: DataFrame | None = None,
+        again: bool = True,
     ) -> None:
         self._spark = spark
+        self._again = again
         self._num_tasks = num_tasks
         self._task = task
         self._profile = profile
@@ -127,8 +131,9 @@ class BarrierStage:
         if given is None:
             given = self._spark.range(self._num_tasks, numPartitions=self._num_tasks)
         tasks = given.mapInArrow(self._task, RESULT_SCHEMA, barrier=True, profile=self._profile)
-        # The exchange makes the barrier stage a map stage: Spark runs those again when it loses an executor.
-        tasks = tasks.repartition(1)
+        if self._again:
+            # The exchange makes the barrier stage a map stage: Spark runs those again when it loses an executor.
+            tasks = tasks.repartition(1)
         if not is_connect(self._spark):
             return tasks.collect()
         with closing(_Progress(self._spark)) as self._progress:

@@ -35,6 +35,10 @@ SECONDS = 15.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
 # What a hanging rank is given.
 _START_SECONDS = 6.0
 _LONG = 300.0
+# Until all has ended on a host that was cut off: there a task looks for its driver, and for the other tasks.
+_CUT_OFF_SECONDS = 40.0
+_COMING_SECONDS = 15.0  # for tasks on several hosts, which start at their own pace
+_BOUNDED = {"hang": _START_SECONDS, "task stopped": _START_SECONDS, "host cut off": _COMING_SECONDS}
 _ROOT = Path(__file__).parents[2]
 
 
@@ -50,6 +54,7 @@ class Fault:
         words: what it says, as a regular expression.
         always: whether every run of the tests produces it.
         seconds: from the fault to the end of the job, on a machine that is not busy.
+        rank: which it is that goes wrong.
     """
 
     how: str
@@ -59,10 +64,12 @@ class Fault:
     words: str
     always: bool = False
     seconds: float = SECONDS
+    rank: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.how}, {self.phase}, {self.launcher}"
+        how = self.how if self.rank == 1 else f"{self.how} (rank {self.rank})"
+        return f"{how}, {self.phase}, {self.launcher}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,7 @@ class Ended:
 
     error: BaseException | None
     seconds: float
-    left: list[int]
+    left: list[str]
     let_in: int = 0
 
 
@@ -192,12 +199,37 @@ PORT_FAULTS = [
     for launcher in LAUNCHERS
     for phase, expected in _PORTS.items()
 ]
+_CUT_OFF_EARLY = r"The tasks of this job did not meet within start_timeout=15 s: Spark runs [\s\S]*task 1 on host \S+, "
+# Keepalive gives a silent host up after 9 s, where Spark alone takes two minutes.
+_CUT_SECONDS = 9.0 + SECONDS / 2
+_CUT_OFF = r"Rank {} on host \S+ was cut off from the network while it ran: no sign of life came from it for 9 s"
+# These need hosts of their own. Nobody has a connection to a task that has not come yet: start_timeout ends that wait.
+CUT_OFF_FAULTS = [
+    row
+    for launcher in LAUNCHERS[1:]
+    for row in (
+        *(
+            Fault("host cut off", phase, launcher, RankFailedError, _CUT_OFF.format(rank), always, _CUT_SECONDS, rank)
+            for phase, rank, always in (
+                (PHASES[1], 1, False),
+                (PHASES[2], 1, launcher == "mpi"),
+                (PHASES[2], 0, launcher == "barrier"),
+                (PHASES[3], 1, False),
+            )
+        ),
+        Fault(
+            "host cut off", PHASES[0], launcher, StartTimeoutError, _CUT_OFF_EARLY, seconds=SECONDS + _COMING_SECONDS
+        ),
+    )
+]
 
 
-def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
+def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: int = NUM_PROC) -> Ended:
     """Run a job in which the fault happens."""
     environment = {"FAULT": fault.how, "FAULT_PHASE": fault.phase, "FAULT_FOLDER": str(folder)}
+    environment["FAULT_RANK"] = str(fault.rank)
     early = fault.phase == "before registration"
+    of_task = fault.launcher == "mpi" or fault.how == "host cut off"
     if fault.how == "hang":  # what bounds the waits of the others, long by default
         environment |= {"SPARKHVD_START_TIMEOUT": str(_START_SECONDS), "SPARKHVD_RESULT_TIMEOUT": "2"}
         environment |= {"SPARKHVD_STALL_CHECK_SECONDS": "1", "SPARKHVD_STALL_SHUTDOWN_SECONDS": "2"}
@@ -217,10 +249,10 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
                 train,
                 (fault.how, fault.phase, str(folder)),
                 launcher=fault.launcher,
-                num_proc=NUM_PROC,
+                num_proc=num_proc,
                 env=environment,
-                preload=("tests.launch.faulty_module",) if early and fault.launcher != "mpi" else (),
-                start_timeout=_START_SECONDS if early and fault.how in {"hang", "task stopped"} else _LONG,
+                preload=("tests.launch.faulty_module",) if early and not of_task else (),
+                start_timeout=_BOUNDED.get(fault.how, _LONG) if early else _LONG,
                 stdout=io.StringIO(),
                 stderr=io.StringIO(),
                 spark=None if fault.launcher == "local" else spark,
@@ -229,9 +261,23 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None) -> Ended:
             error = raised
         when = folder / "when"
         seconds = time.time() - float(when.read_text()) if when.exists() else float("nan")
-    pids = [int(path.name.partition("-")[2]) for path in folder.glob("pid-*")]
-    happens(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *_below()]), 10.0)
-    return Ended(error, seconds, [pid for pid in [*pids, *_below()] if psutil.pid_exists(pid)], counts["let in"])
+    happens(lambda: not _left(folder), _CUT_OFF_SECONDS if fault.how == "host cut off" else 10.0)
+    return Ended(error, seconds, _left(folder), counts["let in"])
+
+
+def _left(folder: Path) -> list[str]:
+    """What runs of the job whose folder this is."""
+    found = [*(int(path.name.partition("-")[2]) for path in folder.glob("pid-*")), *_below()]
+    mark = f"FAULT_FOLDER={folder}\0".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has just ended
+            if mark in environment.read_bytes():
+                found.append(int(environment.parent.name))
+    left = []
+    for pid in sorted(set(found)):
+        with suppress(psutil.Error):
+            left.append(f"{pid}: {' '.join(psutil.Process(pid).cmdline())[:200]}")
+    return left
 
 
 def _below() -> list[int]:

@@ -25,19 +25,25 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace, its address, and its interface."""
+    """A namespace, its address, its interface, and the address of its gateway."""
 
     namespace: str
     address: str
     interface: str
-
-    def cut_off(self) -> None:
-        """Pull its cable."""
-        _ip("-n", self.namespace, "link", "set", self.interface, "down")
+    gateway: str
 
     def connect(self) -> None:
-        """Put the cable back in."""
+        """Put the cable in, also again."""
         _ip("-n", self.namespace, "link", "set", self.interface, "up")
+        _ip("-n", self.namespace, "route", "replace", "default", "via", self.gateway)
+
+    def hide(self, other: Host) -> None:
+        """Let nothing come through to another host."""
+        _ip("-n", self.namespace, "route", "add", "unreachable", other.address)
+
+    def show(self, other: Host) -> None:
+        """Undo ``hide``."""
+        _ip("-n", self.namespace, "route", "del", "unreachable", other.address)
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ def hosts(count: int) -> Iterator[tuple[str, tuple[Host, ...]]]:
     """
     number = os.getpid()
     bridge, net = f"shvd{number}", f"10.{200 + number % 50}.{number // 50 % 250}"
-    made = tuple(Host(f"{bridge}-{index}", f"{net}.{index + 2}", f"ens{index}") for index in range(count))
+    made = tuple(Host(f"{bridge}-{index}", f"{net}.{index + 2}", f"ens{index}", f"{net}.1") for index in range(count))
     with ExitStack() as stack:
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
@@ -90,9 +96,8 @@ def hosts(count: int) -> Iterator[tuple[str, tuple[Host, ...]]]:
             _ip("link", "add", port, "type", "veth", "peer", "name", host.interface, "netns", host.namespace)
             _ip("link", "set", port, "master", bridge, "up")
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
-            _ip("-n", host.namespace, "link", "set", host.interface, "up")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
-            _ip("-n", host.namespace, "route", "add", "default", "via", f"{net}.1")
+            host.connect()
         yield f"{net}.1", made
 
 

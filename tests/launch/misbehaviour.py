@@ -7,6 +7,7 @@ import resource
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from sparkhvd.task.job import Job
     from sparkhvd.task.mpi.job import MpiJob
 
-FAULTY_RANK = 1
 _CALL_SECONDS = 60.0
 
 
@@ -48,6 +48,9 @@ def go_wrong(how: str, folder: Path) -> None:
         return
     if how == "port taken":
         take_all_ports()
+        return
+    if how == "host cut off":
+        cut_off()
         return
     if how.startswith(("driver ", "executor ", "Spark ", "task ")):
         lose(how, folder)
@@ -116,6 +119,14 @@ def take_all_ports() -> None:
         listener.detach()
 
 
+def cut_off() -> None:
+    """Pull the cable of this host, which has to be one of ``hosts``; all that runs on it goes on."""
+    network = subprocess.run(["ip", "netns", "identify"], capture_output=True, text=True, check=True).stdout
+    assert network.startswith("shvd"), "this is no host of the tests"
+    cable = next(name for _, name in socket.if_nameindex() if name.startswith("ens"))
+    subprocess.run(["ip", "link", "set", cable, "down"], check=True)
+
+
 class BadResult:
     """Goes wrong when the rank has returned it and its process packs it."""
 
@@ -132,7 +143,7 @@ def train(how: str, phase: str, folder_name: str) -> object:
     """A training in which the faulty rank goes wrong in a phase, and the others notice or not."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
-    folder, faulty = Path(folder_name), os.environ["SPARKHVD_RANK"] == str(FAULTY_RANK)
+    folder, faulty = Path(folder_name), os.environ["SPARKHVD_RANK"] == os.environ["FAULT_RANK"]
     note_pid(folder)
     if phase == "at rendezvous" and faulty:
         while not (folder / "in init").exists():
@@ -161,6 +172,7 @@ def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Rec
             job = replace(job, secret=secrets.token_bytes(32))
         if how == "task stopped":
             note_pid(folder)
+        if how in {"task stopped", "host cut off"}:
             go_wrong(how, folder)
     yield from run_task(job, batches)
 
@@ -189,5 +201,6 @@ def _is_faulty(job: Job) -> bool:
     """Whether the task that calls this is to go wrong before it has registered."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
 
-    before = dict(job.env)["FAULT_PHASE"] == "before registration"
-    return before and BarrierTaskContext.get().partitionId() == FAULTY_RANK
+    environment = dict(job.env)
+    before = environment["FAULT_PHASE"] == "before registration"
+    return before and str(BarrierTaskContext.get().partitionId()) == environment["FAULT_RANK"]

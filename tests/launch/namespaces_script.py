@@ -1,28 +1,28 @@
-"""Run by test_namespaces.py in a process of its own: run and fit on four hosts, on every Store; a host that is cut off.
+"""Run by test_namespaces.py in a process of its own: four hosts, every Store, two hosts apart, hosts that are cut off.
 
-python -m tests.launch.namespaces_script FOLDER
+python -m tests.launch.namespaces_script FOLDER [thoroughly]
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-import threading
-import time
 from pathlib import Path
 
-import psutil
 import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.errors import LaunchError
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.slots import reserve_tasks
 from tests.hdfs_server import running_hdfs
 from tests.launch import hosts
+from tests.launch.faults import CUT_OFF_FAULTS, Fault, complaints, produced
 from tests.s3_server import BUCKET, running_s3
-from tests.waiting import happens
 
 HOSTS = 4
 
@@ -40,45 +40,37 @@ def place() -> dict[str, object]:
     return {"cross": [world.rank, world.size, world.cross_rank, world.local_size], "sum": float(total)}
 
 
-def busy(folder: str) -> None:
-    """Collectives without end."""
-    import numpy as np  # noqa: PLC0415
-
-    from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
-
-    session.init()
-    communicator = session.current()
-    while True:
-        communicator.allreduce(np.ones(1 << 16, np.float32), ReduceOp.SUM, name="endless")
-        Path(folder, str(communicator.world.rank)).write_text(str(os.getpid()))
-
-
-def cut(launcher: str, victim: hosts.Host, folder: Path) -> dict[str, object]:
-    """Cut a host off in the middle of a job: the error, how long it took, and who was left in the end."""
+def cut_off(fault: Fault, folder: Path, session: SparkSession, cluster: hosts.Cluster) -> dict[str, object]:
+    """A job of all hosts in which that of one rank is cut off; all are connected again afterwards."""
     folder.mkdir()
-    began: list[float] = []
-
-    def pull() -> None:
-        happens(lambda: len([one for one in folder.iterdir() if one.read_text()]) == HOSTS, 120.0)
-        began.append(time.monotonic())
-        victim.cut_off()
-
-    thread = threading.Thread(target=pull)
-    thread.start()
+    # Spark may have lost executors by the end of the job before: those that wait in its own allGather end with it.
+    while reserve_tasks(session, None, TaskResources(), Deadline.after(120.0)) < HOSTS:
+        continue
     try:
-        sparkhvd.run(busy, (str(folder),), launcher=launcher, num_proc=HOSTS, stdout=sys.stderr)
-        message = "no error"
-    except LaunchError as error:
-        message = f"{type(error).__name__}: {error}"
-    seconds = time.monotonic() - began[0]
-    thread.join()
-    pids = [int(one.read_text()) for one in folder.iterdir()]
-    happens(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60.0)
-    ended = time.monotonic() - began[0]
-    victim.connect()
-    left = [pid for pid in pids if psutil.pid_exists(pid)]
-    return {"error": message, "host": victim.address, "seconds": seconds, "ended": ended, "left": left}
+        ended = produced(fault, folder, session, HOSTS)
+    finally:
+        for host in cluster.hosts:
+            host.connect()
+    wrong = complaints(fault, ended)
+    sys.stderr.write(f"{fault.name}: {ended.seconds:.1f} s, {wrong}\n")
+    named = re.search(r"on host ([\d.]+)", str(ended.error))
+    if named is None or named[1] not in {host.address for host in cluster.hosts}:
+        wrong.append("no host is named")
+    return {"seconds": ended.seconds, "error": type(ended.error).__name__, "wrong": wrong}
+
+
+def examined(session: SparkSession, shared: Store | None = None) -> dict[str, object]:
+    report = sparkhvd.preflight(session, HOSTS, store=shared, timeout=200.0, stdout=sys.stderr)
+    return {"problems": report.problems, "hosts": [task.host for task in report.tasks], "seconds": report.seconds}
+
+
+def examined_apart(session: SparkSession, one: hosts.Host, other: hosts.Host) -> dict[str, object]:
+    """What the preflight finds when nothing gets from ``one`` to ``other``."""
+    one.hide(other)
+    try:
+        return examined(session)
+    finally:
+        one.show(other)
 
 
 def trained(spark: SparkSession, store: Store) -> list[float]:
@@ -129,22 +121,22 @@ def main(folder: Path, thoroughly: bool) -> None:
         session = session_on(cluster)
         try:
             shared = Store.create(str(folder / "store"))
-            report = sparkhvd.preflight(session, HOSTS, store=shared, timeout=200.0, stdout=sys.stderr)
             found: dict[str, object] = {
-                "preflight": report.problems,
-                "preflight seconds": report.seconds,
-                "hosts": [task.host for task in report.tasks],
                 "addresses": [host.address for host in cluster.hosts],
+                "preflight": examined(session, shared),
+                "preflight of two apart": examined_apart(session, *cluster.hosts[1:3]),
                 "barrier": sparkhvd.run(place, num_proc=HOSTS, launcher="barrier"),
                 "mpi": sparkhvd.run(place, num_proc=HOSTS, launcher="mpi"),
                 "errors": {
                     "a folder": trained(session, shared),
                     **trained_remotely(session, cluster.address, folder / "hdfs"),
                 },
-                "barrier cut": cut("barrier", cluster.hosts[2], folder / "barrier"),
+                "cut off": {
+                    fault.name: cut_off(fault, folder / f"cut {number}", session, cluster)
+                    for number, fault in enumerate(CUT_OFF_FAULTS)
+                    if thoroughly or fault.always
+                },
             }
-            if thoroughly:
-                found["mpi cut"] = cut("mpi", cluster.hosts[1], folder / "mpi")
         finally:
             session.stop()
     print("FOUND " + json.dumps(found))

@@ -14,8 +14,6 @@ import pytest
 from tests.launch.hosts import why_not
 
 ROOT = Path(__file__).parents[2]
-# Keepalive gives a silent host up after 9 s, where Spark alone takes two minutes; the rest is for a busy machine.
-CUT_OFF_SECONDS = 9.0 + 7.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -40,8 +38,18 @@ def found(tmp_path_factory) -> dict:
 
 
 def test_the_preflight_asks_every_host(found):
-    assert found["preflight"] == []
-    assert sorted(found["hosts"]) == sorted(found["addresses"])
+    assert found["preflight"]["problems"] == []
+    assert sorted(found["preflight"]["hosts"]) == sorted(found["addresses"])
+
+
+def test_the_preflight_names_two_hosts_that_do_not_reach_each_other_and_says_what_to_change(found):
+    (problem,) = found["preflight of two apart"]["problems"]
+    one, other = found["addresses"][1:3]
+    for source, target in ((one, other), (other, one)):
+        assert re.search(rf"{re.escape(source)} cannot reach {re.escape(target)}: \S", problem)
+    assert len(re.findall("cannot reach", problem)) == 2
+    assert "Open all TCP ports between the hosts, or name the network that connects them with nics=" in problem
+    assert sorted(found["preflight of two apart"]["hosts"]) == sorted(found["addresses"])
 
 
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
@@ -57,9 +65,4 @@ def test_an_estimator_trains_on_four_hosts(found, store):
 
 
 def test_a_host_that_is_cut_off_is_named_soon_and_nothing_is_left(found):
-    cut = found["barrier cut"]
-    words = rf"RankFailedError: Rank \d on host {re.escape(cut['host'])} was cut off from the network while it ran"
-    assert re.match(words, cut["error"])
-    assert cut["seconds"] < CUT_OFF_SECONDS
-    assert cut["left"] == []
-    assert cut["ended"] < CUT_OFF_SECONDS, "its own ranks ended while it was cut off"
+    assert [row["wrong"] for row in found["cut off"].values()] == [[], []]

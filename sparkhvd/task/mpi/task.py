@@ -148,6 +148,8 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
     """Let ``orted`` start the ranks of this host, and accompany them."""
     job, service = part.job.job, part.service
     with ExitStack() as stack:
+        # Last of all: a driver that does not answer any more must not keep orted alive.
+        logs = stack.enter_context(ExitStack())
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
         stack.enter_context(_watching(part.plan, events))
         listener = stack.enter_context(closing(RankListener()))
@@ -160,7 +162,7 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
                     job.preload, part.deadline, lambda: service.orted_ended() is not None or not events.empty()
                 )
                 log = DriverLog(job)
-                stack.callback(log.close)
+                logs.callback(log.close)
                 log.rank = rank
                 worker = workers[rank] = WorkerProcess(spawned, log)
                 stack.callback(worker.close)
