@@ -10,17 +10,16 @@ from pathlib import Path
 from unittest import mock
 
 import psutil
-import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from sparkhvd import Checkpoints, Store, TorchEstimator
+from sparkhvd import Store
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import SlotsError
-from sparkhvd.estimators.torch import TorchCallback, TorchRun
 from sparkhvd.rpc.messages import Message
 from tests.launch.faults import complaints, produced
 from tests.launch.losses import EXECUTOR_FAULTS
+from tests.spark import trainings
 
 
 def place() -> dict[str, int]:
@@ -57,42 +56,17 @@ def noted(answers: list[object], meeting: Meeting, message: Message) -> object:
     return answers[-1]
 
 
-class KillExecutorOnce(TorchCallback):
-    """In its first attempt rank 1 kills its executor after a step of the second epoch; notes the steps of rank 0."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_step_end(self, run: TorchRun, epoch: int, step: int, loss: float | None) -> None:
-        if run.rank == 0:
-            with (self.folder / "steps").open("a") as steps:
-                steps.write(f"{epoch}.{step} ")
-        elif (epoch, step) == (1, 4) and not (self.folder / "killed").exists():
-            (self.folder / "killed").touch()
-            next(parent for parent in psutil.Process().parents() if parent.name() == "java").kill()
-
-
-def parameters_after_fit(session: SparkSession, folder: Path, callbacks: list[TorchCallback]) -> list[float]:
-    df = session.range(80).selectExpr("id / 80.0D AS x", "2 - id / 40.0D AS y")
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
-    estimator = TorchEstimator(
-        num_proc=2,
-        store=Store.create(str(folder)),
-        model=model,
-        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=5,
-        epochs=2,
-        random_seed=1,
-        checkpoints=Checkpoints(every_steps=2),
-        callbacks=callbacks,
-        verbose=0,
-    )
-    fitted = estimator.fit(df).getModel()
-    return [float(number) for parameter in fitted.parameters() for number in parameter.detach().flatten()]
+def losing_an_executor(session: SparkSession, framework: str, folder: Path) -> dict[str, object]:
+    """The weights of an undisturbed fit, of one whose executor was killed, and the steps of that one's rank 0."""
+    df = session.range(80).selectExpr(*trainings.ROWS)
+    store = Store.create(str(folder / "store"))
+    kill = trainings.Kill(str(folder), 1, 4, executor=True)
+    fits = {
+        "undisturbed": trainings.estimator(framework, store, batch_size=5),
+        "resumed": trainings.estimator(framework, store, kill, batch_size=5),
+    }
+    found: dict[str, object] = {name: trainings.weights(framework, each.fit(df)) for name, each in fits.items()}
+    return {**found, "steps": (folder / "steps").read_text().split()}
 
 
 def mpi_without_an_executor(session: SparkSession, folder: Path) -> list[str]:
@@ -131,10 +105,10 @@ def main(master: str, folder: Path) -> None:
         found["sums"] = sparkhvd.run(sum_on_third_attempt, (str(folder),), num_proc=2)
         found["attempts"] = len(list(folder.glob("1-*")))
         found["left"] = pids_left(folder)
-        store = folder.with_name("store")
-        found["undisturbed"] = parameters_after_fit(session, store, [])
-        found["resumed"] = parameters_after_fit(session, store, [KillExecutorOnce(folder)])
-        found["steps"] = (folder / "steps").read_text().split()
+        for framework in ("torch", "lightning", "keras"):
+            own = folder.with_name(framework)
+            own.mkdir()
+            found[framework] = losing_an_executor(session, framework, own)
         found["executor lost"] = mpi_without_an_executor(session, folder.with_name("executor lost"))
     finally:
         session.stop()

@@ -19,6 +19,7 @@ from sparkhvd.errors import DataError, ParamError, RankFailedError
 from sparkhvd.estimators import checkpoint
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback
 from sparkhvd.store import layout
+from tests.spark import trainings
 
 pytestmark = pytest.mark.spark
 
@@ -112,6 +113,23 @@ def test_a_run_that_lost_a_rank_ends_like_one_that_did_not(interrupted, undistur
     """With dropout and a schedule by step: random numbers and learning rate go on too."""
     fitted = interrupted.fit(df)
     assert torch.equal(parameters(fitted.getModel()), parameters(undisturbed.getModel()))
+    for mine, theirs in zip(fitted.getHistory(), undisturbed.getHistory(), strict=True):
+        assert mine["train"]["loss"] == pytest.approx(theirs["train"]["loss"], rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("framework", ["keras", "lightning"])
+def test_a_run_of_the_others_that_lost_a_rank_goes_on_by_another_launcher(store, df, framework, tmp_path):
+    undisturbed = trainings.estimator(framework, store, backend="local").fit(df)
+    kill = trainings.Kill(str(tmp_path), 1, int(np.random.default_rng().integers(3, 10)))
+    broken = trainings.estimator(framework, store, kill, run_id=f"broken {framework}")
+    with pytest.raises(RankFailedError, match=r"Rank 1 on host .* was killed"):
+        broken.fit(df)
+    kept = checkpoint.load(store, checkpoint.latest(store, f"broken {framework}"))
+    assert (kept.epoch, kept.within.step) == (1, (kill.step - 1) // 2 * 2), f"killed after step {kill.step}"
+    fitted = broken.setBackend("mpi").fit(df)
+    assert trainings.weights(framework, fitted) == trainings.weights(framework, undisturbed)
     for mine, theirs in zip(fitted.getHistory(), undisturbed.getHistory(), strict=True):
         assert mine["train"]["loss"] == pytest.approx(theirs["train"]["loss"], rel=1e-6)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyspark
 import pytest
 
-pytestmark = [pytest.mark.spark, pytest.mark.cluster]
+pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SPARK_HOME = Path(pyspark.__file__).parent
 SCRIPT = Path(__file__).with_name("cluster_script.py")
@@ -36,7 +36,7 @@ def start(command: list[str | Path], folder: Path, stdin: str = "") -> subproces
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
         check=False,
     )
 
@@ -63,8 +63,9 @@ def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(l
     assert found["left"] == []
 
 
-def test_a_fit_that_loses_an_executor_goes_on_from_its_last_checkpoint(local_cluster):
-    found = found_by(local_cluster)
+@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+def test_a_fit_that_loses_an_executor_goes_on_from_its_last_checkpoint(local_cluster, framework):
+    found = found_by(local_cluster)[framework]
     assert found["resumed"] == found["undisturbed"]
     first, second = ([step for step in found["steps"] if step.startswith(epoch)] for epoch in ("0.", "1."))
     assert len(first) == len(set(second)) == 8, "the first epoch was trained once"
