@@ -19,11 +19,11 @@ SCRIPT = Path(__file__).with_name("yarn_script.py")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> Iterator[dict]:
+def found(tmp_path_factory, hdfs) -> Iterator[dict]:
     folder = tmp_path_factory.mktemp("yarn")
     with running_yarn(folder) as conf:
         done = subprocess.run(
-            [sys.executable, SCRIPT, folder / "staging"],
+            [sys.executable, SCRIPT, folder / "staging", f"{hdfs.url}/store"],
             env={
                 **os.environ,
                 "PYTHONPATH": str(SCRIPT.parents[2]),
@@ -55,3 +55,8 @@ def test_ranks_in_two_containers_of_yarn_add_up_and_find_their_tokens(found, lau
 def test_open_mpi_takes_containers_of_yarn_for_hosts_and_a_barrier_stage_sees_the_host(found):
     assert [rank["local_size"] for rank in found["mpi"]] == [1, 1]
     assert [rank["local_size"] for rank in found["barrier"]] == [2, 2]
+
+
+def test_an_estimator_trains_and_predicts_on_yarn_with_a_store_on_hdfs(found):
+    assert len(found["errors"]) == 64
+    assert max(found["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pyspark
+import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
+from sparkhvd import Store, TorchEstimator
 
 
 def place() -> dict[str, object]:
@@ -32,7 +34,29 @@ def place() -> dict[str, object]:
     }
 
 
-def main(staging: str) -> None:
+def trained(spark: SparkSession, store: Store) -> list[float]:
+    """How far the predictions of a line are off, fitted and transformed in containers."""
+    df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
+    torch.manual_seed(1)
+    model = torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=store,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=8,
+        epochs=10,
+        random_seed=1,
+        verbose=0,
+    )
+    rows = estimator.fit(df).transform(df).select("y", "y__output").collect()
+    return [abs(row.y - row.y__output) for row in rows]
+
+
+def main(staging: str, store: str) -> None:
     builder = SparkSession.builder.master("yarn").appName("ranks on YARN")
     settings = {
         "spark.executor.instances": "2",
@@ -52,11 +76,14 @@ def main(staging: str) -> None:
         builder.config(name, value)
     session = builder.getOrCreate()
     try:
-        found = {launcher: sparkhvd.run(place, num_proc=2, launcher=launcher) for launcher in ("barrier", "mpi")}
+        found: dict[str, object] = {
+            launcher: sparkhvd.run(place, num_proc=2, launcher=launcher) for launcher in ("barrier", "mpi")
+        }
+        found["errors"] = trained(session, Store.create(store))
     finally:
         session.stop()
     print("FOUND " + json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
