@@ -25,6 +25,8 @@ import sparkhvd
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 
+ADDRESS = "sc://localhost:15002"
+
 
 def place() -> list[int]:
     print("hello")
@@ -120,15 +122,27 @@ def refused_while_busy(spark: SparkSession, folder: str, busy: int) -> str:
 
 def left_by_killed_client(folder: Path) -> list[int]:
     """The ranks of a client that was killed that still run when the operation's own timeout should have ended them."""
-    address, environment = "sc://localhost:15002", {**os.environ}
-    environment.pop("SPARK_LOCAL_REMOTE")  # it is not the one that has started the server
-    client = subprocess.Popen([sys.executable, __file__, address, str(folder)], env=environment)
+    client = subprocess.Popen([sys.executable, __file__, ADDRESS, str(folder)], env=of_another_client())
     try:
         wait_for_files(folder, 2)
     finally:
         client.kill()
         client.wait()
     return still_running(folder, 100.0)
+
+
+def of_another_client() -> dict[str, str]:
+    """The environment of a client that is not the one that has started the server."""
+    return {name: value for name, value in os.environ.items() if name != "SPARK_LOCAL_REMOTE"}
+
+
+def examined_by_the_doctor() -> list[object]:
+    """The exit code of ``sparkhvd doctor``, and what it prints."""
+    words = ["-m", "sparkhvd.cli.main", "doctor", "--remote", ADDRESS, "-np", "2", "--gpus-per-task", "1"]
+    done = subprocess.run(
+        [sys.executable, *words], env=of_another_client(), capture_output=True, text=True, timeout=120, check=False
+    )
+    return [done.returncode, done.stdout + done.stderr]
 
 
 def wait_for_files(folder: Path, count: int) -> None:
@@ -207,6 +221,7 @@ def main() -> None:
         spark.conf.unset("spark.sql.leafNodeDefaultParallelism")
         report = sparkhvd.preflight(num_proc=2, gpus_per_task=1, stdout=io.StringIO())
         found["preflight"] = [report.ok, str(report)]
+        found["doctor"] = examined_by_the_doctor()
         with tempfile.TemporaryDirectory() as folder:
             found["errors"] = trained(spark, Store.create(folder))
         found["errors without a Store"] = trained(spark, None)

@@ -54,6 +54,10 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster decides these. Give num" in found["hidden cores"]
     ready, printed = found["preflight"]
     assert ready, printed
+    code, printed = found["doctor"]
+    assert code == 0, printed
+    assert "sparkhvd preflight: ready" in printed
+    assert "2 ranks (2 asked for; master connect)" in printed
     assert re.search("(?i)cancel|interrupt", found["interrupted"])
     assert found["left by Ctrl-C"] == []
     assert "did not become free at the same time within start_timeout=5 s" in found["busy"][0]
@@ -65,3 +69,21 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
         assert max(errors) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
     assert SECRET not in done.stdout + done.stderr
     assert found["doubled"] == [0.0, 2.0, 4.0, 6.0]
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(120)
+def test_the_doctor_says_that_a_connect_server_without_executors_gives_a_stage_no_gpus(tmp_path):
+    words = ["-m", "sparkhvd.cli.main", "doctor", "--remote", "local[2]", "-np", "2", "--gpus-per-task", "1"]
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "SPARK_LOCAL_DIRS": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 1
+    refused = r"^FAIL +tasks +gpus_per_task and cpus_per_task do not work on this Spark Connect server: Spark gives "
+    assert re.search(refused, done.stdout, re.MULTILINE), done.stdout + done.stderr
