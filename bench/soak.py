@@ -1,6 +1,6 @@
 """Endurance: a hundred kills, a thousand cycles of init and shutdown, ten minutes of fuzzing, strangers all the while.
 
-And every row of the fault matrix of the launchers.
+And every row of the fault matrix of the launchers, and a model above 2 GB.
 
 Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its full length.
 """
@@ -76,6 +76,33 @@ def fuzzing(minutes: float) -> str:
     return f"fuzzing of the decoders for {minutes:g} minutes under AddressSanitizer: {verdict}\n" + "\n".join(
         f"  {line[13:]}" for line in lines
     )
+
+
+def large_model() -> str:
+    """Wrap, save, load and use a model above 2 GB, where many formats end; takes 8 GB of memory."""
+    import torch  # noqa: PLC0415  (heavy)
+
+    from sparkhvd import Store, TorchModel  # noqa: PLC0415
+
+    rows, width = 560_000, 1000
+    numbers = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, width).contiguous()
+    model = torch.nn.Sequential(torch.nn.Embedding(rows, width, _weight=numbers), torch.nn.AdaptiveAvgPool2d(1))
+    model.append(torch.nn.Flatten())
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        builder = SparkSession.builder.master("local[1]").config("spark.local.dir", folder)
+        spark = builder.config("spark.ui.enabled", "false").getOrCreate()
+        try:
+            df = spark.range(4).selectExpr("CAST(id * 100000 AS int) AS x")
+            wrapped = TorchModel.from_model(model, df, feature_cols=["x"], store=Store.create(f"{folder}/store"))
+            wrapped.save(f"{folder}/saved")
+            found = TorchModel.load(f"{folder}/saved").transform(df).collect()
+        finally:
+            spark.stop()
+    wrong = [row for row in found if row.prediction != row.x]
+    verdict = f"FAILED: {wrong}" if wrong or len(found) != 4 else "it predicts what it should"
+    size = numbers.nbytes / 1e9
+    return f"a model of {size:.2f} GB, saved, loaded and used: {verdict}; {time.monotonic() - started:.0f} s"
 
 
 def properties() -> str:
@@ -159,6 +186,7 @@ def main() -> int:
         kills(options.kills),
         comings_and_goings(options.cycles),
         faults(),
+        large_model(),
         fuzzing(options.fuzz_minutes),
         properties(),
     ]
