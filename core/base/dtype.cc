@@ -13,10 +13,11 @@ struct DTypeRow {
 };
 
 // In the order of the enumeration, which is its index.
-constexpr std::array<DTypeRow, 10> kDTypes = {{
+constexpr std::array<DTypeRow, kDTypeCount> kDTypes = {{
     {DType::kBool, "bool", 1},
     {DType::kUInt8, "uint8", 1},
     {DType::kInt8, "int8", 1},
+    {DType::kUInt16, "uint16", 2},
     {DType::kInt16, "int16", 2},
     {DType::kInt32, "int32", 4},
     {DType::kInt64, "int64", 8},

@@ -12,6 +12,7 @@ enum class DType : uint8_t {
   kBool,
   kUInt8,
   kInt8,
+  kUInt16,
   kInt16,
   kInt32,
   kInt64,
@@ -20,6 +21,7 @@ enum class DType : uint8_t {
   kFloat32,
   kFloat64,
 };
+constexpr size_t kDTypeCount = static_cast<size_t>(DType::kFloat64) + 1;
 
 enum class ReduceOp : uint8_t { kSum, kAverage, kMin, kMax, kProduct, kAdasum };
 constexpr ReduceOp kLastReduceOp = ReduceOp::kAdasum;

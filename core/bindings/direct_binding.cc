@@ -27,16 +27,17 @@ class ArrayMemory {
   // By the letters of the struct module.
   DType dtype() const {
     const std::string format = view_.format == nullptr ? "B" : view_.format;
-    const std::string letters = "?Bbhilqefd";
-    constexpr DType kTypes[] = {DType::kBool,    DType::kUInt8,  DType::kInt8,  DType::kInt16,
-                                DType::kInt32,   DType::kInt64,  DType::kInt64, DType::kFloat16,
-                                DType::kFloat32, DType::kFloat64};
+    const std::string letters = "?BbHhilqefd";
+    constexpr DType kTypes[] = {DType::kBool,    DType::kUInt8,   DType::kInt8,   DType::kUInt16,
+                                DType::kInt16,   DType::kInt32,   DType::kInt64,  DType::kInt64,
+                                DType::kFloat16, DType::kFloat32, DType::kFloat64};
     const size_t found = format.size() == 1 ? letters.find(format[0]) : std::string::npos;
     if (found == std::string::npos) {
-      Check(Status(StatusCode::kInvalidArgument,
-                   "an array of format '" + format +
-                       "' cannot be reduced directly; numpy has bool, uint8, int8 to int64 and "
-                       "float16 to float64 in common with the core"));
+      Check(Status(
+          StatusCode::kInvalidArgument,
+          "an array of format '" + format +
+              "' cannot be reduced directly; numpy has bool, uint8, uint16, int8 to int64 and "
+              "float16 to float64 in common with the core"));
     }
     return kTypes[found];
   }

@@ -30,10 +30,11 @@ using Tensor = std::tuple<std::string, uintptr_t, uintptr_t, Shape, std::string,
 
 DType ToDType(std::string_view name) {
   if (const std::optional<DType> dtype = ParseDType(name)) return *dtype;
-  throw CoreFailure(Status(StatusCode::kInvalidArgument,
-                           "dtype '" + std::string(name) +
-                               "' is not one of bool, uint8, int8, int16, int32, int64, float16, "
-                               "bfloat16, float32, float64"));
+  throw CoreFailure(
+      Status(StatusCode::kInvalidArgument,
+             "dtype '" + std::string(name) +
+                 "' is not one of bool, uint8, int8, uint16, int16, int32, int64, float16, "
+                 "bfloat16, float32, float64"));
 }
 
 ReduceOp ToReduceOp(std::string_view name) {

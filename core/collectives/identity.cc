@@ -56,6 +56,8 @@ void FillIdentity(DType dtype, ReduceOp op, std::byte* data, size_t count) {
       return FillNumbers<uint8_t>(op, data, count);
     case DType::kInt8:
       return FillNumbers<int8_t>(op, data, count);
+    case DType::kUInt16:
+      return FillNumbers<uint16_t>(op, data, count);
     case DType::kInt16:
       return FillNumbers<int16_t>(op, data, count);
     case DType::kInt32:

@@ -241,6 +241,7 @@ KernelTable MakeTable(const char* name) {
   FillRow<Kernels, Boolean>(table, DType::kBool);
   FillRow<Kernels, uint8_t>(table, DType::kUInt8);
   FillRow<Kernels, int8_t>(table, DType::kInt8);
+  FillRow<Kernels, uint16_t>(table, DType::kUInt16);
   FillRow<Kernels, int16_t>(table, DType::kInt16);
   FillRow<Kernels, int32_t>(table, DType::kInt32);
   FillRow<Kernels, int64_t>(table, DType::kInt64);

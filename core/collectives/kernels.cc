@@ -41,6 +41,8 @@ void DivideIntegers(DType dtype, int divisor, std::byte* data, size_t count) {
       return DivideAll<uint8_t>(data, count, divisor);
     case DType::kInt8:
       return DivideAll<int8_t>(data, count, divisor);
+    case DType::kUInt16:
+      return DivideAll<uint16_t>(data, count, divisor);
     case DType::kInt16:
       return DivideAll<int16_t>(data, count, divisor);
     case DType::kInt32:

@@ -20,7 +20,6 @@ using CombineKernel = void (*)(std::byte* target, const std::byte* left, const s
 using ScaleKernel = void (*)(std::byte* target, const std::byte* source, size_t count,
                              double factor);
 
-constexpr size_t kDTypeCount = 10;
 constexpr size_t kCombineCount = 4;  // sum, min, max, product
 
 struct KernelTable {

@@ -73,6 +73,7 @@ std::optional<int> NcclType(DType dtype) {
     case DType::kBFloat16:
       return 9;
     case DType::kBool:
+    case DType::kUInt16:
     case DType::kInt16:
       break;
   }

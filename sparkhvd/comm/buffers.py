@@ -11,7 +11,7 @@ import numpy.typing as npt
 from sparkhvd.errors import ConfigError
 
 DTYPES = frozenset(
-    {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"},
+    {"bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"},
 )
 
 Array = npt.NDArray[np.generic]

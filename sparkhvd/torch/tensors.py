@@ -15,6 +15,7 @@ _NAME_OF = {
     torch.bool: "bool",
     torch.uint8: "uint8",
     torch.int8: "int8",
+    torch.uint16: "uint16",
     torch.int16: "int16",
     torch.int32: "int32",
     torch.int64: "int64",

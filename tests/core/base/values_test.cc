@@ -39,7 +39,7 @@ TEST(IoStatus, SaysWhatTheSystemSays) {
 }
 
 TEST(DType, ParsesBackEveryName) {
-  const std::array<size_t, 10> sizes = {1, 1, 1, 2, 4, 8, 2, 2, 4, 8};
+  const std::array<size_t, kDTypeCount> sizes = {1, 1, 1, 2, 2, 4, 8, 2, 2, 4, 8};
   for (size_t i = 0; i < sizes.size(); ++i) {
     const auto dtype = static_cast<DType>(i);
     EXPECT_EQ(SizeOf(dtype), sizes[i]) << Name(dtype);

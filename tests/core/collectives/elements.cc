@@ -77,6 +77,8 @@ void StoreElement(DType dtype, std::byte* data, size_t index, double value) {
       return Put(data, index, static_cast<int8_t>(value));
     case DType::kInt16:
       return Put(data, index, static_cast<int16_t>(value));
+    case DType::kUInt16:
+      return Put(data, index, static_cast<uint16_t>(value));
     case DType::kInt32:
       return Put(data, index, static_cast<int32_t>(value));
     case DType::kInt64:
@@ -101,6 +103,8 @@ double LoadElement(DType dtype, const std::byte* data, size_t index) {
       return Fetch<int8_t>(data, index);
     case DType::kInt16:
       return Fetch<int16_t>(data, index);
+    case DType::kUInt16:
+      return Fetch<uint16_t>(data, index);
     case DType::kInt32:
       return Fetch<int32_t>(data, index);
     case DType::kInt64:

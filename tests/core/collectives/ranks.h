@@ -60,9 +60,10 @@ class Elements {
   std::vector<std::byte> bytes_;
 };
 
-inline constexpr DType kEveryDType[] = {
-    DType::kBool,  DType::kUInt8,   DType::kInt8,     DType::kInt16,   DType::kInt32,
-    DType::kInt64, DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+inline constexpr DType kEveryDType[] = {DType::kBool,    DType::kUInt8,   DType::kInt8,
+                                        DType::kUInt16,  DType::kInt16,   DType::kInt32,
+                                        DType::kInt64,   DType::kFloat16, DType::kBFloat16,
+                                        DType::kFloat32, DType::kFloat64};
 inline constexpr ReduceOp kEveryOp[] = {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMin,
                                         ReduceOp::kMax, ReduceOp::kProduct};
 
@@ -72,7 +73,7 @@ inline double Contribution(DType dtype, ReduceOp op, int rank, size_t index) {
   const auto seed = static_cast<int>((index * 7 + static_cast<size_t>(rank) * 3) % 5);
   if (dtype == DType::kBool) return seed < 2 ? 1 : 0;
   if (op == ReduceOp::kProduct) return rank % 4 == 0 ? 2 : 1;
-  return dtype == DType::kUInt8 ? seed : seed - 2;
+  return dtype == DType::kUInt8 || dtype == DType::kUInt16 ? seed : seed - 2;
 }
 
 // The scalar oracle.

@@ -18,7 +18,7 @@ from sparkhvd.errors import ConfigError, MismatchError
 from tests.ranks import RankGroup
 
 FLOATS = ("float16", "float32", "float64")
-INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+INTEGERS = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 SHAPES = ((1,), (0, 3), (7,), (5, 3), (1009, 2))
 TOLERANCE = {"float16": 4e-3, "float32": 1e-6, "float64": 1e-14}
@@ -43,7 +43,7 @@ def values_of(dtype: str, shape: tuple[int, ...], rank: int) -> np.ndarray:
         return draw.integers(0, 2, shape).astype(bool)
     if dtype in FLOATS:
         return draw.normal(size=shape).astype(dtype)
-    return draw.integers(0 if dtype == "uint8" else -3, 4, shape).astype(dtype)
+    return draw.integers(0 if dtype.startswith("u") else -3, 4, shape).astype(dtype)
 
 
 def reduced(dtype: str, shape: tuple[int, ...], op: ReduceOp, ranks: int) -> np.ndarray:

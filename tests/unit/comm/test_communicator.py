@@ -14,7 +14,7 @@ from sparkhvd.world import World
 from tests.ranks import RankGroup
 
 FLOATS = ("float16", "float32", "float64")
-INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+INTEGERS = ("uint8", "int8", "uint16", "int16", "int32", "int64")
 LINEAR = tuple(op for op in ReduceOp if op is not ReduceOp.ADASUM)
 SHAPES = ((), (1,), (0,), (7,), (3, 0, 2), (5, 3), (1000,), (64, 129))
 
@@ -34,7 +34,7 @@ def alone():
 def inputs(dtype: str, shape: tuple[int, ...], ranks: int, seed: int) -> list[np.ndarray]:
     """What every rank puts in; small, so that no integer type overflows."""
     draw = np.random.default_rng(seed)
-    low = 0 if dtype in {"uint8", "bool"} else -3
+    low = 0 if dtype.startswith("u") else -3
     if dtype == "bool":
         return [draw.integers(0, 2, shape).astype(bool) for _ in range(ranks)]
     if dtype in FLOATS:

@@ -31,7 +31,7 @@ def reduce_now(dtype, lengths):
     return results, named.wait()
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64", "float16", "float32", "float64"])
 def test_direct_calls_meet_in_their_order_beside_a_named_operation(pair, dtype):
     lengths = (0, 1, 1000, 70001)
     for results, named in pair.run(reduce_now, dtype, lengths):

@@ -16,7 +16,7 @@ from tests.ranks import RankGroup
 
 RANKS = 3
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", *FLOATS)
+DTYPES = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", *FLOATS)
 NUMPY = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name) for name in DTYPES}
 LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 SHAPES = st.lists(st.integers(0, 12), max_size=3) | st.sampled_from([[1009], [20011], [64, 129]])
@@ -32,7 +32,7 @@ def group(request):
 def contributions(dtype, shape, seed):
     """Whole numbers so small that every sum and product is exact."""
     draw = np.random.default_rng(seed)
-    low, high = (0, 2) if dtype == "bool" else (0, 4) if dtype == "uint8" else (-3, 4)
+    low, high = (0, 2) if dtype == "bool" else (0, 4) if dtype.startswith("u") else (-3, 4)
     return [draw.integers(low, high, shape).astype(NUMPY[dtype]) for _ in range(RANKS)]
 
 

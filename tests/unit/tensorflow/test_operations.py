@@ -7,7 +7,7 @@ import tensorflow as tf
 import sparkhvd.tensorflow as hvd
 from sparkhvd.comm import interface
 
-DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
 
 # What the ranks do.

@@ -11,7 +11,7 @@ from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
 from tests.ranks import RankGroup
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
 ]  # fmt: skip
 
