@@ -142,6 +142,8 @@ class Parser(argparse.ArgumentParser):
         """The flags of a command line; a misspelt one ends the program with the nearest that there is."""
         found, unknown = self.parse_known_args(words)
         for word in unknown:
+            if not word.startswith("-"):
+                self.error(f"{word} is more than was expected.")
             meant = did_you_mean(word.partition("=")[0], self._flags(), show=str)
             self.error(f"there is no flag {word}. {meant}".rstrip())
         return found

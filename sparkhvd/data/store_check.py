@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROWS = 4096  # for any number of tasks
+_MOST_TASKS = 256  # where Spark decides how many
 _SCHEMA = "host string, name string, trouble string"
 
 
@@ -54,7 +55,9 @@ def check_store(spark: SparkSession, store: Store, slots: Callable[[], int] | No
     sent = pickle.dumps(probe)
     try:
         probe.leave()
-        rows = spark.range(tasks or _ROWS, numPartitions=tasks).mapInArrow(partial(answer, sent), _SCHEMA).collect()
+        asked = spark.range(tasks or _ROWS, numPartitions=tasks)
+        asked = asked.coalesce(_MOST_TASKS) if tasks is None else asked
+        rows = asked.mapInArrow(partial(answer, sent), _SCHEMA).collect()
         judge(probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
     finally:
         remove(probe)

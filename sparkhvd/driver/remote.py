@@ -51,8 +51,8 @@ def host_command(host: str, executable: str, options: SshOptions) -> list[str]:
         return own
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
-    # Nobody is there to type a password, and a host that does not answer, or not any more, is to be noticed.
-    alive = ["-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
+    # Nobody is there to type a password, and a host that was cut off is to be noticed.
+    alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
 
 
@@ -74,25 +74,27 @@ class HostProcess:
             start_new_session=True,  # Ctrl-C ends it through us
         )
         self._output = Connection(os.dup(self._fileno(self._process.stdin)), readable=False)
+        if self._process.stdin is not None:
+            self._process.stdin.close()  # so that the one that is left tells the host of the end
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
-            for target, name in ((self._read, "sparkhvd-host"), (self._read_stderr, "sparkhvd-host-stderr"))
+            for target, name in (
+                (self._read, "sparkhvd-host"),
+                (self._read_stderr, "sparkhvd-host-stderr"),
+                (self._write, "sparkhvd-host-stdin"),
+            )
         ]
         for thread in reversed(self._threads):  # the first joins the second
             thread.start()
 
     def send(self, message: object) -> None:
-        """Send to the host; does nothing when it is gone, which is a message of its own."""
-        try:
-            self._output.send_bytes(pickle.dumps(message))
-        except OSError:
-            return
+        """Send to the host, without waiting for it to read; nothing when it is gone, which is a message of its own."""
+        self._outbox.put(pickle.dumps(message))
 
     def hang_up(self) -> None:
         """End the host's ranks, without waiting for that."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._output.close()
+        self._outbox.put(None)
         # Where nobody has answered there are none.
         self._patience = self._patience or Deadline.after(_END_SECONDS if self._answered else 0.0)
 
@@ -127,6 +129,12 @@ class HostProcess:
         self._threads[1].join(1.0)
         said = "".join(list(self._tail)).strip()
         self._inbox.put((self._number, Gone(f"its process {describe_exit(code)}. It says: {said or 'nothing'}")))
+
+    def _write(self) -> None:
+        # A host that does not read lets go of this thread when its process is ended.
+        with contextlib.suppress(OSError), contextlib.closing(self._output):
+            while (content := self._outbox.get()) is not None:
+                self._output.send_bytes(content)
 
     def _read_stderr(self) -> None:
         stream = self._process.stderr

@@ -11,7 +11,7 @@ import cloudpickle
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 
-from sparkhvd.data.schema import Fill
+from sparkhvd.data.schema import ColumnSpec, Fill
 from sparkhvd.data.selection import packed, schema_of
 from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.driver.pickling import by_value
@@ -220,12 +220,15 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         for column, known in zip(given, trained, strict=True):
             if (column.kind == "scalar") != (known.kind == "scalar"):
                 raise SchemaError(
-                    f"Feature column {column.name!r} is {_article(column.kind)}; the model was trained on "
-                    f"{_article(known.kind)} ({known.name!r})."
+                    f"Feature column {column.name!r} is {_article(column)}; the model was trained on "
+                    f"{_article(known)} ({known.name!r})."
                 )
-            if column.is_number and known.dtype == "str":
-                raise SchemaError(f"Feature column {column.name!r} holds numbers; the model was trained on texts.")
-            if column.dtype != known.dtype and (known.is_number or known.dtype == "str"):
+            if known.dtype == "str" != column.dtype:
+                raise SchemaError(
+                    f"Feature column {column.name!r} is no text; the model was trained on texts ({known.name!r}). Cast "
+                    'it: df.withColumn(..., column.cast("string")).'
+                )
+            if known.is_number:
                 numbers_only(column)
             features.append(replace(column, shape=known.shape, fill=known.fill, sparse=known.sparse))
         store = self._trained.store
@@ -242,8 +245,9 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         )
 
 
-def _article(kind: str) -> str:
-    return {"scalar": "a number", "array": "an array", "vector": "a vector"}[kind]
+def _article(column: ColumnSpec) -> str:
+    scalar = "a text" if column.dtype == "str" else "a number"
+    return {"scalar": scalar, "array": "an array", "vector": "a vector"}[column.kind]
 
 
 def pickled_function(function: Callable[..., Any] | None) -> bytes:

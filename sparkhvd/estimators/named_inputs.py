@@ -101,10 +101,15 @@ def _one(what: str, value: Any) -> NamedInput:
         raise ParamError(f"{what}={value!r} must be a column, a list of columns, or a dict with {', '.join(_KEYS)}.")
     try:
         shape = None if given.get("shape") is None else tuple(int(size) for size in given["shape"])
-        dtype = None if given.get("dtype") is None else np.dtype(given["dtype"]).name
+        dtype = None if given.get("dtype") is None else _dtype_name(given["dtype"])
     except (TypeError, ValueError) as error:
         raise ParamError(
             f"{what}={value!r}: {error}. shape is a list of sizes, dtype a name such as 'int64'."
         ) from error
     shape = shape[1:] if shape and shape[0] == -1 else shape
     return NamedInput(tuple(columns), shape, dtype)
+
+
+def _dtype_name(dtype: Any) -> str:
+    """As frameworks write it: strings are ``"string"``."""
+    return "string" if dtype in {"string", "str", str} else str(np.dtype(dtype).name)

@@ -12,12 +12,13 @@ import numpy as np
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
+from sparkhvd.keras.optimizer import ExchangingOptimizer
 
 logger = logging.getLogger(__name__)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Starts all ranks from the weights and the optimizer of ``root_rank``.
+    """Starts all ranks from the weights and the optimizer of ``root_rank``; what is local to a rank stays.
 
     Args:
         root_rank: the rank whose variables count.
@@ -37,7 +38,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
-        broadcast_variables(variables, self._root_rank)
+        plain = getattr(optimizer, "inner_optimizer", optimizer)
+        local = plain.local_variables() if isinstance(plain, ExchangingOptimizer) else []
+        own = {id(variable) for variable in local}
+        broadcast_variables([variable for variable in variables if id(variable) not in own], self._root_rank)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -14,6 +14,7 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import Gathering, weighted
 from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled
+from sparkhvd.layers import variables_of_layers
 
 
 @dataclass
@@ -63,6 +64,14 @@ class ExchangingOptimizer:
         """Leave the gradients of a variable this rank's own: it belongs to a part of the model that each rank has."""
         self._local.variables[id(variable)] = variable
 
+    def local_variables(self) -> list[Any]:
+        """The variables whose gradients stay this rank's own, and what the optimizer, which is built, keeps of them."""
+        trained = self._trainable_variables  # type: ignore[attr-defined]
+        places = [place for place, variable in enumerate(trained) if id(variable) in self._local.variables]
+        # Keras has no other way to find them than the lists in the order of the variables.
+        kept = [each for each in vars(self).values() if isinstance(each, list) and len(each) == len(trained)]
+        return [each[place] for each in kept for place in places]
+
     def scale_loss(self, loss: Any) -> Any:
         """Weight the loss, so that gradients that cross ranks on their way back, as those of means do, are weighted."""
         if self._share is not None:
@@ -93,15 +102,15 @@ class ExchangingOptimizer:
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         # Keras calls this on every step's gradients, after they were accumulated and before anything else is done with
         # them: clipping then sees what one process would see.
-        return super()._clip_gradients(self._of_all_ranks(grads))  # type: ignore[misc]
-
-    def _of_all_ranks(self, grads: Sequence[Any]) -> list[Any]:
+        clipped = super()._clip_gradients  # type: ignore[misc]
+        if not self._local.variables:
+            return clipped(self._exchange(grads))
         own = [id(variable) in self._local.variables for variable in self._applied_to]
-        reduced = self._exchange([None if mine else each for each, mine in zip(grads, own, strict=True)])
-        return [
-            scaled(each, self._local.factor()) if mine else other
-            for each, other, mine in zip(grads, reduced, own, strict=True)
-        ]
+        # Each by itself: a norm over both would differ between the ranks, and with it what they share.
+        shared = iter(clipped(self._exchange([grad for grad, mine in zip(grads, own, strict=True) if not mine])))
+        factor = self._local.factor()
+        kept = iter(clipped([scaled(grad, factor) for grad, mine in zip(grads, own, strict=True) if mine]))
+        return [next(kept if mine else shared) for mine in own]
 
 
 def DistributedOptimizer(  # noqa: N802  the name is Horovod's
@@ -144,6 +153,7 @@ def DistributedOptimizer(  # noqa: N802  the name is Horovod's
         raise ConfigError(f"{optimizer!r} is not a Keras optimizer; make one with keras.optimizers.")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ConfigError("Wrap the optimizer inside of LossScaleOptimizer, not the LossScaleOptimizer itself.")
+    refuse_several(optimizer)
     exchange = gradient_exchange(
         f"DistributedOptimizer.{name or optimizer.name}",
         compression,
@@ -180,13 +190,22 @@ def PartialDistributedOptimizer(  # noqa: N802  the name is Horovod's
     Raises:
         ConfigError: as ``DistributedOptimizer``.
     """
+    variables = variables_of_layers(local_layers)
     DistributedOptimizer(optimizer, **options)
-    for layer in keras.tree.flatten([] if local_layers is None else local_layers):
-        if not layer.built:
-            raise ConfigError(f"The local layer {layer.name!r} has no variables yet: build the model first.")
-        for variable in layer.trainable_weights:
-            optimizer.register_local_var(variable)
+    for variable in variables:
+        optimizer.register_local_var(variable)
     return optimizer
+
+
+def refuse_several(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuse an optimizer that is made of others, whose gradients would not be exchanged.
+
+    Raises:
+        ConfigError: it is.
+    """
+    # Keras has it since 3.11.
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise ConfigError("A MultiOptimizer cannot be distributed; use one optimizer for all layers.")
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> None:

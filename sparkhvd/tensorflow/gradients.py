@@ -12,6 +12,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
+from sparkhvd.layers import variables_of_layers
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.operations import grouped_allreduce, reduce_slices
 from sparkhvd.tensorflow.tensors import as_written
@@ -139,11 +140,14 @@ def PartialDistributedGradientTape(  # noqa: N802  the name is Horovod's
         args: see ``DistributedGradientTape``.
         local_layers: a Keras layer or several.
         kwargs: see ``DistributedGradientTape``.
+
+    Raises:
+        ConfigError: a layer has no variables yet, because it is not built.
     """
+    variables = variables_of_layers(local_layers)
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
-    for layer in tf.nest.flatten([] if local_layers is None else local_layers):
-        for variable in layer.trainable_weights:
-            tape.register_local_source(variable)
+    for variable in variables:
+        tape.register_local_source(variable)
     return tape
 
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
-_MOVED = _FLOATS | _INTEGERS | {torch.bool, torch.int16}
+_MOVED = _FLOATS | _INTEGERS | {torch.bool, torch.int16, torch.uint16}
 
 
 def by_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op: ReduceOp | None = None) -> bool:

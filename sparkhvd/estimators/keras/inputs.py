@@ -145,10 +145,7 @@ def _of_texts(port: Port, texts: Set[str]) -> Port:
     words = [name for name in port.columns if name in texts]
     if not words:
         if port.dtype == TEXT:
-            raise ParamError(
-                f"The input {port.name!r} takes strings, but the column {port.columns[0]!r} is none. Cast it "
-                '(df.withColumn(..., column.cast("string"))), or give the input another dtype.'
-            )
+            raise _no_text(port, port.columns[0])
         return port
     import keras  # noqa: PLC0415
 
@@ -157,6 +154,9 @@ def _of_texts(port: Port, texts: Set[str]) -> Port:
             f"The column {words[0]!r} is a text; of Keras' backends only TensorFlow has tensors of strings. Index it "
             "first, for example with pyspark.ml.feature.StringIndexer."
         )
+    if port.dtype == TEXT and len(words) < len(port.columns):
+        others = [name for name in port.columns if name not in texts]
+        raise _no_text(port, others[0])
     if len(words) < len(port.columns) or port.dtype not in {None, TEXT}:
         numbers = "numbers" if port.dtype in {None, TEXT} else port.dtype
         raise ParamError(
@@ -165,6 +165,13 @@ def _of_texts(port: Port, texts: Set[str]) -> Port:
             "index it first, for example with pyspark.ml.feature.StringIndexer."
         )
     return replace(port, dtype=TEXT)
+
+
+def _no_text(port: Port, column: str) -> ParamError:
+    return ParamError(
+        f"The input {port.name!r} takes strings, but the column {column!r} is none. Cast it "
+        '(df.withColumn(..., column.cast("string"))), or give the input another dtype.'
+    )
 
 
 def _sparse(port: Port, sparse: Mapping[str, ColumnSpec]) -> Port:

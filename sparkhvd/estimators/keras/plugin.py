@@ -5,7 +5,6 @@ Keras chooses its backend when it is imported, once per process; so nothing here
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -185,6 +184,7 @@ def _package(params: Mapping[str, Any]) -> Package:
 
     from sparkhvd.estimators.keras.names import check_names  # noqa: PLC0415
     from sparkhvd.estimators.keras.package import Package, bytes_of, custom_objects_of, frozen  # noqa: PLC0415
+    from sparkhvd.keras.optimizer import refuse_several  # noqa: PLC0415
 
     model = _built(params["model"])
     check_names(params["optimizer"], params["loss"], params["metrics"])
@@ -193,6 +193,7 @@ def _package(params: Mapping[str, Any]) -> Package:
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
+    refuse_several(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or model.dtype_policy.name == "mixed_float16":
         raise ParamError(
             "The model's loss would be scaled, as for 'mixed_float16', and each rank would leave out other steps where "
@@ -336,10 +337,10 @@ def _made_again(package: Package) -> Any:
 
 def _check_numbers(metrics: Mapping[str, Any]) -> None:
     for name, value in metrics.items():
-        if math.prod(np.shape(value)) != 1:
+        if np.shape(value) != ():
             raise ParamError(
-                f"The metric {name!r} gives {math.prod(np.shape(value))} numbers, but an epoch reports one per metric. "
-                "Let it average them, as F1Score(average='macro') does, or give one metric per number."
+                f"The metric {name!r} gives numbers of shape {list(np.shape(value))}, but an epoch reports one per "
+                "metric. Let it average them, as F1Score(average='macro') does, or give one metric per number."
             )
 
 

@@ -120,14 +120,21 @@ def _by_name(
     arguments = _positional(model)
     needed = sum(argument.default is argument.empty for argument in arguments)
     found = []
-    for _, given, own in in_order(named, [argument.name for argument in arguments], needed, columns):
-        dtype = _dtype(model, own[0]) if given.dtype is None else getattr(torch, given.dtype)
+    for name, given, own in in_order(named, [argument.name for argument in arguments], needed, columns):
+        dtype = _dtype(model, own[0]) if given.dtype is None else _tensor_dtype(name, given.dtype)
         if len(own) == 1 and own[0].sparse:
             found.append(_own_input(own[0], dtype))
             continue
         wide = given.shape if given.shape is not None or len(own) == 1 else (-1,)
         found.append(ModelInput(given.columns, wide, dtype))
     return tuple(found)
+
+
+def _tensor_dtype(name: str, dtype: str) -> torch.dtype:
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ParamError(f"inputs[{name!r}] has dtype {dtype!r}, of which there are no tensors.")
+    return found
 
 
 def _own_input(column: ColumnSpec, dtype: torch.dtype) -> ModelInput:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from sparkhvd.data import DataSchema
-from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
+from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.contradictions import check_watched
 from sparkhvd.estimators.keras import KerasEstimator
 from sparkhvd.estimators.keras.names import check_names
 from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.named_inputs import named_inputs
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.keras.callbacks import BestModelCheckpoint
 from sparkhvd.world import World
@@ -207,14 +208,31 @@ def test_texts_and_numbers_are_not_put_side_by_side_and_labels_are_numbers():
     model(keras.ops.zeros((1, 6)))
     with pytest.raises(ParamError, match="'x' is a text, but the input 'input' takes numbers"):
         PLUGIN.check(parameters(data, model=model), data, None)
+    for text in ("string", "str"):
+        inputs = named_inputs("inputs", {"a": {"columns": ["x", "z"], "dtype": text}})
+        with pytest.raises(ParamError, match="The input 'a' takes strings, but the column 'z' is none"):
+            PLUGIN.check(parameters(data, model=reading(("a", "string")), inputs=inputs), data, None)
     with pytest.raises(SchemaError, match="'y' has the type string, which cannot be a label"):
         PLUGIN.check(parameters(data, model=reading(("x", "string"), ("z", "float32"))), data, None)
 
 
-def test_a_metric_of_several_numbers_is_refused():
-    data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (3,), "array"))
-    given = parameters(data, loss="mse", metrics=[keras.metrics.F1Score()])
-    with pytest.raises(ParamError, match=r"The metric 'f1_score' gives 3 numbers, .*average='macro'"):
+@pytest.mark.parametrize("outputs", [3, 1])
+def test_a_metric_of_several_numbers_is_refused(outputs):
+    data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (outputs,), "array"))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs)])
+    given = parameters(data, model=model, loss="mse", metrics=[keras.metrics.F1Score()])
+    with pytest.raises(ParamError, match=rf"'f1_score' gives numbers of shape \[{outputs}\], .*average='macro'"):
+        PLUGIN.check(given, data, None)
+
+
+def test_an_optimizer_made_of_several_is_refused():
+    several = getattr(keras.optimizers, "MultiOptimizer", None)
+    if several is None:
+        pytest.skip("this Keras has no MultiOptimizer")
+    data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (1,), "array"))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    given = parameters(data, model=model, loss="mse", optimizer=several([(keras.optimizers.SGD(), model.layers)]))
+    with pytest.raises(ConfigError, match="MultiOptimizer cannot be distributed"):
         PLUGIN.check(given, data, None)
 
 

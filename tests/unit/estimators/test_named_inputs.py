@@ -55,6 +55,10 @@ def test_inputs_are_given_by_the_models_names_in_any_order_with_shape_and_dtype(
         ({"kind": "k", "picture": "q"}, "inputs names the column 'q', which is no feature column"),
         ({"kind": {"column": "k"}}, r"inputs\['kind'\]=.* must be a column, a list of columns, or a dict with columns"),
         ({"kind": {"columns": "k", "dtype": "integer!"}}, "dtype a name such as 'int64'"),
+        (
+            {"kind": {"columns": "k", "dtype": "string"}, "picture": "p"},
+            r"inputs\['kind'\] has dtype 'string', of which there are no tensors",
+        ),
         ([], "must be a dict from the model's inputs to columns"),
     ],
 )

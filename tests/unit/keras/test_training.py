@@ -113,6 +113,39 @@ def keep_local_layers(passes, scale):
         np.testing.assert_allclose(found, own * factor if place < 2 else of_all, rtol=1e-4, atol=1e-6)
 
 
+def clip_beside_a_local_layer():
+    """What is shared stays so when clipping looks at a norm over several gradients."""
+    model = network()
+    part = slice(hvd.rank(), None, 2)
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.01), local_layers=[model.layers[0]]
+    )
+    fitted(model, optimizer, part, 8)
+    both = hvd.allgather_object(model.get_weights())
+    for place, (one, other) in enumerate(zip(*both, strict=True)):
+        assert np.array_equal(one, other) == (place >= 2)
+
+
+def broadcast_all_but_local_layers():
+    model = network(seed=hvd.rank())
+    own = [np.array(each) for each in model.layers[0].get_weights()]
+    optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.Adam(0.0), local_layers=model.layers[0])
+    optimizer.build(model.trainable_variables)
+    for variable in optimizer.variables[2:]:  # not the iterations and the learning rate
+        variable.assign(keras.ops.full(variable.shape, 1.0 + hvd.rank()))
+    fitted(model, optimizer, slice(0, 8), 8, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    for mine, now in zip(own, model.layers[0].get_weights(), strict=True):
+        assert np.array_equal(mine, now)
+    shared = hvd.allgather_object(model.layers[1].get_weights())
+    assert np.array_equal(shared[0][0], shared[1][0])
+    found = {id(each) for each in optimizer.local_variables()}
+    assert len(found) == 6  # two variables, two moments of each
+    sums = hvd.allgather_object([float(np.sum(each)) for each in optimizer.variables[2:] if id(each) in found])
+    assert sums[0] != sums[1]
+    sums = hvd.allgather_object([float(np.sum(each)) for each in optimizer.variables[2:] if id(each) not in found])
+    assert sums[0] == sums[1]
+
+
 def start_from_the_same(folder):
     model = network(seed=hvd.rank())
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(1)
@@ -241,8 +274,22 @@ def test_gradients_of_local_layers_stay_the_ranks_own(group, passes, scale):
     group.run(keep_local_layers, passes, scale)
 
 
+def test_local_layers_leave_what_is_shared_alone_and_are_not_broadcast(group):
+    group.run(clip_beside_a_local_layer)
+    group.run(broadcast_all_but_local_layers)
+
+
+def test_optimizers_of_several_are_refused():
+    layers = network().layers
+    several = getattr(keras.optimizers, "MultiOptimizer", None)
+    if several is None:
+        pytest.skip("this Keras has no MultiOptimizer")
+    with pytest.raises(ConfigError, match="MultiOptimizer cannot be distributed"):
+        hvd.DistributedOptimizer(several([(keras.optimizers.SGD(), layers)]))
+
+
 def test_a_local_layer_must_have_its_variables():
+    optimizer = keras.optimizers.SGD()
     with pytest.raises(ConfigError, match="'dense_later' has no variables yet: build the model first"):
-        hvd.PartialDistributedOptimizer(
-            keras.optimizers.SGD(), local_layers=[keras.layers.Dense(2, name="dense_later")]
-        )
+        hvd.PartialDistributedOptimizer(optimizer, local_layers=keras.layers.Dense(2, name="dense_later"))
+    hvd.DistributedOptimizer(optimizer)  # it was not changed

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import sparkhvd.tensorflow as hvd
 from sparkhvd.comm import interface
+from sparkhvd.errors import ConfigError
 
 DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
@@ -255,3 +258,9 @@ def test_the_gradients_of_local_layers_stay_the_ranks_own(group, in_graph):
 def test_the_name_of_an_optimizer_says_where_there_is_one():
     with pytest.raises(AttributeError, match=r"use sparkhvd\.keras\.DistributedOptimizer, or DistributedGradientTape"):
         hvd.DistributedOptimizer  # noqa: B018
+
+
+def test_a_local_layer_of_a_tape_must_have_its_variables():
+    layer = SimpleNamespace(name="later", built=False, trainable_weights=[])
+    with pytest.raises(ConfigError, match="'later' has no variables yet"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=layer)

@@ -1,0 +1,21 @@
+"""Keras layers that each rank has for itself, without Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sparkhvd.errors import ConfigError
+
+
+def variables_of_layers(layers: Any) -> list[Any]:
+    """The variables that are trained of a layer, or of several; none for None.
+
+    Raises:
+        ConfigError: a layer has none yet, because it is not built.
+    """
+    several = [] if layers is None else list(layers) if isinstance(layers, Iterable) else [layers]
+    for layer in several:
+        if not layer.built:
+            raise ConfigError(f"The local layer {layer.name!r} has no variables yet: build the model first.")
+    return [variable for layer in several for variable in layer.trainable_weights]
