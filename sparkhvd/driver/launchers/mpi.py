@@ -140,6 +140,7 @@ class MpiHandle:
         self._deadline = Deadline.after(job.start_timeout)
         self._wake = threading.Event()  # set when the stage or mpirun has ended, or a failure was noted
         self._spark_is_done = False
+        self._grace: Deadline | None = None  # of a job that has failed
         self._mpirun: Mpirun | None = None  # written by the starter before it ends
         self._attendants: list[tuple[threading.Thread, Client]] = []  # the same
         with ExitStack() as stack:
@@ -165,6 +166,7 @@ class MpiHandle:
         if self._failure_noted() is None:
             self._stage.wait()
         elif self._mpirun is not None:  # before that there are no ranks that could report
+            self._grace = Deadline.after(_ROWS_SECONDS)
             self._stage.wait(_ROWS_SECONDS)
         failure = self._failure_noted()
         if failure is not None:
@@ -178,7 +180,9 @@ class MpiHandle:
         self._service.end("The job is over.")
         self._starter.join()
         if self._mpirun is not None:
-            self._mpirun.close(_MPIRUN_SECONDS)
+            # It had the time in which the rows were waited for, too.
+            grace = _MPIRUN_SECONDS if self._grace is None else self._grace.capped(_MPIRUN_SECONDS).remaining()
+            self._mpirun.close(grace)
         self._stage.close()
         for thread, client in self._attendants:
             client.close()
