@@ -8,9 +8,7 @@ Writes a report to ``bench/results/soak.txt``. ``make soak`` runs it for its ful
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from tests.launch.faults import FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
 from tests.launch.losses import DRIVER_FAULTS, lost_driver, lost_executors
 from tests.ranks import RankGroup
+from tests.scripts import found_by, run_script
 
 _ROOT = Path(__file__).parents[1]
 _DECODERS = 11  # the tests of this name
@@ -156,13 +155,12 @@ def _cut_off(folder: Path) -> list[str]:
     """A host of four whose cable is pulled."""
     if why_not():
         return [f"  host cut off: not run, {why_not()}"]
-    folder.mkdir()
-    command = [sys.executable, "-m", "tests.launch.namespaces_script", str(folder), "thoroughly"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False, timeout=1200)
-    said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    if said is None:
+    command = [sys.executable, "-m", "tests.launch.namespaces_script", folder, "thoroughly"]
+    done = run_script(command, folder, 1200)
+    try:
+        found = found_by(done)["cut off"]
+    except AssertionError:
         return [f"  host cut off: FAILED: {done.stderr[-3000:]}"]
-    found = json.loads(said[1])["cut off"]
     return [_line(name, row["seconds"], row["error"], row["wrong"]) for name, row in found.items()]
 
 

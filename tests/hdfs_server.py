@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hadoop import START_SECONDS, configure, listening_ports, roomy_folder, start_daemon, stop_daemons
+from tests.waiting import happens
 
 _SERVER = "org.apache.hadoop.hdfs.server"
 
@@ -85,14 +86,11 @@ def _configuration(folder: Path, name: str, url: str, replicas: int, data: str =
 
 def _listening_port(process: subprocess.Popen[bytes], log: Path, address: str) -> int:
     """The port of the name node's RPC server: of its listening ports the one that does not speak HTTP."""
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()
-        ports = listening_ports(process)
-        if len(ports) >= 2:
-            return next(port for port in ports if not _speaks_http(address, port))
-        time.sleep(0.1)
-    raise AssertionError(f"The name node did not start:\n{log.read_text()}")
+    assert happens(lambda: process.poll() is not None or len(listening_ports(process)) >= 2, START_SECONDS), (
+        f"The name node did not start:\n{log.read_text()}"
+    )
+    assert process.poll() is None, log.read_text()
+    return next(port for port in listening_ports(process) if not _speaks_http(address, port))
 
 
 def _speaks_http(address: str, port: int) -> bool:

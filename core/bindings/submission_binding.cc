@@ -30,11 +30,12 @@ using Tensor = std::tuple<std::string, uintptr_t, uintptr_t, Shape, std::string,
 
 DType ToDType(std::string_view name) {
   if (const std::optional<DType> dtype = ParseDType(name)) return *dtype;
-  throw CoreFailure(
-      Status(StatusCode::kInvalidArgument,
-             "dtype '" + std::string(name) +
-                 "' is not one of bool, uint8, int8, uint16, int16, int32, int64, float16, "
-                 "bfloat16, float32, float64"));
+  std::string known;
+  for (size_t index = 0; index < kDTypeCount; ++index) {
+    known += (index == 0 ? "" : ", ") + std::string(Name(static_cast<DType>(index)));
+  }
+  throw CoreFailure(Status(StatusCode::kInvalidArgument,
+                           "dtype '" + std::string(name) + "' is not one of " + known));
 }
 
 ReduceOp ToReduceOp(std::string_view name) {

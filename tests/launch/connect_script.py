@@ -22,8 +22,11 @@ import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from sparkhvd import Store, TorchEstimator, TorchModel
+from sparkhvd import Store, TorchModel
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
+from tests import lines
+from tests.scripts import tell
+from tests.waiting import wait_for
 
 ADDRESS = "sc://localhost:15002"
 
@@ -146,30 +149,7 @@ def examined_by_the_doctor() -> list[object]:
 
 
 def wait_for_files(folder: Path, count: int) -> None:
-    deadline = time.monotonic() + 120
-    while len(list(folder.iterdir())) < count and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def trained(spark: SparkSession, store: Store | None) -> list[float]:
-    df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
-    torch.manual_seed(1)
-    model = torch.nn.Linear(1, 1)
-    estimator = TorchEstimator(
-        num_proc=2,
-        store=store,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=8,
-        epochs=10,
-        random_seed=1,
-        verbose=0,
-    )
-    rows = estimator.fit(df).transform(df).select("y", "y__output").collect()
-    return [abs(row.y - row.y__output) for row in rows]
+    wait_for(lambda: len(list(folder.iterdir())) >= count, 120.0)
 
 
 def doubled(spark: SparkSession) -> list[float]:
@@ -243,11 +223,11 @@ def main() -> None:
         found["preflight"] = [report.ok, str(report)]
         found["doctor"] = examined_by_the_doctor()
         with tempfile.TemporaryDirectory() as folder:
-            found["errors"] = trained(spark, Store.create(folder))
-        found["errors without a Store"] = trained(spark, None)
+            found["errors"] = lines.errors(spark, Store.create(folder))
+        found["errors without a Store"] = lines.errors(spark, None)
         # A Connect server tells its clients no keys: they are given here.
         given = json.loads(os.environ["S3_STORE"])
-        found["errors on S3"] = trained(spark, Store.create(given["url"], storage_options=given["storage_options"]))
+        found["errors on S3"] = lines.errors(spark, Store.create(**given))
         found["doubled"] = doubled(spark)
         found["predictions"] = predictions_in_plan(spark)
         with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +241,7 @@ def main() -> None:
         found["places after it"] = sparkhvd.run(place, num_proc=2)
     finally:
         spark.stop()
-    print("FOUND " + json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

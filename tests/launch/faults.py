@@ -7,10 +7,8 @@ run; ``bench.soak`` runs all and reports the times to the error.
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -25,6 +23,7 @@ import sparkhvd
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from tests.launch.misbehaviour import barrier_task, go_wrong, mpi_task, train
 from tests.launch.strangers import calling
+from tests.scripts import found_by, run_script
 from tests.waiting import happens
 
 PHASES = ("before registration", "at rendezvous", "in mid-training", "at the end")
@@ -295,19 +294,7 @@ def ports_taken(folder: Path, *more: str) -> dict[str, tuple[float, str, list[st
     """Run ``ports_script`` in a network of its own with few ports: by row, seconds, error and complaints."""
     prepare = "ip link set lo up && sysctl -qw net.ipv4.ip_local_port_range='40000 40299' && exec \"$@\""
     command = [sys.executable, "-m", "tests.launch.ports_script", str(folder), *more]
-    done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", prepare, "sh", *command],
-        cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_LONG,
-    )
-    said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    assert said, done.stdout + done.stderr
-    found: dict[str, tuple[float, str, list[str]]] = json.loads(said[1])
-    return found
+    return found_by(run_script(["unshare", "--net", "sh", "-c", prepare, "sh", *command], folder, _LONG))
 
 
 def complaints(fault: Fault, ended: Ended) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
@@ -10,6 +9,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd.errors import SlotsError
+from tests.scripts import tell
 
 
 def devices() -> dict[str, object]:
@@ -58,7 +58,7 @@ def main(script: str) -> None:
             found["slots"] = str(error)
     finally:
         session.stop()
-    print("FOUND " + json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

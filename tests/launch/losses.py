@@ -16,6 +16,7 @@ from pyspark.sql import SparkSession
 
 from sparkhvd.errors import LaunchError
 from tests.launch.faults import LAUNCHERS, PHASES, SECONDS, Fault
+from tests.scripts import found_by, run_script
 from tests.waiting import happens
 
 ATTEMPTS = 2
@@ -63,19 +64,8 @@ def session_on(master: str) -> SparkSession:
 
 def lost_executors(folder: Path) -> dict[str, tuple[float, str, list[str]]]:
     """Produce ``EXECUTOR_FAULTS`` on one cluster: by row, seconds, error and complaints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.launch.losses_script", str(folder)],
-        cwd=_ROOT,
-        env=_environment(folder),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    assert said, done.stdout + done.stderr
-    found: dict[str, tuple[float, str, list[str]]] = json.loads(said[1])
-    return found
+    command = [sys.executable, "-m", "tests.launch.losses_script", str(folder)]
+    return found_by(run_script(command, folder, 900, **_environment(folder)))
 
 
 def lost_driver(fault: Fault, folder: Path) -> tuple[float, str, list[str]]:

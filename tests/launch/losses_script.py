@@ -5,7 +5,6 @@ python -m tests.launch.losses_script FOLDER [NAME OF A ROW OF losses.DRIVER_FAUL
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from pyspark.sql import SparkSession
 
 from tests.launch.faults import Fault, complaints, produced
 from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, session_on
+from tests.scripts import tell
 
 
 def found(fault: Fault, folder: Path, spark: SparkSession | None) -> tuple[float, str, list[str]]:
@@ -31,7 +31,7 @@ def main(folder: Path, names: list[str]) -> None:
             place = folder / str(number)
             place.mkdir()
             rows[fault.name] = found(fault, place, spark)
-    print("FOUND " + json.dumps(rows), flush=True)
+    tell(rows)
     if spark is not None and not names:
         spark.stop()
 

@@ -5,24 +5,24 @@ python -m tests.launch.namespaces_script FOLDER [thoroughly]
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from pathlib import Path
 
-import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from sparkhvd import Store, TorchEstimator
+from sparkhvd import Store
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.driver.slots import reserve_tasks
+from tests import lines
 from tests.hdfs_server import running_hdfs
 from tests.launch import hosts
 from tests.launch.faults import CUT_OFF_FAULTS, Fault, complaints, produced
 from tests.s3_server import BUCKET, running_s3
+from tests.scripts import tell
 
 HOSTS = 4
 
@@ -73,28 +73,12 @@ def examined_apart(session: SparkSession, one: hosts.Host, other: hosts.Host) ->
         one.show(other)
 
 
-def trained(spark: SparkSession, store: Store) -> list[float]:
-    df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
-    torch.manual_seed(1)
-    model = torch.nn.Linear(1, 1)
-    estimator = TorchEstimator(
-        num_proc=HOSTS,
-        store=store,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=4,
-        epochs=10,
-        random_seed=1,
-        verbose=0,
-    )
-    rows = estimator.fit(df).transform(df).select("y", "y__output").collect()
-    return [abs(row.y - row.y__output) for row in rows]
+def learned(spark: SparkSession, store: Store) -> list[float]:
+    """How far off a fit with a rank on every host is."""
+    return lines.errors(spark, store, num_proc=HOSTS, batch_size=4)
 
 
-def trained_remotely(spark: SparkSession, address: str, folder: Path) -> dict[str, list[float]]:
+def learned_remotely(spark: SparkSession, address: str, folder: Path) -> dict[str, list[float]]:
     """The same on servers that the hosts reach by their network."""
     folder.mkdir()
     with running_hdfs(folder, address=address) as hdfs, running_s3(address=address) as s3:
@@ -102,7 +86,7 @@ def trained_remotely(spark: SparkSession, address: str, folder: Path) -> dict[st
             "hdfs": Store.create(f"{hdfs.url}/store"),
             "s3": Store.create(f"s3a://{BUCKET}/store", storage_options=s3.options),
         }
-        return {name: trained(spark, store) for name, store in stores.items()}
+        return {name: learned(spark, store) for name, store in stores.items()}
 
 
 def session_on(cluster: hosts.Cluster) -> SparkSession:
@@ -128,8 +112,8 @@ def main(folder: Path, thoroughly: bool) -> None:
                 "barrier": sparkhvd.run(place, num_proc=HOSTS, launcher="barrier"),
                 "mpi": sparkhvd.run(place, num_proc=HOSTS, launcher="mpi"),
                 "errors": {
-                    "a folder": trained(session, shared),
-                    **trained_remotely(session, cluster.address, folder / "hdfs"),
+                    "a folder": learned(session, shared),
+                    **learned_remotely(session, cluster.address, folder / "hdfs"),
                 },
                 "cut off": {
                     fault.name: cut_off(fault, folder / f"cut {number}", session, cluster)
@@ -139,7 +123,7 @@ def main(folder: Path, thoroughly: bool) -> None:
             }
         finally:
             session.stop()
-    print("FOUND " + json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

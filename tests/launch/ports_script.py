@@ -5,7 +5,6 @@ python -m tests.launch.ports_script FOLDER [thoroughly]
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from tests.launch.faults import PHASES, PORT_FAULTS, complaints, produced
+from tests.scripts import tell
 
 
 def main(folder: Path, thoroughly: bool) -> None:
@@ -29,7 +29,7 @@ def main(folder: Path, thoroughly: bool) -> None:
         place.mkdir(parents=True)
         ended = produced(fault, place, spark)
         found[fault.name] = [ended.seconds, type(ended.error).__name__, complaints(fault, ended)]
-    print("FOUND " + json.dumps(found), flush=True)
+    tell(found)
     if spark is not None:
         spark.stop()
 

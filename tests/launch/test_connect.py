@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import uuid
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.s3_server import BUCKET, SECRET
+from tests.scripts import found_by, run_script
 
 SCRIPT = Path(__file__).with_name("connect_script.py")
 
@@ -23,24 +22,8 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     discovery = tmp_path / "discover.sh"
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
     discovery.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, SCRIPT],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(SCRIPT.parents[2]),
-            "SPARK_LOCAL_DIRS": str(tmp_path),
-            "S3_STORE": json.dumps(store),
-            "GPU_SCRIPT": str(discovery),
-        },
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    found = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    assert found, done.stdout + done.stderr
-    found = json.loads(found[1])
+    done = run_script([sys.executable, SCRIPT], tmp_path, 580, S3_STORE=json.dumps(store), GPU_SCRIPT=str(discovery))
+    found = found_by(done)
     assert found["module"] == "pyspark.sql.connect.session"
     assert found["places"] == [[0, 2], [1, 2]]
     assert {"[0]<stdout>:hello", "[1]<stdout>:hello"} <= set(done.stdout.splitlines())
@@ -76,15 +59,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
 @pytest.mark.timeout(120)
 def test_the_doctor_says_that_a_connect_server_without_executors_gives_a_stage_no_gpus(tmp_path):
     words = ["-m", "sparkhvd.cli.main", "doctor", "--remote", "local[2]", "-np", "2", "--gpus-per-task", "1"]
-    done = subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "SPARK_LOCAL_DIRS": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    done = run_script([sys.executable, *words], tmp_path, 110)
     assert done.returncode == 1
     refused = r"^FAIL +tasks +gpus_per_task and cpus_per_task do not work on this Spark Connect server: Spark gives "
     assert re.search(refused, done.stdout, re.MULTILINE), done.stdout + done.stderr

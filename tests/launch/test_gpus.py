@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 
 import sparkhvd
 from sparkhvd.errors import ConfigError, LaunchError
+from tests.scripts import found_by, run_script
 
 SCRIPT = Path(__file__).with_name("gpu_script.py")
 
@@ -24,18 +22,8 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
     discovery = tmp_path / "discover.sh"
     discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1", "2", "3"]}\'\n')
     discovery.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, SCRIPT, discovery],
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2]), "SPARK_LOCAL_DIRS": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    found = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    assert found, done.stdout + done.stderr
-    found = json.loads(found[1])
+    done = run_script([sys.executable, SCRIPT, discovery], tmp_path, 280)
+    found = found_by(done)
     two = found["two each"]
     firsts, rest = [one["own"][0] for one in two], [one["own"][1] for one in two]
     assert {*firsts, *rest} == {"0", "1", "2", "3"}

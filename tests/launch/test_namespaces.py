@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launch.hosts import why_not
+from tests.scripts import found_by, run_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,18 +21,8 @@ def found(tmp_path_factory) -> dict:
     if why_not():
         pytest.skip(why_not())
     folder = tmp_path_factory.mktemp("hosts")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.launch.namespaces_script", folder],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    said = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    assert said, done.stdout + done.stderr
-    return json.loads(said[1])
+    done = run_script([sys.executable, "-m", "tests.launch.namespaces_script", folder], folder, 580)
+    return found_by(done)
 
 
 def test_the_preflight_asks_every_host(found):

@@ -6,7 +6,6 @@ import io
 import re
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
@@ -15,9 +14,9 @@ import torch
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.cli.main import _last_line, main
-from sparkhvd.deadline import Deadline
 from sparkhvd.driver.preflight_report import Verdict
 from sparkhvd.errors import ConfigError
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
 
@@ -96,10 +95,7 @@ def test_rows_that_take_too_long_are_given_up_and_their_job_is_cancelled(spark):
     (said,) = [check for check in report.checks if check.name == "model"]
     assert said.verdict is Verdict.FAIL
     assert said.says.startswith("5 rows of df did not go through the model within 1 s. Is df costly to compute")
-    deadline = Deadline.after(60)
-    while spark.sparkContext.statusTracker().getActiveJobsIds():
-        deadline.check("the end of the cancelled query")
-        time.sleep(0.05)
+    wait_for(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds())  # the query was cancelled
 
 
 def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path, capsys):

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-import json
-import os
-import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.scripts import found_by, run_script
 from tests.yarn_server import running_yarn
 
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -22,24 +19,10 @@ SCRIPT = Path(__file__).with_name("yarn_script.py")
 def found(tmp_path_factory, hdfs) -> Iterator[dict]:
     folder = tmp_path_factory.mktemp("yarn")
     with running_yarn(folder) as conf:
-        done = subprocess.run(
-            [sys.executable, SCRIPT, folder / "staging", f"{hdfs.url}/store"],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(SCRIPT.parents[2]),
-                "HADOOP_CONF_DIR": str(conf),
-                "SPARK_LOCAL_DIRS": str(folder),
-            },
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        answer = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
+        command = [sys.executable, SCRIPT, folder / "staging", f"{hdfs.url}/store"]
+        done = run_script(command, folder, 400, HADOOP_CONF_DIR=str(conf))
         logs = "".join(path.read_text()[-2000:] for path in folder.glob("logs/*/*/std*"))
-        assert answer, f"{done.stdout}{done.stderr}{logs}"
-        yield json.loads(answer[1])
+        yield found_by(done, logs)
     shutil.rmtree(folder)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import pyspark
-import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from sparkhvd import Store, TorchEstimator
+from sparkhvd import Store
+from tests import lines
+from tests.scripts import tell
 
 
 def place() -> dict[str, object]:
@@ -32,28 +32,6 @@ def place() -> dict[str, object]:
         "tokens": Path(os.environ["HADOOP_TOKEN_FILE_LOCATION"]).is_file(),
         "total": float(total[0]),
     }
-
-
-def trained(spark: SparkSession, store: Store) -> list[float]:
-    """How far the predictions of a line are off, fitted and transformed in containers."""
-    df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
-    torch.manual_seed(1)
-    model = torch.nn.Linear(1, 1)
-    estimator = TorchEstimator(
-        num_proc=2,
-        store=store,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        batch_size=8,
-        epochs=10,
-        random_seed=1,
-        verbose=0,
-    )
-    rows = estimator.fit(df).transform(df).select("y", "y__output").collect()
-    return [abs(row.y - row.y__output) for row in rows]
 
 
 def main(staging: str, store: str) -> None:
@@ -79,10 +57,10 @@ def main(staging: str, store: str) -> None:
         found: dict[str, object] = {
             launcher: sparkhvd.run(place, num_proc=2, launcher=launcher) for launcher in ("barrier", "mpi")
         }
-        found["errors"] = trained(session, Store.create(store))
+        found["errors"] = lines.errors(session, Store.create(store))
     finally:
         session.stop()
-    print("FOUND " + json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from sparkhvd.errors import SlotsError
 from sparkhvd.rpc.messages import Message
 from tests.launch.faults import complaints, produced
 from tests.launch.losses import EXECUTOR_FAULTS
+from tests.scripts import tell
 from tests.spark import trainings
 
 
@@ -112,7 +112,7 @@ def main(master: str, folder: Path) -> None:
         found["executor lost"] = mpi_without_an_executor(session, folder.with_name("executor lost"))
     finally:
         session.stop()
-    print("FOUND " + json.dumps(found))
+    tell(found)
 
 
 if __name__ == "__main__":

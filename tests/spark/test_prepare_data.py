@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 
 import numpy as np
 import pandas as pd
@@ -21,10 +20,10 @@ from sparkhvd import TorchEstimator, prepare_data
 from sparkhvd.data import ParquetSource, clean, load
 from sparkhvd.data.fingerprint import fingerprint, living_caches
 from sparkhvd.data.processes import machine, process_start
-from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError
 from sparkhvd.store import LocalStore, layout
 from sparkhvd.world import World
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.spark
 
@@ -539,10 +538,7 @@ def test_an_interrupt_cancels_the_spark_job_and_leaves_nothing(store):
     with script:
         try:
             assert script.stdout.readline() == "ready\n"
-            deadline = Deadline.after(90)
-            while not any(path.endswith(".parquet") for path in store.list("")):
-                deadline.check("the first bytes of the write")
-                time.sleep(0.05)
+            wait_for(lambda: any(path.endswith(".parquet") for path in store.list("")), 90.0)
             script.send_signal(signal.SIGINT)
             assert script.stdout.readline() == "interrupted []\n"
             assert script.wait(60) == 0

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,6 +12,8 @@ from pathlib import Path
 import pyspark
 import pytest
 
+from tests.scripts import found_by, run_script
+
 pytestmark = [pytest.mark.spark, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 SPARK_HOME = Path(pyspark.__file__).parent
@@ -23,28 +24,8 @@ PLACES = [{"rank": rank, "size": 2, "local_rank": rank, "cross_size": 1} for ran
 
 
 def start(command: list[str | Path], folder: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        input=stdin,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(SCRIPT.parents[2]),
-            "PYSPARK_DRIVER_PYTHON_OPTS": "-i",
-            "SPARK_WORKER_DIR": str(folder),
-            "SPARK_LOCAL_DIRS": str(folder),
-        },
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-
-
-def found_by(done: subprocess.CompletedProcess[str]) -> dict:
-    found = re.search(r"FOUND (\{.*\})$", done.stdout, re.MULTILINE)
-    assert found, done.stdout + done.stderr
-    return json.loads(found[1])
+    more = {"PYSPARK_DRIVER_PYTHON_OPTS": "-i", "SPARK_WORKER_DIR": str(folder)}
+    return run_script(command, folder, 500, stdin=stdin, **more)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,14 @@ import torch
 from pyarrow import parquet
 from pyspark.sql import functions
 
-from sparkhvd import Store, TorchEstimator, TorchModel
+from sparkhvd import Store, TorchModel
 from sparkhvd.data import arrow_writer
 from sparkhvd.data.prepared import prepare_data
 from sparkhvd.data.spark_settings import in_default_file_system, spark_can_write, told_by_spark
 from sparkhvd.data.store_check import check_store
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import HDFSStore, layout
+from tests import lines
 from tests.s3_server import BUCKET, SECRET
 
 pytestmark = pytest.mark.spark
@@ -43,28 +44,12 @@ def store(request):
 
 
 def line(spark):
-    return spark.range(64).selectExpr("id / 64.0D AS x", "array(id / 64.0D, 1.0D) AS pair", "3 * id / 64.0D + 1 AS y")
+    return lines.points(spark, "array(id / 64.0D, 1.0D) AS pair")
 
 
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
 def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark, hdfs, s3, store):
-    torch.manual_seed(1)
-    model = torch.nn.Linear(1, 1)
-    estimator = TorchEstimator(
-        num_proc=2,
-        store=store,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        validation=0.25,
-        batch_size=4,
-        epochs=3,
-        random_seed=1,
-        run_id="the run",
-        verbose=0,
-    )
+    estimator = lines.estimator(store, validation=0.25, batch_size=4, epochs=3, run_id="the run")
     trained = estimator.fit(line(spark))
     losses = [record.train["loss"] for record in trained.trained.history]
     assert losses[-1] < losses[0]
@@ -115,19 +100,7 @@ def test_an_estimator_trains_on_files_that_lie_in_a_remote_store(hdfs_store, s3_
         store, paths = HDFSStore(train_path=train, val_path=held_out), {}
     else:
         store, paths = Store.create(str(tmp_path)), {"path": train, "validation_path": held_out}
-    model = torch.nn.Linear(1, 1)
-    estimator = TorchEstimator(
-        num_proc=1,
-        store=store,
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        loss=torch.nn.functional.mse_loss,
-        feature_cols=["x"],
-        label_cols=["y"],
-        epochs=1,
-        verbose=0,
-    )
-    (record,) = estimator.fit_on_parquet(**paths).trained.history
+    (record,) = lines.estimator(store, num_proc=1, epochs=1).fit_on_parquet(**paths).trained.history
     assert record.train["loss"] > 0
     assert record.validation["loss"] > 0
     if hasattr(store, "_connection"):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from sparkhvd.driver.log_stream import LogStream
@@ -12,6 +10,7 @@ from sparkhvd.task import log_files
 from sparkhvd.task.job import Job
 from sparkhvd.task.log_files import LogFiles, LogFileWriter
 from sparkhvd.task.output import DriverLog
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -49,9 +48,7 @@ def test_lines_are_written_while_the_rank_still_runs(files, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_SECONDS", 0.01)
     writer = LogFileWriter(files, 0, "stdout")
     writer.write(b"early")
-    deadline = time.monotonic() + 60.0
-    while writer.unwritten() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: not writer.unwritten())
     assert content(files, "logs/rank.0/stdout.000000") == b"early\n"
     writer.close()
 
