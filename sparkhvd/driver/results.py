@@ -88,18 +88,31 @@ def not_met(missing: Sequence[int], hosts: Mapping[int, str], seconds: float) ->
 
     Args:
         missing: their indices.
-        hosts: of tasks, as far as they are known.
+        hosts: of tasks that Spark runs, by index, as far as they are known.
         seconds: what the user gave as ``start_timeout``.
     """
-    names = [f"task {index} on host {hosts[index]}" if hosts.get(index) else f"task {index}" for index in missing]
+    run = _listed([f"task {index} on host {hosts[index]}" for index in missing if hosts.get(index)])
+    unknown = _listed([f"task {index}" for index in missing if not hosts.get(index)])
+    causes = []
+    if run:
+        causes.append(
+            f"Spark runs {run}, but without getting any further. Its Python worker is stopped, what it does first "
+            "hangs, like an import from a file system that does not answer, or its host is cut off from the network. "
+            "See the executor's log, or raise start_timeout"
+        )
+    if unknown:
+        causes.append(
+            f"Spark does not say here where it runs {unknown}. It waits for a slot since an executor was lost, its "
+            "Python worker is stopped or hangs, or its host is cut off from the network. See the stage in Spark's UI "
+            "and the log of the executor there, or raise start_timeout"
+        )
+    met = f"The tasks of this job did not meet within start_timeout={seconds:g} s: {'. '.join(causes)}"
+    return FailureReport(-1, "", met, kind=NOT_MET)
+
+
+def _listed(names: Sequence[str]) -> str:
     more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    cause = (
-        f"The tasks of this job did not meet within start_timeout={seconds:g} s: Spark runs "
-        f"{', '.join(names[:_MOST_NAMED] + more)}, but without getting any further. Its Python worker is stopped, "
-        "what it does first hangs, like an import from a file system that does not answer, or its host is cut off from "
-        "the network. See the executor's log, or raise start_timeout"
-    )
-    return FailureReport(-1, "", cause, kind=NOT_MET)
+    return ", ".join([*names[:_MOST_NAMED], *more])
 
 
 def silent(task: Attending) -> FailureReport:

@@ -87,12 +87,15 @@ class BarrierStage:
             return ""
 
     def task_hosts(self) -> dict[int, str]:
-        """The hosts of the tasks of the last attempt, by index; empty where Spark does not say."""
+        """The hosts of the tasks of the last attempt that run or failed, by index; empty where Spark does not say."""
         if is_connect(self._spark):
             return {}
         try:
-            own = next(stage for stage in self._stages() if stage.numTasks == self._num_tasks)
-            return {int(task.index()): str(task.host()) for task in self._tasks_of(own)}
+            # The rows that the tasks get may come from stages with as many tasks, which have succeeded.
+            tasks = [
+                task for stage in self._stages() if stage.numTasks == self._num_tasks for task in self._tasks_of(stage)
+            ]
+            return {int(task.index()): str(task.host()) for task in tasks if str(task.status()) != "SUCCESS"}
         except Exception:  # noqa: BLE001 - a sentence without the hosts is better than none
             return {}
 

@@ -56,7 +56,7 @@ class Registration:
     """What a task of the mpi launcher tells the driver about itself.
 
     Attributes:
-        attempt: which attempt of the stage it belongs to.
+        attempt: the number of its attempt, unlike that of any other task of the application.
         offer: its place; ``bind_host`` is filled in when the interfaces are known.
         servers: where it listens.
         orted: the path of ``orted``, empty when its host has none.

@@ -43,7 +43,7 @@ def place() -> dict[str, object]:
 def cut_off(fault: Fault, folder: Path, session: SparkSession, cluster: hosts.Cluster) -> dict[str, object]:
     """A job of all hosts in which that of one rank is cut off; all are connected again afterwards."""
     folder.mkdir()
-    # Spark may have lost executors by the end of the job before: those that wait in its own allGather end with it.
+    # Spark may have lost executors by the end of the job before, with the hosts that were cut off.
     while reserve_tasks(session, None, TaskResources(), Deadline.after(120.0)) < HOSTS:
         continue
     try:

@@ -61,7 +61,7 @@ class ProcessStage:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-            process.stdin.write(pickle.dumps((job, TaskPlace(index, hosts, 1))))
+            process.stdin.write(pickle.dumps((job, TaskPlace(index, hosts, 1, attempt=index))))
             process.stdin.close()
             self.processes.append(process)
         self._thread = threading.Thread(target=self._collect, name="task processes")

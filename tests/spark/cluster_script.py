@@ -16,10 +16,11 @@ from sparkhvd import Store
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import SlotsError
 from sparkhvd.rpc.messages import Message
-from tests.launch.faults import complaints, produced
+from tests.launch.faults import FAULTS, complaints, produced
 from tests.launch.losses import EXECUTOR_FAULTS
 from tests.scripts import tell
 from tests.spark import trainings
+from tests.waiting import happens
 
 
 def place() -> dict[str, int]:
@@ -76,6 +77,22 @@ def mpi_without_an_executor(session: SparkSession, folder: Path) -> list[str]:
     return complaints(fault, produced(fault, folder, session))
 
 
+def mpi_interrupted(session: SparkSession, folder: Path) -> list[str]:
+    """What there is to complain of where the driver is interrupted while a task waits for the other."""
+    folder.mkdir()
+    fault = next(one for one in FAULTS if one.name == "driver interrupted, before registration, mpi")
+    before = executors(session)
+    wrong = complaints(fault, produced(fault, folder, session))
+    # Who waits in Spark's own ``allGather`` then takes its JVM along.
+    lost = happens(lambda: executors(session) != before, 5.0)
+    return [*wrong, *([f"executors {before} have become {executors(session)}"] if lost else [])]
+
+
+def executors(session: SparkSession) -> list[str]:
+    found = session.sparkContext._jsc.sc().statusStore().executorList(True)
+    return sorted(str(found.apply(number).id()) for number in range(found.size()))
+
+
 def pids_left(folder: Path) -> list[int]:
     """The ranks, of any attempt, that still run after a while."""
     pids = {int(pid) for path in folder.iterdir() for pid in path.read_text().split()}
@@ -109,6 +126,7 @@ def main(master: str, folder: Path) -> None:
             own = folder.with_name(framework)
             own.mkdir()
             found[framework] = losing_an_executor(session, framework, own)
+        found["interrupted"] = mpi_interrupted(session, folder.with_name("interrupted"))
         found["executor lost"] = mpi_without_an_executor(session, folder.with_name("executor lost"))
     finally:
         session.stop()

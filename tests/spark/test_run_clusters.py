@@ -58,6 +58,10 @@ def test_with_open_mpi_a_lost_executor_is_one_error_and_nothing_is_left(local_cl
     assert found_by(local_cluster)["executor lost"] == []
 
 
+def test_with_open_mpi_an_interrupted_job_whose_tasks_wait_for_one_costs_no_executor(local_cluster):
+    assert found_by(local_cluster)["interrupted"] == []
+
+
 # A mount namespace of its own, in which nothing of an NVIDIA driver is to be seen.
 ISOLATED = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc/driver && exec "$@"', "sh")
 

@@ -11,7 +11,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import stage_attempt
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.messages import Acknowledged, Attending, FindTask, Message, Refused, Register, TaskAddress
+from sparkhvd.rpc.messages import Acknowledged, FindTask, Message, Refused, Register, TaskAddress
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.task.assignment import assign
 
@@ -59,16 +59,12 @@ class DriverService:
         self._num_tasks = num_tasks
         self._stream = stream
         self._changed = threading.Condition()  # guards all below
-        self._attempts: dict[int, dict[int, Registration]] = {}
-        self._newest = -1
-        self._here: dict[int, str] = {}  # the host of each task of the newest attempt that has come so far
+        self._newest = -1  # attempt of the stage that a task has come from
+        self._registered: dict[int, Registration] = {}  # those of its tasks that have come so far, by index
         self._servers: Mapping[str, TaskServer] = {}
         self._over = ""
 
     def handle(self, message: Message) -> Message | None:
-        if isinstance(message, Attending):
-            self._note(message)
-            return None
         if isinstance(message, Register):
             return self._register(message.registration)
         if isinstance(message, FindTask):
@@ -86,20 +82,18 @@ class DriverService:
             DeadlineExceededError: not all of them came.
         """
         with self._changed:
-            while (found := self._complete(above)) is None and not self._over:
+            while self._newest <= above or self._missing():
+                if self._over:
+                    raise DeadlineExceededError(self._over)
                 if not self._changed.wait(deadline.remaining()) and deadline.expired():
-                    there = max((len(one) for one in self._attempts.values()), default=0)
-                    raise DeadlineExceededError(
-                        f"Timed out waiting for Spark tasks to register: {there} of {self._num_tasks} did."
-                    )
-            if found is None:
-                raise DeadlineExceededError(self._over)
-            return found, [self._attempts[found][index] for index in range(self._num_tasks)]
+                    there = f"{len(self._registered)} of {self._num_tasks}"
+                    raise DeadlineExceededError(f"Timed out waiting for Spark tasks to register: {there} did.")
+            return self._newest, [self._registered[index] for index in range(self._num_tasks)]
 
     def missing(self) -> list[int]:
-        """The tasks that have not come to the others; all when these do not get any further, either."""
+        """The tasks that have not come."""
         with self._changed:
-            return sorted(set(range(self._num_tasks)) - set(self._here)) or list(range(self._num_tasks))
+            return self._missing()
 
     def serve_hosts(self, servers: Mapping[str, TaskServer]) -> None:
         """From now on agents learn which task's server executes commands for a host, by ``MpiHost.name``."""
@@ -112,27 +106,22 @@ class DriverService:
             self._over = why
             self._changed.notify_all()
 
-    def _complete(self, above: int) -> int | None:
-        done = [number for number, one in self._attempts.items() if number > above and len(one) == self._num_tasks]
-        return max(done, default=None)
-
-    def _note(self, task: Attending) -> None:
-        number = stage_attempt(task.attempt, task.task_index)
-        with self._changed:
-            if number > self._newest:
-                self._newest, self._here = number, {}
-            if number == self._newest:
-                self._here[task.task_index] = task.host
+    def _missing(self) -> list[int]:
+        return [index for index in range(self._num_tasks) if index not in self._registered]
 
     def _register(self, registration: Registration) -> Message:
         index = registration.offer.task_index
         if index not in range(self._num_tasks):
             return Refused(f"This job has {self._num_tasks} tasks; there is no task {index}.")
+        number = stage_attempt(registration.attempt, index)
         with self._changed:
             if self._over:
                 return Refused(self._over)
-            self._attempts.setdefault(registration.attempt, {})[index] = registration
-            self._changed.notify_all()
+            if number > self._newest:
+                self._newest, self._registered = number, {}
+            if number == self._newest:  # else Spark ends it
+                self._registered[index] = registration
+                self._changed.notify_all()
         return Acknowledged()
 
     def _find(self, message: FindTask) -> Message:

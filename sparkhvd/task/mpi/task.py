@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,10 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Refused, Register
+from sparkhvd.rpc.messages import Acknowledged, Flush, Refused, Register
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import Slot, assign
-from sparkhvd.task.gather import all_gather
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.job import Job
@@ -63,13 +62,12 @@ class _Part:
     deadline: Deadline
 
 
-def serve(job: MpiJob, place: TaskPlace, agree: Callable[[], int] = int) -> dict[int, bytes | Outcome]:
+def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
     """Take part in a job: register, wait for the plan, and start this host's ranks if this is its first task.
 
     Args:
         job: the job.
         place: of this task.
-        agree: meets the other tasks of this attempt of the stage; returns what all of them call it.
 
     Returns:
         By rank, for the ranks that this task watched over: the pickled result, or the outcome that made it worthless.
@@ -80,9 +78,6 @@ def serve(job: MpiJob, place: TaskPlace, agree: Callable[[], int] = int) -> dict
     deadline = Deadline.after(job.job.start_timeout)
     secret = job.job.secret
     with ExitStack() as stack:
-        driver = _introduced(job.job, place, deadline)
-        stack.callback(driver.close)
-        attempt = agree()
         service = TaskService(secret)
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
         # No reason for Spark to try again: the driver ends the job.
@@ -103,8 +98,8 @@ def serve(job: MpiJob, place: TaskPlace, agree: Callable[[], int] = int) -> dict
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )
         orted = shutil.which("orted", path=path) or ""
-        _register(driver, Registration(attempt, offer, listening, orted, problem), deadline)
-        offers = _await_plan(driver, service, deadline)
+        driver = _registered(job.job, Registration(place.attempt, offer, listening, orted, problem), deadline, stack)
+        offers = _await_plan(driver, service)
         plan = Plan(tuple(assign(offers)), job.rendezvous, job.token)
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == place.index).offer.bind_host
         for one, server in servers.items():
@@ -117,31 +112,25 @@ def serve(job: MpiJob, place: TaskPlace, agree: Callable[[], int] = int) -> dict
         return {}
 
 
-def _introduced(job: Job, place: TaskPlace, deadline: Deadline) -> Client:
-    """A connection to the driver, which now knows that this task has come so far."""
+def _registered(job: Job, registration: Registration, deadline: Deadline, stack: ExitStack) -> Client:
+    """A connection to the driver, which now knows this task."""
+    where = f"Task {registration.offer.task_index} on host {registration.offer.host} cannot register with the driver"
     try:
         driver = connect(job.driver_addresses, job.secret, deadline)
-        driver.send(Attending(place.index, -1, place.host, place.attempt), deadline)
+        stack.callback(driver.close)
+        answer = driver.ask(Register(registration), deadline)
     except OSError as error:
-        raise LaunchError(
-            f"Task {place.index} on host {place.host} cannot register with the driver: {error}"
-        ) from error
+        raise LaunchError(f"{where}: {error}") from error
+    if not isinstance(answer, Acknowledged):
+        raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Refused) else answer}")
     return driver
 
 
-def _await_plan(driver: Client, service: TaskService, deadline: Deadline) -> tuple[TaskOffer, ...]:
-    while (plan := service.plan_within(deadline.capped(_DRIVER_CHECK_SECONDS).remaining())) is None:
-        deadline.check("the driver to say who runs what: not all tasks of the job have registered")
+def _await_plan(driver: Client, service: TaskService) -> tuple[TaskOffer, ...]:
+    """What the driver has assigned; it knows how long all tasks may take, and which of them it misses then."""
+    while (plan := service.plan_within(_DRIVER_CHECK_SECONDS)) is None:
         driver.ask(Flush(), Deadline.after(NOTE_SECONDS))  # raises when the driver is gone
     return plan
-
-
-def _register(driver: Client, registration: Registration, deadline: Deadline) -> None:
-    answer = driver.ask(Register(registration), deadline)
-    if isinstance(answer, Refused):
-        raise LaunchError(answer.reason)
-    if not isinstance(answer, Acknowledged):
-        raise LaunchError(f"The driver answered a registration with {type(answer).__name__}.")
 
 
 def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
@@ -233,7 +222,6 @@ def run_mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.
     """Take part in a job; yields rows of ``RESULT_SCHEMA`` for the ranks that this task watched over."""
     for _ in batches:  # Spark wants its input read
         continue
-    place = place_of_task()
-    contents = serve(job, place, lambda: min(int(one) for one in all_gather(str(place.attempt), job.job, place)))
+    contents = serve(job, place_of_task())
     for rank, content in sorted(contents.items()):
         yield from result_rows(rank, content)

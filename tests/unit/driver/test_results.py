@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd.driver.results import cut_off, failure_of, results_of
+from sparkhvd.driver.results import cut_off, failure_of, not_met, results_of
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.messages import Attending
 from sparkhvd.task.job import FAILURE, RESULT
@@ -60,3 +60,16 @@ def test_a_host_that_is_cut_off_is_a_failed_rank_or_a_task_that_has_none_yet():
     early = failure_of(cut_off(Attending(2, -1, "node-4")))
     assert type(early) is LaunchError
     assert str(early).startswith("Task 2 on host node-4 was cut off from the network before its rank was assigned")
+
+
+def test_tasks_that_do_not_come_are_named_with_their_hosts_where_spark_says_them():
+    failed = failure_of(not_met([1, 3, 4], {1: "node-b", 2: "node-c", 4: "node-d"}, 15.0))
+    assert isinstance(failed, StartTimeoutError)
+    assert str(failed).startswith(
+        "The tasks of this job did not meet within start_timeout=15 s: Spark runs task 1 on host node-b, task 4 on "
+        "host node-d, but without getting any further. Its Python worker is stopped, "
+    )
+    assert ". Spark does not say here where it runs task 3. It waits for a slot since an executor was lo" in str(failed)
+    many = str(failure_of(not_met(range(12), {}, 15.0)))
+    assert "15 s: Spark does not say here where it runs task 0, task 1, " in many
+    assert "task 9, 2 more. It waits for a slot" in many

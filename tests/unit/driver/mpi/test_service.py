@@ -9,7 +9,7 @@ from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import mpirun_arguments, mpirun_settings
 from sparkhvd.driver.mpi.service import DriverService, MpiHost, mpi_hosts
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.messages import Acknowledged, Attending, FindTask, Refused, Register, TaskAddress
+from sparkhvd.rpc.messages import Acknowledged, FindTask, Refused, Register, TaskAddress
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 
 
@@ -40,11 +40,11 @@ def test_hosts_are_in_rank_order_under_names_without_digits():
 
 def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_one():
     driver = service()
-    for index, attempt in ((0, 3), (1, 8), (0, 8), (1, 3)):
+    for index, attempt in ((0, 3), (1, 9), (0, 8), (1, 4)):  # Spark numbers the tasks of a stage one by one
         assert driver.handle(Register(registration(index, attempt))) == Acknowledged()
     attempt, tasks = driver.await_registrations(-1, Deadline.after(1.0))
     assert attempt == 8
-    assert [task.offer.task_index for task in tasks] == [0, 1]
+    assert [(task.offer.task_index, task.attempt) for task in tasks] == [(0, 8), (1, 9)]
     with pytest.raises(DeadlineExceededError, match="2 of 2 did"):
         driver.await_registrations(8, Deadline.after(0.01))
 
@@ -64,10 +64,8 @@ def test_the_tasks_that_have_not_come_are_known():
     driver = service(3)
     assert driver.missing() == [0, 1, 2]
     for index, attempt in ((0, 0), (1, 1), (2, 5), (0, 3)):  # Spark has begun anew with task 2
-        assert driver.handle(Attending(index, -1, "there", attempt)) is None
+        driver.handle(Register(registration(index, attempt)))
     assert driver.missing() == [1]
-    driver.handle(Attending(1, -1, "there", 4))
-    assert driver.missing() == [0, 1, 2], "nobody gets any further"
 
 
 def test_a_task_that_the_job_does_not_have_is_refused():
