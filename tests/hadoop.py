@@ -15,19 +15,26 @@ from pathlib import Path
 
 import psutil
 
-# The version of Hadoop's client that pyspark 4.3 brings along.
-_PACKAGES = (
-    "org.apache.hadoop:hadoop-client-minicluster:3.5.0",
+_VERSION = "3.5.0"  # of Hadoop's client that pyspark 4.3 brings along
+_SERVERS = (
+    f"org.apache.hadoop:hadoop-client-minicluster:{_VERSION}",
     "org.slf4j:slf4j-reload4j:1.7.36",
     "org.bouncycastle:bcpkix-jdk18on:1.79",  # YARN's
 )
-# A folder that the next run finds again; `make` targets of several checkouts may share it.
-_CACHE = Path(__file__).parents[1] / "build" / "hadoop"
+_ALL_OF_AWS = "software.amazon.awssdk:bundle"  # 0.7 GB
+_PARTS_OF_AWS = ("s3", "s3-transfer-manager", "sts", "netty-nio-client", "apache-client")
+_S3A = (
+    f"org.apache.hadoop:hadoop-aws:{_VERSION}",
+    *(f"software.amazon.awssdk:{part}:2.35.4" for part in _PARTS_OF_AWS),
+)
+# Folders that the next run finds again; `make` targets of several checkouts may share them.
+_CACHES = Path(__file__).parents[1] / "build"
 _FETCH = """
 import sys
 from pyspark.sql import SparkSession
 builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
 builder = builder.config("spark.jars.packages", sys.argv[1]).config("spark.jars.ivy", sys.argv[2])
+builder = builder.config("spark.jars.excludes", sys.argv[3])
 builder.config("spark.driver.host", "127.0.0.1").getOrCreate().stop()
 """
 START_SECONDS = 150.0
@@ -41,17 +48,27 @@ log4j.appender.E.layout.ConversionPattern=%d %p %c: %m%n
 
 
 def hadoop_jars() -> Path:
-    """The folder of Hadoop's jars, fetched by Spark's own Ivy where they are not there yet."""
-    _CACHE.mkdir(parents=True, exist_ok=True)
-    jars, complete = _CACHE / "jars", _CACHE / "complete"
-    packages = ",".join(_PACKAGES)
-    with (_CACHE / "lock").open("w") as lock:
+    """The folder of the jars of Hadoop's servers."""
+    return _fetched(_SERVERS, _CACHES / "hadoop")
+
+
+def s3a_jars() -> Path:
+    """The folder of the jars of Spark's connector to S3."""
+    return _fetched(_S3A, _CACHES / "hadoop-aws")
+
+
+def _fetched(packages: Sequence[str], cache: Path) -> Path:
+    """The folder of the jars of these packages, fetched by Spark's own Ivy where they are not there yet."""
+    cache.mkdir(parents=True, exist_ok=True)
+    jars, complete = cache / "jars", cache / "complete"
+    wanted = ",".join(packages)
+    with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not complete.exists() or complete.read_text() != packages:
-            command = [sys.executable, "-c", _FETCH, packages, str(_CACHE)]
+        if not complete.exists() or complete.read_text() != wanted:
+            command = [sys.executable, "-c", _FETCH, wanted, str(cache), _ALL_OF_AWS]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-            assert done.returncode == 0, f"Hadoop's jars cannot be fetched:\n{done.stdout}{done.stderr}"
-            complete.write_text(packages)
+            assert done.returncode == 0, f"Jars cannot be fetched:\n{done.stdout}{done.stderr}"
+            complete.write_text(wanted)
     return jars
 
 

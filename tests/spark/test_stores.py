@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import uuid
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -19,7 +22,9 @@ from sparkhvd.data.store_check import check_store
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import HDFSStore, layout
 from tests import lines
+from tests.hadoop import s3a_jars
 from tests.s3_server import BUCKET, SECRET
+from tests.scripts import found_by, run_script
 
 pytestmark = pytest.mark.spark
 
@@ -84,6 +89,21 @@ def sparks_own_credentials(spark, s3):
     yield
     for name, value in before.items():
         conf.unset(name) if value is None else conf.set(name, value)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_spark_writes_the_rows_to_s3_by_its_own_connector_where_it_has_it(s3, tmp_path):
+    script = Path(__file__).with_name("s3a_script.py")
+    found = found_by(run_script([sys.executable, script, s3a_jars(), json.dumps(s3.options)], tmp_path, 280))
+    assert found["loaded by its URL"] == 64
+    for told in ("spark", "options"):
+        by = found[told]
+        assert by["can write"]
+        assert "_SUCCESS" in by["files"], "which Spark writes and we do not"
+        assert len(by["errors"]) == 64
+        assert max(by["errors"]) < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+        assert by["validation"] < 0.1
 
 
 @pytest.mark.filterwarnings("ignore:.*only affects:UserWarning")
