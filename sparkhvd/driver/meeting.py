@@ -42,6 +42,7 @@ class _Attempt:
         """Nobody is missed any more."""
         if self.limit is not None:
             self.limit.cancel()
+            self.limit = None
 
     def missing(self, num_tasks: int) -> Mapping[int, str]:
         """The tasks that keep the others waiting, and the host of each; empty where it is not known."""
@@ -66,6 +67,8 @@ class Meeting:
         num_tasks: how many there are.
         stream: takes the output.
         seconds: how long after the first line of an attempt all its tasks have to know their ranks.
+        given: whether the tasks get rows first, which may take any time: then they have so long once all that have a
+            line have come to the meeting.
         on_missing: called with the tasks that do not by then, and the host of each, as far as it is known; None lets
             them take their time.
 
@@ -79,10 +82,12 @@ class Meeting:
         stream: LogStream,
         seconds: float = 0.0,
         on_missing: Callable[[Mapping[int, str]], None] | None = None,
+        given: bool = False,
     ) -> None:
         self._num_tasks = num_tasks
         self._stream = stream
         self._seconds = seconds
+        self._given = given
         self._on_missing = on_missing
         self.heard = False
         self._lock = threading.Lock()  # guards all below
@@ -120,8 +125,7 @@ class Meeting:
                 self._attempt.lines[task.task_index] = task.host
                 if task.rank >= 0:
                     self._attempt.ranked.add(task.task_index)
-                if len(self._attempt.ranked) == self._num_tasks:
-                    self._attempt.unlimited()
+                self._limit(self._attempt)
         _tell(given_up, Apart())
 
     def _begin(self, number: int) -> list[Future[Message]]:
@@ -131,9 +135,15 @@ class Meeting:
         given_up = self._attempt.decide(Apart())
         self._attempt.unlimited()
         self._newest, self._attempt = number, _Attempt()
-        if self._on_missing is not None and not self._over:
-            self._attempt.limit = _after(self._seconds, self._look_who_is_missing, self._attempt)
         return given_up
+
+    def _limit(self, attempt: _Attempt) -> None:
+        """Let the time run in which all have to know their ranks, or not any more."""
+        busy = self._given and len(attempt.introductions) < len(attempt.lines)  # with their rows
+        if busy or len(attempt.ranked) == self._num_tasks:
+            attempt.unlimited()
+        elif attempt.limit is None and self._on_missing is not None and not self._over:
+            attempt.limit = _after(self._seconds, self._look_who_is_missing, attempt)
 
     def _meet(self, own: Introduction) -> Message | Future[Message]:
         index = own.offer.task_index
@@ -148,6 +158,7 @@ class Meeting:
             if number != self._newest:
                 return Apart()  # its attempt was given up
             attempt.introductions[index] = own
+            self._limit(attempt)
             if attempt.answer is not None:
                 return Apart()  # a task has no line
             attempt.waiting.append(answer)
@@ -177,7 +188,8 @@ class Meeting:
 
     def _look_who_is_missing(self, attempt: _Attempt) -> None:
         with self._lock:
-            missing = {} if self._over or attempt is not self._attempt else attempt.missing(self._num_tasks)
+            current = attempt is self._attempt and attempt.limit is not None and not self._over
+            missing = attempt.missing(self._num_tasks) if current else {}
         if missing and self._on_missing is not None:
             self._on_missing(missing)
 

@@ -83,13 +83,14 @@ def lost(task: Attending, error: OSError) -> FailureReport:
     return cut_off(task) if is_cut_off(error) else silent(task)
 
 
-def not_met(missing: Sequence[int], hosts: Mapping[int, str], seconds: float) -> FailureReport:
+def not_met(missing: Sequence[int], hosts: Mapping[int, str], seconds: float, given: bool = False) -> FailureReport:
     """The report for tasks that keep the others waiting.
 
     Args:
         missing: their indices.
         hosts: of tasks that Spark runs, by index, as far as they are known.
         seconds: what the user gave as ``start_timeout``.
+        given: whether the tasks are given rows, so that the others have waited with theirs for so long.
     """
     run = _listed([f"task {index} on host {hosts[index]}" for index in missing if hosts.get(index)])
     unknown = _listed([f"task {index}" for index in missing if not hosts.get(index)])
@@ -106,7 +107,8 @@ def not_met(missing: Sequence[int], hosts: Mapping[int, str], seconds: float) ->
             "Python worker is stopped or hangs, or its host is cut off from the network. See the stage in Spark's UI "
             "and the log of the executor there, or raise start_timeout"
         )
-    met = f"The tasks of this job did not meet within start_timeout={seconds:g} s: {'. '.join(causes)}"
+    since = " after the others had their rows" if given else ""
+    met = f"The tasks of this job did not meet within start_timeout={seconds:g} s{since}: {'. '.join(causes)}"
     return FailureReport(-1, "", met, kind=NOT_MET)
 
 
@@ -116,12 +118,15 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def silent(task: Attending) -> FailureReport:
-    """The report for a task of a rank that does nothing any more."""
-    cause = (
-        f"was given up: its Spark task has given no sign of life for {SILENT_SECONDS:g} s. The task's Python worker is "
-        "stopped (by a signal, a debugger, or with its container), or the host is too busy to run it"
+    """The report for a task that does nothing any more."""
+    why = (
+        f"no sign of life for {SILENT_SECONDS:g} s. The task's Python worker is stopped (by a signal, a debugger, or "
+        "with its container), or the host is too busy to run it"
     )
-    return FailureReport(task.rank, task.host, cause)
+    if task.rank >= 0:
+        return FailureReport(task.rank, task.host, f"was given up: its Spark task has given {why}")
+    cause = f"Task {task.task_index} on host {task.host} was given up before its rank was assigned: it has given {why}"
+    return FailureReport(-1, task.host, cause, kind=LAUNCH)
 
 
 def cut_off(task: Attending) -> FailureReport:

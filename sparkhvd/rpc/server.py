@@ -35,7 +35,7 @@ _HANDSHAKE_SECONDS = 5.0
 _REPLY_SECONDS = 30.0
 _LAST_ANSWER_SECONDS = 2.0
 _SHORT_OF_FILES_SECONDS = 0.1
-# Without a sign of life from the task of a rank. An overloaded host, or one that is being moved, may be late.
+# Without a sign of life from a task. An overloaded host, or one that is being moved, may be late.
 SILENT_SECONDS = 60.0
 # For the kernel of a task's host to acknowledge what was sent to the task.
 UNANSWERED_SECONDS = 9.0
@@ -58,7 +58,8 @@ class Server(Closing):
         port: 0 takes a free one.
         name: prefix of the threads' names.
         on_lost: called with the last ``Attending`` of a connection that broke because the other host does not answer
-            any more, or over which the task of a rank said nothing for ``SILENT_SECONDS``; and with the error.
+            any more, or over which a task that waits for no answer said nothing for ``SILENT_SECONDS``; and with the
+            error.
     """
 
     def __init__(  # noqa: PLR0917
@@ -175,28 +176,28 @@ class Server(Closing):
 
     def _converse(self, frames: FrameSocket) -> None:
         attending: Attending | None = None
+        late: Future[Message] | None = None
         try:
             # A rank may be silent for hours, its task may not; close() ends this wait.
-            while (payload := frames.receive(idle=_idle(attending))) is not None:
+            while (payload := frames.receive(idle=_idle(attending, late))) is not None:
                 message = decode(payload)
                 if isinstance(message, Attending):
                     attending = message
                     frames.limit_silence(UNANSWERED_SECONDS)
                 reply = self._handler.handle(message)
                 if isinstance(reply, Future):
+                    late = reply
                     reply.add_done_callback(lambda done: self._send_late(frames, done.result()))
                 elif reply is not None:
                     frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
         except OSError as error:
-            if attending is not None and self._on_lost is not None and _is_loss(error, attending):
+            lost = is_cut_off(error) or isinstance(error, DeadlineExceededError)
+            if attending is not None and self._on_lost is not None and lost:
                 self._on_lost(attending, error)
             raise
 
 
-def _idle(attending: Attending | None) -> Deadline:
-    """How long the next message may take. A task that has no rank yet may be busy with its rows."""
-    return Deadline(math.inf) if attending is None or attending.rank < 0 else Deadline.after(SILENT_SECONDS)
-
-
-def _is_loss(error: OSError, attending: Attending) -> bool:
-    return is_cut_off(error) or (attending.rank >= 0 and isinstance(error, DeadlineExceededError))
+def _idle(attending: Attending | None, late: Future[Message] | None) -> Deadline:
+    """How long the next message may take; who waits for an answer says nothing."""
+    asks = late is not None and not late.done()
+    return Deadline(math.inf) if attending is None or asks else Deadline.after(SILENT_SECONDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from concurrent.futures import Future
 
 from sparkhvd.background import in_background
 from sparkhvd.deadline import Deadline
@@ -27,7 +26,7 @@ _SILENT_SECONDS = 6.0
 
 
 class DriverLine:
-    """One connection, opened in the background; ``close`` hangs up.
+    """One connection, opened in the background, over which signs of life go; ``close`` hangs up.
 
     The driver gives up a host that does not answer any more, and this task its rank when the driver does not: both
     notice at the same time. Where the driver cannot be reached in the first place there is no line, and all goes on
@@ -44,8 +43,10 @@ class DriverLine:
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._closed = False  # guarded by _lock
+        self._events: queue.SimpleQueue[object] | None = None  # written before _attends is set
+        self._attends = threading.Event()
         self._opened = in_background(self._open, "sparkhvd-driver-line")
-        self._ended: Future[None] | None = None
+        self._ended = in_background(self._watch, "sparkhvd-driver-watch")
 
     def meet(self, own: Introduction) -> tuple[Introduction, ...] | None:
         """Exchange introductions with the other tasks, however long their rows take; None when not all have a line.
@@ -68,22 +69,26 @@ class DriverLine:
         raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Refused) else answer}")
 
     def attend(self, rank: int, events: queue.SimpleQueue[object]) -> None:
-        """Tell the driver whose line this is, and watch over it from now on.
+        """Tell the driver whose line this is.
 
         Args:
             rank: of this task.
             events: get ``ServerLost`` when the driver's host is cut off from this one.
         """
-        self._ended = in_background(lambda: self._watch(rank, events), "sparkhvd-driver-watch")
+        client = self._opened.result()
+        if client is not None:
+            self._say(client, rank)
+        self._events = events
+        self._attends.set()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             if self._client is not None:
                 self._client.wake()
+        self._attends.set()
         client = self._opened.result()
-        if self._ended is not None:
-            self._ended.result()
+        self._ended.result()
         if client is not None:
             client.close()
 
@@ -99,18 +104,21 @@ class DriverLine:
         self._say(client, -1)
         return client
 
-    def _watch(self, rank: int, events: queue.SimpleQueue[object]) -> None:
+    def _watch(self) -> None:
         client = self._opened.result()
         if client is None:
             return
-        self._say(client, rank)
+        forever = Deadline(math.inf)  # a driver that is stopped for a while may go on with the job
         try:
             client.limit_silence(_SILENT_SECONDS)
+            while not self._attends.wait(_BEAT_SECONDS):  # another thread may wait for an answer over this line
+                client.ask(Flush(), forever)
             while not client.ends_within(_BEAT_SECONDS):
-                client.ask(Flush(), Deadline(math.inf))  # a driver that is stopped for a while may go on with the job
+                client.ask(Flush(), forever)
         except OSError as error:
-            if is_cut_off(error):
-                events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))
+            self._attends.wait()
+            if is_cut_off(error) and self._events is not None:
+                self._events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))
 
     def _say(self, client: Client, rank: int) -> None:
         message = Attending(self._place.index, rank, self._place.host, self._place.attempt)

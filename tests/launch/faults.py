@@ -27,6 +27,7 @@ from tests.scripts import found_by, run_script
 from tests.waiting import happens
 
 PHASES = ("before registration", "at rendezvous", "in mid-training", "at the end")
+WITH_ROWS = "while its rows come"
 LAUNCHERS = ("local", "barrier", "mpi")
 NUM_PROC = 2
 # From the fault to the error, on a machine that is not busy.
@@ -54,6 +55,7 @@ class Fault:
         always: whether every run of the tests produces it.
         seconds: from the fault to the end of the job, on a machine that is not busy.
         rank: which it is that goes wrong.
+        rows: whether the tasks are given some.
     """
 
     how: str
@@ -64,11 +66,12 @@ class Fault:
     always: bool = False
     seconds: float = SECONDS
     rank: int = 1
+    rows: bool = False
 
     @property
     def name(self) -> str:
         how = self.how if self.rank == 1 else f"{self.how} (rank {self.rank})"
-        return f"{how}, {self.phase}, {self.launcher}"
+        return f"{how}, {self.phase}, {self.launcher}{', given rows' if self.rows else ''}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,11 @@ _STOPPED = _NAMED + "was given up: its Spark task has given no sign of life"
 _GIVEN_UP = r"Spark gave the job up[\s\S]*"
 _TASK_FAILED = r"Spark gave the job up: task 1 on host \S+ failed with [^\n]*"
 _CRASHED = r"Spark gave the job up: the Python worker of task 1 on host \S+ was killed or crashed"
-_NOT_MET = r"The tasks of this job did not meet within start_timeout=6 s: Spark runs task 1 on host \S+, but"
+_NOT_MET = r"The tasks of this job did not meet within start_timeout=6 s{}: Spark runs task 1 on host \S+, but"
+_NOT_MET, _NOT_MET_WITH_ROWS = _NOT_MET.format(""), _NOT_MET.format(" after the others had their rows")
+_SILENT_WITH_ROWS = (
+    r"Task 1 on host \S+ was given up before its rank was assigned: it has given no sign of life for 6 s"
+)
 _TASKS_OF_MPI: dict[str, tuple[type[BaseException] | None, str]] = {
     "raise": (LaunchError, f"{_TASK_FAILED}ValueError: no luck"),
     "exit": (LaunchError, _CRASHED),
@@ -184,7 +191,14 @@ def _rows() -> list[Fault]:
     words = f"{_GIVEN_UP}AuthenticationError: no rendezvous server answered"
     stopped = _row("task stopped", "before registration", "barrier", StartTimeoutError, _NOT_MET)
     again = Fault("wrong secret", "before registration", "barrier", LaunchError, words, False, seconds=2 * SECONDS)
-    return [*rows, stopped, again]
+    given = [
+        Fault("task stopped", phase, "barrier", error, words, True, rows=True)
+        for phase, error, words in (
+            (PHASES[0], StartTimeoutError, _NOT_MET_WITH_ROWS),
+            (WITH_ROWS, LaunchError, _SILENT_WITH_ROWS),
+        )
+    ]
+    return [*rows, stopped, again, *given]
 
 
 def _row(how: str, phase: str, launcher: str, error: type[BaseException] | None, words: str) -> Fault:
@@ -240,7 +254,7 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: i
         for where, task in _TASKS.items():
             stack.enter_context(mock.patch(where, task))
         if fault.how == "task stopped":
-            for where in ("rpc.server", "driver.launchers.mpi"):
+            for where in ("rpc.server", "driver.launchers.mpi", "driver.results"):
                 stack.enter_context(mock.patch(f"sparkhvd.{where}.SILENT_SECONDS", _START_SECONDS))
         counts = stack.enter_context(calling(folder))
         try:
@@ -255,6 +269,7 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: i
                 stdout=io.StringIO(),
                 stderr=io.StringIO(),
                 spark=None if fault.launcher == "local" else spark,
+                rows=spark.range(num_proc, numPartitions=num_proc) if fault.rows and spark is not None else None,
             )
         except (LaunchError, KeyboardInterrupt) as raised:
             error = raised

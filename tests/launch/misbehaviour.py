@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -165,8 +166,8 @@ def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Rec
     """A task of the barrier launcher."""
     from sparkhvd.task.main import run_task  # noqa: PLC0415 - needs Spark
 
-    if _is_faulty(job):
-        how, folder = str(dict(job.env)["FAULT"]), Path(str(dict(job.env)["FAULT_FOLDER"]))
+    how, folder = str(dict(job.env)["FAULT"]), Path(str(dict(job.env)["FAULT_FOLDER"]))
+    if _is_faulty(job, "before registration"):
         if how == "wrong secret":
             note_time(folder)
             job = replace(job, secret=secrets.token_bytes(32))
@@ -174,7 +175,18 @@ def barrier_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Rec
             note_pid(folder)
         if how in {"task stopped", "host cut off"}:
             go_wrong(how, folder)
+    if _is_faulty(job, "while its rows come"):
+        note_pid(folder)
+        batches = _come_late(batches, how, folder)
     yield from run_task(job, batches)
+
+
+def _come_late(batches: Iterator[pa.RecordBatch], how: str, folder: Path) -> Iterator[pa.RecordBatch]:
+    """The rows of a task that goes wrong meanwhile, when it has its line to the driver."""
+    while any(thread.name == "sparkhvd-driver-line" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    go_wrong(how, folder)
+    yield from batches
 
 
 def mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -183,7 +195,7 @@ def mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Reco
 
     from sparkhvd.task.mpi.task import run_mpi_task  # noqa: PLC0415 - ranks need no Spark
 
-    if _is_faulty(job.job):
+    if _is_faulty(job.job, "before registration"):
         how, folder = str(dict(job.job.env)["FAULT"]), Path(str(dict(job.job.env)["FAULT_FOLDER"]))
         if how == "wrong secret":
             note_time(folder)
@@ -197,10 +209,10 @@ def mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Reco
         del os.environ["CONTAINER_ID"]  # Spark uses this process again
 
 
-def _is_faulty(job: Job) -> bool:
-    """Whether the task that calls this is to go wrong before it has registered."""
+def _is_faulty(job: Job, phase: str) -> bool:
+    """Whether the task that calls this is to go wrong in this phase."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
 
     environment = dict(job.env)
-    before = environment["FAULT_PHASE"] == "before registration"
-    return before and str(BarrierTaskContext.get().partitionId()) == environment["FAULT_RANK"]
+    index = str(BarrierTaskContext.get().partitionId())
+    return (environment["FAULT_PHASE"], environment["FAULT_RANK"]) == (phase, index)

@@ -67,9 +67,7 @@ class BarrierHandle:
         on_lost = None if self._connect else self._lose
         job = replace(job, driver_line=on_lost is not None)
         with ExitStack() as stack:
-            # Spark may take any time for the rows that a task is given.
-            on_missing = None if job.gives_rows else self._miss
-            self._meeting = meeting = Meeting(job.num_proc, stream, job.start_timeout, on_missing)
+            self._meeting = meeting = Meeting(job.num_proc, stream, job.start_timeout, self._miss, job.gives_rows)
             server = stack.enter_context(
                 Server(job.secret, meeting, bind_host, name="sparkhvd-driver", on_lost=on_lost)
             )
@@ -123,5 +121,5 @@ class BarrierHandle:
     def _miss(self, tasks: Mapping[int, str]) -> None:
         """Some tasks keep the others waiting."""
         hosts = {**self._stage.task_hosts(), **{index: host for index, host in tasks.items() if host}}
-        self._lost = self._lost or not_met(list(tasks), hosts, self._job.start_timeout)
+        self._lost = self._lost or not_met(list(tasks), hosts, self._job.start_timeout, self._job.gives_rows)
         self._ended()

@@ -19,10 +19,10 @@ ENDED = Refused("The job has ended meanwhile, the driver says why.")
 class Tasks:
     """The tasks of a job; those of an attempt of the stage are numbered from its number on."""
 
-    def __init__(self, count: int, seconds: float = 3600.0) -> None:
+    def __init__(self, count: int, seconds: float = 3600.0, given: bool = False) -> None:
         self.count = count
         self.missed: SimpleQueue[Mapping[int, str]] = SimpleQueue()
-        self.meeting = Meeting(count, LogStream(None, None, timestamps=False), seconds, self.missed.put)
+        self.meeting = Meeting(count, LogStream(None, None, timestamps=False), seconds, self.missed.put, given)
 
     def opens_a_line(self, index: int, attempt: int, rank: int = -1) -> None:
         assert self.meeting.handle(Attending(index, rank, "there", attempt + index)) is None
@@ -200,6 +200,51 @@ def test_only_the_newest_attempt_is_looked_at(hurried):
         hurried.missed.get(timeout=1.0)
     hurried.opens_a_line(1, 13)
     assert hurried.missed.get(timeout=20.0) == {0: "", 1: "there", 2: ""}
+
+
+@pytest.fixture
+def with_rows():
+    made = Tasks(3, seconds=0.3, given=True)
+    yield made
+    made.meeting.end()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_is_busy_with_its_rows_is_not_missed(with_rows):
+    with_rows.all_have_lines(7)
+    for index in (0, 2):
+        with_rows.meets(index, 7)
+    with pytest.raises(Empty):
+        with_rows.missed.get(timeout=1.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_who_was_never_heard_of_is_missed_when_all_others_have_their_rows(with_rows):
+    for index in (0, 2):
+        with_rows.opens_a_line(index, 7)
+    with_rows.meets(0, 7)
+    with pytest.raises(Empty):
+        with_rows.missed.get(timeout=1.0)
+    with_rows.meets(2, 7)
+    assert with_rows.missed.get(timeout=20.0) == {1: ""}
+
+
+def test_who_is_heard_of_late_may_take_its_time_for_its_rows(with_rows):
+    with_rows.opens_a_line(0, 7)
+    with_rows.meets(0, 7)
+    for index in (1, 2):
+        with_rows.opens_a_line(index, 7)
+    with pytest.raises(Empty):
+        with_rows.missed.get(timeout=1.0)
+
+
+def test_who_has_its_rows_and_has_met_the_others_but_does_not_begin_is_missing(with_rows):
+    with_rows.all_have_lines(7)
+    for index in range(3):
+        with_rows.meets(index, 7)
+    for index in (0, 2):
+        with_rows.opens_a_line(index, 7, rank=index)
+    assert with_rows.missed.get(timeout=20.0) == {1: "there"}
 
 
 def test_who_waits_is_told_when_the_job_is_over(tasks):

@@ -70,6 +70,8 @@ def test_tasks_that_do_not_come_are_named_with_their_hosts_where_spark_says_them
         "host node-d, but without getting any further. Its Python worker is stopped, "
     )
     assert ". Spark does not say here where it runs task 3. It waits for a slot since an executor was lo" in str(failed)
+    given = str(failure_of(not_met([1], {1: "node-b"}, 15.0, given=True)))
+    assert "within start_timeout=15 s after the others had their rows: Spark runs task 1 on host node-b" in given
     many = str(failure_of(not_met(range(12), {}, 15.0)))
     assert "15 s: Spark does not say here where it runs task 0, task 1, " in many
     assert "task 9, 2 more. It waits for a slot" in many

@@ -276,17 +276,31 @@ def test_the_server_listens_on_the_given_interface_only():
         socket.create_connection(("127.0.0.2", server.port)).close()
 
 
-def test_the_task_of_a_rank_is_lost_when_it_says_nothing_and_one_without_a_rank_is_not(monkeypatch):
-    monkeypatch.setattr("sparkhvd.rpc.server.SILENT_SECONDS", 0.2)
+class AnswersLate(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Future[Message] = Future()
+
+    def handle(self, message: Message) -> Message | Future[Message] | None:
+        super().handle(message)
+        return self.answer if isinstance(message, Flush) else None
+
+
+@pytest.mark.parametrize("rank", [-1, 0])
+def test_a_task_is_lost_when_it_says_nothing_and_one_that_waits_for_an_answer_is_not(rank, monkeypatch):
+    monkeypatch.setattr("sparkhvd.rpc.server.SILENT_SECONDS", 0.3)
     lost: queue.SimpleQueue[tuple[Attending, OSError]] = queue.SimpleQueue()
-    recorder, waiting, working = Recorder(), Attending(0, -1, "here", 0), Attending(1, 0, "here", 1)
-    with Server(SECRET, recorder, on_lost=lambda *what: lost.put(what)) as server:
+    handler, asking, silent = AnswersLate(), Attending(0, rank, "here", 0), Attending(1, rank, "here", 1)
+    with Server(SECRET, handler, on_lost=lambda *what: lost.put(what)) as server, ThreadPoolExecutor() as pool:
         clients = [connect([("127.0.0.1", server.port)], SECRET, soon()) for _ in range(2)]
-        for client, task in zip(clients, (waiting, working), strict=True):
-            client.send(task, soon())
+        clients[0].send(asking, soon())
+        answer = pool.submit(clients[0].ask, Flush(), soon())
+        wait_for(lambda: Flush() in handler.messages)
+        clients[1].send(silent, soon())
         task, error = lost.get(timeout=20.0)
-        assert (task, type(error)) == (working, DeadlineExceededError)
-        assert clients[0].ask(Flush(), soon()) == Acknowledged()
+        assert (task, type(error)) == (silent, DeadlineExceededError)
+        handler.answer.set_result(Acknowledged())
+        assert answer.result(20.0) == Acknowledged()
         for client in clients:
             client.close()
     assert lost.empty()
