@@ -75,6 +75,11 @@ def is_connect(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
+def is_local(master: str) -> bool:
+    """Whether Spark runs everything in one JVM there, without executors of their own."""
+    return master == "local" or master.startswith("local[")
+
+
 def new_tag() -> str:
     """A tag for the Spark jobs of one action."""
     return f"sparkhvd-{uuid.uuid4().hex}"

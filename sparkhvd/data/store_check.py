@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from sparkhvd.data.spark_job import is_connect
+from sparkhvd.data.spark_job import is_connect, is_local
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store
@@ -29,7 +29,7 @@ _SCHEMA = "host string, name string, trouble string"
 def needs_check(spark: SparkSession, store: Store) -> bool:
     """Whether a Store might not be shared: a folder on a ``local`` master, with one machine only, cannot but be."""
     master = "connect" if is_connect(spark) else str(spark.sparkContext.master)
-    return not (store.url.startswith("file:") and (master == "local" or master.startswith("local[")))
+    return not (store.url.startswith("file:") and is_local(master))
 
 
 def check_store(spark: SparkSession, store: Store, slots: Callable[[], int] | None = None) -> None:

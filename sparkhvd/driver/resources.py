@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.data.spark_job import is_connect
+from sparkhvd.data.spark_job import is_connect, is_local
 from sparkhvd.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -75,5 +74,5 @@ def refuse_where_ignored(master: str, resources: TaskResources) -> None:
     Raises:
         LaunchError: this master is none.
     """
-    if resources and re.match(r"local(\[|$)", master):
+    if resources and is_local(master):
         raise LaunchError(NO_RESOURCES_OF_ITS_OWN.format(where=f"with master {master}"))

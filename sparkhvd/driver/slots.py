@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.spark_job import is_connect, run_job
+from sparkhvd.data.spark_job import is_connect, is_local, run_job
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.executor_python import refuse_other_python
 from sparkhvd.driver.resources import TaskResources, profile_of, refuse_where_ignored
@@ -63,8 +63,12 @@ def refuse_where_ranks_cannot_run(spark: SparkSession) -> None:
 
 
 def _refuse_dynamic_allocation(spark: SparkSession) -> None:
-    """Spark refuses barrier stages under dynamic allocation, with a message that leads nowhere (SPARK-24942)."""
-    if str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true":
+    """Spark refuses barrier stages under dynamic allocation, with a message that leads nowhere (SPARK-24942).
+
+    A ``local`` master has nothing to allocate, and Spark ignores the setting there.
+    """
+    enabled = str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
+    if enabled and not is_local(str(spark.conf.get("spark.master", ""))):
         raise LaunchError(
             "spark.dynamicAllocation.enabled is true, and Spark does not run barrier stages (all ranks at the same "
             "time) under dynamic allocation. Start the session with spark.dynamicAllocation.enabled=false and a fixed "
@@ -149,7 +153,7 @@ def _enough(slots: int, wanted: int | None, still_for: float) -> bool:
 
 def fixed_slots(cluster: Cluster, deadline: Deadline) -> int | None:
     """The slots of a master whose size cannot change, None for all others."""
-    if cluster.master == "local" or cluster.master.startswith("local["):
+    if is_local(cluster.master):
         return cluster.count(deadline)
     if found := _LOCAL_CLUSTER.fullmatch(cluster.master):
         per_executor = int(found[2]) // cluster.task_cpus

@@ -400,9 +400,3 @@ def test_tasks_in_a_python_without_sparkhvd_are_refused_with_both_pythons(spark,
     with pytest.raises(LaunchError, match=words):
         sparkhvd.run(place, num_proc=2)
     assert re.search(words, str(sparkhvd.preflight(spark, 2, stdout=io.StringIO())))
-
-
-def test_dynamic_allocation_is_refused_with_the_reason(spark, monkeypatch):
-    monkeypatch.setattr(type(spark.conf), "get", lambda self, name, default=None: "true")
-    with pytest.raises(LaunchError, match=r"does not run barrier stages .*dynamicAllocation.enabled=false"):
-        sparkhvd.run(place, num_proc=1, spark=spark)

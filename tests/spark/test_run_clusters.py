@@ -34,6 +34,15 @@ def local_cluster(tmp_path_factory) -> subprocess.CompletedProcess[str]:
     return start([sys.executable, SCRIPT, "local-cluster[2,1,1024]", folder / "attempts"], folder)
 
 
+@pytest.mark.parametrize("how", ["master", "remote"])
+def test_dynamic_allocation_is_refused_on_a_cluster_and_means_nothing_on_a_local_master(how, tmp_path):
+    script = SCRIPT.with_name("dynamic_allocation_script.py")
+    local = found_by(run_script([sys.executable, script, how, "local[2]"], tmp_path, 100))
+    assert local == {"ranks": ["0", "1"]}
+    cluster = found_by(run_script([sys.executable, script, how, "local-cluster[1,1,1024]"], tmp_path, 100))
+    assert re.search(r"does not run barrier stages .*dynamicAllocation.enabled=false", cluster["refused"])
+
+
 def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(local_cluster):
     done, found = local_cluster, found_by(local_cluster)
     assert found["places"] == PLACES
