@@ -25,7 +25,7 @@ from sparkhvd.estimators.raised import described, with_stop
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
-from sparkhvd.estimators.torch.plugin import TorchPredictor, refuse_closures, warn_of_divisors
+from sparkhvd.estimators.torch.plugin import TorchPredictor, check_optimizer, warn_of_divisors
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.lightning.flavour import FlavourName, flavour_of, package
@@ -187,7 +187,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                     f"model is a plain {type(model).__name__}, which needs {name}=; only a LightningModule brings its "
                     "own."
                 )
-        refuse_closures(cast("torch.optim.Optimizer", params["optimizer"]))
+        check_optimizer(params["optimizer"], model)
     for callback in cast("Sequence[object]", params["callbacks"] or ()):
         other = flavour_of(callback)
         if other is None or (flavour is not None and other != flavour):

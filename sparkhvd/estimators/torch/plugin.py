@@ -184,27 +184,16 @@ def _named(params: Mapping[str, object]) -> Mapping[str, NamedInput] | None:
 
 
 def _check_kinds(params: Mapping[str, object]) -> None:
-    model, optimizer = params["model"], params["optimizer"]
+    model = params["model"]
     if not isinstance(model, torch.nn.Module):
         raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ParamError(
-            f"optimizer is a {type(optimizer).__name__}; give an instance such as torch.optim.Adam(model.parameters())."
-        )
-    refuse_closures(optimizer)
+    check_optimizer(params["optimizer"], model)
     for callback in cast("Sequence[object]", params.get("callbacks") or ()):
         if not isinstance(callback, TorchCallback):
             raise ParamError(
                 f"callbacks holds a {type(callback).__name__}; TorchEstimator's callbacks are TorchCallback objects."
             )
     refuse_unsafe_model(model)
-    own = {id(parameter) for parameter in model.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-    if foreign:
-        raise ParamError(
-            f"optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
-            f"{list(foreign[0].shape)}); make it from model.parameters() of the model that is given."
-        )
 
 
 def warn_of_divisors(objective: Objective) -> None:
@@ -217,17 +206,29 @@ def warn_of_divisors(objective: Objective) -> None:
         )
 
 
-def refuse_closures(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that compute the loss several times in a step.
+def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
+    """Refuse what cannot train this model.
 
     Raises:
-        ParamError: it is one.
+        ParamError: it is no optimizer, one that computes the loss several times in a step, or that of another model.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ParamError(
+            f"optimizer is a {type(optimizer).__name__}; give an instance such as torch.optim.Adam(model.parameters())."
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ParamError(
             f"{type(optimizer).__name__} decides from its rank's own loss how often to evaluate, so ranks would part; "
             "use another optimizer."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if foreign:
+        raise ParamError(
+            f"optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
+            f"{list(foreign[0].shape)}); make it from model.parameters() of the model that is given, or take both from "
+            "getModelAndOptimizer() of a trained one."
         )
 
 

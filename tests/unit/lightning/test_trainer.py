@@ -288,8 +288,9 @@ def refused(more):
         more = {"model": type("Unfinished", (lightning.LightningModule,), {"training_step": len})()}
     if more.get("model") == "plain":
         model, loss = network(), torch.nn.functional.cross_entropy
-        optimizer = (torch.optim.LBFGS if "closure" in more else torch.optim.SGD)(model.parameters(), lr=0.1)
-        more = {**more, "model": model, "optimizer": optimizer, "loss": loss}
+        of = network() if "another" in more else model
+        optimizer = (torch.optim.LBFGS if "closure" in more else torch.optim.SGD)(of.parameters(), lr=0.1)
+        more = {"optimizer": optimizer, **more, "model": model, "loss": loss}
     params = {**dict.fromkeys(names), "model": module(), "batch_format": "dict", "label_cols": ("y",)}
     try:
         return PLUGIN.check({**params, **more}, DATA, None)
@@ -309,6 +310,8 @@ def refused(more):
         ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
         ({"label_cols": ("y",)}, [(3,)]),
         ({"model": "plain", "closure": True}, "LBFGS decides from its rank's own loss"),
+        ({"model": "plain", "optimizer": 3}, "optimizer is a int; give an instance such as torch.optim.Adam("),
+        ({"model": "plain", "another": True}, "parameters that are not the model's (the first has shape [16, 6])"),
         ({"model": "plain", "early_stopping": EarlyStopping("loos")}, "Did you mean 'loss'?"),
         ({"model": "no optimizer"}, "Unfinished has no configure_optimizers, without which Lightning cannot train"),
     ],
