@@ -381,9 +381,13 @@ def changed_environment(changes: Mapping[str, str | None], defaults: Mapping[str
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def export(variables: Mapping[str, str]) -> None:
-    """Set variables of this process's environment, for user code to read."""
-    os.environ.update(variables)
+def export(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process's environment, for user code to read; None removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def take_variables(names: Sequence[str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 from sparkhvd.addresses import is_loopback
 from sparkhvd.deadline import Deadline
-from sparkhvd.task.process import import_path
+from sparkhvd.task.import_path import IMPORT_PATH, import_path
 from sparkhvd.task.remote_job import MARKER
 from sparkhvd.task.report import describe_exit
 
@@ -46,7 +46,7 @@ class Gone:
 
 def host_command(host: str, executable: str, options: SshOptions) -> list[str]:
     """The command that starts our process on a host. No secret and no user's variable is in it."""
-    own = ["env", f"PYTHONPATH={import_path()}", executable or sys.executable, "-m", _MODULE]
+    own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", _MODULE]
     if is_loopback(host) or host == socket.gethostname():
         return own
     port = [] if options.port is None else ["-p", str(options.port)]

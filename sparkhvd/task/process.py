@@ -13,10 +13,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Protocol
 
 from sparkhvd.config import changed_environment
+from sparkhvd.task.import_path import IMPORT_PATH, import_path
 from sparkhvd.task.output import OutputPump, RankLog
 
 # After the end of a process group: how long a process that left the group may still write to its pipes.
@@ -111,7 +111,7 @@ def spawn_worker(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=changed_environment({"PYTHONPATH": import_path(), **env}, env_defaults),
+                env=changed_environment({IMPORT_PATH: import_path(executable), **env}, env_defaults),
             )
         except BaseException:
             own.close()
@@ -228,8 +228,3 @@ class WorkerProcess:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
             return  # nobody is left
-
-
-def import_path() -> str:
-    """What this process can import, the worker can: Spark adds the files of ``addPyFile`` to ``sys.path`` only."""
-    return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.config import changed_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.assignment import Slot
 from sparkhvd.task.devices import ORDER, VISIBLE, device_variables
+from sparkhvd.task.import_path import IMPORT_PATH
 from sparkhvd.task.job import RESULT_CAP_BYTES, Job
 from sparkhvd.task.process import WorkerProcess
 from sparkhvd.task.supervise import (
@@ -52,7 +54,8 @@ def worker_spec(job: Job, plan: Plan, slot: Slot, given: tuple[tuple[str, str], 
         bind_host=slot.offer.bind_host,
         config=replace(job.config, network_interfaces=",".join(job.nics)) if job.nics else job.config,
     )
-    return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *given))
+    path = changed_environment(dict(job.env)).get(IMPORT_PATH)
+    return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *given), path)
 
 
 def accompany(

@@ -22,6 +22,7 @@ from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
+from sparkhvd.task.import_path import IMPORT_PATH
 from sparkhvd.task.output import HandlerLog
 from sparkhvd.task.process import WorkerProcess, spawn_worker
 from sparkhvd.task.rank import Plan, worker_spec
@@ -56,8 +57,8 @@ def main() -> int:
     job = launcher.receive()
     if not isinstance(job, HostJob):
         raise TypeError(f"The launcher sent {type(job).__name__} instead of a HostJob.")
-    export(job.environment)
-    sys.path[:0] = [entry for entry in job.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    export({IMPORT_PATH: None, **job.environment})
+    sys.path[:0] = [entry for entry in job.environment.get(IMPORT_PATH, "").split(os.pathsep) if entry]
     if Path(job.folder).is_dir():
         os.chdir(job.folder)
     try:

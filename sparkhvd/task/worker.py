@@ -24,6 +24,7 @@ from sparkhvd.config import export
 from sparkhvd.errors import CollectiveError, MismatchError
 from sparkhvd.frameworks import while_importing
 from sparkhvd.task.command import CommandEndedError
+from sparkhvd.task.import_path import IMPORT_PATH
 from sparkhvd.task.report import ENDED, STARTING
 from sparkhvd.task.worker_spec import Joined, Leave, Packing, Raised, Ready, Returned, WorkerSpec
 
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
-    export(dict(spec.variables))
+    export({**dict(spec.variables), IMPORT_PATH: spec.import_path})
     _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
     session.offer(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())))
     connection.send_bytes(pickle.dumps(Ready()))

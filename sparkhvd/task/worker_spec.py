@@ -9,11 +9,19 @@ from sparkhvd.comm.launch_context import LaunchContext
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Task to worker: which rank it is and what to run."""
+    """Task to worker: which rank it is and what to run.
+
+    Attributes:
+        context: its place in the job.
+        payload: the pickled function and its arguments.
+        variables: what ``fn`` finds in its environment.
+        import_path: what it finds as ``PYTHONPATH``, see ``task.import_path``; None is nothing.
+    """
 
     context: LaunchContext
     payload: bytes = field(repr=False)
     variables: tuple[tuple[str, str], ...]
+    import_path: str | None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import ast
 import io
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import venv
 from pathlib import Path
 
 import psutil
@@ -18,6 +22,7 @@ from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.payload import pickle_call
 from sparkhvd.errors import RankFailedError, StartTimeoutError
 from sparkhvd.task.job import Job
+from tests.scripts import ROOT
 
 
 def sum_of_ranks(offset: int) -> tuple[int, float, str | None]:
@@ -56,6 +61,42 @@ def test_without_verbosity_output_goes_where_it_was_given_a_place_and_nowhere_el
     assert capfd.readouterr() == ("", "")
     assert stdout.getvalue() == "[0]<stdout>:said by 0\n"
     assert (tmp_path / "rank.0" / "stdout").read_text() == "said by 0\n"
+
+
+def environment() -> tuple[dict[str, str], str, list[str]]:
+    """That of a rank, its Python, and where a Python that it starts finds modules."""
+    said = subprocess.run([sys.executable, "-c", "import sys; print(sys.path)"], capture_output=True, check=True)
+    return dict(os.environ), sys.executable, ast.literal_eval(said.stdout.decode())
+
+
+def test_a_rank_has_the_environment_of_its_task_and_so_have_the_programs_that_it_starts(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, "/added here"])
+    (found,) = sparkhvd.run(environment, num_proc=1, launcher="local")
+    own = environment()
+    assert found[1:] == own[1:]
+    of_ranks = re.compile(r"(SPARKHVD|HOROVOD|CUDA)_.*|.*_NUM(_\w+)?_THREADS|LOCAL_RANK")
+    left, here = ({k: v for k, v in one[0].items() if not of_ranks.fullmatch(k)} for one in (found, own))
+    assert left == here
+
+
+def test_another_python_finds_the_users_modules_but_not_the_packages_of_this_one(monkeypatch, tmp_path):
+    venv.create(tmp_path / "other", symlinks=True)
+    other = tmp_path / "other" / "bin" / "python"
+    (packages,) = (tmp_path / "other" / "lib").glob("python3*/site-packages")
+    # What is installed there.
+    Path(packages, "installed.pth").write_text("\n".join([str(ROOT), sysconfig.get_paths()["purelib"]]))
+    (tmp_path / "mine").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    (found,) = sparkhvd.run(environment_and_path, num_proc=1, launcher="local", executable=str(other))
+    executable, given, path = found
+    assert executable == str(other)
+    assert str(tmp_path / "mine") in path
+    assert path.index(str(packages)) < path.index(sysconfig.get_paths()["purelib"])
+    assert given == os.environ.get("PYTHONPATH")
+
+
+def environment_and_path() -> tuple[str, str | None, list[str]]:
+    return sys.executable, os.environ.get("PYTHONPATH"), sys.path
 
 
 def fail_on_rank_1(folder: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -85,6 +86,21 @@ def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core(monk
     assert all(extra_path in one["path"] and str(tmp_path) not in one["path"] for one in found)
     assert [one["folder"] for one in found] == [str(Path(__file__).parents[2])] * 4, "that of the tasks"
     assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(4)]
+
+
+def environment():
+    return dict(os.environ)
+
+
+def test_a_rank_has_the_environment_of_its_task():
+    odd = {"MINE": "two\nlines 'and' \"quotes\" $HOME \\", "EMPTY": ""}
+    (found,) = run(environment, containers=("a",), env={**odd, "PATH": os.environ["PATH"]})
+    of_ranks = re.compile(
+        r"(SPARKHVD|HOROVOD|OMPI|PMIX|ORTE|CUDA)_.*|.*_NUM(_\w+)?_THREADS|(HFI|IPATH)_NO_BACKTRACE|LOCAL_RANK|PWD|OLDPWD|_"
+    )
+    left = {name: value for name, value in found.items() if not of_ranks.fullmatch(name)}
+    own = {name: value for name, value in os.environ.items() if not of_ranks.fullmatch(name)}
+    assert left == {**own, **odd, "CONTAINER_ID": "a"}
 
 
 def end_on_rank_1(how: str):

@@ -20,7 +20,7 @@ from pathlib import Path
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import mpirun_defaults
 from sparkhvd.driver.rsh import DRIVER_ADDRESSES, DRIVER_SECRET
-from sparkhvd.task.process import import_path
+from sparkhvd.task.import_path import IMPORT_PATH, import_path
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Mpirun:
             "TMPDIR": self._folder,
             DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
             DRIVER_SECRET: service.secret.hex(),
-            "PYTHONPATH": import_path(),
+            IMPORT_PATH: import_path(),
             **settings,
         }
         self._on_end = on_end

@@ -24,6 +24,7 @@ from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import Slot, assign
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
+from sparkhvd.task.import_path import IMPORT_PATH, import_path
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.host_ranks import RankListener, orted_failure
 from sparkhvd.task.mpi.job import (
@@ -36,7 +37,7 @@ from sparkhvd.task.mpi.job import (
 from sparkhvd.task.mpi.service import TaskService
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.place import TaskPlace, place_of_task
-from sparkhvd.task.process import WorkerProcess, import_path, not_started
+from sparkhvd.task.process import WorkerProcess, not_started
 from sparkhvd.task.rank import Plan, worker_spec
 from sparkhvd.task.report import FailureReport
 from sparkhvd.task.rows import result_rows
@@ -186,7 +187,7 @@ def _environment(job: Job, place: TaskPlace, listener: RankListener) -> dict[str
         RANK_SOCKET: listener.name,
         RANK_SECRET: listener.secret.hex(),
     }
-    changes = {"PYTHONPATH": import_path(), **dict(job.env), **own}
+    changes = {IMPORT_PATH: import_path(job.executable), **dict(job.env), **own}
     return changed_environment(changes, thread_defaults(place.cpus))
 
 

@@ -83,11 +83,8 @@ def start(worker, fn, *args, result_seconds: float = 60.0) -> None:
         payload = cloudpickle.dumps((fn, args, {}))
     finally:
         cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-    worker.send(
-        WorkerSpec(
-            LaunchContext(config=Config(result_timeout=result_seconds)), payload, (("SPARKHVD_LOG_LEVEL", "20"),)
-        )
-    )
+    context = LaunchContext(config=Config(result_timeout=result_seconds))
+    worker.send(WorkerSpec(context, payload, (("SPARKHVD_LOG_LEVEL", "20"),), None))
 
 
 def start_stubborn_rank(worker, path) -> psutil.Process:

@@ -98,7 +98,7 @@ def worker():
 
 
 def spec(fn, *args) -> WorkerSpec:
-    return WorkerSpec(LaunchContext(), call(fn, *args), (("SPARKHVD_RANK", "0"), ("SPARKHVD_LOG_LEVEL", "20")))
+    return WorkerSpec(LaunchContext(), call(fn, *args), (("SPARKHVD_RANK", "0"), ("SPARKHVD_LOG_LEVEL", "20")), None)
 
 
 def event(worker: WorkerProcess):

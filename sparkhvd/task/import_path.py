@@ -1,0 +1,36 @@
+"""What the Python of a rank can import: what that of its task can.
+
+Spark adds the files of ``addPyFile`` to ``sys.path`` alone, so the path goes to the worker by ``PYTHONPATH``. Before
+``fn`` runs, the worker gives that variable its own value back: what ``fn`` starts may be another Python.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+IMPORT_PATH = "PYTHONPATH"
+
+
+def import_path(executable: str = "") -> str:
+    """The ``PYTHONPATH`` for a Python that is to find what this process does.
+
+    Args:
+        executable: that Python; empty is the one that runs this. Another one has a standard library and packages of
+            its own.
+    """
+    entries = [entry or str(Path.cwd()) for entry in sys.path]
+    if executable and executable != sys.executable:
+        entries = [entry for entry in entries if not _belongs_to_this_python(Path(entry))]
+    return os.pathsep.join(entries)
+
+
+def _belongs_to_this_python(entry: Path) -> bool:
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
+    return entry.name == zipped or any(entry.is_relative_to(folder) for folder in folders)
