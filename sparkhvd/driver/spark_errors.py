@@ -14,6 +14,8 @@ _ATTEMPTS = re.compile(r"maximum allowable number of times: (\d+)")
 # The line after the traceback; what follows is Spark's.
 _RAISED = re.compile(r"Traceback [^\n]*\n(?:[ \t][^\n]*\n)+(\S[^\n]*)")
 _VERSIONS = re.compile(r"The driver has sparkhvd .*")
+# By a tag, a group, a session or in Spark's UI; through Spark Connect the second.
+_CANCELLED = re.compile(r"\[(?:SPARK_JOB_CANCELLED|OPERATION_CANCELED)\] ([^\n]*?)\.?(?: SQLSTATE: \w+)?(?:\n|$)")
 _TOO_FEW_SLOTS = "[SPARK-24819]"
 _CRASHED = "Python worker exited unexpectedly"
 
@@ -64,6 +66,8 @@ def _cause(text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, st
             "the cluster has fewer slots than this job has ranks, with the cores and GPUs that each of them asks for. "
             "Give a smaller num_proc, or ask for less per rank"
         )
+    if cancelled := _CANCELLED.search(text):
+        return f"it was cancelled ({cancelled[1]})"
     number = _TASK.search(text)
     task = f"task {number[1]}" if number else "a task"
     there = f" on host {task_hosts[int(number[1])]}" if number and int(number[1]) in task_hosts else ""

@@ -355,24 +355,42 @@ def test_ctrl_c_ends_the_ranks_and_comes_through(spark, tmp_path):
     wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 
-def test_a_tag_of_the_callers_jobs_cancels_the_job(spark, tmp_path):
+# A classic session's own ``interruptTag`` reaches the jobs of the thread that calls it alone, in Spark itself.
+WAYS_TO_CANCEL = {
+    "tag": (
+        lambda spark: spark.sparkContext.addJobTag("mine"),
+        lambda spark: spark.sparkContext.cancelJobsWithTag("mine"),
+    ),
+    "group": (
+        lambda spark: spark.sparkContext.setJobGroup("mine", "a job of mine"),
+        lambda spark: spark.sparkContext.cancelJobGroup("mine"),
+    ),
+    "session": (lambda spark: spark.addTag("mine"), lambda spark: spark.interruptAll()),
+}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "way"), [*(("barrier", way) for way in WAYS_TO_CANCEL), ("mpi", "tag"), ("mpi", "session")]
+)
+def test_who_cancels_the_callers_jobs_cancels_the_job(spark, launcher, way, tmp_path):
+    mark, cancel = WAYS_TO_CANCEL[way]
     pids = [tmp_path / "0", tmp_path / "1"]
     errors: list[Exception] = []
 
     def run() -> None:
-        spark.sparkContext.addJobTag("mine")
+        mark(spark)
         try:
-            sparkhvd.run(write_pid_and_stay, (str(tmp_path),), num_proc=2, spark=spark)
+            sparkhvd.run(write_pid_and_stay, (str(tmp_path),), num_proc=2, spark=spark, launcher=launcher)
         except LaunchError as error:
             errors.append(error)
 
     running = threading.Thread(target=run, name="tagged")
     running.start()
     wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
-    spark.sparkContext.cancelJobsWithTag("mine")
+    cancel(spark)
     running.join(60)
     assert not running.is_alive()
-    assert "cancel" in str(errors[0])
+    assert re.match(r"Spark gave the job up: it was cancelled \(Job \d+ cancelled [^\n]*\)\.\n", str(errors[0]))
     wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 

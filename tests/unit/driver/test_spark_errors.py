@@ -59,6 +59,19 @@ def test_too_few_slots_are_told_with_what_to_change():
     assert failure.startswith("Spark gave the job up: the cluster has fewer slots than this job has ranks, with the ")
 
 
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("[SPARK_JOB_CANCELLED] Job 3 cancelled part of cancelled job tags mine SQLSTATE: XXKDA", "Job 3 can"),
+        ("x: [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008", "Operation has been canceled"),
+    ],
+)
+def test_who_cancels_a_job_is_told_so(said, cause):
+    failure = spark_failure(RuntimeError(f"An error occurred.\n{said}\n\tat org.y"))
+    assert failure.startswith(f"Spark gave the job up: it was cancelled ({cause}")
+    assert failure.splitlines()[0].endswith(").")
+
+
 def test_an_executor_whose_host_is_not_known_is_named_alone():
     failure = spark_failure(RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone"))
     assert failure.startswith("Spark gave the job up: executor 2, which ran task 1, was lost (gone).")
