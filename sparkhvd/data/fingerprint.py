@@ -10,7 +10,9 @@ anew. What is known:
   path, size and modification time, listed now and equal to the listing that the DataFrame reads by. A cache holds the
   rows of then, whatever its files hold now; so it counts as itself, by the number of its RDD, which the application
   gives to no other, and its rows are recognised as long as it lives;
-- the session's ``spark.sql`` settings, the versions of Spark and of this writing, the selection and the split's seed.
+- the session's ``spark.sql`` settings, the versions of Spark and of this writing, the selection and the split's seed;
+- with ``sample`` or ``randomSplit``, which take rows by their places in partitions, the parallelism that divides files
+  and ranges into these.
 
 Two things follow from Spark and not from this module: ``limit`` without an order, and functions such as ``first``, may
 choose other rows in every evaluation; the rows of an earlier evaluation are as right as those of a new one. A file that
@@ -71,6 +73,7 @@ _RELATION = "org.apache.spark.sql.execution.datasources.LogicalRelation"
 _CACHE = "org.apache.spark.sql.execution.columnar.InMemoryRelation"
 _OWN_FUNCTIONS = "org.apache.spark.ml."
 _PLAN_PACKAGE = "org.apache.spark.sql.catalyst.plans.logical."
+_SAMPLE = f"{_PLAN_PACKAGE}Sample"
 _EXPRESSION_PACKAGE = "org.apache.spark.sql.catalyst.expressions."
 _FUNCTION = f"{_EXPRESSION_PACKAGE}ScalaUDF"
 # What the JSON of a cache and of a function tells beside: how the cache was or will be filled, and the same again.
@@ -124,6 +127,8 @@ def fingerprint(df: DataFrame, *parts: object, caches: bool = True) -> Fingerpri
     try:
         plan, found = _plan(df, caches=caches)
         identity = [_WRITING, _session(df), plan, [repr(part) for part in parts]]
+        if f'"{_SAMPLE}"' in str(plan[0]):
+            identity.append(df.sparkSession.sparkContext.defaultParallelism)
     except _UnknownError as reason:
         logger.debug("The rows of this DataFrame cannot be recognised later: %s", reason)
         return None

@@ -439,12 +439,15 @@ DRIVER = """
     from sparkhvd import prepare_data
     from sparkhvd.store import LocalStore
 
-    spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+    spark = SparkSession.builder.master(sys.argv[3]).config("spark.ui.enabled", "false").getOrCreate()
     rows = spark.read.parquet(sys.argv[2]).where("x >= 0").withColumn("z", functions.col("x") * 2.5)
     print("ready", flush=True)
     sys.stdin.readline()
-    with prepare_data(1, LocalStore(sys.argv[1]), rows, ["y"]) as data:
-        print(data.dataset_id, data.train_rows, data.reused, flush=True)
+    found = []
+    for one in (rows, rows.randomSplit([0.7, 0.3], seed=1)[0]):
+        with prepare_data(1, LocalStore(sys.argv[1]), one, ["y"]) as data:
+            found += [data.dataset_id, data.train_rows, data.reused]
+    print(*found, flush=True)
 """
 
 
@@ -466,11 +469,14 @@ def drivers_prepare(count, *arguments):
 
 def test_other_drivers_prepare_at_the_same_time_and_a_later_one_finds_their_rows(store, source):
     folder, _ = source
-    prepared = drivers_prepare(2, store.root, str(folder))
-    assert [rows for _, rows, _ in prepared] == ["40"] * 2
-    [(dataset, rows, reused)] = drivers_prepare(1, store.root, str(folder))
-    assert dataset in {earlier for earlier, _, _ in prepared}
-    assert (rows, reused) == ("40", "True")
+    prepared = drivers_prepare(2, store.root, str(folder), "local[1]")
+    assert [rows for _, rows, *_ in prepared] == ["40"] * 2
+    [(dataset, rows, reused, _, _, part_reused)] = drivers_prepare(1, store.root, str(folder), "local[1]")
+    assert dataset in {earlier for earlier, *_ in prepared}
+    assert (rows, reused, part_reused) == ("40", "True", "True")
+    [(_, _, reused, _, _, part_reused)] = drivers_prepare(1, store.root, str(folder), "local[4]")
+    assert reused == "True"
+    assert part_reused == "False", "randomSplit takes other rows of files that are divided otherwise"
 
 
 # Endings.
