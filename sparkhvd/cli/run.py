@@ -94,6 +94,8 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
     given = variables(flags, file)
     flags.mpi_args = flags.mpi_args or str(file.get(MPI_ARGS[0], {}).get(MPI_ARGS[1]) or "")
     hosts = _hosts(flags)
+    if not hosts and flags.timeline_filename and not Path(flags.timeline_filename).absolute().parent.is_dir():
+        raise ConfigError(f"--timeline-filename {flags.timeline_filename}: there is no such folder.")
     by_mpi = flags.mpi or (file.get("controller", {}).get("name") == "mpi" and not flags.gloo)
     launcher = "mpi" if by_mpi else "ssh" if hosts else "local"
     for line in notices(flags, given, launcher):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sparkhvd.cli.flags import FOR_HOSTS, MPI_ARGS, TUNINGS, WITHOUT_EFFECT
 from sparkhvd.config import WITHOUT_EFFECT as SAID_BY_RUN
-from sparkhvd.config import declarations
+from sparkhvd.config import declarations, from_environment
 from sparkhvd.errors import ConfigError
 
 
@@ -25,9 +25,13 @@ def variables(flags: argparse.Namespace, file: Mapping[str, Mapping[str, object]
             value = file.get(one.place[0], {}).get(one.place[1])
         if value is not None:
             try:
-                found[one.variable] = one.text(value)
-            except ValueError as error:
+                text = one.text(value)
+                from_environment({one.variable: text})
+            except ConfigError as error:
+                raise ConfigError(f"--{one.flag}: {error}") from None
+            except (ValueError, OverflowError) as error:
                 raise ConfigError(f"--{one.flag}={value!r}: {error}.") from None
+            found[one.variable] = text
     return found
 
 

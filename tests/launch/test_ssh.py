@@ -104,14 +104,18 @@ def test_ranks_run_on_hosts_behind_ssh(ssh_server, monkeypatch):
         sparkhvd.run(place, nics=["bogus0"], **options)
 
 
+@pytest.mark.parametrize("more", [[], ["--mpi"]])
 @pytest.mark.parametrize("flag", ["-H", "-hostfile"])
-def test_sparkhvdrun_reaches_hosts_with_the_port_and_key_that_it_is_given(flag, ssh_server, tmp_path):
+def test_sparkhvdrun_reaches_hosts_with_the_port_and_key_that_it_is_given(flag, more, ssh_server, tmp_path):
     folder, port, key = ssh_server
     hosts = tmp_path / "hosts"
     hosts.write_text("node-a slots=2\nnode-b slots=1\n")
-    program = "import os; e = os.environ; print(e['SPARKHVD_RANK'], e['SPARKHVD_SIZE'], 'SSH_CONNECTION' in e)"
+    program = (
+        "import os; from sparkhvd.comm import session; session.init(); world = session.current().world; "
+        "print(world.rank, world.size, 'SSH_CONNECTION' in os.environ)"
+    )
     given = "node-a:2,node-b:1" if flag == "-H" else hosts
-    command = ["-m", "sparkhvd.cli.run", flag, given, "-p", str(port), "-i", key, sys.executable, "-c", program]
+    command = ["-m", "sparkhvd.cli.run", *more, flag, given, "-p", str(port), "-i", key, sys.executable, "-c", program]
     done = subprocess.run(
         [sys.executable, *command],
         env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"},
@@ -120,7 +124,9 @@ def test_sparkhvdrun_reaches_hosts_with_the_port_and_key_that_it_is_given(flag, 
         timeout=120,
         check=False,
     )
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}]<stdout>:{rank} 3 True" for rank in range(3)], done.stderr
+    job = "1," if more else ""  # as mpirun counts them
+    said = [f"[{job}{rank}]<stdout>:{rank} 3 True" for rank in range(3)]
+    assert sorted(done.stdout.splitlines()) == said, done.stderr
 
 
 def test_a_host_that_ssh_does_not_reach_is_named_with_what_ssh_says(ssh_server, monkeypatch, tmp_path):

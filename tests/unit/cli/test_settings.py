@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -150,3 +151,16 @@ def test_mpirun_gets_what_is_said_about_binding_output_and_itself():
     assert " -mca btl_tcp_if_include eth0,eth1 -mca oob_tcp_if_include eth0,eth1 " in words
     assert words.endswith(" -x A -x B=c d")
     assert "--allow-run-as-root" not in words
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--fusion-threshold-mb=inf", "--fusion-threshold-mb='inf': cannot convert float infinity to integer."),
+        ("--log-level=loud", "--log-level: HOROVOD_LOG_LEVEL='loud' is none of"),
+        ("--cache-capacity=many", "--cache-capacity: HOROVOD_CACHE_CAPACITY='many'"),
+    ],
+)
+def test_a_value_that_the_ranks_could_not_read_is_refused_with_its_flag(word, said):
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        variables(parser().parse_args([word, "program"]), {})
