@@ -125,13 +125,18 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     """
     for name in unknown:
         raise TypeError(unknown_argument(name, inspect.signature(run).parameters))
-    request = LaunchRequest(
+    name, request = launch_request(
         num_proc=num_proc,
         spark=spark,
-        resources=TaskResources(cpus_per_task, gpus_per_task),
-        extra_mpi_args=words_of("extra_mpi_args", extra_mpi_args),
-        hosts=parse_hosts(hosts) if hosts is not None else (),
-        ssh=SshOptions(ssh_port, ssh_identity_file),
+        launcher=launcher,
+        use_mpi=use_mpi,
+        use_gloo=use_gloo,
+        extra_mpi_args=extra_mpi_args,
+        hosts=hosts,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        gpus_per_task=gpus_per_task,
+        cpus_per_task=cpus_per_task,
         rows=rows,
     )
     options = RunOptions(
@@ -146,7 +151,41 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
         output_filename=output_filename,
         preload=preload,
     )
-    return run_with(request, choose(launcher, use_mpi, use_gloo, request), options, fn, args, kwargs)
+    return run_with(request, name, options, fn, args, kwargs)
+
+
+def launch_request(
+    *,
+    num_proc: int | None = None,
+    spark: SparkSession | None = None,
+    launcher: str = "auto",
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | Sequence[str] | None = None,
+    hosts: str | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    gpus_per_task: float | None = None,
+    cpus_per_task: int | None = None,
+    rows: DataFrame | None = None,
+    **others: object,  # noqa: ARG001 - what does not say where the ranks run
+) -> tuple[str, LaunchRequest]:
+    """The launcher for arguments of ``run``, and what that is told.
+
+    Raises:
+        ConfigError: one has a value that cannot work, or they contradict each other.
+    """
+    check_counts(num_proc, gpus_per_task, cpus_per_task)
+    request = LaunchRequest(
+        num_proc=num_proc,
+        spark=spark,
+        resources=TaskResources(cpus_per_task, gpus_per_task),
+        extra_mpi_args=words_of("extra_mpi_args", extra_mpi_args),
+        hosts=parse_hosts(hosts) if hosts is not None else (),
+        ssh=SshOptions(ssh_port, ssh_identity_file),
+        rows=rows,
+    )
+    return choose(launcher, use_mpi, use_gloo, request), request
 
 
 def run_with(  # noqa: PLR0917

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
 
-from sparkhvd.driver.run import run
+from sparkhvd.config import from_environment
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.arguments import check_seconds
+from sparkhvd.driver.launcher import LaunchRequest, launcher_for
+from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.run import launch_request, run
 from sparkhvd.errors import ParamError, RankFailedError
+from sparkhvd.moved import unknown_argument
 from sparkhvd.task import report
 
 if TYPE_CHECKING:
@@ -46,26 +54,69 @@ class SparkBackend:
     """Starts the ranks with ``sparkhvd.run``.
 
     Args:
-        num_proc: number of ranks.
+        num_proc: number of ranks; None is all that there is room for.
         env: added to the ranks' environment.
-        **options: more arguments of ``sparkhvd.run``: ``launcher``, ``gpus_per_task``, ``nics`` and the others.
+        **options: more arguments of ``sparkhvd.run``: ``launcher``, ``gpus_per_task``, ``nics`` and the others. What is
+            not given is as the estimator needs it.
+
+    Raises:
+        TypeError: ``sparkhvd.run`` has no such argument.
 
     Example:
-        >>> TorchEstimator(backend=SparkBackend(4, launcher="mpi"), store=store, ...)  # doctest: +SKIP
+        >>> TorchEstimator(backend=SparkBackend(4, gpus_per_task=1), store=store, ...)  # doctest: +SKIP
     """
 
-    def __init__(self, num_proc: int, env: Mapping[str, str | None] | None = None, **options: Any) -> None:
-        self._num_proc = num_proc
+    def __init__(
+        self, num_proc: int | None = None, env: Mapping[str, str | None] | None = None, **options: Any
+    ) -> None:
+        known = inspect.signature(run).parameters
+        for name in options:
+            if name not in known:
+                raise TypeError(unknown_argument(name, known))
         self.env = dict(env or {})
-        self._options = options
+        self._options = {"num_proc": num_proc, **options}
 
     def without_env(self) -> SparkBackend:
         """The same, with nothing added to the environment."""
-        return SparkBackend(self._num_proc, **self._options)
+        return SparkBackend(**self._options)
+
+    def completed(self, **options: Any) -> Self:
+        """The same, with more arguments of ``sparkhvd.run``; those that it has already win."""
+        given = {name: value for name, value in self._options.items() if value is not None}
+        made = copy.copy(self)
+        made._options = {**options, **given}  # noqa: SLF001 - of a copy of its own
+        return made
+
+    def launch(self, spark: SparkSession | None = None) -> tuple[str, LaunchRequest]:
+        """The name of the launcher, and what that is told.
+
+        Raises:
+            ConfigError: the options contradict each other.
+        """
+        return launch_request(**{**self._options, "spark": self._options.get("spark") or spark})
+
+    def reserve(self, spark: SparkSession | None = None) -> int:
+        """The number of ranks that there will be.
+
+        Raises:
+            SlotsError: there is no room for as many as were asked for.
+            LaunchError: the launcher cannot run them there.
+        """
+        seconds = self._options.get("start_timeout")
+        if seconds is None:
+            seconds = from_environment().start_timeout
+        check_seconds("start_timeout", seconds)
+        return launcher_for(*self.launch(spark)).reserve(Deadline.after(seconds))
+
+    @property
+    def shows_output(self) -> bool:
+        """Whether it leaves open where the ranks' stdout goes."""
+        return self._options.get("stdout") is None
 
     def num_processes(self) -> int:
         """The number of ranks."""
-        return self._num_proc
+        num_proc = self._options["num_proc"]
+        return self.reserve() if num_proc is None else int(num_proc)
 
     def run(
         self,
@@ -75,7 +126,36 @@ class SparkBackend:
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         """See ``Backend.run``."""
-        return run(fn, args, kwargs, num_proc=self._num_proc, env={**self.env, **(env or {})}, **self._options)
+        return run(fn, args, kwargs, env={**self.env, **(env or {})}, **self._options)
+
+
+def spark_backend(params: Mapping[str, Any]) -> SparkBackend | None:
+    """What starts the ranks with ``sparkhvd.run``; None where something of the user's does."""
+    backend = params["backend"]
+    if isinstance(backend, str):
+        return SparkBackend(params["num_proc"], launcher=backend)
+    return backend if isinstance(backend, SparkBackend) else None
+
+
+def asked_tasks(params: Mapping[str, Any]) -> tuple[int | None, TaskResources]:
+    """How many ranks are asked for, None for all slots, and what the Spark task of each is to get."""
+    backend = spark_backend(params)
+    if backend is None:
+        return int(params["backend"].num_processes()), TaskResources()
+    _, request = backend.launch()
+    return request.num_proc, request.resources
+
+
+def shows_output(params: Mapping[str, Any]) -> bool:
+    """Whether the ranks' stdout can be read before it is shown."""
+    backend = spark_backend(params)
+    return backend is not None and backend.shows_output
+
+
+def reserve_ranks(params: Mapping[str, Any], spark: SparkSession) -> int:
+    """How many ranks there will be; too few slots is said now, before the data are prepared."""
+    backend = spark_backend(params)
+    return int(params["backend"].num_processes()) if backend is None else backend.reserve(spark)
 
 
 def a_backend(name: str, value: Any) -> Backend | str:
@@ -97,8 +177,11 @@ def check_backend(params: Mapping[str, Any]) -> None:
         raise ParamError(
             'At most one of the parameters "backend" and "num_proc" may be specified; the backend has one.'
         )
-    if params["data"] == "direct" and backend not in {"auto", "barrier"}:
-        raise ParamError(f"backend={backend!r} cannot give the rows of a DataFrame to the ranks. Pass a Store.")
+    own = spark_backend(params)
+    launcher = own.launch()[0] if own is not None else None
+    if params["data"] == "direct" and launcher != "barrier":
+        name = f"{type(backend).__name__}(...)" if launcher is None else repr(launcher)
+        raise ParamError(f"backend={name} cannot give the rows of a DataFrame to the ranks. Pass a Store.")
 
 
 def run_ranks(
@@ -113,22 +196,19 @@ def run_ranks(
     stdout: TextIO | None = None,
 ) -> list[Any]:
     """Run ``fn`` on every rank, by the backend in ``params``."""
-    backend = params["backend"]
-    if not isinstance(backend, str):
-        return list(backend.run(fn, args, None, env))
+    backend = spark_backend(params)
+    if backend is None:
+        return list(params["backend"].run(fn, args, None, env))
+    backend = backend.completed(
+        num_proc=params["num_proc"],
+        spark=spark,
+        preload=preload,
+        verbose=params["verbose"],
+        rows=rows,
+        stdout=stdout,
+    )
     try:
-        return run(
-            fn,
-            args,
-            num_proc=params["num_proc"],
-            spark=spark,
-            env=env,
-            preload=preload,
-            verbose=params["verbose"],
-            rows=rows,
-            stdout=stdout,
-            launcher=backend,
-        )
+        return list(backend.run(fn, args, None, env))
     except RankFailedError as error:
         error.args = (of_training(str(error)),)
         raise

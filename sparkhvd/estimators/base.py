@@ -16,7 +16,6 @@ import cloudpickle
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 
-from sparkhvd.config import from_environment
 from sparkhvd.data.direct import dealt
 from sparkhvd.data.located import Access
 from sparkhvd.data.manifest import Manifest
@@ -30,13 +29,12 @@ from sparkhvd.data.store_check import check_store
 from sparkhvd.data.transformed import transformed
 from sparkhvd.data.user_loaders import DataModule, loads_rows
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.launcher import LaunchRequest, launcher_for
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.driver.resources import TaskResources
-from sparkhvd.driver.slots import describe_cluster, reserve_tasks
+from sparkhvd.driver.slots import describe_cluster
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
-from sparkhvd.estimators.backend import run_ranks
+from sparkhvd.estimators.backend import asked_tasks, reserve_ranks, run_ranks, shows_output
 from sparkhvd.estimators.checkpoint import Checkpoint
 from sparkhvd.estimators.contradictions import cache_of, check, check_alone, check_watched
 from sparkhvd.estimators.describe import description
@@ -138,6 +136,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         gave = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
         return f"{plugin.mapping(params, schema)}; {shapes} gave {gave}"
 
+    def asked_tasks(self) -> tuple[int | None, TaskResources]:
+        """How many ranks are asked for, None for all slots, and what the Spark task of each is to get."""
+        return asked_tasks(self.values())
+
     def describe(self, df: DataFrame) -> None:
         """Print which columns go to which input and output, and what the model makes of five rows; trains nothing.
 
@@ -204,7 +206,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _settle(self, spark: SparkSession, params: dict[str, Any]) -> None:
         """Decide what was left open: ranks, run and seed."""
-        params["num_proc"] = _ranks(spark, params)
+        params["num_proc"] = reserve_ranks(params, spark)
         if params["store"] is not None:
             params["store"] = told_by_spark(params["store"], spark)
             check_store(spark, params["store"], lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)))
@@ -316,7 +318,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             start_method=params["mp_start_method"],
             transformation=_pickled(params["transformation_fn"], "transformation_fn"),
             data_module=_pickled(_loader_of_rows(params), "data_module"),
-            progress=params["verbose"] > 0 and somebody_looks(),
+            progress=params["verbose"] > 0 and shows_output(params) and somebody_looks(),
         )
         environment = {**self._environment(), **(params["backend_env"] or {})}
         shown = ProgressOutput(params["run_id"]) if job.progress else None
@@ -372,17 +374,6 @@ def _pickled(value: Any, name: str) -> bytes:
             return bytes(cloudpickle.dumps(value))
     except Exception as error:
         raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_stop(error)}") from error
-
-
-def _ranks(spark: SparkSession, params: Mapping[str, Any]) -> int:
-    """How many ranks there will be; too few slots is said now, before the data are prepared."""
-    backend, num_proc = params["backend"], params["num_proc"]
-    if not isinstance(backend, str):
-        return int(backend.num_processes())
-    deadline = Deadline.after(from_environment().start_timeout)
-    if backend == "local":
-        return launcher_for(backend, LaunchRequest(num_proc)).reserve(deadline)
-    return reserve_tasks(spark, num_proc, TaskResources(), deadline)
 
 
 def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:

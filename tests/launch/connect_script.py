@@ -22,7 +22,7 @@ import torch
 from pyspark.sql import SparkSession
 
 import sparkhvd
-from sparkhvd import Store, TorchModel
+from sparkhvd import SparkBackend, Store, TorchModel
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from tests import lines
 from tests.scripts import tell
@@ -225,6 +225,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found["errors"] = lines.errors(spark, Store.create(folder))
         found["errors without a Store"] = lines.errors(spark, None)
+        each = SparkBackend(2, gpus_per_task=1)
+        found["errors with a GPU each"] = lines.errors(spark, None, num_proc=None, backend=each)
         # A Connect server tells its clients no keys: they are given here.
         given = json.loads(os.environ["S3_STORE"])
         found["errors on S3"] = lines.errors(spark, Store.create(**given))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 from pyspark.sql import SparkSession
 
 import sparkhvd
+from sparkhvd import SparkBackend, Store
 from sparkhvd.errors import SlotsError
+from tests import lines
 from tests.scripts import tell
 
 
@@ -30,6 +35,27 @@ def threads() -> dict[str, object]:
 
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTEROP_THREADS")
     return {"torch": torch.get_num_threads()} | {name: os.environ.get(name) for name in names}
+
+
+def fitted(session: SparkSession, store: Store | None) -> dict[str, object]:
+    """What two ranks with two GPUs each learn, and what they print."""
+    printed = io.StringIO()
+    backend = SparkBackend(2, gpus_per_task=2, stdout=printed)
+    errors = lines.errors(session, store, num_proc=None, backend=backend, verbose=1)
+    return {"error": max(errors), "printed": printed.getvalue()}
+
+
+def refused(session: SparkSession, folder: str) -> dict[str, object]:
+    """What a fit says and leaves that wants more GPUs than there are."""
+    estimator = lines.estimator(Store.create(folder), num_proc=None, backend=SparkBackend(3, gpus_per_task=2))
+    found: dict[str, object] = {}
+    try:
+        estimator.fit(lines.points(session))
+    except SlotsError as error:
+        found["slots"] = str(error)
+    found["left"] = [str(path) for path in Path(folder).rglob("*")]
+    report = sparkhvd.preflight(session, estimator=estimator, stdout=io.StringIO())
+    return {**found, "preflight": list(report.problems), "devices": [task.devices for task in report.tasks]}
 
 
 def main(script: str) -> None:
@@ -56,6 +82,10 @@ def main(script: str) -> None:
             sparkhvd.run(devices, num_proc=3, gpus_per_task=2)
         except SlotsError as error:
             found["slots"] = str(error)
+        with tempfile.TemporaryDirectory() as folder:
+            found["refused fit"] = refused(session, folder)
+            found["fit"] = fitted(session, Store.create(folder))
+        found["fit without a Store"] = fitted(session, None)
     finally:
         session.stop()
     tell(found)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import sparkhvd
+from sparkhvd import SparkBackend
 from sparkhvd.errors import ConfigError, LaunchError
+from tests import lines
 from tests.scripts import found_by, run_script
 
 SCRIPT = Path(__file__).with_name("gpu_script.py")
@@ -50,12 +52,24 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
     assert found["parallelism of the rest"] == 4
     assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
     assert "spark.task.cpus=1, 2 GPUs per task" in found["slots"]
+    for fit in (found["fit"], found["fit without a Store"]):
+        assert fit["error"] < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+        given = re.findall(
+            r"^\[0\]<stdout>:rank \d: host \S+, local rank \d, GPU (\d), (\d)$", fit["printed"], re.MULTILINE
+        )
+        assert sorted(name for pair in given for name in pair) == ["0", "1", "2", "3"]
+    assert found["refused fit"]["slots"] == found["slots"]
+    assert found["refused fit"]["left"] == [], "nothing is prepared before the slots are known to do"
+    assert found["refused fit"]["preflight"] == [found["slots"]]
+    assert [len(names) for names in found["refused fit"]["devices"]] == [2, 2]
 
 
 @pytest.mark.spark
 def test_where_spark_ignores_resources_of_a_stage_it_is_said(spark):
     with pytest.raises(LaunchError, match=r"do not work with master local\[4\]: Spark gives a stage resources"):
         sparkhvd.run(print, num_proc=1, cpus_per_task=2)
+    with pytest.raises(LaunchError, match=r"do not work with master local\[4\]: Spark gives a stage resources"):
+        lines.errors(spark, None, num_proc=None, backend=SparkBackend(1, cpus_per_task=2))
     with pytest.raises(ConfigError, match=r"gpus_per_task=1\.5 is no amount that Spark takes"):
         sparkhvd.run(print, num_proc=1, gpus_per_task=1.5)
     with pytest.raises(ConfigError, match="are for Spark tasks; launcher='local' starts none"):

@@ -15,6 +15,7 @@ import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.cli.main import _last_line, main
 from sparkhvd.driver.preflight_report import Verdict
+from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import ConfigError
 from tests.waiting import wait_for
 
@@ -84,8 +85,8 @@ def test_rows_that_take_too_long_are_given_up_and_their_job_is_cancelled(spark):
         def getStore(self):  # noqa: N802
             return None
 
-        def getNumProc(self):  # noqa: N802
-            return 1
+        def asked_tasks(self):
+            return 1, TaskResources()
 
         def try_rows(self, dataset, count):
             return str(dataset.head(count))

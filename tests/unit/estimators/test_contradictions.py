@@ -5,8 +5,8 @@ import torch
 
 from sparkhvd import LightningEstimator
 from sparkhvd.data import DataModule
-from sparkhvd.errors import ParamError
-from sparkhvd.estimators.backend import SparkBackend
+from sparkhvd.errors import ConfigError, ParamError
+from sparkhvd.estimators.backend import SparkBackend, check_backend
 from sparkhvd.estimators.base import _loader_of_rows, _train_spec
 from sparkhvd.estimators.contradictions import cache_of, check, check_watched
 from sparkhvd.estimators.params import EstimatorParams
@@ -82,7 +82,22 @@ def test_an_object_with_run_and_num_processes_is_a_backend():
     own = Own()
     assert EstimatorParams(backend=own).getBackend() is own
     assert EstimatorParams(backend=SparkBackend(3)).getBackend().num_processes() == 3
+    with pytest.raises(ParamError, match=r"^backend=Own\(\.\.\.\) cannot give the rows of a DataFrame to the ranks"):
+        check_backend({"backend": own, "num_proc": None, "data": "direct"})
     assert EstimatorParams().getCheckpoints() == Checkpoints()
+
+
+def test_the_options_of_a_spark_backend_are_looked_at_before_any_work():
+    with pytest.raises(TypeError, match="gpu_per_task"):
+        SparkBackend(2, gpu_per_task=1)
+    params = {"num_proc": None, "data": "direct"}
+    check_backend({**params, "backend": SparkBackend(2, gpus_per_task=1)})
+    with pytest.raises(ParamError, match=r"^backend='mpi' cannot give the rows"):
+        check_backend({**params, "backend": SparkBackend(2, use_mpi=True)})
+    with pytest.raises(ConfigError, match="gpus_per_task=0 is no amount that Spark takes"):
+        check_backend({**params, "backend": SparkBackend(2, gpus_per_task=0)})
+    with pytest.raises(ConfigError, match="are for Spark tasks; launcher='local' starts none"):
+        check_backend({**params, "backend": SparkBackend(2, cpus_per_task=1, launcher="local"), "data": "store"})
 
 
 class Rows(DataModule):
