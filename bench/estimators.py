@@ -50,7 +50,7 @@ def main() -> int:
             if "run" in options.parts:
                 bars += compare_run(spark, options.rounds)
             if "transform" in options.parts:
-                bars += compare_transform(rows, max(options.rounds, 1))
+                bars += compare_transform(rows, max(options.rounds, 7))
             if "fit" in options.parts:
                 bars += compare_fit(rows, Path(folder), options.rounds)
         finally:
