@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -42,6 +42,7 @@ from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.identity import run_id_by_content
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.named_inputs import columns_of
+from sparkhvd.estimators.outputs import check_types
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, pickled, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
@@ -49,7 +50,7 @@ from sparkhvd.estimators.progress import ProgressOutput, somebody_looks
 from sparkhvd.estimators.raised import with_stop
 from sparkhvd.estimators.sample import refuse_other_tables, sampled
 from sparkhvd.estimators.tracking import active_run, track
-from sparkhvd.estimators.trained import Trained, output_spec
+from sparkhvd.estimators.trained import Trained, output_specs
 from sparkhvd.estimators.worker import (
     SAMPLE_ROWS,
     ReaderName,
@@ -237,6 +238,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         if params["transformation_fn"] is not None:
             schema, sample = transformed(schema, params["transformation_fn"], sample)
         shapes = plugin.check(params, schema, sample)
+        _check_types(params, schema, shapes)
         logger.info("run %s: %s", params["run_id"], plugin.mapping(params, schema))
         result = self._train(spark, params, schema, StoredRows(rows, manifest, reader))
         return self._model(params, replace(result, shapes=shapes))
@@ -262,7 +264,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _check_schema(self, params: Mapping[str, Any], schema: DataSchema) -> None:
         """Refuse what the columns tell; those that a transformation makes are not known yet."""
         if params["transformation_fn"] is None:
-            find_plugin(self.plugin).check(params, schema, None)
+            _check_types(params, schema, find_plugin(self.plugin).check(params, schema, None))
+        else:
+            _check_types(params, None, [])
 
     def _selection(self, dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
         refuse_other_tables("fit", dataset)
@@ -345,8 +349,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return result
 
     def _model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
-        labels = result.schema.of("label")
-        outputs = tuple(output_spec(shape, label) for shape, label in zip(result.shapes, labels, strict=True))
+        outputs = output_specs(result.shapes, result.schema.of("label"))
         trained = Trained(result.kept or params["store"], result.files, result.schema, outputs, result.history)
         model = self.model_class(
             trained,
@@ -358,6 +361,15 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         )
         track(model, params, self._mlflow_run)
         return model
+
+
+def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse ``output_types`` that ``transform`` could not give, as far as labels and outputs are known."""
+    if params["output_types"] is not None:
+        labels = () if schema is None else schema.of("label")
+        known = output_specs(shapes, labels) if shapes else ()
+        names = params["output_cols"] or [f"{name}__output" for name in params["label_cols"]]
+        check_types(names, params["output_types"], known, labels)
 
 
 def _loader_of_rows(params: Mapping[str, Any]) -> type[DataModule] | None:

@@ -18,7 +18,7 @@ a type of Spark's  ``"double"``, ``"int"``, ``"array<float>"``, ``"struct<no flo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -120,6 +120,26 @@ def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnS
             "of them with prediction_fn."
         )
     return OutputColumn(name, kind, shape=shape)
+
+
+def check_types(
+    names: Sequence[str], kinds: Sequence[str], known: Sequence[OutputSpec], labels: Sequence[ColumnSpec]
+) -> None:
+    """Refuse what a model's outputs cannot become, before it is trained.
+
+    Args:
+        names: the output columns.
+        kinds: what was asked for, by output.
+        known: the outputs; empty where their shapes are not known yet.
+        labels: the label columns; empty where they are not known yet.
+
+    Raises:
+        ParamError: a type is none, or no output becomes it, or not this one.
+    """
+    for place, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        if kind != AUTO and (kind != "label" or labels):
+            output, label = known[place] if known else None, labels[place] if labels else None
+            spark_type(output_column(name, kind, output, label))
 
 
 def _as_label(name: str, known: OutputSpec | None, label: ColumnSpec | None) -> OutputColumn:

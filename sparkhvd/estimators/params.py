@@ -17,6 +17,7 @@ from sparkhvd.store import Store
 DATA_WAYS = ("auto", "direct", "store")
 READERS = ("native", "petastorm")
 START_METHODS = ("fork", "spawn", "forkserver")
+COMPRESSIONS = ("none", "fp16", "bf16")
 
 # Horovod's parameters without a meaning here, and what to say to those who set them.
 RETIRED = {
@@ -203,6 +204,34 @@ def a_store(name: str, value: Any) -> Store:
     return value
 
 
+def objects(name: str, value: Any) -> list[Any]:
+    """A list of objects."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ParamError(f"{name}={value!r} must be a list.")
+    return list(value)
+
+
+def objects_or_named(name: str, value: Any) -> list[Any] | dict[Any, Any]:
+    """A list of objects, or a dict of them by name."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ParamError(f"{name}={value!r} must be a list, or a dict by name.")
+    return list(value)
+
+
+def a_compression(name: str, value: Any) -> Any:
+    """The name of a compression, or an object that compresses."""
+    if isinstance(value, str):
+        return one_of(*COMPRESSIONS)(name, value)
+    if not all(callable(getattr(value, method, None)) for method in ("compress", "decompress")):
+        raise ParamError(
+            f"{name}={value!r} must be one of {', '.join(map(repr, COMPRESSIONS))}, or an object with compress and "
+            "decompress, such as hvd.Compression.fp16."
+        )
+    return value
+
+
 def output_kinds(name: str, value: Any) -> tuple[str, ...]:
     """What every output becomes: a word of ``sparkhvd.estimators.outputs``, or a type of Spark's or its name."""
     kinds = [value] if isinstance(value, str) or hasattr(value, "simpleString") else value
@@ -353,7 +382,9 @@ class EstimatorParams(Declarations):
         default=False,
     )
     gradient_compression: Declared[Any] = declared(
-        "What gradients travel as between the ranks: 'fp16', 'bf16', or a Compressor of hvd.Compression.", default=None
+        "What gradients travel as between the ranks: 'fp16', 'bf16', or a Compressor of hvd.Compression.",
+        a_compression,
+        default=None,
     )
     terminate_on_nan: Declared[bool] = declared(
         "Whether a step whose loss is not a finite number ends the training with an error.", flag, default=False

@@ -58,6 +58,11 @@ def output_spec(shape: tuple[int, ...], label: ColumnSpec | None) -> OutputSpec:
     return OutputSpec(shape, "float32" if is_float and not vector else "float64", vector)
 
 
+def output_specs(shapes: Sequence[tuple[int, ...]], labels: Sequence[ColumnSpec | None]) -> tuple[OutputSpec, ...]:
+    """One for every output and its label."""
+    return tuple(output_spec(shape, label) for shape, label in zip(shapes, labels, strict=True))
+
+
 def wrapped(  # noqa: PLR0917
     plugin_name: str,
     params: Mapping[str, Any],
@@ -101,7 +106,7 @@ def wrapped(  # noqa: PLR0917
         if labels and len(labels) != len(shapes):
             raise ParamError(f"The model has {len(shapes)} outputs but label_cols has {len(labels)}: {label_cols}.")
         by_output = labels or (None,) * len(shapes)
-        specs = tuple(output_spec(shape, label) for shape, label in zip(shapes, by_output, strict=True))
+        specs = output_specs(shapes, by_output)
         source, files = _placed(Path(folder), store)
     return Trained(source, files, schema, specs, ())
 

@@ -13,7 +13,7 @@ from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import use_backend
 from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import positive_integer, shapes
+from sparkhvd.estimators.params import objects, objects_or_named, positive_integer, shapes
 from sparkhvd.estimators.persistence import pickled
 
 if TYPE_CHECKING:
@@ -80,9 +80,13 @@ class KerasEstimator(DistributedEstimator):
         "What model.compile takes: a name, a function, a Loss, or one per output.", default=None
     )
     loss_weights: Declared[Sequence[float] | None] = declared("What model.compile takes.", default=None)
-    metrics: Declared[Sequence[Any] | None] = declared("What model.compile takes.", default=None)
+    metrics: Declared[Sequence[Any] | Mapping[str, Any] | None] = declared(
+        "What model.compile takes: a list, or a dict by output.", objects_or_named, default=None
+    )
     callbacks: Declared[Sequence[Any] | None] = declared(
-        "Keras callbacks, run on every rank; the logs that they see are averaged over the ranks.", default=None
+        "Keras callbacks, run on every rank; the logs that they see are averaged over the ranks.",
+        objects,
+        default=None,
     )
     custom_objects: Declared[Mapping[str, Any] | None] = declared(
         "Classes and functions that the model uses, by name; those of its own layers are found by themselves.",

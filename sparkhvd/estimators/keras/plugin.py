@@ -194,6 +194,11 @@ def _package(params: Mapping[str, Any]) -> Package:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
     refuse_several(optimizer)
+    for callback in params["callbacks"] or ():
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ParamError(
+                f"callbacks holds a {type(callback).__name__}; KerasEstimator's are keras.callbacks.Callback objects."
+            )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or model.dtype_policy.name == "mixed_float16":
         raise ParamError(
             "The model's loss would be scaled, as for 'mixed_float16', and each rank would leave out other steps where "
@@ -218,7 +223,7 @@ def _package(params: Mapping[str, Any]) -> Package:
         optimizer=frozen(optimizer),
         loss=frozen(params["loss"]),
         loss_weights=None if params["loss_weights"] is None else list(params["loss_weights"]),
-        metrics=frozen(list(params["metrics"] or ())) or None,
+        metrics=frozen(params["metrics"]) or None,
         inputs=_inputs(params, schema),
         outputs=plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
         callbacks=tuple(params["callbacks"] or ()),
@@ -226,14 +231,8 @@ def _package(params: Mapping[str, Any]) -> Package:
         input_shapes=_shapes(params, "input_shapes"),
         named_inputs=params.get("inputs"),
         label_shapes=_shapes(params, "label_shapes"),
-        compression=_compression(params.get("gradient_compression")),
+        compression=params.get("gradient_compression"),
     )
-
-
-def _compression(given: Any) -> Any:
-    if isinstance(given, str) and given not in {"none", "fp16", "bf16"}:
-        raise ParamError(f"gradient_compression={given!r} does not exist; there are 'none', 'fp16' and 'bf16'.")
-    return given
 
 
 def _built(model: Any) -> Any:

@@ -140,7 +140,8 @@ def _mode(callback: Any, params: Mapping[str, Any]) -> Mode:
     if name == "loss":
         return "min"
     direction = {"accuracy": "up", "acc": "up"}.get(name)
-    for metric in params["metrics"] or ():
+    metrics = params["metrics"] or ()
+    for metric in metrics.values() if isinstance(metrics, Mapping) else metrics:
         found = keras.metrics.get(metric) if isinstance(metric, str) and metric not in {"accuracy", "acc"} else metric
         if getattr(found, "name", None) == name:
             direction = getattr(found, "_direction", None)

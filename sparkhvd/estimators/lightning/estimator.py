@@ -15,7 +15,7 @@ from sparkhvd.estimators.declare import Declared, declared
 from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
 from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import RETIRED, RETIRED_OF_LIGHTNING, numbers, shapes
+from sparkhvd.estimators.params import RETIRED, RETIRED_OF_LIGHTNING, numbers, objects, objects_or_named, shapes
 from sparkhvd.estimators.persistence import pickled
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.package import dumps_params
@@ -138,7 +138,7 @@ class LightningEstimator(DistributedEstimator):
         "Further arguments of Lightning's Trainer, by name.", trainer_arguments, default=None
     )
     callbacks: Declared[Sequence[Any] | None] = declared(
-        "Callbacks of the Trainer, copied to every rank.", default=None
+        "Callbacks of the Trainer, copied to every rank.", objects, default=None
     )
     logger: Declared[Any] = declared(
         "Lightning's logger, or a list of them; files in a relative folder come back with the model (save_logs).",
@@ -168,7 +168,7 @@ class LightningEstimator(DistributedEstimator):
         "Of a plain module: weights of the losses in their sum; by default all the same.", numbers, default=None
     )
     metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
-        "Of a plain module: functions of (output, label) that are means over the rows.", default=None
+        "Of a plain module: functions of (output, label) that are means over the rows.", objects_or_named, default=None
     )
 
     def _pickled(self, objects: dict[str, Any]) -> bytes:

@@ -25,15 +25,13 @@ from sparkhvd.estimators.raised import described, with_stop
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
-from sparkhvd.estimators.torch.plugin import TorchPredictor, check_optimizer, warn_of_divisors
+from sparkhvd.estimators.torch.plugin import TorchPredictor, check_optimizer, compressor, warn_of_divisors
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.lightning.flavour import FlavourName, flavour_of, package
-from sparkhvd.torch import Compression
 from sparkhvd.world import World
 
 _MADE_UP_ROWS = 2
-_COMPRESSIONS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
 _OF_PLAIN_MODULES = ("optimizer", "loss", "loss_weights", "metrics")
 # What the estimator tells the Trainer, and the parameter to use in its place.
 _OWN = {
@@ -114,10 +112,15 @@ class LightningPlugin:
             logger=params["logger"],
             trainer_args=dict(cast("Mapping[str, Any]", params["trainer_args"] or {})),
             data_module=_maker_of_data(params),
-            compression=_compression(params.get("gradient_compression")),
+            compression=compressor(params.get("gradient_compression")),
         )
-        loggers = given.logger if isinstance(given.logger, list | tuple) else [given.logger]
-        own = [*model.modules(), *given.callbacks, *loggers, *given.trainer_args.values(), given.data_module]
+        own = [
+            *model.modules(),
+            *given.callbacks,
+            *_loggers(given.logger),
+            *given.trainer_args.values(),
+            given.data_module,
+        ]
         if given.objective is not None:
             own += [*given.objective.losses, *(metric.function for metric in given.objective.metrics)]
         try:
@@ -158,14 +161,6 @@ def _maker_of_data(params: Mapping[str, object]) -> Callable[..., Any] | None:
     return None if loads_rows(given) else cast("Callable[..., Any] | None", given)
 
 
-def _compression(given: object) -> Any:
-    if given is None or not isinstance(given, str):
-        return given
-    if given not in _COMPRESSIONS:
-        raise ParamError(f"gradient_compression={given!r} does not exist; there are {', '.join(_COMPRESSIONS)}.")
-    return _COMPRESSIONS[given]
-
-
 def _check_kinds(params: Mapping[str, object]) -> None:
     model = params["model"]
     if not isinstance(model, torch.nn.Module):
@@ -188,14 +183,25 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                     "own."
                 )
         check_optimizer(params["optimizer"], model)
-    for callback in cast("Sequence[object]", params["callbacks"] or ()):
-        other = flavour_of(callback)
+    _refuse_others("callbacks", "callback", cast("Sequence[object]", params["callbacks"] or ()), flavour)
+    _refuse_others("logger", "logger", _loggers(params["logger"]), flavour)
+    _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
+
+
+def _loggers(given: object) -> Sequence[object]:
+    """Loggers to send; the Trainer also takes True and False."""
+    parts = given if isinstance(given, list | tuple) else [given]
+    return [part for part in parts if part is not None and not isinstance(part, bool)]
+
+
+def _refuse_others(name: str, kind: str, given: Sequence[object], flavour: FlavourName | None) -> None:
+    for part in given:
+        other = flavour_of(part)
         if other is None or (flavour is not None and other != flavour):
             raise ParamError(
-                f"callbacks holds a {type(callback).__name__}, which is no callback of {flavour or 'Lightning'}"
+                f"{name} holds a {type(part).__name__}, which is no {kind} of {flavour or 'Lightning'}"
                 + (f" but of {other}: import both from one of them." if other else ".")
             )
-    _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
 
 
 def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:

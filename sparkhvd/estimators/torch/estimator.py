@@ -16,6 +16,8 @@ from sparkhvd.estimators.params import (
     a_function,
     flag_or_arguments,
     numbers,
+    objects,
+    objects_or_named,
     one_of,
     positive_integer,
     positive_number,
@@ -101,6 +103,7 @@ class TorchEstimator(DistributedEstimator):
     metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
         "Functions of (output, label) that are means over the rows: a list, a dict by name, or a list of groups with "
         "one function per label.",
+        objects_or_named,
         default=None,
     )
     input_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
@@ -123,7 +126,7 @@ class TorchEstimator(DistributedEstimator):
         default=None,
     )
     callbacks: Declared[Sequence[TorchCallback] | None] = declared(
-        "TorchCallback objects, run on every rank.", default=None
+        "TorchCallback objects, run on every rank.", objects, default=None
     )
     lr_scheduler: Declared[Any] = declared(
         "How the learning rate changes: an LRSchedule; or a scheduler, or a function that makes one from the "

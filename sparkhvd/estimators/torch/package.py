@@ -12,6 +12,7 @@ from typing import Any, cast
 import cloudpickle
 import torch
 
+from sparkhvd.errors import ParamError
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.objective import Objective
@@ -132,8 +133,17 @@ def _parameter_of(module: torch.jit.ScriptModule, name: str) -> torch.nn.Paramet
 
 def _constructed(make: Callable[..., Any], known: Mapping[str, object]) -> Any:
     """A loss, made with those of the known arguments that its constructor takes."""
-    parameters = inspect.signature(make).parameters.values()
+    signature = inspect.signature(make)
+    parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return make(**known)
     names = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
-    return make(**{name: value for name, value in known.items() if name in names})
+    taken = {name: value for name, value in known.items() if name in names}
+    try:
+        signature.bind(**taken)
+    except TypeError as error:
+        raise ParamError(
+            f"loss_constructors: {getattr(make, '__name__', make)}{signature} cannot be called: {error}. It is given "
+            f"what it takes of {', '.join(known)}, by name."
+        ) from error
+    return make(**taken)

@@ -29,7 +29,7 @@ from sparkhvd.estimators.torch.objective import Objective, objective_of
 from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
-from sparkhvd.estimators.torch.steps import outputs_of
+from sparkhvd.estimators.torch.steps import MINIBATCH_ARGUMENTS, outputs_of
 from sparkhvd.estimators.torch.trainer import TorchTrainer
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
@@ -38,7 +38,6 @@ from sparkhvd.world import World
 logger = logging.getLogger(__name__)
 
 _MADE_UP_ROWS = 2
-_COMPRESSIONS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
 
 
 class TorchPlugin:
@@ -234,20 +233,16 @@ def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
 
 def _stepping(params: Mapping[str, Any]) -> Stepping:
     compiled = params.get("torch_compile")
-    compression = params.get("gradient_compression")
-    if isinstance(compression, str):
-        if compression not in _COMPRESSIONS:
-            raise ParamError(f"gradient_compression={compression!r} does not exist; there are {list(_COMPRESSIONS)}.")
-        compression = _COMPRESSIONS[compression]
     stepping = Stepping(
         clip_norm=params.get("clip_grad_norm"),
         clip_value=params.get("clip_grad_value"),
         mixed_precision=params.get("mixed_precision"),
         compile=compiled if isinstance(compiled, dict) else ({} if compiled else None),
-        compression=compression or Compression.none,
+        compression=compressor(params.get("gradient_compression")) or Compression.none,
         minibatch_fn=params.get("train_minibatch_fn"),
     )
     if stepping.minibatch_fn is not None:
+        _check_signature(stepping.minibatch_fn)
         for name in ("clip_grad_norm", "clip_grad_value"):
             if params.get(name) is not None:
                 raise ParamError(f"train_minibatch_fn takes the steps itself, so {name} has to be done inside of it.")
@@ -259,6 +254,23 @@ def _stepping(params: Mapping[str, Any]) -> Stepping:
                 "of the two out."
             )
     return stepping
+
+
+def compressor(given: Any) -> Any:
+    """What gradients travel as: of a name, that of ``hvd.Compression``."""
+    return getattr(Compression, given) if isinstance(given, str) else given
+
+
+def _check_signature(minibatch_fn: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(minibatch_fn).bind(*MINIBATCH_ARGUMENTS)
+    except ValueError:  # it says none
+        return
+    except TypeError as error:
+        raise ParamError(
+            f"train_minibatch_fn cannot be called with ({', '.join(MINIBATCH_ARGUMENTS)}): {error}. It takes all of "
+            "them, in this order."
+        ) from error
 
 
 def _made_up(schema: DataSchema) -> Arrays:

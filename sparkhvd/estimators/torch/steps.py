@@ -20,6 +20,18 @@ from sparkhvd.torch.exchanging import ExchangingOptimizer
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm, synchronized_layers
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# What a train_minibatch_fn is called with, in this order.
+MINIBATCH_ARGUMENTS = (
+    "model",
+    "optimizer",
+    "transform_outputs",
+    "loss_fn",
+    "inputs",
+    "labels",
+    "sample_weights",
+    "backward_passes_per_step",
+    "batch_idx",
+)
 
 Result = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]  # loss, outputs, labels
 

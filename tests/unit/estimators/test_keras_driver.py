@@ -90,9 +90,13 @@ def test_columns_are_matched_by_name_before_order():
         data,
         model=two_ended(),
         loss={"small": "mse", "large": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
-        metrics=None,
+        metrics={"small": ["mae"]},
     )
     assert sorted(PLUGIN.check(given, data, None)) == [(1,), (3,)]
+    watching = EarlyStopping("val_small_mae")
+    PLUGIN.check({**given, "early_stopping": watching}, data, None)
+    with pytest.raises(ParamError, match="early_stopping watches 'val_small_mae'; an epoch reports loss"):
+        PLUGIN.check({**given, "metrics": {"large": ["accuracy"]}, "early_stopping": watching}, data, None)
     said = PLUGIN.mapping(given, data)
     assert "'first' is first as rows x [2]" in said
     assert "'large' is large" in said

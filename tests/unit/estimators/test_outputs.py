@@ -6,7 +6,7 @@ import pytest
 
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.outputs import OutputColumn, OutputSpec, encoded, output_column
+from sparkhvd.estimators.outputs import OutputColumn, OutputSpec, check_types, encoded, output_column
 from sparkhvd.estimators.predict import device_number
 
 SCORES = OutputSpec((3,), "float64", vector=True)
@@ -160,3 +160,9 @@ def test_the_gpu_of_a_task_has_the_number_that_cuda_knows():
     assert device_number(["GPU-b"], "GPU-a, GPU-b") == 1
     assert device_number(["GPU-b"], None) is None
     assert device_number([], "0") is None
+
+
+def test_types_are_checked_as_far_as_outputs_and_labels_are_known():
+    with pytest.raises(ParamError, match="'p' is to be 'double', one value per row"):
+        check_types(["o", "p"], ["auto", "double"], [NUMBER, SCORES], [label("int32")] * 2)
+    check_types(["o", "p"], ["auto", "label"], [], [])

@@ -4,6 +4,7 @@ import pandas
 import pytest
 import torch
 
+import sparkhvd.torch as hvd
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import of_training
 from sparkhvd.estimators.declare import Declarations, Declared, declared
@@ -105,6 +106,7 @@ def test_two_estimators_do_not_share_values():
         ("label_cols", ["a", "a"], r"label_cols=\['a', 'a'\] names a column twice"),
         ("validation", 1.0, r"validation=1\.0 must be a float within 0 <= x < 1"),
         ("validation", 1, "validation=1 must be a float within"),
+        ("gradient_compression", 3, r"gradient_compression=3 must be one of 'none', 'fp16', 'bf16', or an object with"),
         ("store", "/tmp", r"store='/tmp' is not a Store; make one with sparkhvd\.Store\.create"),
     ],
 )
@@ -126,6 +128,11 @@ def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message)
 def test_a_value_of_a_torch_parameter_that_cannot_work_is_refused(name, value, message):
     with pytest.raises(ParamError, match=message):
         TorchEstimator(**{name: value})
+
+
+def test_an_object_that_compresses_is_a_compression():
+    for given in ("bf16", hvd.Compression.fp16):
+        assert EstimatorParams(gradient_compression=given).getGradientCompression() is given
 
 
 def test_horovods_parameters_of_lightning_say_what_to_take_instead():

@@ -306,6 +306,7 @@ def refused(more):
         ({"trainer_args": {"max_epochs": 3}}, "see its parameter epochs"),
         ({"trainer_args": {"max_epoch": 3}}, "'max_epoch', which Lightning's Trainer does not take"),
         ({"callbacks": [print]}, "is no callback"),
+        ({"logger": 3}, "logger holds a int, which is no logger of lightning.pytorch"),
         ({"inputs": {"x": ["x"]}}, "a LightningModule gets columns as batch_format says"),
         ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
         ({"label_cols": ("y",)}, [(3,)]),
