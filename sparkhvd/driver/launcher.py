@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
@@ -13,10 +14,14 @@ from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import ConfigError, LaunchError
+from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.job import Job
+from sparkhvd.task.versions import different_versions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
 
 # A launcher is one module, and one row here.
 _LAUNCHERS = {
@@ -130,6 +135,12 @@ def choose(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: 
             "the rows to a Store first."
         )
     return name
+
+
+def warn_of_versions(job: Job, offers: Sequence[TaskOffer]) -> None:
+    """Say where the tasks of a job have other versions of the driver's frameworks."""
+    if said := different_versions(job.versions, offers):
+        logger.warning("%s", said)
 
 
 def active_session() -> SparkSession:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES
 from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met, Refused, encode
-from sparkhvd.rpc.registration import Introduction
+from sparkhvd.rpc.registration import Introduction, TaskOffer
 
 # How long a task that wants to meet the others waits for the lines of all of them. Spark starts the tasks of a barrier
 # stage at once, and a task opens its line before it does anything else.
@@ -108,6 +108,11 @@ class Meeting:
         """Whether Spark has started the stage anew since that task."""
         with self._lock:
             return stage_attempt(task.attempt, task.task_index) < self._newest
+
+    def offers(self) -> tuple[TaskOffer, ...]:
+        """What the tasks of the newest attempt that have come here told about themselves."""
+        with self._lock:
+            return tuple(task.offer for task in self._attempt.introductions.values())
 
     def end(self) -> None:
         """Let go of the tasks that wait: there will be no job."""

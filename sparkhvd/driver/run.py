@@ -26,6 +26,7 @@ from sparkhvd.errors import CollectiveError, LaunchError
 from sparkhvd.moved import unknown_argument
 from sparkhvd.task.job import Job
 from sparkhvd.task.log_files import LogFiles
+from sparkhvd.task.versions import in_use
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -221,6 +222,7 @@ def run_with(  # noqa: PLR0917
         executable=options.executable or "",
         nics=tuple(options.nics),
         gives_rows=request.rows is not None,
+        versions=() if options.executable else in_use(options.preload),  # another Python has its own packages
     )
     with closing(_stream(options, job.num_proc)) as stream, closing(_launched(chosen, job, stream)) as handle:
         handle.wait_started(deadline)

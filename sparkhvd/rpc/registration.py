@@ -16,6 +16,7 @@ class TaskOffer:
         bind_host: the address that its rank binds.
         devices: the GPUs that Spark gave it, by the names that CUDA knows on its host.
         device_kind: what its rank computes on; empty without a GPU.
+        versions: of the packages that the job asks about, like ``torch 2.8.0``.
     """
 
     task_index: int
@@ -24,6 +25,7 @@ class TaskOffer:
     bind_host: str
     devices: tuple[str, ...] = ()
     device_kind: str = ""
+    versions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pyarrow as pa
@@ -24,11 +23,10 @@ from sparkhvd.rpc.server import Server
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.place import TaskPlace, place_of_task
 from sparkhvd.task.rows import row
+from sparkhvd.task.versions import FRAMEWORKS, installed
 
 EXAMINATION = "examination"
-_PACKAGES = ("numpy", "pyarrow", "torch", "tensorflow", "keras", "lightning")
-# The same modules under other names of the package.
-_OTHER_NAMES = {"tensorflow": ("tensorflow-cpu",), "lightning": ("pytorch-lightning",)}
+_PACKAGES = ("numpy", "pyarrow", *FRAMEWORKS)
 _REACH_SECONDS = 3.0
 _AT_ONCE = 16
 
@@ -96,15 +94,7 @@ class _Silent:
 
 def versions() -> dict[str, str]:
     """The versions of Python, sparkhvd and of the packages that matter, where they are installed."""
-    found = {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__}
-    for name in _PACKAGES:
-        for called in (name, *_OTHER_NAMES.get(name, ())):
-            try:
-                found[name] = version(called)
-            except PackageNotFoundError:
-                continue
-            break
-    return found
+    return {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__, **installed(_PACKAGES)}
 
 
 def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -39,6 +39,7 @@ class Job:
         executable: the Python of the workers; empty is that of whoever starts them.
         nics: network interfaces to use; empty finds the right ones.
         gives_rows: whether the rows of a task's partition go to its rank.
+        versions: of the frameworks that the driver uses, for the tasks to tell theirs.
     """
 
     payload: bytes = field(repr=False)
@@ -56,6 +57,7 @@ class Job:
     executable: str = ""
     nics: tuple[str, ...] = ()
     gives_rows: bool = False
+    versions: tuple[str, ...] = ()
 
     def with_driver_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
         """The same job, with the places where the driver listens."""

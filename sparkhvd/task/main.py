@@ -34,6 +34,7 @@ from sparkhvd.task.rank import Plan, accompany, worker_spec
 from sparkhvd.task.report import LAUNCH, FailureReport
 from sparkhvd.task.rows import result_rows
 from sparkhvd.task.threads import thread_defaults
+from sparkhvd.task.versions import different_versions, here
 from sparkhvd.task.worker_spec import Raised
 
 
@@ -62,6 +63,9 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         if slot.world.rank == 0:
             log.started()
             write_device_map(plan.slots, log)
+            # Without lines the driver does not know the offers.
+            if line is None and (said := different_versions(job.versions, [one.offer for one in plan.slots])):
+                log.write("stderr", said.encode())
         if problem is not None:
             worker.events.put(Raised(str(problem), "", secondary=False))
         elif unstarted:
@@ -110,7 +114,9 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
         server = RendezvousServer(_token(job, place.attempt), bind_host)
         stack.callback(server.close)
         port = server.port
-    offer = TaskOffer(place.index, host_hash(), place.host, bind_host, place.devices, place.device_kind)
+    offer = TaskOffer(
+        place.index, host_hash(), place.host, bind_host, place.devices, place.device_kind, here(job.versions)
+    )
     own = Introduction(place.attempt, offer, port)
     tasks = line.meet(own) if line is not None else None
     if tasks is None:

@@ -29,6 +29,7 @@ from sparkhvd.task.rank import Plan, worker_spec
 from sparkhvd.task.remote_job import MARKER, HostDone, HostJob, HostLost, HostReady
 from sparkhvd.task.supervise import Outcome
 from sparkhvd.task.threads import thread_defaults
+from sparkhvd.task.versions import here
 
 
 class Launcher:
@@ -82,7 +83,9 @@ def _take_part(job: HostJob, launcher: Launcher) -> dict[int, bytes | Outcome]:
         for worker, _ in workers:
             stack.callback(worker.close)
         key = host_hash(job.host)
-        launcher.send(HostReady(tuple(TaskOffer(index, key, job.host, address) for index in indices), port))
+        versions = here(job.job.versions)
+        offers = tuple(TaskOffer(index, key, job.host, address, versions=versions) for index in indices)
+        launcher.send(HostReady(offers, port))
         plan = launcher.receive()
         if not isinstance(plan, Plan):
             raise TypeError(f"The launcher sent {type(plan).__name__} instead of a Plan.")

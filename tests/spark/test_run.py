@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,20 @@ def test_executors_with_another_version_are_told_by_one_sentence(spark, monkeypa
     words = rf"^The driver has sparkhvd 77\.0, but \S+ on host \S+ has {re.escape(installed)}"
     with pytest.raises(LaunchError, match=words):
         sparkhvd.run(place, num_proc=2, launcher=launcher)
+
+
+@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
+def test_executors_with_another_version_of_a_framework_are_one_warning(spark, monkeypatch, tmp_path, caplog, launcher):
+    installed = version("torch")
+    (tmp_path / "torch-77.0.dist-info").mkdir()
+    (tmp_path / "torch-77.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 77.0\n")
+    monkeypatch.syspath_prepend(tmp_path)  # of the driver
+    sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], verbose=0)
+    (said,) = [record.message for record in caplog.records if "77.0" in record.message]
+    assert re.match(rf"torch is 77\.0 on the driver, {re.escape(installed)} on [\w.]+\. What is pickled", said)
+    caplog.clear()
+    sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], executable=sys.executable, verbose=0)
+    assert "77.0" not in caplog.text, "another Python has packages of its own"
 
 
 def test_output_goes_into_files_of_a_store_where_asked(spark, tmp_path):

@@ -14,7 +14,7 @@ from sparkhvd.background import is_set_within
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import driver_hosts
-from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
+from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.driver.resources import profile_of
@@ -81,6 +81,7 @@ class BarrierHandle:
 
     def wait_started(self, deadline: Deadline) -> None:
         self._stage.wait_started(self._stream.started, deadline, self._job.start_timeout)
+        warn_of_versions(self._job, self._meeting.offers())
         if not self._wake.is_set() and not self._connect:  # whose client is not told for certain that they run
             self._say_when_unheard()
 

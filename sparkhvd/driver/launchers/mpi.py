@@ -18,7 +18,7 @@ from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import driver_hosts
-from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
+from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, mpirun_settings
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
@@ -264,6 +264,7 @@ class MpiHandle:
             )
         if mixed := mixed_devices([task.offer for task in tasks], self._job):
             raise LaunchError(mixed)
+        warn_of_versions(self._job, [task.offer for task in tasks])
         links = linked(tasks, self._job.secret)
         offers = [replace(task.offer, bind_host=link.server.address) for task, link in zip(tasks, links, strict=True)]
         try:

@@ -13,7 +13,7 @@ from sparkhvd.background import in_background, is_done_within
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.hosts import Host, take_slots
-from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
+from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.remote import Gone, HostProcess, host_command
 from sparkhvd.driver.results import results_in_order
@@ -131,6 +131,7 @@ class SshHandle:
 
     def _plan(self, ready: list[HostReady]) -> Plan:
         offers: list[TaskOffer] = [offer for one in ready for offer in one.offers]
+        warn_of_versions(self._job, offers)
         rendezvous = (ready[0].offers[0].bind_host, ready[0].rendezvous_port)
         return Plan(tuple(assign(offers)), (rendezvous,), self._token)
 

@@ -43,6 +43,7 @@ from sparkhvd.task.report import FailureReport
 from sparkhvd.task.rows import result_rows
 from sparkhvd.task.supervise import NOTE_SECONDS, OUTCOME, Outcome, Supervision, await_outcome, watch_outcome
 from sparkhvd.task.threads import thread_defaults
+from sparkhvd.task.versions import here
 
 # How often a task that waits for the driver looks whether it still lives.
 _DRIVER_CHECK_SECONDS = 2.0
@@ -94,7 +95,8 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         }
         stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it
         key = host_hash(yarn_container())
-        offer = TaskOffer(place.index, key, place.host, "", place.devices, place.device_kind)
+        versions = here(job.job.versions)
+        offer = TaskOffer(place.index, key, place.host, "", place.devices, place.device_kind, versions)
         listening = tuple(
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )

@@ -1,0 +1,80 @@
+"""The versions of the packages that the driver and the tasks of a job have to have in common."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparkhvd.rpc.registration import TaskOffer
+
+FRAMEWORKS = ("torch", "tensorflow", "keras", "lightning")
+# The same modules under other names of the package.
+_OTHER_NAMES = {"tensorflow": ("tensorflow-cpu",), "lightning": ("pytorch-lightning",)}
+_SHOWN_HOSTS = 5
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are installed; imports none of them."""
+    found = {}
+    for name in packages:
+        for called in (name, *_OTHER_NAMES.get(name, ())):
+            try:
+                found[name] = version(called)
+            except PackageNotFoundError:
+                continue
+            break
+    return found
+
+
+def in_use(preload: Sequence[str]) -> tuple[str, ...]:
+    """The frameworks that this process has loaded or its job will, with their versions, like ``torch 2.8.0``."""
+    modules = {"lightning": ("lightning", "pytorch_lightning")}
+    loaded = {*sys.modules, *preload}
+    names = [name for name in FRAMEWORKS if loaded & {name, *modules.get(name, ())}]
+    return _joined(installed(names))
+
+
+def here(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The versions that this process would load of what ``in_use`` found elsewhere."""
+    return _joined(installed(name for name, _ in map(_parted, wanted)))
+
+
+def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> str:
+    """A sentence where tasks have other versions than the driver; empty where not.
+
+    What stands behind a plus is another build of the same version, as for a machine without GPUs.
+    """
+    found = []
+    for name, own in map(_parted, driver):
+        others: dict[str, list[str]] = {}
+        for offer in offers:
+            there = dict(map(_parted, offer.versions)).get(name, own)
+            hosts = others.setdefault(there, [])
+            if there.partition("+")[0] != own.partition("+")[0] and offer.host not in hosts:
+                hosts.append(offer.host)
+        places = [f"{there} on {_listed(hosts)}" for there, hosts in sorted(others.items()) if hosts]
+        if places:
+            found.append(f"{name} is {own} on the driver, {', '.join(places)}")
+    if not found:
+        return ""
+    return (
+        f"{'; '.join(found)}. What is pickled by one version may fail or differ with another: install the same "
+        "versions on the driver and on every node."
+    )
+
+
+def _listed(hosts: Sequence[str]) -> str:
+    more = len(hosts) - _SHOWN_HOSTS
+    return ", ".join(hosts[:_SHOWN_HOSTS]) + (f" and {more} more hosts" if more > 0 else "")
+
+
+def _joined(versions: dict[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name} {number}" for name, number in versions.items())
+
+
+def _parted(text: str) -> tuple[str, str]:
+    name, _, number = text.partition(" ")
+    return name, number
