@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from sparkhvd import _core
 from sparkhvd.comm import nccl
+from sparkhvd.comm.absent import INIT, late
 from sparkhvd.comm.failures import translated
 from sparkhvd.comm.handle import Handle, Pending
 from sparkhvd.comm.launch_context import LaunchContext
@@ -18,7 +19,7 @@ from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.routes import addresses_to_offer
 from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import ConfigError, DeadlineExceededError
 
 T = TypeVar("T")
 
@@ -144,29 +145,35 @@ def open_channel(
     """
     config = context.config
     device_libraries = nccl.libraries(config)
-    with translated():
-        offered = addresses_to_offer(context.bind_host, config.network_interfaces, _core.local_addresses())
-        engine = _core.Engine(
-            ranks.index(context.world.rank),
-            len(ranks),
-            rendezvous=None if rendezvous is None or len(ranks) == 1 else rendezvous.core,
-            token=context.token,
-            scope=scope,
-            label=label,
-            host_key=context.host_key,
-            bind_hosts=offered,
-            shared_memory=config.shared_memory,
-            encrypt=config.encrypt,
-            fusion_threshold=config.fusion_threshold,
-            cache_capacity=config.cache_capacity,
-            collective_timeout_s=config.collective_timeout,
-            timeout_s=deadline.remaining(),
-            hierarchical_allreduce=config.hierarchical_allreduce,
-            hierarchical_allgather=config.hierarchical_allgather,
-            processor_core=processor_core_of(context),
-            recorded_with=None if recorded_with is None else recorded_with[0].engine,
-            timeline_label="" if recorded_with is None else recorded_with[1],
-            autotune=_autotune(config) if tuned and config.autotune else None,
-            device_libraries=device_libraries,
-        )
+    try:
+        with translated():
+            offered = addresses_to_offer(context.bind_host, config.network_interfaces, _core.local_addresses())
+            engine = _core.Engine(
+                ranks.index(context.world.rank),
+                len(ranks),
+                rendezvous=None if rendezvous is None or len(ranks) == 1 else rendezvous.core,
+                token=context.token,
+                scope=scope,
+                label=label,
+                host_key=context.host_key,
+                bind_hosts=offered,
+                shared_memory=config.shared_memory,
+                encrypt=config.encrypt,
+                fusion_threshold=config.fusion_threshold,
+                cache_capacity=config.cache_capacity,
+                collective_timeout_s=config.collective_timeout,
+                timeout_s=deadline.remaining(),
+                hierarchical_allreduce=config.hierarchical_allreduce,
+                hierarchical_allgather=config.hierarchical_allgather,
+                processor_core=processor_core_of(context),
+                recorded_with=None if recorded_with is None else recorded_with[0].engine,
+                timeline_label="" if recorded_with is None else recorded_with[1],
+                autotune=_autotune(config) if tuned and config.autotune else None,
+                device_libraries=device_libraries,
+            )
+    except DeadlineExceededError as error:
+        if rendezvous is None:
+            raise
+        keys = [f"{scope}/address/{place}" for place in range(len(ranks))]  # of ConnectMesh in the core
+        raise late(rendezvous, context, keys, ranks, label or INIT) or error from None
     return Channel(engine, ranks, config.collective_timeout, device_libraries is not None)

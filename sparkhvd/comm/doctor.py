@@ -11,8 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from sparkhvd.comm.absent import Absent, tell
 from sparkhvd.comm.channel import Channel
 from sparkhvd.comm.condition import (
     Condition,
@@ -37,6 +39,8 @@ _log = logging.getLogger(__name__)
 _GLANCE_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _STORE_SECONDS = 10.0
+# How long before a collective is given up those who watch over the ranks learn who is waited for.
+_BEFORE_SECONDS = 1.5
 
 
 @dataclass
@@ -70,10 +74,12 @@ class HangDoctor:
         self._sets = sets
         self._rendezvous = rendezvous
         self._world = context.world
+        self._rank_in_job = context.rank_in_job
         self._scope = scope
         self._patience = context.config.stall_check_seconds
         self._shutdown_after = context.config.stall_shutdown_seconds
         self._watched = _Watched()
+        self._timeout = context.config.collective_timeout
         self._next_report = self._patience
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
@@ -130,6 +136,8 @@ class HangDoctor:
             self._next_report = self._patience
         elif 0 < self._shutdown_after <= oldest:
             self._end_job()
+        elif oldest >= self._timeout - _BEFORE_SECONDS:
+            self._tell(f"SPARKHVD_COLLECTIVE_TIMEOUT={self._timeout:g}")
         elif oldest >= self._next_report:
             # Set by whoever is first; the others find it there.
             self._rendezvous.set(self._key("question", question), b"", self._soon())
@@ -198,8 +206,20 @@ class HangDoctor:
         known = self._watched.report
         what = known.headline() if known is not None and known.tensors else self._pending()[0]
         _log.error("The job ends because it has stalled for %.0f s: %s.", self._shutdown_after, what)
+        self._tell(f"SPARKHVD_STALL_SHUTDOWN_SECONDS={self._shutdown_after:g}")
         for channel in list(self._channels.values()):
             channel.engine.abort(f"stalled for more than {self._shutdown_after:g} s: {what}")
+
+    def _tell(self, limit: str) -> None:
+        """Let those who watch over the ranks know which one it is that the others wait for until this limit."""
+        known = self._watched.report
+        if known is None or not known.absent:
+            return
+        rank = known.absent[0]
+        stack = next(iter(known.conditions.get(rank, Condition()).stacks.values()), "")
+        absent = Absent(self._rank_in_job(rank), f"{known.headline()}, until {limit} ended the job", True, stack)
+        with suppress(SparkHvdError):  # the job ends all the same
+            tell(self._rendezvous, absent)
 
     def _key(self, what: str, number: int) -> str:
         return f"{self._scope}/doctor/{what}/{number}"

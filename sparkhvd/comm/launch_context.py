@@ -20,6 +20,7 @@ class LaunchContext:
         bind_host: the local address at which peers may reach this rank best; unless it is a loopback, the rank offers
             the host's other addresses beside it.
         config: settings of the core.
+        members: the ranks of the launcher's job that are numbered anew here, in this order; empty for all of them.
     """
 
     world: World = field(default_factory=World)
@@ -28,3 +29,8 @@ class LaunchContext:
     host_key: str = ""
     bind_host: str = "127.0.0.1"
     config: Config = field(default_factory=Config)
+    members: tuple[int, ...] = ()
+
+    def rank_in_job(self, rank: int) -> int:
+        """The number of a rank in the launcher's job."""
+        return self.members[rank] if self.members else rank

@@ -52,6 +52,12 @@ class StallReport:
         late = {rank for tensor in self.tensors for rank in tensor.missing}
         return tuple(sorted(late | set(self.silent)))
 
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """The ranks that keep those of the longest wait waiting, and wait for no other themselves."""
+        late = {rank for tensor in self.tensors[:1] for rank in (*tensor.missing, *tensor.silent)}
+        return tuple(sorted(late - {rank for tensor in self.tensors for rank in tensor.waiting}))
+
     def headline(self) -> str:
         """One sentence: the tensors and the ranks that have not come."""
         if not self.tensors:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from sparkhvd.comm.absent import INIT, late
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.mpi import require_member
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
+from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.world import World, layout
 
 
@@ -31,5 +33,9 @@ def subset(context: LaunchContext, ranks: Sequence[int], scope: str) -> LaunchCo
     deadline = Deadline.after(context.config.start_timeout)
     with RendezvousClient(context.rendezvous, context.token, deadline) as store:
         store.set(f"{scope}/host/{mine}", context.host_key.encode(), deadline)
-        hosts = [store.get(f"{scope}/host/{index}", deadline).decode() for index in range(len(ranks))]
-    return dataclasses.replace(context, world=layout(hosts)[mine])
+        keys = [f"{scope}/host/{index}" for index in range(len(ranks))]
+        try:
+            hosts = [store.get(key, deadline).decode() for key in keys]
+        except DeadlineExceededError as error:
+            raise late(store, context, keys, ranks, INIT) or error from None
+    return dataclasses.replace(context, world=layout(hosts)[mine], members=tuple(ranks))

@@ -77,6 +77,7 @@ def accompany(
         LaunchError: infrastructure was lost.
     """
     rank, size = slot.world.rank, slot.world.size
+    hosts = [one.offer.host for one in plan.slots]
     # One connection waits for the outcome all the time, the other one speaks. The server is there already: what bounds
     # the connecting is the network, and ``deadline`` is for the worker, however little of it is left.
     connecting = Deadline.after(NOTE_SECONDS)
@@ -87,12 +88,12 @@ def accompany(
         watcher = watch_outcome(listening, worker.events)
         try:
             own_parent = os.getppid() if parent is None else parent
-            supervision = Supervision(rank, slot.offer.host, client, deadline, own_parent)
+            supervision = Supervision(rank, slot.offer.host, client, deadline, hosts, own_parent)
             ended = supervise(worker, supervision)
             length = len(ended) if isinstance(ended, bytes) else 0
             client.set(finished_key(rank), str(length).encode(), Deadline.after(NOTE_SECONDS))
             if rank == 0:
-                conclude(client, [one.offer.host for one in plan.slots], RESULT_CAP_BYTES)
+                conclude(client, hosts, RESULT_CAP_BYTES)
             outcome = ended if isinstance(ended, Outcome) else await_outcome(worker.events, supervision)
             client.set(left_key(rank), b"", Deadline.after(NOTE_SECONDS))
             if rank == 0:

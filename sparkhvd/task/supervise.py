@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sparkhvd.comm.absent import INIT, told
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, LaunchError, SparkHvdError
@@ -74,6 +75,7 @@ class Supervision:
         host: where it runs.
         client: connection to the job's rendezvous server.
         start_deadline: when its worker has to be ready.
+        hosts: of all ranks, in rank order.
         parent: the process that this one must not outlive, for example a task's executor; 0 when there is none.
     """
 
@@ -81,6 +83,7 @@ class Supervision:
     host: str
     client: RendezvousClient
     start_deadline: Deadline
+    hosts: Sequence[str] = ()
     parent: int = 0
 
     def orphaned(self) -> bool:
@@ -187,15 +190,25 @@ def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureRepo
         if primary is not None:
             worker.close(TERM_SECONDS)
             return primary
+    noted = _of_absent(job) if report.secondary else None
     if report.traceback == "":
         worker.close(TERM_SECONDS)  # so that the last words on stderr are complete
         report = replace(report, stderr_tail=worker.output.stderr_tail())
-    job.client.set(OUTCOME, report.to_json(), Deadline.after(NOTE_SECONDS))
+    job.client.set(OUTCOME, (noted or report).to_json(), Deadline.after(NOTE_SECONDS))
     if report.traceback != "":
         worker.send(Leave(GRACE_SECONDS))
         worker.wait_for_exit(GRACE_SECONDS)
         worker.close(TERM_SECONDS)
     return Outcome(FailureReport.from_json(job.client.get(OUTCOME, Deadline.after(NOTE_SECONDS))))
+
+
+def _of_absent(job: Supervision) -> FailureReport | None:
+    """The report of the rank that kept the others waiting, where they have told which it is."""
+    absent = told(job.client)
+    if absent is None:
+        return None
+    where = f"kept the others waiting ({CONNECTED})" if absent.joined else f"did not come to {INIT}"
+    return FailureReport(absent.rank, job.hosts[absent.rank], f"{where}: {absent.why}", traceback=absent.stack)
 
 
 def _outcome_within(worker: WorkerProcess, seconds: float) -> Outcome | None:

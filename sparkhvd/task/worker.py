@@ -21,7 +21,7 @@ import cloudpickle
 
 from sparkhvd.comm import session
 from sparkhvd.config import export
-from sparkhvd.errors import CollectiveError, MismatchError
+from sparkhvd.errors import CollectiveError, DeadlineExceededError, MismatchError
 from sparkhvd.frameworks import while_importing
 from sparkhvd.task.command import CommandEndedError
 from sparkhvd.task.import_path import IMPORT_PATH
@@ -145,7 +145,7 @@ def _not_importable(module: str | None) -> str:
 
 def _lost_a_peer(error: BaseException | None) -> bool:
     while error is not None:
-        if isinstance(error, CollectiveError) and not isinstance(error, MismatchError):
+        if isinstance(error, CollectiveError | DeadlineExceededError) and not isinstance(error, MismatchError):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -105,8 +105,16 @@ _WHEN = {
 }
 _HANGING: dict[str, tuple[type[Exception], str]] = {
     "before registration": (StartTimeoutError, r"Rank \d on host \S+ was not ready for fn in time"),
-    "at rendezvous": (RankFailedError, r"Rank 0 on host \S+ raised DeadlineExceededError: .*the address of rank 1"),
-    "in mid-training": (RankFailedError, r"Rank 0 on host \S+ raised PeerLostError: .*not submitted by rank 1"),
+    "at rendezvous": (
+        RankFailedError,
+        _NAMED + r"did not come to init\(\): rank 0 waited start_timeout=6 s for rank 1 to come to init\(\)",
+    ),
+    "in mid-training": (
+        RankFailedError,
+        _NAMED + r"kept the others waiting \(in fn, after init\(\)\): barrier 'step \d' not done after [^\n]*: not "
+        r"submitted by rank 1, while rank 0 waited, until [A-Z_]+=2 ended the job\.\n\nTraceback of rank 1:\n"
+        r"[\s\S]* in go_wrong",
+    ),
     "at the end": (
         RankFailedError,
         _NAMED + r"did not hand over what fn returned within 2 s[\s\S]*The last lines [\s\S]* in __reduce__",
@@ -151,7 +159,7 @@ _ALWAYS = {
     *(("local", "kill", phase) for phase in PHASES[:3]),
     *(("local", "raise", phase) for phase in PHASES[2:]),
     *(("local", how, "in mid-training") for how in ("exit", "disk")),
-    *(("local", "hang", phase) for phase in ("before registration", "in mid-training", "at the end")),
+    *(("local", "hang", phase) for phase in PHASES),
     *(("local", how, "at rendezvous") for how in ("stranger", "wrong secret")),
     ("barrier", "task stopped", "before registration"),
     *(("barrier", "kill", phase) for phase in ("before registration", "at rendezvous", "at the end")),
@@ -320,6 +328,10 @@ def complaints(fault: Fault, ended: Ended) -> list[str]:
             found.append(f"{type(ended.error).__name__}: {ended.error}")
     elif type(ended.error) is not fault.error or not re.match(fault.words, str(ended.error)):
         found.append(f"{type(ended.error).__name__}: {ended.error}")
+    elif isinstance(ended.error, RankFailedError) and not str(ended.error).startswith(
+        f"Rank {ended.error.rank} on host {ended.error.host} "
+    ):
+        found.append(f"the attributes are of rank {ended.error.rank} on host {ended.error.host}: {ended.error}")
     if not ended.seconds < fault.seconds:
         found.append(f"the error came after {ended.seconds:.1f} s")
     if ended.let_in:

@@ -218,7 +218,7 @@ def _follow(plan: Plan, place: TaskPlace, deadline: Deadline) -> None:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     slot = next(one for one in plan.slots if one.offer.task_index == place.index)
     with _watching(plan, events) as client:
-        await_outcome(events, Supervision(slot.world.rank, slot.offer.host, client, deadline, place.parent))
+        await_outcome(events, Supervision(slot.world.rank, slot.offer.host, client, deadline, parent=place.parent))
 
 
 def run_mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
+from sparkhvd.comm.absent import told
 from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.routes import addresses_to_offer
+from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, SparkHvdError
-from tests.ranks import RankGroup
+from tests.ranks import CASE_SECONDS, RankGroup
 
 TOTAL = [3.0] * 1000
 
@@ -24,9 +27,9 @@ TOTAL = [3.0] * 1000
 # What the ranks do.
 
 
-def failure_of_init():
+def failure_of_init(comm=None):
     try:
-        session.init()
+        session.init(comm)
     except SparkHvdError as error:
         return str(error)
     return ""
@@ -42,6 +45,16 @@ def die_while_connecting(victim, sign):
         return failure_of_init()
     except KeyboardInterrupt:
         return "interrupted"
+
+
+def come_without_the_third(comm):
+    rank = session._session.context.world.rank
+    if rank == 2:
+        return "", None
+    message = failure_of_init(comm)
+    context = session.offered()
+    with RendezvousClient(context.rendezvous, context.token, Deadline.after(CASE_SECONDS)) as rendezvous:
+        return message, told(rendezvous)
 
 
 def add_up():
@@ -60,6 +73,18 @@ def test_a_rank_that_is_killed_while_the_ranks_connect_ends_that_for_all_and_is_
     assert (
         f"rank {victim} is gone: its process ended while the ranks were being connected" in outcomes[1 - victim].value
     )
+
+
+@pytest.mark.parametrize("comm", [None, [2, 1, 0]])
+def test_a_rank_that_does_not_come_to_init_is_named_to_the_others_and_to_those_who_watch_over_them(comm):
+    with RankGroup(3, connect=False, start_timeout=1.0) as group:
+        outcomes = [outcome.value for outcome in group.outcomes(come_without_the_third, comm)]
+    for rank, (message, absent) in enumerate(outcomes[:2]):
+        waited = "waited start_timeout=1 s for rank 2 to come to init()"
+        assert message == f"Rank {rank} {waited}. See what it does instead, or raise SPARKHVD_START_TIMEOUT."
+        assert absent.rank == 2
+        assert not absent.joined
+        assert absent.why in {f"rank {one} {waited}" for one in range(2)}
 
 
 def test_ctrl_c_ends_the_connecting_of_the_rank_and_of_the_others():

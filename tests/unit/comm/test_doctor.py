@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
+from sparkhvd.comm.absent import told
 from sparkhvd.comm.condition import (
     Condition,
     Identity,
@@ -22,9 +23,10 @@ from sparkhvd.comm.condition import (
     stacks,
     trouble,
 )
+from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.stall_report import report
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import CollectiveError, PeerLostError
+from sparkhvd.errors import CollectiveError, PeerLostError, SparkHvdError
 from tests.ranks import RankGroup
 
 SECONDS = 30.0
@@ -104,6 +106,19 @@ def wait_in_vain():
     with pytest.raises(PeerLostError) as caught:
         me.allreduce(np.ones(1), name="the right one")
     return str(caught.value)
+
+
+def wait_for_one_that_hangs(folder):
+    me = session.current()
+    if me.world.rank == 1:
+        wait_for(folder / "it ended")
+        return None
+    with pytest.raises(SparkHvdError):
+        me.allreduce(np.ones(1), name="gradient")
+    (folder / "it ended").touch()
+    context = session.offered()
+    with RendezvousClient(context.rendezvous, context.token, Deadline.after(SECONDS)) as rendezvous:
+        return told(rendezvous)
 
 
 def one_rank_makes_no_direct_call(folder):
@@ -213,6 +228,18 @@ def test_a_job_that_stalls_for_too_long_ends_where_that_is_asked_for():
         assert "not submitted by rank " in message
 
 
+@pytest.mark.parametrize("limit", ["stall_shutdown_seconds", "collective_timeout"])
+def test_who_keeps_the_others_waiting_is_told_to_those_who_watch_over_the_ranks(limit, tmp_path):
+    with RankGroup(2, stall_check_seconds=0.2, **{limit: 3.0}) as group:
+        absent, _ = group.run(wait_for_one_that_hangs, tmp_path)
+    assert (absent.rank, absent.joined) == (1, True)
+    assert absent.why.startswith("allreduce 'gradient' not done after ")
+    assert absent.why.endswith(
+        f"not submitted by rank 1, while rank 0 waited, until SPARKHVD_{limit.upper()}=3 ended the job"
+    )
+    assert "in wait_for" in absent.stack
+
+
 def test_a_stall_in_a_process_set_ends_the_whole_job(tmp_path):
     with RankGroup(3, stall_check_seconds=0.2, stall_shutdown_seconds=1.0) as group:
         for message in group.run(wait_in_vain_in_a_set, tmp_path):
@@ -285,6 +312,14 @@ def test_silent_ranks_are_judged_by_what_others_see():
         4: "it has not got as far as to say who it is",
     }
     assert found.headline() == "barrier 'b' not done after 70 s: no answer from ranks 1, 2, 3, 4, while rank 0 waited"
+
+
+def test_absent_is_who_keeps_the_others_waiting_and_waits_for_none_of_them():
+    sets = {0: (0, 1, 2)}
+    waiting = {rank: Condition((Pending(title, 70.0),)) for rank, title in enumerate(("barrier 'a'", "barrier 'b'"))}
+    assert report(waiting, {}, sets, since=30.0).absent == (2,), "it does not even answer"
+    assert report({**waiting, 2: Condition()}, {}, sets, since=30.0).absent == (2,)
+    assert report(waiting, {}, {0: (0, 1)}, since=30.0).absent == (), "each waits for the other"
 
 
 def test_the_longest_wait_comes_first_and_short_ones_not_at_all():

@@ -12,11 +12,12 @@ import cloudpickle
 import psutil
 import pytest
 
+from sparkhvd.comm.absent import Absent, tell
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import LaunchError
+from sparkhvd.errors import LaunchError, PeerLostError
 from sparkhvd.task import supervise as supervising
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog, HandlerLog
@@ -74,7 +75,7 @@ def client():
 
 
 def supervision(client, start_seconds: float = 60.0) -> Supervision:
-    return Supervision(1, "node-4", client, Deadline.after(start_seconds))
+    return Supervision(1, "node-4", client, Deadline.after(start_seconds), ("node-3", "node-4"))
 
 
 def start(worker, fn, *args, result_seconds: float = 60.0) -> None:
@@ -120,6 +121,22 @@ def test_a_worker_that_does_not_get_ready_is_the_failure_that_all_learn(worker, 
     assert outcome.failure is not None
     assert (outcome.failure.kind, outcome.failure.rank) == (NOT_STARTED, 1)
     assert FailureReport.from_json(client.get(OUTCOME, Deadline.after(30.0))) == outcome.failure
+
+
+def lose_a_peer() -> None:
+    raise PeerLostError("stalled")
+
+
+def test_a_rank_that_keeps_the_others_waiting_is_the_one_to_report_when_they_have_told_it(worker, client, monkeypatch):
+    monkeypatch.setattr(supervising, "_SECONDARY_SECONDS", 0.0)
+    tell(client, Absent(0, "barrier 'b' not done after 9 s", joined=True, stack="in hang"))
+    start(worker, lose_a_peer)
+    failure = supervise(worker, supervision(client)).failure
+    assert failure is not None
+    assert (failure.rank, failure.host, failure.traceback) == (0, "node-3", "in hang")
+    assert failure.sentence() == (
+        "Rank 0 on host node-3 kept the others waiting (in fn, after init()): barrier 'b' not done after 9 s"
+    )
 
 
 class NeverPacked:

@@ -11,7 +11,7 @@ import pytest
 
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.config import Config
-from sparkhvd.errors import MismatchError, PeerLostError
+from sparkhvd.errors import DeadlineExceededError, MismatchError, PeerLostError
 from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.process import Exited, WorkerProcess, spawn_worker
@@ -62,7 +62,12 @@ def test_exit_codes_are_told_apart():
 
 @pytest.mark.parametrize(
     ("error", "secondary"),
-    [(PeerLostError("gone"), True), (MismatchError("shapes"), False), (KeyboardInterrupt(), False)],
+    [
+        (PeerLostError("gone"), True),
+        (DeadlineExceededError("late"), True),
+        (MismatchError("shapes"), False),
+        (KeyboardInterrupt(), False),
+    ],
 )
 def test_the_loss_of_a_peer_is_marked_as_a_consequence(error, secondary):
     assert run_payload(call(throw, error)).secondary is secondary
