@@ -66,7 +66,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
-        raise AttributeError(missing("sparkhvd", name))
+        raise AttributeError(missing("sparkhvd", name, __all__))
     return getattr(import_module(_HOME_OF[name]), name)
 
 

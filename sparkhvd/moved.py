@@ -20,12 +20,20 @@ SPARK = (
 _OF_RUN = MappingProxyType(
     {"np": "num_proc", "mpi_args": "extra_mpi_args", "network_interface": "nics", "network_interfaces": "nics"}
 )
+# What horovod.spark.keras and its like have beside the collectives.
+_AT_THE_TOP = frozenset(
+    f"{framework}{kind}" for framework in ("Torch", "Keras", "Lightning") for kind in ("Estimator", "Model")
+)
 _ELASTIC_OF_RUN = frozenset({"min_np", "max_np", "min_num_proc", "max_num_proc", "slots", "reset_limit"})
 
 
-def missing(module: str, name: str) -> str:
-    """What to say of an attribute that a module does not have."""
-    return ELASTIC if name in {"elastic", "run_elastic"} else f"module {module!r} has no attribute {name!r}"
+def missing(module: str, name: str, known: Iterable[str]) -> str:
+    """What to say of an attribute that a module does not have, but maybe one of ``known``."""
+    if name in {"elastic", "run_elastic"}:
+        return ELASTIC
+    if name in _AT_THE_TOP:
+        return f"{name} comes from sparkhvd itself: from sparkhvd import {name}."
+    return f"module {module!r} has no attribute {name!r}. {did_you_mean(name, known)}".rstrip()
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:

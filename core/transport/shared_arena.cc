@@ -217,7 +217,7 @@ class SharedArena final : public Arena {
   Status FindDeparted(int first, int last, uint64_t step) const {
     for (int m = first; m < last; ++m) {
       if (Slot(m).departed.load(std::memory_order_acquire) != 0 && !Reached(m, step)) {
-        return PeerGone(ranks_[static_cast<size_t>(m)], "it left the arena");
+        return PeerGone(ranks_[static_cast<size_t>(m)], "it left the job");
       }
     }
     return Status();

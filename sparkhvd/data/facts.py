@@ -108,7 +108,7 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) 
         DataError: too few rows in a split, or a validation column with other values than 0 and 1.
     """
     if not files:
-        raise DataError("The DataFrame has no rows to train on. Check the filters and joins that it comes from.")
+        raise no_rows()
     by = selection.validation
     nulls, others = rows_of(files, "null"), rows_of(files, "other")
     if nulls or others:
@@ -127,6 +127,11 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) 
         )
     if train < num_proc:
         raise DataError(too_few_rows(train, num_proc))
+
+
+def no_rows() -> DataError:
+    """The error for an empty DataFrame."""
+    return DataError("The DataFrame has no rows to train on. Check the filters and joins that it comes from.")
 
 
 def too_few_rows(train: int, num_proc: int) -> str:

@@ -126,6 +126,8 @@ def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     """
     for name in unknown:
         raise TypeError(unknown_argument(name, inspect.signature(run).parameters))
+    if not callable(fn):
+        raise TypeError(f"run() takes a function, not {fn!r}: give it as run(train, args=(...,)), without calling it.")
     name, request = launch_request(
         num_proc=num_proc,
         spark=spark,

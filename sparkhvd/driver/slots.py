@@ -183,8 +183,9 @@ def _way_out(cluster: Cluster, num_proc: int) -> str:
             "The executors have no GPUs for that: start the session with spark.executor.resource.gpu.amount and a "
             "discovery script (spark.executor.resource.gpu.discoveryScript)."
         )
-    fewer_gpus = f" or {cluster.task_gpus:g} GPUs per task" if cluster.task_gpus else ""
-    less = f"or ask for fewer ranks, or lower spark.task.cpus={cluster.task_cpus}{fewer_gpus}"
+    lower = [f"spark.task.cpus={cluster.task_cpus}"] if cluster.task_cpus > 1 else []
+    lower += [f"{cluster.task_gpus:g} GPUs per task"] if cluster.task_gpus else []
+    less = "or ask for fewer ranks" + (f", or lower {' or '.join(lower)}" if lower else "")
     if cluster.master.startswith("local-cluster"):
         return f"Start the session with a master like local-cluster[{num_proc},{cluster.task_cpus},1024], {less}."
     if cluster.master.startswith("local"):

@@ -70,7 +70,7 @@ def load_model(
 
 def __getattr__(name: str) -> Any:
     if name not in _OF_BACKEND:
-        raise AttributeError(missing("sparkhvd.keras", name))
+        raise AttributeError(missing("sparkhvd.keras", name, [*__all__, *_OF_BACKEND]))
     backend = keras.config.backend()
     if backend not in {"tensorflow", "torch"}:
         raise ConfigError(f"sparkhvd.keras has no collectives for the Keras backend {backend!r}.")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.lightning.environment import RankEnvironment
 from sparkhvd.lightning.flavour import FlavourName, chosen, fabric, imported, package
 from sparkhvd.lightning.strategy import STRATEGY_NAME, RankStrategy
+from sparkhvd.moved import missing
 
 if TYPE_CHECKING:
     SparkHvdStrategy = RankStrategy
@@ -55,7 +56,7 @@ def _built(name: FlavourName) -> type:
 def __getattr__(name: str) -> Any:
     if name == "SparkHvdStrategy":
         return strategy_class()
-    raise AttributeError(f"module 'sparkhvd.lightning' has no attribute {name!r}")
+    raise AttributeError(missing("sparkhvd.lightning", name, __all__))
 
 
 register()

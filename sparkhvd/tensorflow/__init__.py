@@ -53,4 +53,4 @@ if not TYPE_CHECKING:  # for a type checker every name would exist then
                 f"The optimizers of TensorFlow 2 are Keras' own: use sparkhvd.keras.{name}, or DistributedGradientTape "
                 "with any other optimizer."
             )
-        raise AttributeError(missing("sparkhvd.tensorflow", name))
+        raise AttributeError(missing("sparkhvd.tensorflow", name, __all__))

@@ -98,4 +98,4 @@ __all__ += interface.__all__
 if not TYPE_CHECKING:  # for a type checker every name would exist then
 
     def __getattr__(name: str) -> object:
-        raise AttributeError(missing("sparkhvd.torch", name))
+        raise AttributeError(missing("sparkhvd.torch", name, __all__))

@@ -151,6 +151,13 @@ def test_rows_that_cannot_be_trained_on_are_refused_as_on_the_way_through_a_stor
         estimator(**more).fit(spark.createDataFrame(rows, "x array<double>, y double"))
 
 
+def test_without_a_row_it_is_said_although_spark_starts_no_task(df, caplog):
+    for empty in (df.where("y > 1000"), df.limit(0), df.where(functions.rand() > 2)):
+        with pytest.raises(DataError, match="The DataFrame has no rows to train on"):
+            estimator().fit(empty)
+    assert "has reached this driver" not in caplog.text
+
+
 def test_a_model_that_is_too_large_to_travel_with_the_job_is_refused_before_it(df, monkeypatch):
     monkeypatch.setattr("sparkhvd.estimators.files.INLINE_BYTES", 100)
     with pytest.raises(

@@ -54,6 +54,30 @@ def test_an_import_of_horovods_spark_says_where_its_names_are(module):
         importlib.import_module(module)
 
 
-def test_other_unknown_names_of_a_framework_are_plain_attribute_errors():
-    with pytest.raises(AttributeError, match=r"module 'sparkhvd\.torch' has no attribute 'alreduce'"):
-        importlib.import_module("sparkhvd.torch").alreduce  # noqa: B018
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        (
+            "sparkhvd.torch",
+            "alreduce",
+            r"^module 'sparkhvd\.torch' has no attribute 'alreduce'\. Did you mean 'allreduce'\?$",
+        ),
+        ("sparkhvd.torch", "zzz", r"^module 'sparkhvd\.torch' has no attribute 'zzz'\.$"),
+        ("sparkhvd", "KerasEstimater", r"Did you mean 'KerasEstimator'\?"),
+        (
+            "sparkhvd.keras",
+            "KerasEstimator",
+            r"^KerasEstimator comes from sparkhvd itself: from sparkhvd import KerasEst",
+        ),
+        ("sparkhvd.lightning", "LightningModel", r"^LightningModel comes from sparkhvd itself"),
+    ],
+)
+def test_another_unknown_name_is_answered_with_the_nearest_or_with_its_place(module, name, words):
+    with pytest.raises(AttributeError, match=words):
+        getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("called", [None, 3])
+def test_what_is_no_function_is_not_run(called):
+    with pytest.raises(TypeError, match=r"^run\(\) takes a function, not (None|3): give it as run\(train, args"):
+        sparkhvd.run(called, num_proc=2, launcher="local")

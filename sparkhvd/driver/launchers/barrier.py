@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from sparkhvd.background import is_set_within
+from sparkhvd.data.facts import no_rows
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import driver_hosts
@@ -91,6 +92,8 @@ class BarrierHandle:
             raise failure_of(self._lost)
         if (error := self._stage.error) is not None:
             raise LaunchError(spark_failure(error, self._stage.host_of, self._stage.task_hosts())) from error
+        if self._job.gives_rows and not self._stage.rows:
+            raise no_rows()  # Spark starts no task when it learns in time that there are none
         self._say_when_unheard()
         return results_of(self._stage.rows, self._job.num_proc)
 

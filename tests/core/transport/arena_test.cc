@@ -123,7 +123,7 @@ TEST_P(ArenaContract, NoticesAMemberThatLeaves) {
   (void)meshes[0].arena->Arrive();
   const Status status = waiter.get();
   EXPECT_EQ(status.code(), StatusCode::kPeerLost);
-  EXPECT_EQ(status.message(), "rank 2 is gone: it left the arena");
+  EXPECT_EQ(status.message(), "rank 2 is gone: it left the job");
 }
 
 TEST_P(ArenaContract, OwesNothingToAMemberThatLeftAfterItsLastStep) {

@@ -297,7 +297,7 @@ TEST(KilledRank, WakesTheWaitersOfItsArena) {
   for (const std::string& report : reports) {
     // The first to notice leaves, which the second may see first.
     EXPECT_TRUE(report == "peer_lost: rank 2 is gone: its process has ended" ||
-                report.find("is gone: it left the arena") != std::string::npos)
+                report.find("is gone: it left the job") != std::string::npos)
         << report;
   }
   EXPECT_NE((reports[0] + reports[1]).find("rank 2 is gone: its process has ended"),

@@ -43,7 +43,7 @@ def test_too_few_local_slots_fail_at_once_with_both_numbers_and_the_setting():
         reserve(cluster("local[2]", 2), 3, soon())
     assert str(caught.value) == (
         "num_proc=3 ranks were asked for, but the cluster has 2 slots (master local[2], spark.task.cpus=1). "
-        "Start the session with master local[3], or ask for fewer ranks, or lower spark.task.cpus=1."
+        "Start the session with master local[3], or ask for fewer ranks."
     )
 
 
