@@ -3,56 +3,37 @@
 #include <string>
 
 #include "base/dtype.h"
+#include "bindings/array_memory.h"
 #include "bindings/errors.h"
 #include "bindings/gil.h"
 
 namespace sparkhvd::bindings {
 namespace {
 
-// The memory of an array for the time of a call. These calls take a few microseconds, so it is
-// asked for without the detours that describe it in Python's terms.
-class ArrayMemory {
- public:
-  ArrayMemory(py::handle array, bool writable) {
-    const int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
-    if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) throw py::error_already_set();
+DType DTypeOf(const ArrayMemory& array) {
+  const std::string format = array.format();
+  const std::string letters = "?BbHhilqefd";
+  constexpr DType kTypes[] = {DType::kBool,    DType::kUInt8,   DType::kInt8,   DType::kUInt16,
+                              DType::kInt16,   DType::kInt32,   DType::kInt64,  DType::kInt64,
+                              DType::kFloat16, DType::kFloat32, DType::kFloat64};
+  const size_t found = format.size() == 1 ? letters.find(format[0]) : std::string::npos;
+  if (found == std::string::npos) {
+    Check(
+        Status(StatusCode::kInvalidArgument,
+               "an array of format '" + format +
+                   "' cannot be reduced directly; numpy has bool, uint8, uint16, int8 to int64 and "
+                   "float16 to float64 in common with the core"));
   }
-  ArrayMemory(const ArrayMemory&) = delete;
-  ArrayMemory& operator=(const ArrayMemory&) = delete;
-  ~ArrayMemory() { PyBuffer_Release(&view_); }
-
-  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-  size_t count() const { return static_cast<size_t>(view_.len / view_.itemsize); }
-
-  // By the letters of the struct module.
-  DType dtype() const {
-    const std::string format = view_.format == nullptr ? "B" : view_.format;
-    const std::string letters = "?BbHhilqefd";
-    constexpr DType kTypes[] = {DType::kBool,    DType::kUInt8,   DType::kInt8,   DType::kUInt16,
-                                DType::kInt16,   DType::kInt32,   DType::kInt64,  DType::kInt64,
-                                DType::kFloat16, DType::kFloat32, DType::kFloat64};
-    const size_t found = format.size() == 1 ? letters.find(format[0]) : std::string::npos;
-    if (found == std::string::npos) {
-      Check(Status(
-          StatusCode::kInvalidArgument,
-          "an array of format '" + format +
-              "' cannot be reduced directly; numpy has bool, uint8, uint16, int8 to int64 and "
-              "float16 to float64 in common with the core"));
-    }
-    return kTypes[found];
-  }
-
- private:
-  Py_buffer view_{};
-};
+  return kTypes[found];
+}
 
 void AllreduceNow(PyEngine& self, py::handle source, py::handle target, const std::string& op) {
-  const ArrayMemory from(source, false);
-  const ArrayMemory to(target, true);
+  const ArrayMemory from(source, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
+  const ArrayMemory to(target, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE);
   const std::optional<ReduceOp> parsed = ParseReduceOp(op);
   if (!parsed) Check(Status(StatusCode::kInvalidArgument, "there is no operator '" + op + "'"));
-  const Reduction reduction{from.dtype(), *parsed, 1.0, 1.0};
-  if (to.count() != from.count() || to.dtype() != reduction.dtype) {
+  const Reduction reduction{DTypeOf(from), *parsed, 1.0, 1.0};
+  if (to.count() != from.count() || DTypeOf(to) != reduction.dtype) {
     Check(Status(StatusCode::kInvalidArgument,
                  "the array for the result has another length or dtype than the array to reduce"));
   }

@@ -1,6 +1,7 @@
 // The extension module sparkhvd._core.
 #include <pybind11/pybind11.h>
 
+#include "bindings/data_binding.h"
 #include "bindings/engine_binding.h"
 #include "bindings/errors.h"
 #include "bindings/rendezvous_binding.h"
@@ -30,8 +31,9 @@ void RegisterErrors(py::module_& module) {
 }  // namespace sparkhvd::bindings
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "The compiled collective core.";
+  module.doc() = "The compiled core.";
   sparkhvd::bindings::RegisterErrors(module);
   sparkhvd::bindings::RegisterRendezvous(module);
   sparkhvd::bindings::RegisterEngine(module);
+  sparkhvd::bindings::RegisterData(module);
 }

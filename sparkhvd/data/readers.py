@@ -17,15 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.config import local_folders
-from sparkhvd.data import arrow_memory, cache, columns
+from sparkhvd.data import cache, columns
 from sparkhvd.data.ahead import Ahead
 from sparkhvd.data.ahead import Job as AheadJob
 from sparkhvd.data.batches import Arrays, Batch
 from sparkhvd.data.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.manifest import Manifest, SplitName
-from sparkhvd.data.plan import Piece, Plan, RowIds, SharedBlocks, Window
+from sparkhvd.data.mixing import mixed
+from sparkhvd.data.plan import Piece, Plan, SharedBlocks, Window
 from sparkhvd.data.row_stream import RowStream
-from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
@@ -41,9 +42,6 @@ THREADS = 2
 _CHUNK_BYTES = 8 * 1024 * 1024
 # More rows mix no better, and what a processor has in its cache is shuffled several times as fast.
 _WINDOW_ROWS = 128 * 1024
-# Small rows are put together and then picked, which takes a third of the time of putting each in its place; large ones
-# would only be copied twice.
-_GATHERED_BYTES = 64
 # Batches are handed over in groups of so many bytes: every hand-over costs two threads some time.
 _GROUP_BYTES = 1024 * 1024
 
@@ -301,8 +299,7 @@ def _groups(
     group: list[Batch] = []
     size = 0
     with ThreadPoolExecutor(reading.threads, thread_name_prefix="sparkhvd-mix") as threads:
-        mix = partial(_shuffled, rows=rows, schema=schema, threads=threads, tasks=reading.threads)
-        for batch in chain.from_iterable(_cut(window, rows, schema, mix) for window in windows):
+        for batch in chain.from_iterable(_cut(window, rows, schema, threads) for window in windows):
             if transformation is None:
                 group.append(batch)
                 size += batch.rows * row_bytes
@@ -317,61 +314,16 @@ def _groups(
         yield group, size
 
 
-def _cut(
-    window: Window, rows: RowStream, schema: DataSchema, shuffled_rows: Callable[[Window, RowIds], Arrays]
-) -> Iterator[Batch]:
+def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor) -> Iterator[Batch]:
     """The batches of a window from the rows that it reads."""
     if window.order is None:
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
             yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
         return
-    shuffled = shuffled_rows(window, window.order)
+    shuffled = mixed(list(rows.parts(sum(piece.rows for piece in window.pieces))), window.order, schema, threads)
     ends = np.cumsum([0, *window.rows]).tolist()
     for (start, stop), global_rows in zip(pairwise(ends), window.global_rows, strict=True):
         yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
-
-
-def _shuffled(
-    window: Window, order: RowIds, *, rows: RowStream, schema: DataSchema, threads: Executor, tasks: int
-) -> Arrays:
-    """The rows of a window in its order."""
-    parts = list(rows.parts(sum(piece.rows for piece in window.pieces)))
-
-    def mixed(first: int) -> Arrays:
-        # What has been mixed is let go before the next column is begun.
-        some = schema.columns[first::tasks]
-        return {column.name: _mixed([part.pop(column.name) for part in parts], order, column) for column in some}
-
-    # A task per column would have the threads wait for each other more often.
-    found = dict(chain.from_iterable(arrays.items() for arrays in threads.map(mixed, range(tasks))))
-    return {name: found[name] for name in schema.names()}
-
-
-def _mixed(parts: list[npt.NDArray[np.generic]], order: RowIds, column: ColumnSpec) -> npt.NDArray[np.generic]:
-    """The rows of all parts at these places."""
-    into = arrow_memory.empty(column, len(order))
-    if not len(order):  # fewer rows than ranks
-        return into
-    if columns.column_bytes(column) <= _GATHERED_BYTES:
-        # The order is made of places that exist. Where numpy need not raise an error it writes without a copy, and in
-        # this mode it asks the least of every place.
-        return _put_together(parts, column).take(order, axis=0, out=into, mode="wrap")
-    places = np.full(sum(map(len, parts)), -1)
-    places[order] = np.arange(len(order))
-    at = 0
-    for part in parts:
-        place = places[at : at + len(part)]
-        wanted = slice(None) if len(order) == len(places) else place >= 0
-        into[place[wanted]] = part[wanted]
-        at += len(part)
-    return into
-
-
-def _put_together(parts: list[npt.NDArray[np.generic]], column: ColumnSpec) -> npt.NDArray[np.generic]:
-    """Parts one after the other."""
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts, out=arrow_memory.empty(column, sum(map(len, parts))))
 
 
 def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:

@@ -1,0 +1,36 @@
+// The memory of arrays for the time of a call.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <string>
+
+#include "base/span.h"
+
+namespace sparkhvd::bindings {
+
+// Contiguous memory of one array. Some calls take a few microseconds only, so it is asked for
+// without the detours that describe it in Python's terms.
+class ArrayMemory {
+ public:
+  // `flags` are those of the buffer protocol. Without PyBUF_FORMAT, which not every dtype of numpy
+  // has, it is bytes.
+  ArrayMemory(pybind11::handle array, int flags) {
+    if (PyObject_GetBuffer(array.ptr(), &view_, flags) != 0) throw pybind11::error_already_set();
+  }
+  ArrayMemory(const ArrayMemory&) = delete;
+  ArrayMemory& operator=(const ArrayMemory&) = delete;
+  ~ArrayMemory() { PyBuffer_Release(&view_); }
+
+  Bytes bytes() const { return {data(), static_cast<size_t>(view_.len)}; }
+  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+  size_t count() const { return static_cast<size_t>(view_.len / view_.itemsize); }
+  // In the letters of the struct module.
+  std::string format() const { return view_.format == nullptr ? "B" : view_.format; }
+
+ private:
+  Py_buffer view_{};
+};
+
+}  // namespace sparkhvd::bindings
