@@ -36,7 +36,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.backend import asked_tasks, reserve_ranks, run_ranks, shows_output
 from sparkhvd.estimators.checkpoint import Checkpoint
-from sparkhvd.estimators.contradictions import cache_of, check, check_alone, check_watched
+from sparkhvd.estimators.contradictions import cache_of, check, check_alone, check_existing, check_watched
 from sparkhvd.estimators.describe import description
 from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.identity import run_id_by_content
@@ -191,6 +191,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             )
         from pyspark.sql import SparkSession  # noqa: PLC0415
 
+        check_existing(self.values())
         values = self._checked_values(data="files", **({} if reader is None else {"reader": reader}))
         reader = values["reader"]
         if values["resume"] is not None:

@@ -11,8 +11,14 @@ from pyspark.ml import base
 from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import check_backend
+from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.policies import watched
 
+_OF_PREPARATION = {
+    "compress_sparse_cols": "compress_sparse",
+    "partitions_per_process": "partitions_per_process",
+    "keep_data": "keep_seconds",
+}
 _HOW = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
 
 
@@ -58,6 +64,22 @@ def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
             raise ParamError(
                 f"{name} watches {monitor!r}, but nothing is held out to validate with; give validation=, or files "
                 "that have validation rows."
+            )
+
+
+def check_existing(params: Mapping[str, Any]) -> None:
+    """Refuse what says how rows are written or sent, where they are files already.
+
+    Raises:
+        ParamError: the message names the parameter, and where to say it.
+    """
+    if params["data"] == "direct":
+        raise ParamError("data='direct' sends rows straight from Spark, but fit_on_parquet reads files; leave it out.")
+    for name, instead in _OF_PREPARATION.items():
+        if params[name] != EstimatorParams.declarations[name].default:
+            raise ParamError(
+                f"{name}={params[name]!r} says how fit prepares rows, but fit_on_parquet finds them prepared. Leave it "
+                f"out; prepare_data takes {instead}."
             )
 
 

@@ -64,6 +64,7 @@ def _trainable(manifest: Manifest, params: Mapping[str, Any], any_type: bool) ->
     wanted = Wanted(params["feature_cols"], params["label_cols"], params["sample_weight_col"], params["fill"])
     manifest = selected(manifest, wanted)
     _refuse_dense(manifest, params)
+    _refuse_other_split(manifest, params["validation"])
     for column in () if any_type else manifest.schema.columns:
         numbers_only(column)
     if manifest.train.rows < params["num_proc"]:
@@ -78,6 +79,15 @@ def _refuse_dense(manifest: Manifest, params: Mapping[str, Any]) -> None:
                 f"sparse_cols names {name!r}, which these rows deliver as a dense array. Whether a column is sparse is "
                 "decided when its rows are prepared: prepare_data(sparse_cols=...)."
             )
+
+
+def _refuse_other_split(manifest: Manifest, validation: float | str | None) -> None:
+    if validation not in {None, manifest.validated_by}:
+        split = "without validation" if manifest.validated_by is None else f"with validation={manifest.validated_by!r}"
+        raise DataError(
+            f"validation={validation!r} cannot split prepared rows; these were prepared {split}. Leave it out, or "
+            "prepare the data with prepare_data(validation=...)."
+        )
 
 
 def _files(

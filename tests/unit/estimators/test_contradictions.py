@@ -100,6 +100,20 @@ def test_the_options_of_a_spark_backend_are_looked_at_before_any_work():
         check_backend({**params, "backend": SparkBackend(2, cpus_per_task=1, launcher="local"), "data": "store"})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": "direct"}, "data='direct' sends rows straight from Spark, but fit_on_parquet reads files"),
+        ({"compress_sparse_cols": True}, "compress_sparse_cols=True says how .* prepare_data takes compress_sparse"),
+        ({"partitions_per_process": 3}, "partitions_per_process=3 says how .* takes partitions_per_process"),
+        ({"keep_data": 0}, "keep_data=0.0 says how .* prepare_data takes keep_seconds"),
+    ],
+)
+def test_rows_that_are_files_already_are_not_prepared(given, message):
+    with pytest.raises(ParamError, match=message):
+        TorchEstimator(**given).fit_on_parquet()
+
+
 class Rows(DataModule):
     def train_data(self):
         raise NotImplementedError

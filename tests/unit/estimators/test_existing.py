@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 import torch
@@ -9,7 +11,7 @@ from sparkhvd.data import ColumnSpec, DataSchema, Manifest, clean, leases
 from sparkhvd.data.located import Access
 from sparkhvd.data.manifest import DataFile, Split
 from sparkhvd.data.prepared import PreparedData
-from sparkhvd.errors import SchemaError, StoreError
+from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.torch import TorchEstimator
 from sparkhvd.store import LocalStore, layout
@@ -67,6 +69,22 @@ def test_a_column_that_the_rows_do_not_deliver_sparse_is_refused(store, prepared
         rows_of(store, None if path else prepared, path, sparse_cols=["x"]),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("by", "said"), [(None, r"prepared without validation\. Leave it out"), (0.5, r"prepared with validation=0\.5\.")]
+)
+def test_prepared_rows_are_not_split_again(store, prepared, by, said):
+    parts = {"validation": None if by is None else prepared.manifest.train, "validated_by": by}
+    store.delete(prepared.manifest.path)
+    store.publish(prepared.manifest.path, replace(prepared.manifest, **parts).to_json())
+    with (
+        pytest.raises(DataError, match=rf"validation=0\.25 cannot split prepared rows; these were {said}"),
+        rows_of(store, "d", validation=0.25),
+    ):
+        pass
+    with rows_of(store, "d", validation=by) as files:
+        assert files.manifest.validated_by == by
 
 
 def test_a_fit_that_cannot_begin_lets_go_of_the_rows(store, prepared):
