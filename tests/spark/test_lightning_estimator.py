@@ -121,6 +121,36 @@ def test_describe_shows_the_columns_and_what_the_module_makes_of_them(frame, cap
     assert "output 0 is y" in said
 
 
+class Sides(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, left, right):
+        return self.layer(torch.cat([left, right], dim=1))
+
+
+def test_a_plain_module_gets_columns_by_the_names_of_its_inputs(spark):
+    torch.manual_seed(1)
+    rows, model = spark.range(40).selectExpr("id / 40.0D AS a", "id % 7 AS b", "id % 3 AS c", "a + 1 AS y"), Sides()
+    estimator = LightningEstimator(
+        num_proc=2,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        inputs={"right": ["c", "a"], "left": {"columns": "b", "shape": [1]}},
+        label_cols=["y"],
+        verbose=0,
+    )
+    fitted = estimator.fit(rows)
+    found = fitted.transform(rows).collect()
+    table = torch.tensor([[row["b"], row["c"], row["a"]] for row in found], dtype=torch.float32)
+    with torch.no_grad():
+        wanted = fitted.getModel()(table[:, :1], table[:, 1:])[:, 0]
+    assert not torch.equal(fitted.getModel().layer.weight, model.layer.weight)
+    assert np.allclose([row["y__output"] for row in found], wanted, rtol=1e-6)
+
+
 def test_what_the_estimator_decides_is_refused_in_trainer_args(frame):
     estimator = LightningEstimator(
         num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"], trainer_args={"devices": 4}

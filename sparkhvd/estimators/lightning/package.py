@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
 
@@ -32,6 +35,7 @@ class LightningPackage:
         trainer_args: further arguments of the Trainer.
         data_module: makes a LightningDataModule of the ranks' loaders.
         compression: what gradients travel as.
+        named_inputs: of a plain module: the estimator's ``inputs``.
     """
 
     model: torch.nn.Module
@@ -45,6 +49,7 @@ class LightningPackage:
     trainer_args: Mapping[str, Any]
     data_module: Callable[..., Any] | None
     compression: Any = None
+    named_inputs: Mapping[str, NamedInput] | None = None
 
     @property
     def flavour(self) -> FlavourName:
@@ -56,6 +61,10 @@ class LightningPackage:
     def plain(self) -> bool:
         """Whether the model is no LightningModule."""
         return flavour_of(self.model) is None
+
+    def inputs(self, schema: DataSchema) -> tuple[ModelInput, ...]:
+        """What ``forward`` is called with."""
+        return plan_inputs(self.model, schema.of("feature"), self.input_shapes, self.named_inputs)
 
 
 def lightning_module(given: LightningPackage, inputs: Sequence[Any]) -> Any:

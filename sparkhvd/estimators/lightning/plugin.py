@@ -19,10 +19,10 @@ from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
+from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
 from sparkhvd.estimators.policies import check_measured
 from sparkhvd.estimators.raised import described, with_stop
-from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.torch.plugin import TorchPredictor, check_optimizer, compressor, warn_of_divisors
@@ -59,7 +59,6 @@ class LightningPlugin:
                 labels.
         """
         _check_kinds(params)
-        _refuse_what_lightning_lacks(params)
         payload = self.pack({**params, "schema": schema})
         if flavour_of(params["model"]) is None:  # what a LightningModule logs is not known before it does
             objective = objective_of(params)
@@ -92,10 +91,7 @@ class LightningPlugin:
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
         """Which columns go where, for the log."""
-        shapes = cast("Sequence[Sequence[int]] | None", params.get("input_shapes"))
-        inputs = plan_inputs(cast("torch.nn.Module", params["model"]), schema.of("feature"), shapes)
-        labels = ", ".join(f"output {i} is {column.name}" for i, column in enumerate(schema.of("label")))
-        return f"{', '.join(f'input {i} is {each}' for i, each in enumerate(inputs))}; {labels}"
+        return TORCH.mapping(params, schema)
 
     def pack(self, params: Mapping[str, object]) -> bytes:
         """The model with all that the Trainer needs, in one pickle."""
@@ -113,6 +109,7 @@ class LightningPlugin:
             trainer_args=dict(cast("Mapping[str, Any]", params["trainer_args"] or {})),
             data_module=_maker_of_data(params),
             compression=compressor(params.get("gradient_compression")),
+            named_inputs=cast("Mapping[str, NamedInput] | None", params.get("inputs")),
         )
         own = [
             *model.modules(),
@@ -169,6 +166,11 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     flavour = flavour_of(model)
     if flavour is not None:
         _check_hooks(model, flavour)
+        if params.get("inputs"):
+            raise ParamError(
+                "inputs says what a plain module's forward is called with; a LightningModule gets columns as "
+                "batch_format says. Leave it out, and name the columns in feature_cols."
+            )
         for name in _OF_PLAIN_MODULES:
             if params.get(name) not in (None, (), [], {}):
                 raise ParamError(
@@ -210,14 +212,6 @@ def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:
             raise ParamError(f"{type(model).__name__} has no {name}, without which Lightning cannot train it; add it.")
 
 
-def _refuse_what_lightning_lacks(params: Mapping[str, object]) -> None:
-    if params.get("inputs"):
-        raise ParamError(
-            "inputs names those of TorchEstimator's and KerasEstimator's models; a LightningModule gets columns as "
-            "batch_format says. Leave it out, and name the columns in feature_cols."
-        )
-
-
 def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) -> None:
     if not given:
         return
@@ -234,7 +228,7 @@ def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) 
 def _forward(given: LightningPackage, schema: DataSchema, sample: Arrays) -> list[torch.Tensor]:
     """The outputs of ``forward`` for some rows."""
     rows = len(next(iter(sample.values())))
-    inputs = plan_inputs(given.model, schema.of("feature"), given.input_shapes)
+    inputs = given.inputs(schema)
     tensors = [part.tensor(sample, rows) for part in inputs]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:

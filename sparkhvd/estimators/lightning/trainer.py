@@ -24,7 +24,6 @@ from sparkhvd.estimators.lightning.package import LightningPackage, lightning_mo
 from sparkhvd.estimators.lightning.steps import BatchEnd, EstimatorSteps, Feed, SharedLog, scale_lr
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
 from sparkhvd.estimators.torch import artifact
-from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
 from sparkhvd.lightning import strategy_class
@@ -39,7 +38,7 @@ class LightningTrainer:
         self._given = given
         self._spec = spec
         self._world = world
-        self._inputs = plan_inputs(given.model, spec.schema.of("feature"), given.input_shapes)
+        self._inputs = given.inputs(spec.schema)
         self._module = lightning_module(given, self._inputs)
         self._lightning = package(given.flavour)
         self._trainer: Any = None

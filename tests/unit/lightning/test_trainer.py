@@ -14,6 +14,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data import DataModule
 from sparkhvd.estimators.history import averaged
+from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.policies import EarlyStopping
 from tests.unit.estimators.arrays import Hooks
 from tests.unit.lightning.networks import (
@@ -307,7 +308,11 @@ def refused(more):
         ({"trainer_args": {"max_epoch": 3}}, "'max_epoch', which Lightning's Trainer does not take"),
         ({"callbacks": [print]}, "is no callback"),
         ({"logger": 3}, "logger holds a int, which is no logger of lightning.pytorch"),
-        ({"inputs": {"x": ["x"]}}, "a LightningModule gets columns as batch_format says"),
+        ({"inputs": {"x": NamedInput(("x",))}}, "a LightningModule gets columns as batch_format says"),
+        (
+            {"model": "plain", "inputs": {"z": NamedInput(("x",))}},
+            "'z', which is none of the model's inputs: ['input']",
+        ),
         ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
         ({"label_cols": ("y",)}, [(3,)]),
         ({"model": "plain", "closure": True}, "LBFGS decides from its rank's own loss"),
