@@ -145,18 +145,6 @@ def expressions(columns: Iterable[ColumnSpec], *, compress: bool = False) -> lis
     ]
 
 
-def packed(columns: Iterable[ColumnSpec]) -> Column:
-    """One struct of these columns, in their order.
-
-    Where plain names are enough, one text says all of them: Spark is asked once, not once for each column.
-    """
-    from pyspark.sql import functions  # noqa: PLC0415
-
-    chosen = expressions(columns)
-    names = [each for each in chosen if isinstance(each, str)]
-    return functions.expr(f"struct({', '.join(names)})") if len(names) == len(chosen) else functions.struct(*chosen)
-
-
 def _expression(column: ColumnSpec, compress: bool) -> Column:
     from pyspark.sql import functions  # noqa: PLC0415  (this module is also read where Spark is not)
 

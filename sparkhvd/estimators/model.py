@@ -11,8 +11,9 @@ import cloudpickle
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 
+from sparkhvd.data.packing import packed, plan_packing
 from sparkhvd.data.schema import ColumnSpec, Fill
-from sparkhvd.data.selection import packed, schema_of
+from sparkhvd.data.selection import RESERVED_PREFIX, schema_of
 from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, SchemaError
@@ -167,10 +168,21 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         columns = self._output_columns(dataset)
         fields = [StructField(field_of(place), spark_type(column)) for place, column in enumerate(columns)]
         spec = self._predict_spec(dataset, columns, fields)
-        predict = arrow_udf(arrow_function(spec), StructType(fields))  # type: ignore[call-overload]  # it takes structs
-        predicted = predict(packed(spec.features))  # one expression in all outputs, which Spark evaluates once
-        outputs = [_output(predicted, place, column).alias(column.name) for place, column in enumerate(columns)]
-        return dataset.select("*", *outputs)
+        kind = fields[0].dataType if len(fields) == 1 else StructType(fields)
+        predict = arrow_udf(arrow_function(spec), kind)  # type: ignore[call-overload]  # it takes tuples
+        arrays, others = packed(spec.features, spec.packing)
+        names = [f"{_unused_prefix(dataset)}{place}" for place in range(len(arrays))]
+        if arrays:
+            dataset = dataset.select("*", *(array.alias(name) for array, name in zip(arrays, names, strict=True)))
+        # What is used twice, Spark computes beforehand, in compiled code; else it would go row by row, and hold a copy
+        # of every feature column meanwhile. It is sent once all the same.
+        predicted = predict(*names, *others, *names, *others)  # once in all outputs, and Spark evaluates it once
+        outputs = [
+            _output(predicted if len(columns) == 1 else predicted.getField(field_of(place)), column)
+            for place, column in enumerate(columns)
+        ]
+        transformed = dataset.select("*", *outputs)
+        return transformed.drop(*names) if names else transformed
 
     def _output_columns(self, dataset: DataFrame) -> tuple[OutputColumn, ...]:
         names, own = self.output_names, self._trained.outputs
@@ -237,6 +249,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             store=store.sent(dataset.sparkSession) if isinstance(store, KeptFiles) else store,
             files=self._trained.files,
             features=tuple(features),
+            packing=plan_packing(dataset.schema, features),
             names=tuple(column.name for column in trained),
             outputs=outputs,
             types=tuple(to_arrow_type(field.dataType) for field in fields),
@@ -265,8 +278,15 @@ def pickled_function(function: Callable[..., Any] | None) -> bytes:
         raise ParamError(f"prediction_fn cannot be pickled to send it to the executors: {error}") from error
 
 
-def _output(predicted: Column, place: int, output: OutputColumn) -> Column:
+def _unused_prefix(dataset: DataFrame) -> str:
+    """With which no column of the DataFrame begins."""
+    prefix = f"{RESERVED_PREFIX}features_"
+    while any(name.lower().startswith(prefix) for name in dataset.columns):
+        prefix += "_"
+    return prefix
+
+
+def _output(predicted: Column, output: OutputColumn) -> Column:
     from pyspark.ml.functions import array_to_vector  # noqa: PLC0415
 
-    column = predicted.getField(field_of(place))
-    return array_to_vector(column) if output.vector else column
+    return (array_to_vector(predicted) if output.vector else predicted).alias(output.name)

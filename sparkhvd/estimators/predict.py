@@ -1,4 +1,4 @@
-"""Prediction inside Spark's Python workers: Arrow columns in, one struct of outputs per row back."""
+"""Prediction inside Spark's Python workers: Arrow columns in; the output, or one struct of them, per row back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from sparkhvd.config import visible_devices
 from sparkhvd.data import columns as columns_of
+from sparkhvd.data.packing import Packing, unpacked
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import DataError, ModelOutputError
 from sparkhvd.estimators.files import Source, StoredFile, fetched
@@ -36,6 +37,7 @@ class PredictSpec:
         store: where the model can be read.
         files: its files.
         features: the columns as they come, in the order of the model's inputs, with the shapes of the training.
+        packing: which of them come together.
         names: the names that the model knows these columns by.
         outputs: the columns to make.
         types: their types in Arrow.
@@ -47,6 +49,7 @@ class PredictSpec:
     store: Source
     files: tuple[StoredFile, ...]
     features: tuple[ColumnSpec, ...]
+    packing: Packing
     names: tuple[str, ...]
     outputs: tuple[OutputColumn, ...]
     types: tuple[pa.DataType, ...]
@@ -55,26 +58,26 @@ class PredictSpec:
 
 
 def field_of(index: int) -> str:
-    """The name of an output in the struct that ``predict_batches`` yields."""
+    """The name of an output in the struct that ``predict_batches`` yields where there are several."""
     return f"output_{index}"
 
 
-def predict_batches(spec: PredictSpec, batches: Iterator[pa.StructArray]) -> Iterator[pa.Array]:
+def predict_batches(spec: PredictSpec, batches: Iterator[Sequence[pa.Array]]) -> Iterator[pa.Array]:
     """The predictions for Arrow batches; the model is loaded once per Python worker.
 
     Args:
         spec: what to predict with.
-        batches: structs of the feature columns, in the order of ``spec.features``.
+        batches: the feature columns as ``packing.packed`` makes them.
 
     Raises:
         DataError: a feature is NULL or has another length than in the training; the message names the column.
     """
     predictor = _predictor(spec)
     for batch in batches:
-        given = (_decoded(array, column) for array, column in zip(batch.flatten(), spec.features, strict=True))
-        columns = dict(zip(spec.names, given, strict=True))
-        arrays = _predicted(predictor, columns, len(batch), spec)
-        yield pa.StructArray.from_arrays(arrays, [field_of(index) for index in range(len(arrays))])
+        given = map(_decoded, unpacked(batch, spec.packing), spec.features)
+        arrays = _predicted(predictor, dict(zip(spec.names, given, strict=True)), len(batch[0]), spec)
+        names = [field_of(index) for index in range(len(arrays))]
+        yield arrays[0] if len(arrays) == 1 else pa.StructArray.from_arrays(arrays, names)
 
 
 def _predictor(spec: PredictSpec) -> Predictor:
@@ -128,7 +131,10 @@ def _application_folder() -> str | None:
     return None if TaskContext.get() is None else SparkFiles.getRootDirectory()
 
 
-def _decoded(array: pa.Array, column: ColumnSpec) -> npt.NDArray[np.generic]:
+def _decoded(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> npt.NDArray[np.generic]:
+    """The column in memory that may be written to: frameworks alias what they are given, and Arrow's is read-only."""
+    if isinstance(array, np.ndarray):
+        return array
     if array.null_count and column.fill is None:
         raise DataError(
             f"Feature column {column.name!r} holds NULL in {array.null_count} of {len(array)} rows, for which there "
@@ -142,15 +148,13 @@ def _decoded(array: pa.Array, column: ColumnSpec) -> npt.NDArray[np.generic]:
             f"Feature column {column.name!r} has rows of length {found}; the model was trained with rows of length "
             f"{length}."
         )
-    return columns_of.to_numpy(array, column, "the DataFrame")
+    return columns_of.to_numpy(array, column, "the DataFrame").copy()
 
 
 def _predicted(
     predictor: Predictor, columns: dict[str, npt.NDArray[np.generic]], rows: int, spec: PredictSpec
 ) -> list[pa.Array]:
     """A column per output; one struct of chunks would be copied once more."""
-    # A copy, because Arrow's memory is read-only and frameworks alias what they are given.
-    columns = {name: array.copy() for name, array in columns.items()}
     parts: list[list[pa.Array]] = [[pa.array([], kind)] for kind in spec.types]
     for start in range(0, rows, spec.batch_size):
         piece = {name: array[start : start + spec.batch_size] for name, array in columns.items()}
@@ -172,10 +176,10 @@ def _predicted(
     return [pieces[1] if len(pieces) == 2 else pa.concat_arrays(pieces) for pieces in parts]
 
 
-def arrow_function(spec: PredictSpec) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
-    """``predict_batches`` as a function whose annotations tell Spark what it takes."""
+def arrow_function(spec: PredictSpec) -> Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]]:
+    """``predict_batches`` as a function whose annotations tell Spark what it takes: all packed columns twice."""
 
-    def predict(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        return predict_batches(spec, batches)
+    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+        return predict_batches(spec, (batch[: spec.packing.count] for batch in batches))
 
     return predict

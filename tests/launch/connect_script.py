@@ -154,10 +154,10 @@ def wait_for_files(folder: Path, count: int) -> None:
 
 def doubled(spark: SparkSession) -> list[float]:
     """What a network predicts that is wrapped without training."""
-    network = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(network.weight, 2.0)
-    df = spark.range(4).selectExpr("CAST(id AS FLOAT) AS x")
-    predicted = TorchModel.from_model(network, df, feature_cols=["x"]).transform(df)
+    network = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.constant_(network.weight, 1.0)
+    df = spark.range(4).selectExpr("CAST(id AS FLOAT) AS x", "CAST(id AS FLOAT) AS same")
+    predicted = TorchModel.from_model(network, df, feature_cols=["x", "same"]).transform(df)
     return [row.prediction for row in predicted.orderBy("x").collect()]
 
 

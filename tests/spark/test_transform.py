@@ -112,6 +112,37 @@ def test_spark_reads_only_the_columns_that_are_used_and_predicts_once(spark, mod
     assert re.findall(r"ReadSchema: (\S+)", without) == ["struct<id:bigint>"]
 
 
+def test_columns_of_every_type_come_in_their_order_beside_columns_of_any_name(spark):
+    """Those of one type travel as an array; the names that this takes are none of the DataFrame's."""
+    columns = {
+        "f1": "cast(id / 8 AS float)",
+        "i1": "cast(id AS int)",
+        "dec": "cast(id * 2 AS decimal(10, 0))",
+        "s": "struct(id / 16.0D AS inner)",
+        "b1": "id % 2 = 0",
+        "f2": "cast(if(id % 3 = 0, NULL, id / 4) AS float)",
+        "a": "array(id + 1.0D, id + 2.0D)",
+        "i2": "cast(id + 3 AS int)",
+        "b2": "id % 3 = 0",
+        "sparkhvd_features_0": "'taken'",
+    }
+    df = spark.range(20).selectExpr("id", *(f"{value} AS {name}" for name, value in columns.items()))
+    names = ["f1", "i1", "dec", "s", "b1", "f2", "a", "i2", "b2"]
+    model = TorchModel.from_model(torch.nn.Linear(10, 1), df, feature_cols=names, fill={"f2": -1.0})
+    model = model.setPredictionFn(lambda _, x: x).setOutputTypes(["array<float>"]).setInferenceBatchSize(6)
+    found = model.transform(df.select("*", "id"))
+    assert found.columns == ["id", *columns, "id", "prediction"]
+    for *given, prediction in found.select(df["id"], *df.columns[1:-1], "prediction").collect():
+        row, f1, i1, dec, s, b1, f2, a, i2, b2 = given
+        assert (f2 is None) == (row % 3 == 0)
+        wanted = [f1, i1, dec, s.inner, b1, -1.0 if f2 is None else f2, *a, i2, b2]
+        assert prediction == [float(value) for value in wanted]
+    with pytest.raises(Exception, match=r"Feature column 'f2' holds NULL in \d+ of \d+ rows"):
+        TorchModel.from_model(torch.nn.Linear(10, 1), df.where("id IN (1, 2)"), feature_cols=names).transform(
+            df
+        ).collect()
+
+
 def test_outputs_are_there_in_sql_and_in_structured_streaming(spark, model, rows, tmp_path):
     model.transform(rows).createOrReplaceTempView("predictions")
     best = spark.sql("SELECT kind, max(number) AS most FROM predictions WHERE id < 12 GROUP BY kind ORDER BY kind")
