@@ -165,7 +165,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
 
         refuse_other_tables("transform", dataset)
-        columns = self._output_columns(dataset)
+        columns = self.output_columns(dataset.columns)
         fields = [StructField(field_of(place), spark_type(column)) for place, column in enumerate(columns)]
         spec = self._predict_spec(dataset, columns, fields)
         kind = fields[0].dataType if len(fields) == 1 else StructType(fields)
@@ -184,7 +184,13 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         transformed = dataset.select("*", *outputs)
         return transformed.drop(*names) if names else transformed
 
-    def _output_columns(self, dataset: DataFrame) -> tuple[OutputColumn, ...]:
+    def output_columns(self, taken: Sequence[str] = ()) -> tuple[OutputColumn, ...]:
+        """What ``transform`` makes of the outputs, beside columns of the names that are ``taken``.
+
+        Raises:
+            ParamError: what was asked for does not fit the outputs.
+            SchemaError: a name is taken.
+        """
         names, own = self.output_names, self._trained.outputs
         changed = self.getOrDefault("prediction_fn") is not None
         asked = self.getOrDefault("output_types")
@@ -197,7 +203,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
                 f"output_cols names {len(names)} columns {names} but there are {len(kinds)} outputs"
                 f"{f', for the labels {list(of_labels)}' if of_labels else ''}."
             )
-        there = {column.lower() for column in dataset.columns}
+        there = {column.lower() for column in taken}
         for name in names:
             if name.lower() in there:
                 raise SchemaError(

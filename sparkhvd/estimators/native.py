@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from sparkhvd.data import columns as columns_of
 from sparkhvd.data.schema import ColumnSpec
 from sparkhvd.errors import DataError, SchemaError
-from sparkhvd.estimators.plugin import Inference, Predictor
+from sparkhvd.estimators.outputs import OutputColumn, encoded, spark_type
+from sparkhvd.estimators.plugin import Inference, Predicted, Predictor
 from sparkhvd.estimators.worker import find_plugin
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
     from sparkhvd.estimators.model import TrainedModel
 
-_COLUMNS, _FUNCTION, _MODEL = "columns.json", "prediction_fn.pkl", "model"
+_COLUMNS, _TYPES, _FUNCTION, _MODEL = "columns.json", "outputs.arrow", "prediction_fn.pkl", "model"
 
 
 def write_folder(model: TrainedModel, folder: Path) -> None:
@@ -38,14 +41,17 @@ def write_folder(model: TrainedModel, folder: Path) -> None:
         with (folder / _MODEL / file.path.rpartition("/")[2]).open("wb") as target:
             file.copy_to(target, model.trained.store)
     features = model.trained.schema.of("feature")
-    chosen = model.getOrDefault("feature_columns")
+    chosen, outputs = model.getOrDefault("feature_columns"), model.output_columns()
     content = {
         "plugin": model.plugin,
         "features": [asdict(column) for column in features],
         "columns": list(chosen) if len(chosen) == len(features) else [column.name for column in features],
-        "outputs": model.output_names,
+        "outputs": [asdict(column) for column in outputs],
+        "batch_size": model.getOrDefault("inference_batch_size"),
     }
     (folder / _COLUMNS).write_text(json.dumps(content))
+    types = pa.schema([(column.name, _arrow_type(column)) for column in outputs])
+    (folder / _TYPES).write_bytes(types.serialize().to_pybytes())
     (folder / _FUNCTION).write_bytes(pickled_function(model.getOrDefault("prediction_fn")))
 
 
@@ -54,11 +60,13 @@ def load(folder: Path) -> PandasModel:
     content = json.loads((folder / _COLUMNS).read_text())
     function = (folder / _FUNCTION).read_bytes()
     inference = Inference(function=cloudpickle.loads(function) if function else None)
-    features = [_column(column) for column in content["features"]]
+    features = [ColumnSpec(**_tuples(column)) for column in content["features"]]
     return PandasModel(
         find_plugin(content["plugin"]).predictor(folder / _MODEL, inference),
         tuple(zip(content["columns"], features, strict=True)),
-        tuple(content["outputs"]),
+        tuple(OutputColumn(**_tuples(column)) for column in content["outputs"]),
+        tuple(pa.ipc.read_schema(pa.py_buffer((folder / _TYPES).read_bytes())).types),
+        content["batch_size"],
     )
 
 
@@ -75,14 +83,20 @@ class PandasModel:
         predictor: the framework's model.
         features: the columns as the table has them, and as the model knows them.
         outputs: the columns that it gives.
+        types: their types in Arrow.
+        batch_size: rows that are predicted at once.
     """
 
     predictor: Predictor
     features: tuple[tuple[str, ColumnSpec], ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[OutputColumn, ...]
+    types: tuple[pa.DataType, ...]
+    batch_size: int
 
     def predict(self, model_input: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:  # noqa: ARG002
-        """One column per output: numbers for one value per row, else arrays.
+        """What ``transform`` gives: a column per output, one per field of a struct; vectors are arrays of numpy's.
+
+        What a prediction function gives by names is there by them, also where no ``output_types`` name them.
 
         Raises:
             SchemaError: a column is missing.
@@ -94,18 +108,51 @@ class PandasModel:
         if missing:
             raise SchemaError(f"There is no column {missing[0]!r}; the table has {list(model_input.columns)}.")
         arrays = {column.name: _array(model_input[name], column) for name, column in self.features}
-        found = {}
-        for name, output in zip(self.outputs, self.predictor.predict(arrays), strict=True):
-            parts = (
-                {f"{name}.{field}": v for field, v in output.items()} if isinstance(output, Mapping) else {name: output}
-            )
-            found.update({title: _series(values) for title, values in parts.items()})
-        return pd.DataFrame(found, index=model_input.index)
+        found: dict[str, list[Any]] = {}
+        for start in range(0, max(1, len(model_input)), self.batch_size):
+            piece = {name: array[start : start + self.batch_size] for name, array in arrays.items()}
+            for output, column, kind in zip(self.predictor.predict(piece), self.outputs, self.types, strict=True):
+                for title, values in _columns(output, column, kind).items():
+                    found.setdefault(title, []).append(values)
+        joined = {title: np.concatenate(parts) for title, parts in found.items()}
+        return pd.DataFrame({title: _series(array) for title, array in joined.items()}, index=model_input.index)
 
 
-def _column(content: dict[str, Any]) -> ColumnSpec:
-    tuples: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in content.items()}
-    return ColumnSpec(**tuples)
+def _tuples(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(each) if isinstance(each, list) else each for name, each in content.items()}
+
+
+def _arrow_type(column: OutputColumn) -> pa.DataType:
+    """The type of a column; those that no one asked for are known without Spark."""
+    known = {"double": pa.float64(), "float": pa.float32(), "array<double>": pa.list_(pa.float64())}
+    if column.type in known:
+        return known[column.type]
+    from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415  (where a model is written, not where it opens)
+
+    return to_arrow_type(spark_type(column))
+
+
+def _columns(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict[str, npt.NDArray[Any]]:
+    """An output of some rows, as one array by name; several of a struct."""
+    if isinstance(output, Mapping) and not pa.types.is_struct(kind):
+        arrays = {f"{column.name}.{field}": np.asarray(values) for field, values in output.items()}
+        return {
+            title: array.reshape(len(array)) if array.size == len(array) else array for title, array in arrays.items()
+        }
+    found = encoded(output, column, kind)
+    if pa.types.is_struct(kind):
+        return {f"{column.name}.{kind.field(i).name}": _numpy(found.field(i)) for i in range(kind.num_fields)}
+    return {column.name: _numpy(found)}
+
+
+def _numpy(found: pa.Array) -> npt.NDArray[Any]:
+    """Rows of numbers as one block."""
+    sizes, element = [len(found)], found
+    while pa.types.is_list(element.type):
+        element = element.flatten()
+        sizes.append(len(element) // max(1, math.prod(sizes)))
+    values: npt.NDArray[Any] = element.to_numpy(zero_copy_only=False)
+    return values.reshape(sizes)
 
 
 def _array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
@@ -168,6 +215,5 @@ def _dense(value: Any) -> npt.NDArray[Any]:
     return np.asarray(value.toArray() if hasattr(value, "toArray") else value)
 
 
-def _series(values: Any) -> Any:
-    array = np.asarray(values)
-    return array.reshape(len(array)) if array.size == len(array) else list(array)
+def _series(array: npt.NDArray[Any]) -> Any:
+    return array if array.ndim == 1 else list(array)

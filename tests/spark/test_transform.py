@@ -9,9 +9,11 @@ import pytest
 import torch
 from pyspark.ml import PipelineModel
 from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Row
 
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError
+from sparkhvd.estimators.native import load, write_folder
 
 pytestmark = pytest.mark.spark
 
@@ -81,6 +83,32 @@ def test_outputs_take_the_types_that_were_asked_for(model, native, rows):
     scores = np.stack([row.scores.toArray() for row in model.transform(rows).orderBy("id").collect()])
     assert [row.kind__output for row in typed.orderBy("id").collect()] == scores.argmax(axis=1).tolist()
     assert [list(row.scores) for row in both.orderBy("id").collect()] == scores.tolist()
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        None,
+        ["label", "label"],
+        ["array", "array<float>"],
+        ["vector", "string"],
+        ["struct<a:float,b:int,c:double>", "struct<one:bigint>"],
+    ],
+    ids=str,
+)
+def test_the_folder_that_opens_without_spark_gives_what_transform_gives(native, rows, tmp_path, types):
+    model = TorchModel.from_model(native, rows, feature_cols=["v"], label_cols=["kind", "id"])
+    model.setInferenceBatchSize(7).setOutputTypes(types)
+    write_folder(model, tmp_path)
+    table = load(tmp_path).predict(rows.orderBy("id").toPandas())
+    found = model.transform(rows).orderBy("id").collect()
+    for name in model.output_names:
+        if isinstance(found[0][name], Row):
+            wanted = {f"{name}.{field}": [row[name][field] for row in found] for field in found[0][name].asDict()}
+        else:
+            wanted = {name: [row[name].toArray() if hasattr(row[name], "toArray") else row[name] for row in found]}
+        for title, values in wanted.items():
+            assert np.array_equal(np.stack(table[title]), np.array(values)), title
 
 
 def test_a_prediction_function_takes_the_place_of_the_models_call_and_is_saved(model, rows, tmp_path):

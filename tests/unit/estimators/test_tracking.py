@@ -12,6 +12,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from pyspark.ml.linalg import DenseVector, SparseVector
@@ -25,7 +26,7 @@ from sparkhvd.estimators.files import keep_folder
 from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.keras import KerasModel
 from sparkhvd.estimators.keras.plugin import PLUGIN as KERAS
-from sparkhvd.estimators.outputs import OutputSpec
+from sparkhvd.estimators.outputs import OutputColumn, OutputSpec
 from sparkhvd.estimators.torch import TorchEstimator, TorchModel
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.estimators.tracking import requirements, track
@@ -206,10 +207,14 @@ class Keeps:
         return [np.zeros(len(next(iter(columns.values()))))]
 
 
+def pandas_model(predictor, features):
+    return native.PandasModel(predictor, features, (OutputColumn("found", "double"),), (pa.float64(),), 1024)
+
+
 def test_null_in_a_pandas_table_becomes_the_fill_of_the_training():
     whole = ColumnSpec("n", "int64", (), "feature", "scalar", fill=-7)
     pairs = ColumnSpec("v", "float64", (2,), "feature", "vector", fill=0.5)
-    model = native.PandasModel(keeps := Keeps(), (("n", whole), ("v", pairs)), ("found",))
+    model = pandas_model(keeps := Keeps(), (("n", whole), ("v", pairs)))
     model.predict(pd.DataFrame({"n": [3, None], "v": [None, [1.0, 2.0]]}))
     assert keeps.given["n"].tolist() == [3, -7]
     assert keeps.given["v"].tolist() == [[0.5, 0.5], [1.0, 2.0]]
@@ -220,17 +225,17 @@ def test_null_in_a_pandas_table_becomes_the_fill_of_the_training():
 def test_null_without_a_fill_is_refused_where_it_is_no_number():
     whole, real = (ColumnSpec("x", dtype, (), "feature", "scalar") for dtype in ("int64", "float32"))
     with pytest.raises(DataError, match="'x' holds NULL in 1 of 2 rows, for which there is no prediction"):
-        native.PandasModel(Keeps(), (("x", whole),), ("found",)).predict(pd.DataFrame({"x": [3, None]}))
-    native.PandasModel(keeps := Keeps(), (("x", whole),), ("found",)).predict(pd.DataFrame({"x": [3, 4]}))
+        pandas_model(Keeps(), (("x", whole),)).predict(pd.DataFrame({"x": [3, None]}))
+    pandas_model(keeps := Keeps(), (("x", whole),)).predict(pd.DataFrame({"x": [3, 4]}))
     assert keeps.given["x"].tolist() == [3, 4]
-    native.PandasModel(keeps, (("x", real),), ("found",)).predict(pd.DataFrame({"x": [3.0, np.nan]}))
+    pandas_model(keeps, (("x", real),)).predict(pd.DataFrame({"x": [3.0, np.nan]}))
     assert np.isnan(keeps.given["x"]).tolist() == [False, True]
 
 
 def test_a_sparse_column_of_a_pandas_table_reaches_the_model_by_its_entries():
     sparse = ColumnSpec("s", "float64", (4,), "feature", "vector", sparse=True, entries=1, fill=0.0)
     vectors = [SparseVector(4, [1, 3], [5.0, 6.0]), None, DenseVector([0.0, 0.0, 7.0, 0.0]), np.zeros(4)]
-    native.PandasModel(keeps := Keeps(), (("s", sparse),), ("found",)).predict(pd.DataFrame({"s": vectors}))
+    pandas_model(keeps := Keeps(), (("s", sparse),)).predict(pd.DataFrame({"s": vectors}))
     rows, places, values = columns.coordinates(keeps.given["s"])
     assert (len(keeps.given["s"]), rows.tolist(), places.tolist()) == (4, [0, 0, 2], [1, 3, 2])
     assert values.tolist() == [5.0, 6.0, 7.0]
