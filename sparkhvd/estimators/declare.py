@@ -128,7 +128,7 @@ class Declarations(Params):
         for name in values:
             if name not in type(self).declarations:
                 if name in type(self).retired:
-                    raise ParamError(f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}")
+                    raise ParamError(self._retired(name))
                 hint = did_you_mean(name, self.declarations, most=3, show=str)
                 hint = hint or f"It takes {', '.join(self.declarations)}."
                 raise TypeError(f"{type(self).__name__} has no parameter {name!r}. {hint}")
@@ -145,6 +145,13 @@ class Declarations(Params):
         """Every parameter's value by name."""
         return {name: self.getOrDefault(name) for name in type(self).declarations}
 
-    if TYPE_CHECKING:  # setX and getX exist by declaration
+    def _retired(self, name: str) -> str:
+        return f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}"
 
-        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Only for what is not there: setX and getX of a retired name tell what to do instead."""
+        accessor = name[3:].lower() if name.startswith(("set", "get")) else ""
+        for retired in type(self).retired:
+            if accessor == retired.replace("_", ""):
+                raise AttributeError(self._retired(retired))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

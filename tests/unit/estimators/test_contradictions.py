@@ -29,6 +29,22 @@ def test_a_parameter_of_horovods_without_a_meaning_says_why(name, value, message
         TorchEstimator(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("kind", "accessor", "message"),
+    [
+        (TorchEstimator, "setShufflingBufferSize", "shuffling_buffer_size has no meaning in TorchEstimator: rows are"),
+        (TorchEstimator, "getReaderPoolType", "reader_pool_type has no meaning in TorchEstimator: rows are always"),
+        (LightningEstimator, "setNumGPUs", "num_gpus has no meaning in LightningEstimator: a rank trains on one GPU"),
+        (TorchEstimator, "setNumGPUs", "'TorchEstimator' object has no attribute 'setNumGPUs'"),
+        (TorchEstimator, "setNumProcs", "'TorchEstimator' object has no attribute 'setNumProcs'"),
+    ],
+)
+def test_its_accessors_say_so_too(kind, accessor, message):
+    assert not hasattr(kind(), accessor)
+    with pytest.raises(AttributeError, match=message):
+        getattr(kind(), accessor)
+
+
 @pytest.mark.parametrize("name", ["output_cols", "output_types"])
 def test_outputs_are_as_many_as_labels(name):
     params = TorchEstimator(label_cols=["a", "b"], **{name: ["label"]}).values()
