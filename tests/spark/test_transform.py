@@ -14,6 +14,7 @@ from pyspark.sql import Row
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.native import load, write_folder
+from tests.spark import trainings
 
 pytestmark = pytest.mark.spark
 
@@ -83,6 +84,34 @@ def test_outputs_take_the_types_that_were_asked_for(model, native, rows):
     scores = np.stack([row.scores.toArray() for row in model.transform(rows).orderBy("id").collect()])
     assert [row.kind__output for row in typed.orderBy("id").collect()] == scores.argmax(axis=1).tolist()
     assert [list(row.scores) for row in both.orderBy("id").collect()] == scores.tolist()
+
+
+def outputs_by_hand(framework, native, table, size):
+    """What the framework gives for batches of so many rows."""
+    pieces = [table[start : start + size] for start in range(0, len(table), size)]
+    if framework == "keras":
+        return np.concatenate([native.predict_on_batch(piece) for piece in pieces])[:, 0]
+    with torch.no_grad():
+        return torch.cat([native.eval()(torch.from_numpy(piece)) for piece in pieces]).numpy()[:, 0]
+
+
+@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
+def test_every_framework_gives_the_same_bits_at_equal_batches_and_nearly_the_same_at_others(spark, tmp_path, framework):
+    spark.range(40).selectExpr(*trainings.ROWS).coalesce(1).write.parquet(str(tmp_path / "rows"))
+    rows = spark.read.parquet(str(tmp_path / "rows"))
+    made = trainings.estimator(framework, Store.create(str(tmp_path / "store")))
+    native = made.getModel()
+    model = made.model_class.from_model(native, rows, feature_cols=["a", "b"], label_cols=["y"])
+    table = np.array([[row.a, row.b] for row in rows.collect()], np.float32)
+    wanted = outputs_by_hand(framework, native, table, 7)
+    found = {
+        size: np.array([row.y__output for row in model.setInferenceBatchSize(size).transform(rows).collect()])
+        for size in (7, 40)
+    }
+    assert np.array_equal(found[7], wanted)
+    assert np.abs(found[40] - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    assert len(set(wanted)) == 40
 
 
 @pytest.mark.parametrize(
