@@ -255,6 +255,11 @@ class OwnModule(DataModule):
         return OwnLoader(self.context, self.context.val_files)
 
 
+class NoRows(OwnModule):
+    def train_data(self):
+        raise OSError("there are no rows today")
+
+
 def test_a_loader_of_the_users_own_gives_the_batches(store, df):
     """Three files for two ranks: two steps, in the last of which one rank has nothing."""
     own = estimator(store, backend="local", data_module=OwnModule, validation=0.2, epochs=2)
@@ -266,6 +271,16 @@ def test_a_loader_of_the_users_own_gives_the_batches(store, df):
     assert len(history) == 2
     held_out = history[-1]["validation"]["loss"]
     assert 0 < held_out < history[0]["validation"]["loss"]
+
+
+@pytest.mark.parametrize("framework", ["lightning", "keras"])
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
+def test_it_gives_those_of_the_other_frameworks_too(store, df, framework):
+    own = trainings.estimator(framework, store, backend="local", data_module=OwnModule, checkpoints=None)
+    first, second = own.fit(df.coalesce(3)).getHistory()
+    assert 0 < second["train"]["loss"] < first["train"]["loss"]
+    with pytest.raises(RankFailedError, match="there are no rows today"):
+        own.setDataModule(NoRows).fit(df)
 
 
 def test_what_contradicts_itself_is_refused(store, df):

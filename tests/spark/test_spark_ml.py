@@ -10,7 +10,7 @@ import torch
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
-from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.errors import ParamError
@@ -73,6 +73,24 @@ def test_a_parameter_grid_is_searched_in_parallel_and_fits_of_the_same_rows_shar
     assert sum("holds these rows already" in line for line in said) == 2
     assert {path.split("/")[1] for path in store.list("datasets")} == {prepared[-1]}, "nobody can want the other again"
     assert evaluator.evaluate(found.transform(line)) == pytest.approx(many, abs=0.2)
+    gc.collect()  # pyspark leaves its pool to that, with a warning
+
+
+@pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")  # pyspark's
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_two_fits_at_a_time_without_a_store_are_compared_on_the_rows_held_out(line):
+    mine = estimator(num_proc=3, feature_cols=["a", "b"])
+    search = TrainValidationSplit(
+        estimator=mine,
+        estimatorParamMaps=ParamGridBuilder().addGrid(mine.epochs, [1, 40]).build(),
+        evaluator=RegressionEvaluator(labelCol="y", predictionCol="y__output"),
+        parallelism=2,
+        seed=1,
+    )
+    found = search.fit(line)
+    few, many = found.validationMetrics
+    assert many < few / 2
+    assert len(found.bestModel.getHistory()) == 40
     gc.collect()  # pyspark leaves its pool to that, with a warning
 
 
