@@ -22,13 +22,17 @@ _ENDED = Refused("The job has ended meanwhile, the driver says why.")
 class _Attempt:
     """What is known of one attempt of the stage, which either all its tasks meet in or none."""
 
-    lines: dict[int, str] = field(default_factory=dict)  # the host of each task that has one
-    ranked: set[int] = field(default_factory=set)  # the tasks that have said their rank
+    lines: dict[int, Attending] = field(default_factory=dict)  # the last that each task said, which has one
     introductions: dict[int, Introduction] = field(default_factory=dict)
     waiting: list[Future[Message]] = field(default_factory=list)
     answer: Met | Apart | None = None
     patience: threading.Timer | None = None
     limit: threading.Timer | None = None
+
+    @property
+    def ranked(self) -> set[int]:
+        """The tasks that have said their rank."""
+        return {index for index, task in self.lines.items() if task.rank >= 0}
 
     def decide(self, answer: Met | Apart) -> list[Future[Message]]:
         """Let ``answer`` hold for all its tasks; those that wait for it."""
@@ -50,7 +54,7 @@ class _Attempt:
             late = set(self.lines) - self.ranked
         else:
             late = set(range(num_tasks)) - set(self.introductions) or set(range(num_tasks))
-        return {index: self.lines.get(index, "") for index in sorted(late)}
+        return {index: self.lines[index].host if index in self.lines else "" for index in sorted(late)}
 
 
 class Meeting:
@@ -114,6 +118,11 @@ class Meeting:
         with self._lock:
             return tuple(task.offer for task in self._attempt.introductions.values())
 
+    def tasks(self) -> dict[int, Attending]:
+        """The last that the tasks of the newest attempt have said, by index."""
+        with self._lock:
+            return dict(self._attempt.lines)
+
     def end(self) -> None:
         """Let go of the tasks that wait: there will be no job."""
         with self._lock:
@@ -127,9 +136,7 @@ class Meeting:
         with self._lock:
             given_up = self._begin(number)
             if number == self._newest:
-                self._attempt.lines[task.task_index] = task.host
-                if task.rank >= 0:
-                    self._attempt.ranked.add(task.task_index)
+                self._attempt.lines[task.task_index] = task
                 self._limit(self._attempt)
         _tell(given_up, Apart())
 

@@ -124,7 +124,7 @@ def silent(task: Attending) -> FailureReport:
         "with its container), or the host is too busy to run it"
     )
     if task.rank >= 0:
-        return FailureReport(task.rank, task.host, f"was given up: its Spark task has given {why}")
+        return FailureReport(task.rank, task.host, f"was given up ({task.phase}): its Spark task has given {why}")
     cause = f"Task {task.task_index} on host {task.host} was given up before its rank was assigned: it has given {why}"
     return FailureReport(-1, task.host, cause, kind=LAUNCH)
 
@@ -133,7 +133,7 @@ def cut_off(task: Attending) -> FailureReport:
     """The report for a host that does not answer any more."""
     why = "no sign of life came from it for 9 s. See whether the host runs and what is between it and the driver"
     if task.rank >= 0:
-        return FailureReport(task.rank, task.host, f"was cut off from the network while it ran: {why}")
+        return FailureReport(task.rank, task.host, f"was cut off from the network ({task.phase}): {why}")
     cause = (
         f"Task {task.task_index} on host {task.host} was cut off from the network before its rank was assigned: {why}"
     )

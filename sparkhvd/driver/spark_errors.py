@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from sparkhvd.rpc.messages import Attending
+
 _MAX_TEXT = 4000
 _UNKNOWN: Mapping[int, str] = MappingProxyType({})
 _EXECUTOR = re.compile(r"ExecutorLostFailure \(executor (\S+) [^)]*\)(?: Reason: ([^\n]*))?")
@@ -21,7 +23,10 @@ _CRASHED = "Python worker exited unexpectedly"
 
 
 def spark_failure(
-    error: BaseException, host_of: Callable[[str], str] = lambda _: "", task_hosts: Mapping[int, str] = _UNKNOWN
+    error: BaseException,
+    host_of: Callable[[str], str] = lambda _: "",
+    task_hosts: Mapping[int, str] = _UNKNOWN,
+    tasks: Mapping[int, Attending] | None = None,
 ) -> str:
     """The sentences for an error of Spark, with what it said itself behind them.
 
@@ -29,6 +34,7 @@ def spark_failure(
         error: what its job raised.
         host_of: the host of an executor, by its number; empty where that is not known.
         task_hosts: the hosts of the tasks of the last attempt, by index, where they are known.
+        tasks: the last that these have said to the driver, by index; None where they say nothing to it.
     """
     text = str(error)
     if re.search(r"No module named 'sparkhvd['.]", text):
@@ -46,7 +52,7 @@ def spark_failure(
         )
     text = "\n".join(line for line in text.splitlines() if line.strip() and not line.startswith("\tat "))
     shortened = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
-    cause = _cause(text, host_of, task_hosts)
+    cause = _cause(text, host_of, task_hosts, tasks)
     if not cause:
         return f"Spark gave the job up; no rank reported a failure of its own. Spark says: {shortened}"
     attempts = _ATTEMPTS.search(text)
@@ -59,7 +65,9 @@ def _has_ended(error: BaseException) -> bool:
     return isinstance(error, ConnectionError | EOFError) or type(error).__name__ == "Py4JNetworkError"
 
 
-def _cause(text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, str]) -> str:
+def _cause(
+    text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, str], tasks: Mapping[int, Attending] | None
+) -> str:
     """Why the last attempt failed; empty where that is not among what is known of Spark."""
     if _TOO_FEW_SLOTS in text:
         return (
@@ -71,14 +79,21 @@ def _cause(text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, st
     number = _TASK.search(text)
     task = f"task {number[1]}" if number else "a task"
     there = f" on host {task_hosts[int(number[1])]}" if number and int(number[1]) in task_hosts else ""
+    so_far = _so_far(int(number[1]), tasks) if number and tasks is not None else ""
     if lost := _EXECUTOR.search(text):
         host = host_of(lost[1])
         place = f"executor {lost[1]} on host {host}" if host else f"executor {lost[1]}"
         reason = (lost[2] or "no reason given").rstrip(".")
-        return f"{place}, which ran {task}, was lost ({reason}). Its log says more"
+        return f"{place}, which ran {task}{so_far}, was lost ({reason}). Its log says more"
     if raised := _RAISED.findall(text):  # the last of those that caused each other
-        return f"{task}{there} failed with {raised[-1].rstrip('.')}"
+        return f"{task}{there}{so_far} failed with {raised[-1].rstrip('.')}"
     if _CRASHED in text:
         why = "on a host that is short of memory the kernel kills it"
-        return f"the Python worker of {task}{there} was killed or crashed; {why}"
+        return f"the Python worker of {task}{there}{so_far} was killed or crashed; {why}"
     return ""
+
+
+def _so_far(index: int, tasks: Mapping[int, Attending]) -> str:
+    """How far a task was, in brackets."""
+    task = tasks.get(index)
+    return f" (rank {task.rank}, {task.phase})" if task and task.rank >= 0 else " (before its rank was assigned)"

@@ -41,18 +41,6 @@ class Client:
         """Break when the other host does not acknowledge for so long what was sent; for small messages only."""
         self._frames.limit_silence(seconds)
 
-    def ends_within(self, seconds: float) -> bool:
-        """Whether the connection has ended after so long, where the server never says anything by itself.
-
-        Raises:
-            OSError: it was broken off; ``frames.is_cut_off`` tells whether the other host does not answer any more.
-        """
-        try:
-            self._frames.receive(idle=Deadline.after(seconds))
-        except DeadlineExceededError:
-            return False
-        return True
-
     def wake(self) -> None:
         """End every wait on this connection, from any thread."""
         self._frames.wake()

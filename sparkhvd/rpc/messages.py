@@ -21,12 +21,21 @@ class Started:
 
 @dataclass(frozen=True)
 class Attending:
-    """Task to driver: this connection lasts as long as this attempt of the task; ``rank`` is -1 before it has one."""
+    """Task to driver: this connection lasts as long as this attempt of the task.
+
+    Attributes:
+        task_index: its index.
+        rank: which it watches over; -1 before it has one.
+        host: where it runs.
+        attempt: by Spark's count.
+        phase: how far the rank is, in the words of ``sparkhvd.task.report``.
+    """
 
     task_index: int
     rank: int
     host: str
     attempt: int = 0
+    phase: str = ""
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class Server(Closing):
             # A rank may be silent for hours, its task may not; close() ends this wait.
             while (payload := frames.receive(idle=_idle(attending, late))) is not None:
                 message = decode(payload)
-                if isinstance(message, Attending):
+                if isinstance(message, Attending) and self._on_lost is not None:
                     attending = message
                     frames.limit_silence(UNANSWERED_SECONDS)
                 reply = self._handler.handle(message)

@@ -15,6 +15,7 @@ from sparkhvd.rpc.messages import Apart, Attending, Flush, Meet, Met, Refused
 from sparkhvd.rpc.registration import Introduction
 from sparkhvd.task.job import Job
 from sparkhvd.task.place import TaskPlace
+from sparkhvd.task.report import STARTING
 from sparkhvd.task.supervise import ServerLost
 
 _CONNECT_SECONDS = 10.0
@@ -43,6 +44,8 @@ class DriverLine:
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._closed = False  # guarded by _lock
+        self._rank, self._phase = -1, ""  # written before _news is set
+        self._news = threading.Event()
         self._events: queue.SimpleQueue[object] | None = None  # written before _attends is set
         self._attends = threading.Event()
         self._opened = in_background(self._open, "sparkhvd-driver-line")
@@ -75,11 +78,15 @@ class DriverLine:
             rank: of this task.
             events: get ``ServerLost`` when the driver's host is cut off from this one.
         """
-        client = self._opened.result()
-        if client is not None:
-            self._say(client, rank)
         self._events = events
         self._attends.set()
+        self._rank = rank
+        self.reach(STARTING)
+
+    def reach(self, phase: str) -> None:
+        """Let the driver know how far the rank is, as soon as it answers: nobody waits for that here."""
+        self._phase = phase
+        self._news.set()
 
     def close(self) -> None:
         with self._lock:
@@ -87,6 +94,7 @@ class DriverLine:
             if self._client is not None:
                 self._client.wake()
         self._attends.set()
+        self._news.set()
         client = self._opened.result()
         self._ended.result()
         if client is not None:
@@ -101,7 +109,7 @@ class DriverLine:
             self._client = client
             if self._closed:
                 client.wake()
-        self._say(client, -1)
+        self._say(client)
         return client
 
     def _watch(self) -> None:
@@ -111,17 +119,18 @@ class DriverLine:
         forever = Deadline(math.inf)  # a driver that is stopped for a while may go on with the job
         try:
             client.limit_silence(_SILENT_SECONDS)
-            while not self._attends.wait(_BEAT_SECONDS):  # another thread may wait for an answer over this line
-                client.ask(Flush(), forever)
-            while not client.ends_within(_BEAT_SECONDS):
+            while True:  # another thread may wait for an answer over this line
+                if self._news.wait(_BEAT_SECONDS):
+                    self._news.clear()
+                    self._say(client)
                 client.ask(Flush(), forever)
         except OSError as error:
             self._attends.wait()
             if is_cut_off(error) and self._events is not None:
                 self._events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))
 
-    def _say(self, client: Client, rank: int) -> None:
-        message = Attending(self._place.index, rank, self._place.host, self._place.attempt)
+    def _say(self, client: Client) -> None:
+        message = Attending(self._place.index, self._rank, self._place.host, self._place.attempt, self._phase)
         try:
             client.send(message, Deadline.after(_SEND_SECONDS))
         except OSError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
@@ -13,7 +14,11 @@ from sparkhvd.task.supervise import Outcome
 
 
 def run_ranks(
-    plan: Plan, workers: Mapping[int, WorkerProcess], deadline: Deadline, parent: int | None = None
+    plan: Plan,
+    workers: Mapping[int, WorkerProcess],
+    deadline: Deadline,
+    parent: int | None = None,
+    reach: Callable[[int, str], None] = lambda _rank, _phase: None,
 ) -> dict[int, bytes | Outcome]:
     """Accompany the workers of these ranks until the whole job has an outcome.
 
@@ -22,6 +27,7 @@ def run_ranks(
         workers: by rank; each has got its spec. They have ended afterwards.
         deadline: when they have to be ready for ``fn``.
         parent: the process that this one must not outlive, as in ``accompany``.
+        reach: told how far a rank is, as there.
 
     Returns:
         By rank: its pickled result, or the outcome that made it worthless.
@@ -34,7 +40,9 @@ def run_ranks(
 
     def watch(rank: int) -> None:
         try:
-            contents[rank] = accompany(plan, plan.slots[rank], workers[rank], deadline, parent)
+            contents[rank] = accompany(
+                plan, plan.slots[rank], workers[rank], deadline, parent=parent, reach=functools.partial(reach, rank)
+            )
         except (SparkHvdError, OSError) as error:
             losses[rank] = error
 

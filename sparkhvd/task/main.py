@@ -74,7 +74,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
             worker.events.put(FailureReport(slot.world.rank, slot.offer.host, refused, kind=LAUNCH))
         else:
             worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
-        content = accompany(plan, slot, worker, deadline)
+        reach = line.reach if line is not None else lambda _: None
+        content = accompany(plan, slot, worker, deadline, reach=reach)
     yield from result_rows(slot.world.rank, content)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 from sparkhvd.comm.launch_context import LaunchContext
@@ -59,7 +60,13 @@ def worker_spec(job: Job, plan: Plan, slot: Slot, given: tuple[tuple[str, str], 
 
 
 def accompany(
-    plan: Plan, slot: Slot, worker: WorkerProcess, deadline: Deadline, parent: int | None = None
+    plan: Plan,
+    slot: Slot,
+    worker: WorkerProcess,
+    deadline: Deadline,
+    *,
+    parent: int | None = None,
+    reach: Callable[[str], None] = lambda _: None,
 ) -> bytes | Outcome:
     """Watch the worker of a slot, then agree with those of the other ranks on the outcome of the job.
 
@@ -69,6 +76,7 @@ def accompany(
         worker: has got its spec; it has ended afterwards.
         deadline: when it has to be ready for ``fn``.
         parent: the process that this one must not outlive; None is the one that started it, 0 is none.
+        reach: told how far the rank is, whenever that changes; must not block.
 
     Returns:
         The pickled result, or the outcome that made it worthless.
@@ -88,7 +96,7 @@ def accompany(
         watcher = watch_outcome(listening, worker.events)
         try:
             own_parent = os.getppid() if parent is None else parent
-            supervision = Supervision(rank, slot.offer.host, client, deadline, hosts, own_parent)
+            supervision = Supervision(rank, slot.offer.host, client, deadline, hosts, own_parent, reach)
             ended = supervise(worker, supervision)
             length = len(ended) if isinstance(ended, bytes) else 0
             client.set(finished_key(rank), str(length).encode(), Deadline.after(NOTE_SECONDS))

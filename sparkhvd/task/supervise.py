@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sparkhvd.comm.absent import INIT, told
@@ -77,6 +77,7 @@ class Supervision:
         start_deadline: when its worker has to be ready.
         hosts: of all ranks, in rank order.
         parent: the process that this one must not outlive, for example a task's executor; 0 when there is none.
+        reach: told how far the rank is, whenever that changes; must not block.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class Supervision:
     start_deadline: Deadline
     hosts: Sequence[str] = ()
     parent: int = 0
+    reach: Callable[[str], None] = lambda _: None
 
     def orphaned(self) -> bool:
         return self.parent != 0 and os.getppid() != self.parent
@@ -158,12 +160,15 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
         if isinstance(event, Ready):
             deadline = Deadline.after(_JOB_SECONDS)  # fn may run for weeks
             phase = IN_FN
+            job.reach(phase)
         if isinstance(event, Joined):
             phase = CONNECTED
+            job.reach(phase)
         if isinstance(event, Packing):
             deadline = Deadline.after(event.seconds)
             late = FailureReport(job.rank, job.host, _NOT_PACKED.format(seconds=event.seconds))
             packing = True
+            job.reach(ENDED)
         if isinstance(event, Returned | FailureReport | Outcome | ServerLost):
             return event
         if isinstance(event, Raised | Exited):

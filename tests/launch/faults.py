@@ -97,7 +97,7 @@ _SAID = {
     "disk": (f"raised OSError: {_NO_SPACE}", _NO_SPACE, f"{_UNPACKED}: {_NO_SPACE}"),
 }
 # How far the rank was.
-_WHEN = {
+WHEN = {
     "before registration": "before fn began",
     "at rendezvous": "in fn",
     "in mid-training": r"in fn, after init\(\)",
@@ -121,10 +121,13 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
     ),
 }
 _WRONG_SECRET = _NAMED + "raised AuthenticationError: "
-_STOPPED = _NAMED + "was given up: its Spark task has given no sign of life"
+_STOPPED = _NAMED + r"was given up \({}\): its Spark task has given no sign of life"
 _GIVEN_UP = r"Spark gave the job up[\s\S]*"
-_TASK_FAILED = r"Spark gave the job up: task 1 on host \S+ failed with [^\n]*"
-_CRASHED = r"Spark gave the job up: the Python worker of task 1 on host \S+ was killed or crashed"
+_TASK_FAILED = r"Spark gave the job up: task 1 on host \S+ \(before its rank was assigned\) failed with [^\n]*"
+_CRASHED = (
+    r"Spark gave the job up: the Python worker of task 1 on host \S+ \(before its rank was assigned\) was killed or "
+    "crashed"
+)
 _NOT_MET = r"The tasks of this job did not meet within start_timeout=6 s{}: Spark runs task 1 on host \S+, but"
 _NOT_MET, _NOT_MET_WITH_ROWS = _NOT_MET.format(""), _NOT_MET.format(" after the others had their rows")
 _SILENT_WITH_ROWS = (
@@ -183,14 +186,17 @@ def _rows() -> list[Fault]:
                     of_any = rf"Rank \d on host \S+ {said}"
                     words = of_any if how in {"exit", "kill"} else _IMPORTING + importing
                 if words[: len(_IMPORTING)] != _IMPORTING:
-                    words += rf"[^\n]* \({_WHEN[phase]}\)"
+                    words += rf"[^\n]* \({WHEN[phase]}\)"
                 rows.append(_row(how, phase, launcher, RankFailedError, words))
             rows.append(_row("hang", phase, launcher, *_HANGING[phase]))
             rows.append(_row("stranger", phase, launcher, None, ""))
             rows.append(_row("driver interrupted", phase, launcher, KeyboardInterrupt, ""))
         rows.append(_row("wrong secret", "at rendezvous", launcher, RankFailedError, _WRONG_SECRET))
         if launcher != "local":
-            rows += [_row("task stopped", phase, launcher, RankFailedError, _STOPPED) for phase in PHASES[1:]]
+            rows += [
+                _row("task stopped", phase, launcher, RankFailedError, _STOPPED.format(WHEN[phase]))
+                for phase in PHASES[1:]
+            ]
     # Open MPI starts no rank whose Python does not get as far as registering: there it is the task that goes wrong.
     rows = [row for row in rows if (row.launcher, row.phase) != ("mpi", "before registration")]
     rows += [_row(how, "before registration", "mpi", *expected) for how, expected in _TASKS_OF_MPI.items()]
@@ -223,14 +229,23 @@ PORT_FAULTS = [
 _CUT_OFF_EARLY = r"The tasks of this job did not meet within start_timeout=15 s: Spark runs [\s\S]*task 1 on host \S+, "
 # Keepalive gives a silent host up after 9 s, where Spark alone takes two minutes.
 _CUT_SECONDS = 9.0 + SECONDS / 2
-_CUT_OFF = r"Rank {} on host \S+ was cut off from the network while it ran: no sign of life came from it for 9 s"
+_CUT_OFF = r"Rank {} on host \S+ was cut off from the network \({}\): no sign of life came from it for 9 s"
 # These need hosts of their own. Nobody has a connection to a task that has not come yet: start_timeout ends that wait.
 CUT_OFF_FAULTS = [
     row
     for launcher in LAUNCHERS[1:]
     for row in (
         *(
-            Fault("host cut off", phase, launcher, RankFailedError, _CUT_OFF.format(rank), always, _CUT_SECONDS, rank)
+            Fault(
+                "host cut off",
+                phase,
+                launcher,
+                RankFailedError,
+                _CUT_OFF.format(rank, WHEN[phase]),
+                always,
+                _CUT_SECONDS,
+                rank,
+            )
             for phase, rank, always in (
                 (PHASES[1], 1, False),
                 (PHASES[2], 1, launcher == "mpi"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from sparkhvd.errors import LaunchError
-from tests.launch.faults import LAUNCHERS, PHASES, SECONDS, Fault
+from tests.launch.faults import LAUNCHERS, PHASES, SECONDS, WHEN, Fault
 from tests.scripts import found_by, run_script
 from tests.waiting import happens
 
@@ -23,27 +23,52 @@ ATTEMPTS = 2
 _ROOT = Path(__file__).parents[2]
 # Each attempt waits for the executor that takes the place of the one that was killed.
 _SECONDS = ATTEMPTS * SECONDS
-_EXECUTOR_LOST = (
-    r"Spark gave the job up: executor \d+ on host 127\.0\.0\.1, which ran task [01], was lost \(Command exited with "
-    rf"code 137\)\. Its log says more\. It was the last of {ATTEMPTS} attempts\."
-)
-_TASK_LOST = (
-    r"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost while its ranks started or ran: its Python worker or its "
-    r"executor was killed or crashed"
-)
-_NO_JVM = rf"Spark has ended: the JVM beside this driver does not answer any more|{_TASK_LOST}"
+_EARLY = "before its rank was assigned"
+
+
+def _executor_lost(when: str) -> str:
+    return (
+        r"Spark gave the job up: executor \d+ on host 127\.0\.0\.1, which ran task [01] "
+        rf"\({when}\), was lost \(Command exited with code 137\)\. Its log says more\. "
+        rf"It was the last of {ATTEMPTS} attempts\."
+    )
+
+
+def _task_lost(when: str) -> str:
+    return (
+        rf"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost \({when}\): its Python worker or its executor was "
+        "killed or crashed"
+    )
+
+
+def _rank_was(phase: str) -> str:
+    """How far the ranks of both tasks may have been; their workers begin before their ranks are assigned."""
+    ranked = rf"rank [01], {WHEN[phase]}"
+    return f"({ranked}|{_EARLY})" if phase == PHASES[0] else ranked
+
+
+def _no_jvm(phase: str) -> str:
+    return f"Spark has ended: the JVM beside this driver does not answer any more|{_task_lost(WHEN[phase])}"
+
 
 # On a cluster that gives a stage up after so many attempts.
 EXECUTOR_FAULTS = [
     *(Fault("executor killed once", phase, "barrier", None, "", seconds=_SECONDS) for phase in PHASES),
-    *(Fault("executor killed", phase, "barrier", LaunchError, _EXECUTOR_LOST, seconds=_SECONDS) for phase in PHASES),
+    *(
+        Fault("executor killed", phase, "barrier", LaunchError, _executor_lost(_rank_was(phase)), seconds=_SECONDS)
+        for phase in PHASES
+    ),
     Fault("executor killed once", PHASES[0], "mpi", None, "", seconds=_SECONDS),
-    Fault("executor killed", PHASES[0], "mpi", LaunchError, _EXECUTOR_LOST, seconds=_SECONDS),
-    *(Fault("executor killed", phase, "mpi", LaunchError, _TASK_LOST) for phase in PHASES[1:]),
+    Fault("executor killed", PHASES[0], "mpi", LaunchError, _executor_lost(_EARLY), seconds=_SECONDS),
+    *(Fault("executor killed", phase, "mpi", LaunchError, _task_lost(WHEN[phase])) for phase in PHASES[1:]),
 ]
 DRIVER_FAULTS = [
     *(Fault("driver killed", phase, launcher, None, "") for launcher in LAUNCHERS for phase in PHASES),
-    *(Fault("Spark killed", phase, launcher, LaunchError, _NO_JVM) for launcher in LAUNCHERS[1:] for phase in PHASES),
+    *(
+        Fault("Spark killed", phase, launcher, LaunchError, _no_jvm(phase))
+        for launcher in LAUNCHERS[1:]
+        for phase in PHASES
+    ),
 ]
 _MARK = "SPARKHVD_TEST_DRIVER"
 # Of Spark and its JVM, which remove them when they are not killed.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sparkhvd.task.mpi.job import MpiJob
 
 _CALL_SECONDS = 60.0
+# Ample time for a task to tell the driver how far its rank is, before it is lost itself: nobody waits for that.
+_TELL_SECONDS = 1.0
 
 
 def note_pid(folder: Path) -> None:
@@ -50,6 +52,8 @@ def go_wrong(how: str, folder: Path) -> None:
     if how == "port taken":
         take_all_ports()
         return
+    if how == "host cut off" or how.startswith(("executor ", "Spark ", "task ")):
+        time.sleep(_TELL_SECONDS)
     if how == "host cut off":
         cut_off()
         return

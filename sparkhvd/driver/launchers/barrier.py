@@ -91,11 +91,15 @@ class BarrierHandle:
         if not self._stage.wait(_ROWS_SECONDS if self._lost is not None else math.inf) and self._lost is not None:
             raise failure_of(self._lost)
         if (error := self._stage.error) is not None:
-            raise LaunchError(spark_failure(error, self._stage.host_of, self._stage.task_hosts())) from error
+            raise LaunchError(self._spark_failure(error)) from error
         if self._job.gives_rows and not self._stage.rows:
             raise no_rows()  # Spark starts no task when it learns in time that there are none
         self._say_when_unheard()
         return results_of(self._stage.rows, self._job.num_proc)
+
+    def _spark_failure(self, error: BaseException) -> str:
+        heard = self._meeting.tasks() if self._meeting.heard else None  # else they cannot reach this driver
+        return spark_failure(error, self._stage.host_of, self._stage.task_hosts(), heard)
 
     def close(self) -> None:
         self._stack.close()

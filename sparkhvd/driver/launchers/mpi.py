@@ -42,7 +42,7 @@ from sparkhvd.task.entry import entry_of
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
 from sparkhvd.task.mpi.task import run_mpi_task
-from sparkhvd.task.report import LAUNCH, FailureReport, describe_exit
+from sparkhvd.task.report import LAUNCH, STARTING, FailureReport, describe_exit
 from sparkhvd.task.supervise import OUTCOME
 
 if TYPE_CHECKING:
@@ -172,8 +172,11 @@ class MpiHandle:
         if failure is not None:
             raise failure_of(failure)
         if (error := self._stage.error) is not None:
-            raise LaunchError(spark_failure(error, self._stage.host_of, self._stage.task_hosts())) from error
+            raise LaunchError(self._spark_failure(error)) from error
         return results_of(self._stage.rows, self._job.num_proc)
+
+    def _spark_failure(self, error: BaseException) -> str:
+        return spark_failure(error, self._stage.host_of, self._stage.task_hosts(), self._service.tasks())
 
     def close(self) -> None:
         self._fail("The job was cancelled.")  # does nothing when it has an outcome
@@ -302,11 +305,13 @@ class MpiHandle:
                 while isinstance(client.ask(Attend(), Deadline.after(SILENT_SECONDS)), StillThere):
                     continue
             except OSError as error:
+                unknown = Attending(offer.task_index, rank, offer.host, phase=STARTING)
+                task = self._service.tasks().get(offer.task_index, unknown)
                 if is_cut_off(error) or isinstance(error, DeadlineExceededError):
-                    self._note(lost(Attending(offer.task_index, rank, offer.host), error))
+                    self._note(lost(task, error))
                 self._fail(
                     f"Task {offer.task_index} on host {offer.host}, that of rank {rank}, was lost "
-                    f"{'before mpirun was started' if self._mpirun is None else 'while its ranks started or ran'}: its "
+                    f"{'before mpirun was started' if self._mpirun is None else f'({task.phase})'}: its "
                     "Python worker or its executor was killed or crashed, as on a host that is short of memory. The "
                     "executor's log says more."
                 )

@@ -11,7 +11,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.meeting import stage_attempt
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.messages import Acknowledged, FindTask, Message, Refused, Register, TaskAddress
+from sparkhvd.rpc.messages import Acknowledged, Attending, FindTask, Message, Refused, Register, TaskAddress
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.task.assignment import assign
 
@@ -61,10 +61,14 @@ class DriverService:
         self._changed = threading.Condition()  # guards all below
         self._newest = -1  # attempt of the stage that a task has come from
         self._registered: dict[int, Registration] = {}  # those of its tasks that have come so far, by index
+        self._tasks: dict[int, Attending] = {}  # the last that was said of their ranks, by index
         self._servers: Mapping[str, TaskServer] = {}
         self._over = ""
 
     def handle(self, message: Message) -> Message | None:
+        if isinstance(message, Attending):
+            self._note(message)
+            return None
         if isinstance(message, Register):
             return self._register(message.registration)
         if isinstance(message, FindTask):
@@ -95,6 +99,11 @@ class DriverService:
         with self._changed:
             return self._missing()
 
+    def tasks(self) -> dict[int, Attending]:
+        """How far the ranks are, by the index of their task; only of those that have begun."""
+        with self._changed:
+            return dict(self._tasks)
+
     def serve_hosts(self, servers: Mapping[str, TaskServer]) -> None:
         """From now on agents learn which task's server executes commands for a host, by ``MpiHost.name``."""
         with self._changed:
@@ -105,6 +114,10 @@ class DriverService:
         with self._changed:
             self._over = why
             self._changed.notify_all()
+
+    def _note(self, task: Attending) -> None:
+        with self._changed:
+            self._tasks[task.task_index] = task
 
     def _missing(self) -> list[int]:
         return [index for index in range(self._num_tasks) if index not in self._registered]

@@ -6,7 +6,7 @@ import queue
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.rpc.messages import Acknowledged, Flush, Refused, Register
+from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Refused, Register
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import Slot, assign
@@ -62,6 +62,15 @@ class _Part:
     place: TaskPlace
     service: TaskService
     deadline: Deadline
+    driver: Client
+
+    def reach(self, rank: int, phase: str) -> None:
+        """Let the driver know how far a rank is; nobody asks it anything over this connection any more."""
+        offer = self.plan.slots[rank].offer
+        with suppress(OSError):
+            self.driver.send(
+                Attending(offer.task_index, rank, offer.host, self.place.attempt, phase), Deadline.after(NOTE_SECONDS)
+            )
 
 
 def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
@@ -110,7 +119,7 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
                 server.close()  # not all hosts can reach it
         own = [slot for slot in plan.slots if slot.offer.host_hash == offer.host_hash]
         if min(slot.offer.task_index for slot in own) == place.index:
-            return _lead(_Part(job, plan, place, service, deadline), own)
+            return _lead(_Part(job, plan, place, service, deadline, driver), own)
         _follow(plan, place, deadline)
         return {}
 
@@ -163,7 +172,7 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
             return {own[0].world.rank: _not_started(part.plan, own[0], service)}
         for rank, worker in workers.items():
             worker.send(worker_spec(job, part.plan, part.plan.slots[rank]))
-        contents = run_ranks(part.plan, workers, part.deadline, part.place.parent)
+        contents = run_ranks(part.plan, workers, part.deadline, part.place.parent, part.reach)
         if all(isinstance(content, bytes) for content in contents.values()):
             service.await_orted_end(_ORTED_SECONDS)
         return contents

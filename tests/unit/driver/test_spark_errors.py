@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.driver.spark_errors import spark_failure
+from sparkhvd.rpc.messages import Attending
 
 ABORTED = (
     "org.apache.spark.SparkException: Job aborted due to stage failure: ShuffleMapStage 12 (x at y.py:9) has failed "
@@ -51,6 +52,20 @@ def test_a_task_is_named_with_its_host():
     raised = RuntimeError(f"{ABORTED}Traceback (most recent call last):\n  File a\nValueError: no luck\n SQL")
     failure = spark_failure(raised, task_hosts={1: "node-b"})
     assert failure.startswith("Spark gave the job up: task 1 on host node-b failed with ValueError: no luck.")
+
+
+def test_a_task_is_named_with_its_rank_and_how_far_it_was_where_it_has_said_that():
+    said = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
+    failure = spark_failure(said, tasks={1: Attending(1, 3, "node-b", 9, "in fn")})
+    assert failure.startswith("Spark gave the job up: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")
+    for tasks in ({}, {1: Attending(1, -1, "node-b", 9)}):
+        early = spark_failure(said, tasks=tasks)
+        assert early.startswith(
+            "Spark gave the job up: executor 2, which ran task 1 (before its rank was assigned), was"
+        )
+    crashed = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
+    failure = spark_failure(crashed, task_hosts={1: "node-b"}, tasks={})
+    assert "the Python worker of task 1 on host node-b (before its rank was assigned) was killed or crashed" in failure
 
 
 def test_too_few_slots_are_told_with_what_to_change():

@@ -71,8 +71,12 @@ def test_a_task_gives_signs_of_life_before_it_has_a_rank_and_after(monkeypatch):
         while told[-1] == Flush():
             told.append(driver.messages.get(timeout=20.0))
         later = [driver.messages.get(timeout=20.0) for _ in range(2)]
+        line.reach("in fn")
+        while (last := driver.messages.get(timeout=20.0)) == Flush():
+            continue
     assert early == [Attending(0, -1, "here", 100), Flush(), Flush()]
-    assert [told[-1], *later] == [Attending(0, 3, "here", 100), Flush(), Flush()]
+    assert [told[-1], *later] == [Attending(0, 3, "here", 100, "before fn began"), Flush(), Flush()]
+    assert last == Attending(0, 3, "here", 100, "in fn")
 
 
 def test_without_a_driver_that_answers_there_is_no_meeting():
