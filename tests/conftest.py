@@ -20,8 +20,9 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -88,6 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
+        # gcsfs would ask for a bucket's kind over gRPC, which the server of the tests does not speak.
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
         # For JVMs that live for seconds: their second compiler and collecting in parallel cost more than they bring.
         "SPARK_SUBMIT_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
     }
@@ -142,6 +145,23 @@ def s3() -> Iterator[S3]:
     fsspec.asyn.get_loop()  # the first use starts it, for the life of the process
     with running_s3() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def gcs(s3: S3) -> Iterator[dict[str, Any]]:
+    """The storage options of a GCS server with the bucket ``sparkhvd-tests``."""
+    from tests.gcs_server import running_gcs  # noqa: PLC0415
+
+    pytest.importorskip("gcp_storage_emulator", reason="an environment of before; tools/make-venv renews it")
+    with running_gcs() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def store_servers(hdfs: Hdfs, s3: S3, request: pytest.FixtureRequest) -> None:
+    """All servers of Stores, started before a test looks at what it might leave behind."""
+    if find_spec("gcp_storage_emulator"):
+        request.getfixturevalue("gcs")
 
 
 @pytest.fixture(autouse=True)

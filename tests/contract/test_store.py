@@ -21,6 +21,7 @@ from sparkhvd.errors import StoreError
 from sparkhvd.store import Store
 from sparkhvd.store.registry import STORES
 from sparkhvd.world import World
+from tests import gcs_server
 from tests.s3_server import BUCKET, SECRET
 
 
@@ -59,6 +60,10 @@ def s3_place(scheme):
     )
 
 
+def gcs_place(request, tmp_path):
+    return f"gs://{gcs_server.BUCKET}/{uuid.uuid4().hex}/a store", request.getfixturevalue("gcs")
+
+
 def memory_place(request, tmp_path):
     return f"memory://{uuid.uuid4().hex}/a store", {}
 
@@ -71,9 +76,9 @@ PLACES = {
     "viewfs": viewfs_place,
     **{scheme: s3_place(scheme) for scheme in ("s3", "s3a", "s3n")},
 }
-ANY_OTHER = {"memory": memory_place}
+ANY_OTHER = {"gs": gcs_place, "memory": memory_place}
 # One for each class and kind of server: other names of the same thing are looked at once, below.
-SCHEMES = ["file", "dbfs", "hdfs", "s3", "memory"]
+SCHEMES = ["file", "dbfs", "hdfs", "s3", "gs", "memory"]
 
 
 def test_every_scheme_of_the_registry_has_a_place_to_test_it():

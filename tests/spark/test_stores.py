@@ -1,4 +1,4 @@
-"""Spark on real HDFS and S3: preparation by Spark's own writer and by ours, training, the check of a Store."""
+"""Spark on real HDFS, S3 and GCS: preparation by Spark's own writer and by ours, training, the check of a Store."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ from tests.scripts import found_by, run_script
 pytestmark = pytest.mark.spark
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _servers(store_servers):
+    """Most tests need one of them."""
+
+
 @pytest.fixture
 def hdfs_store(hdfs):
     made = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}/a store")
@@ -43,7 +48,14 @@ def s3_store(s3):
     made._connection.close()
 
 
-@pytest.fixture(params=["hdfs", "s3"])
+@pytest.fixture
+def gcs_store(gcs):
+    made = Store.create(f"gs://{BUCKET}/{uuid.uuid4().hex}/a store", storage_options=gcs)
+    yield made
+    made._connection.close()
+
+
+@pytest.fixture(params=["hdfs", "s3", "gcs"])
 def store(request):
     return request.getfixturevalue(f"{request.param}_store")
 

@@ -1,0 +1,76 @@
+"""A server of Google Cloud Storage for the tests, as a process of its own that is spoken to over HTTP."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+BUCKET = "sparkhvd-tests"
+
+
+@contextmanager
+def running_gcs() -> Iterator[dict[str, Any]]:
+    """The storage options to reach a server on a free port with."""
+    process = subprocess.Popen(
+        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        yield {"endpoint_url": json.loads(process.stdout.readline()), "token": "anon"}
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def _serve() -> None:
+    """Serve until stdin is closed, which also the death of the tests does."""
+    import threading  # noqa: PLC0415
+    from functools import partial  # noqa: PLC0415
+    from http import HTTPStatus  # noqa: PLC0415
+    from http.server import HTTPServer  # noqa: PLC0415
+
+    from gcp_storage_emulator.exceptions import NotFound  # noqa: PLC0415
+    from gcp_storage_emulator.handlers import buckets  # noqa: PLC0415
+    from gcp_storage_emulator.server import RequestHandler  # noqa: PLC0415
+    from gcp_storage_emulator.storage import Storage  # noqa: PLC0415
+
+    class ExistsError(Exception):
+        pass
+
+    class Files(Storage):
+        """Writes only what is new while ``only_new`` is set: the emulator does not know this condition."""
+
+        only_new = False
+
+        def create_file(self, bucket: str, name: str, *content: Any) -> None:
+            if self.only_new:
+                try:
+                    self.get_file_obj(bucket, name)
+                except NotFound:
+                    pass
+                else:
+                    raise ExistsError
+            super().create_file(bucket, name, *content)
+
+    class Handler(RequestHandler):
+        def do_POST(self) -> None:  # noqa: N802
+            files.only_new = "ifGenerationMatch=0" in self.path  # requests come one after the other
+            try:
+                super().do_POST()
+            except ExistsError:
+                self.send_error(HTTPStatus.PRECONDITION_FAILED)
+
+    files = Files(use_memory_fs=True)
+    buckets.create_bucket(BUCKET, files)
+    server = HTTPServer(("127.0.0.1", 0), partial(Handler, files))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    print(json.dumps(f"http://127.0.0.1:{server.server_port}"), flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    _serve()
