@@ -59,5 +59,6 @@ def from_json(content: bytes) -> LaunchContext:
     settings = fields["config"]
     fields["config"] = Config(**settings | {"thread_affinity": tuple(settings["thread_affinity"])})
     fields["rendezvous"] = tuple((str(host), int(port)) for host, port in fields["rendezvous"])
+    fields["members"] = tuple(fields["members"])
     fields["token"] = bytes.fromhex(fields["token"])
     return LaunchContext(**fields)

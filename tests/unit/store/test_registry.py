@@ -42,7 +42,8 @@ def test_a_scheme_that_nothing_serves_is_refused():
         ("dvc://x", r"\(Install dvc to access DVCFileSystem\)\."),
     ],
 )
-def test_a_file_system_whose_package_is_missing_says_what_to_install(url, said):
+def test_a_file_system_whose_package_is_missing_says_what_to_install(url, said, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(StoreError, match=rf"^The Store for \w+:// needs a package that is not installed {said}$"):
         Store.create(url)
 
