@@ -19,15 +19,18 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from tests.endurance import come_and_go, cycles, kill_one_of, strangers
-from tests.launch.faults import FAULTS, complaints, ports_taken, produced
+from tests.launch.faults import CUT_OFF_FAULTS, FAULTS, PORT_FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
-from tests.launch.losses import DRIVER_FAULTS, lost_driver, lost_executors
+from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, lost_driver, lost_executors
+from tests.mpi import faults as mpi
 from tests.ranks import RankGroup
 from tests.scripts import found_by, run_script
 
 _ROOT = Path(__file__).parents[1]
 _DECODERS = 11  # the tests of this name
 _MEGABYTE = 1 << 20
+_TABLES = (FAULTS, mpi.MPI_FAULTS, PORT_FAULTS, EXECUTOR_FAULTS, DRIVER_FAULTS, CUT_OFF_FAULTS)
+_LIMITS = {fault.name: fault.seconds for table in _TABLES for fault in table}
 
 
 def kills(count: int) -> str:
@@ -118,8 +121,8 @@ def properties() -> str:
 def faults() -> str:
     """Produce every row of the fault matrix, with lost executors and drivers, and hosts that are cut off."""
     lines = [
-        "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that goes on;",
-        "no process was left behind:",
+        "the fault matrix: seconds from the fault to the driver's error, or to the end of a job that goes on, and the",
+        "limit; no process was left behind:",
     ]
     with tempfile.TemporaryDirectory() as folder:
         spark = SparkSession.builder.master("local[4]").config("spark.ui.enabled", "false").getOrCreate()
@@ -132,6 +135,12 @@ def faults() -> str:
                 lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
         finally:
             spark.stop()
+        for number, fault in enumerate(mpi.MPI_FAULTS):
+            place = Path(folder, f"mpi-{number}")
+            place.mkdir()
+            ended = mpi.produced(fault, place)
+            wrong = mpi.complaints(fault, ended)
+            lines.append(_line(fault.name, ended.seconds, type(ended.error).__name__, wrong))
         lines += _ports_taken(Path(folder, "ports"))
         lines += [_line(name, *found) for name, found in lost_executors(Path(folder, "executors")).items()]
         lines += [_line(one.name, *lost_driver(one, Path(folder, one.name))) for one in DRIVER_FAULTS]
@@ -141,7 +150,7 @@ def faults() -> str:
 
 def _line(name: str, seconds: float, error: str, wrong: list[str]) -> str:
     verdict = f"FAILED: {wrong}" if wrong else error.replace("NoneType", "the job goes on") or "all have ended"
-    return f"  {name:<50} {seconds:6.2f}  {verdict}"
+    return f"  {name:<50} {seconds:6.2f} of {_LIMITS[name]:g}  {verdict}"
 
 
 def _ports_taken(folder: Path) -> list[str]:

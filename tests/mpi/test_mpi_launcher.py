@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
@@ -15,16 +14,14 @@ from contextlib import closing
 from pathlib import Path
 
 import cloudpickle
-import psutil
 import pytest
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, RankFailedError
+from tests.launch.faults import left_of
+from tests.mpi.faults import MPI_FAULTS, complaints, produced, stay
 from tests.mpi.tasks import SECONDS, Launched
 from tests.waiting import wait_for
-
-# From the moment of a loss to the error, with nothing left behind.
-ENDS_WITHIN = 10.0 * float(os.environ.get("SPARKHVD_TEST_SLOWNESS", "3"))
 
 
 def run(*args, **options):
@@ -135,25 +132,9 @@ def test_the_first_rank_that_ends_early_is_named_though_mpirun_kills_the_others(
     assert how == "raise" or "last words" in caught.value.stderr_tail
 
 
-def test_a_host_without_orted_is_named_before_anything_starts(tmp_path):
-    with pytest.raises(LaunchError, match=r"no orted on the PATH of the executors on 127\.0\.0\.1\. Install Open MPI"):
-        run(meet_through_both_worlds, environments={1: {"PATH": str(tmp_path)}})
-
-
-def test_an_orted_that_fails_is_named_with_what_it_said(tmp_path):
-    broken = tmp_path / "orted"
-    broken.write_text("#!/bin/sh\necho cannot open shared object file\nexit 7\n")
-    broken.chmod(0o755)
-    with pytest.raises(LaunchError, match=r"mpirun ended with exit code \d+[\s\S]*cannot open shared object file"):
-        run(meet_through_both_worlds, environments={1: {"PATH": f"{tmp_path}:{os.environ['PATH']}"}})
-
-
-def test_an_agent_that_fails_is_the_error_with_what_it_said(tmp_path):
-    agent = tmp_path / "agent"
-    agent.write_text("#!/bin/sh\necho no way to $1 >&2\nexit 9\n")
-    agent.chmod(0o755)
-    with pytest.raises(LaunchError, match=r"mpirun ended with exit code \d+[\s\S]*no way to sparkhvd-"):
-        run(meet_through_both_worlds, extra=["-mca", "plm_rsh_agent", str(agent)])
+@pytest.mark.parametrize("fault", MPI_FAULTS, ids=lambda fault: fault.name)
+def test_whatever_of_open_mpi_fails_is_one_error_and_nothing_is_left(fault, tmp_path):
+    assert complaints(fault, produced(fault, tmp_path)) == []
 
 
 def test_a_driver_without_room_for_the_files_of_mpirun_says_so(monkeypatch):
@@ -188,80 +169,8 @@ def test_whatever_else_keeps_the_driver_from_starting_the_ranks_ends_the_job(mon
         run(meet_through_both_worlds)
 
 
-def note_and_stay(folder: str):
-    from sparkhvd.comm import session  # noqa: PLC0415
-
-    session.init()
-    session.current().barrier(name="all are there")
-    Path(folder, str(session.current().world.rank)).write_text(str(os.getpid()))
-    time.sleep(600)
-
-
-@pytest.mark.parametrize("phase", ["before registration", "while orted starts", "while the ranks run"])
-def test_a_lost_task_is_one_error_and_nothing_is_left(phase, tmp_path):
-    agent = tmp_path / "agent"
-    agent.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexec sleep 600\n")
-    agent.chmod(0o755)
-    extra = ["-mca", "plm_rsh_agent", str(agent)] if phase == "while orted starts" else []
-    launched = Launched(note_and_stay, str(tmp_path), extra=extra)
-    pids = [tmp_path / "0", tmp_path / "1"]
-    try:
-        if phase == "while orted starts":
-            wait_for((tmp_path / "called").exists)
-        if phase == "while the ranks run":
-            wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
-        began = time.monotonic()
-        launched.stage.processes[1].kill()
-        if phase == "before registration":  # Spark would start both tasks again, and give up in the end
-            launched.stage.processes[0].kill()
-        with pytest.raises(LaunchError) as caught:
-            launched.handle.results()
-    finally:
-        launched.handle.close()
-    assert time.monotonic() - began < ENDS_WITHIN
-    words = {
-        "before registration": "Spark gave the job up",
-        "while orted starts": "Task 1 on host 127.0.0.1, that of rank 1, was lost (before fn began): its Python worker",
-        "while the ranks run": "Task 1 on host 127.0.0.1, that of rank 1, was lost (in fn, after init()): its Python",
-    }
-    assert words[phase] in str(caught.value)
-    if phase == "while the ranks run":
-        assert not any(psutil.pid_exists(int(path.read_text())) for path in pids)
-
-
-def process_below(pid: int, words: str) -> psutil.Process:
-    for one in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended since
-            if one.name() == words or words in one.cmdline():
-                return one
-    raise AssertionError(f"no process is called {words}")
-
-
-@pytest.mark.parametrize(
-    ("victim", "words"),
-    [
-        ("mpirun", r"mpirun was killed by signal 9 \(SIGKILL\)"),
-        ("sparkhvd.driver.rsh", r"mpirun ended with exit code \d+\. It says:[\s\S]*start one or more daemons"),
-    ],
-)
-def test_a_killed_mpirun_or_agent_is_the_cause_and_nothing_is_left(victim, words, tmp_path):
-    launched = Launched(note_and_stay, str(tmp_path))
-    pids = [tmp_path / "0", tmp_path / "1"]
-    try:
-        wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
-        began = time.monotonic()
-        process_below(os.getpid(), victim).kill()
-        with pytest.raises(LaunchError, match=words):
-            launched.handle.results()
-    finally:
-        launched.handle.close()
-    wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
-    assert time.monotonic() - began < ENDS_WITHIN
-
-
 def test_a_cancelled_job_leaves_nothing(tmp_path):
-    launched = Launched(note_and_stay, str(tmp_path))
-    pids = [tmp_path / "0", tmp_path / "1"]
+    launched = Launched(stay, tmp_path, env={"FAULT_FOLDER": str(tmp_path)})
     with closing(launched.handle):
-        wait_for(lambda: all(path.exists() and path.read_text() for path in pids))
-    assert not any(psutil.pid_exists(int(path.read_text())) for path in pids)
+        wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    assert left_of(tmp_path) == []

@@ -1,0 +1,215 @@
+"""What only the mpi launcher can be hit by, beside the fault matrix: Open MPI's programs, its agents, its tasks.
+
+``test_mpi_launcher.py`` produces each row; ``bench.soak`` reports the times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import psutil
+
+from sparkhvd.errors import LaunchError
+from tests.launch.faults import SLOWNESS, left_of
+from tests.launch.misbehaviour import note_pid
+from tests.mpi.tasks import Launched
+from tests.waiting import happens, wait_for
+
+# From the fault until the error is there and all has ended.
+SECONDS = 10.0 * SLOWNESS
+_LEFT_SECONDS = 30.0
+_RANKS = 2
+
+
+@dataclass(frozen=True)
+class MpiFault:
+    """One row.
+
+    Attributes:
+        how: what goes wrong.
+        words: the beginning of what the driver says, as a regular expression.
+        options: of the job, and ``path``, the driver's own; made in a folder.
+        loss: kills something of the job; without, it is wrong from its start, which is measured from.
+        phase: how far the job is then.
+        seconds: from the fault until the error is there and all has ended.
+    """
+
+    how: str
+    words: str
+    options: Callable[[Path], dict[str, object]] = lambda _: {}
+    loss: Callable[[Launched], None] | None = None
+    phase: str = "while the ranks run"
+    seconds: float = SECONDS
+
+    @property
+    def name(self) -> str:
+        return f"{self.how}, {self.phase if self.loss else 'from the start'}, mpi"
+
+
+@dataclass(frozen=True)
+class MpiEnded:
+    """What came of a row.
+
+    Attributes:
+        error: what the driver raised.
+        seconds: from the fault until everything had ended, with the error first.
+        left: processes that had not.
+    """
+
+    error: Exception | None
+    seconds: float
+    left: list[str]
+
+
+class LateResult:
+    """Takes ten minutes to be packed, and says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        note_pid(self._folder)
+        time.sleep(600)
+        return str, ("packed",)
+
+
+def stay(folder: Path, phase: str = "while the ranks run") -> LateResult:
+    """A rank that notes its process when all have come, and goes on for ever in a phase."""
+    from sparkhvd.comm import session  # noqa: PLC0415 - runs in ranks
+
+    session.init()
+    session.current().barrier(name="all are there")
+    if phase == "while the ranks run":
+        note_pid(folder)
+        time.sleep(600)
+    return LateResult(folder)
+
+
+def _script(folder: Path, name: str, *lines: str) -> Path:
+    script = folder / name
+    script.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    script.chmod(0o755)
+    return script
+
+
+def _without_mpirun(folder: Path) -> dict[str, object]:
+    return {"path": str(folder)}
+
+
+def _other_mpirun(folder: Path) -> dict[str, object]:
+    _script(folder, "mpirun", "echo HYDRA build details")
+    return {"path": str(folder)}
+
+
+def _without_orted(folder: Path) -> dict[str, object]:
+    return {"environments": {1: {"PATH": str(folder)}}}
+
+
+def _broken_orted(folder: Path) -> dict[str, object]:
+    _script(folder, "orted", "echo cannot open shared object file", "exit 7")
+    return {"environments": {1: {"PATH": f"{folder}:{os.environ['PATH']}"}}}
+
+
+def _broken_agent(folder: Path) -> dict[str, object]:
+    return {"extra": ["-mca", "plm_rsh_agent", str(_script(folder, "agent", "echo no way to $1 >&2", "exit 9"))]}
+
+
+def _slow_agent(folder: Path) -> dict[str, object]:
+    agent = _script(folder, "agent", f"touch {folder}/called", "exec sleep 600")
+    return {"extra": ["-mca", "plm_rsh_agent", str(agent)]}
+
+
+def _kill_task(launched: Launched) -> None:
+    launched.stage.processes[1].kill()
+
+
+def _kill_tasks(launched: Launched) -> None:
+    """Spark would start both again, and give up in the end."""
+    for process in launched.stage.processes:
+        process.kill()
+
+
+def _kill_below(words: str) -> Callable[[Launched], None]:
+    def kill(_: Launched) -> None:
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has ended since
+                if one.name() == words or words in one.cmdline():
+                    one.kill()
+                    return
+        raise AssertionError(f"no process is called {words}")
+
+    return kill
+
+
+_LOST = r"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost \({}\): its Python worker"
+MPI_FAULTS = [
+    MpiFault("mpirun missing", r"mpirun was not found on the driver's PATH.*launcher='barrier'", _without_mpirun),
+    MpiFault("mpirun of another MPI", r"\S+/mpirun is not Open MPI's; it calls itself 'HYDRA build det", _other_mpirun),
+    MpiFault(
+        "orted missing",
+        r"There is no orted on the PATH of the executors on 127\.0\.0\.1\. Install Open MPI",
+        _without_orted,
+    ),
+    MpiFault(
+        "orted fails", r"mpirun ended with exit code \d+\. It says:[\s\S]*cannot open shared object file", _broken_orted
+    ),
+    MpiFault("agent fails", r"mpirun ended with exit code \d+\. It says:[\s\S]*no way to sparkhvd-", _broken_agent),
+    MpiFault(
+        "agent killed",
+        r"mpirun ended with exit code \d+\. It says:[\s\S]*start one or more daemons",
+        loss=_kill_below("sparkhvd.driver.rsh"),
+    ),
+    MpiFault("mpirun killed", r"mpirun was killed by signal 9 \(SIGKILL\)", loss=_kill_below("mpirun")),
+    MpiFault("task killed", "Spark gave the job up", loss=_kill_tasks, phase="before registration"),
+    MpiFault("task killed", _LOST.format("before fn began"), _slow_agent, _kill_task, "while orted starts"),
+    MpiFault("task killed", _LOST.format(r"in fn, after init\(\)"), loss=_kill_task),
+    MpiFault("task killed", _LOST.format("after fn had ended"), loss=_kill_task, phase="at the end"),
+]
+
+
+def produced(fault: MpiFault, folder: Path) -> MpiEnded:
+    """Run a job in which the fault happens, with processes in the place of Spark tasks."""
+    options = fault.options(folder)
+    path = str(options.pop("path", os.environ["PATH"]))
+    error: Exception | None = None
+    began = time.monotonic()
+    try:
+        with mock.patch.dict(os.environ, PATH=path):
+            launched = Launched(stay, folder, fault.phase, env={"FAULT_FOLDER": str(folder)}, **options)
+        with closing(launched.handle):
+            if fault.loss is not None:
+                _await(fault.phase, folder)
+                began = time.monotonic()
+                fault.loss(launched)
+            launched.handle.results()
+    except LaunchError as raised:
+        error = raised
+    happens(lambda: not left_of(folder), _LEFT_SECONDS)
+    return MpiEnded(error, time.monotonic() - began, left_of(folder))
+
+
+def _await(phase: str, folder: Path) -> None:
+    if phase == "while orted starts":
+        wait_for((folder / "called").exists)
+    elif phase != "before registration":
+        wait_for(lambda: len(list(folder.glob("pid-*"))) == _RANKS)
+
+
+def complaints(fault: MpiFault, ended: MpiEnded) -> list[str]:
+    """What is not as it has to be."""
+    found = []
+    if ended.error is None or not re.match(fault.words, str(ended.error)):
+        found.append(f"{type(ended.error).__name__}: {ended.error}")
+    if not ended.seconds < fault.seconds:
+        found.append(f"all had ended after {ended.seconds:.1f} s only")
+    if ended.left:
+        found.append(f"processes {ended.left} were left")
+    return found
