@@ -446,6 +446,15 @@ def local_folders() -> tuple[str, ...]:
     return (*given, tempfile.gettempdir())
 
 
+# The folder of a rank that is removed when its process has ended, whatever ended it.
+SCRATCH = "SPARKHVD_SCRATCH"
+
+
+def scratch_folder() -> str | None:
+    """Where this process puts files that nobody wants after it; None is the folder of temporary files."""
+    return os.environ.get(SCRATCH)
+
+
 _GIVEN_ROWS = "SPARKHVD_GIVEN_ROWS"
 
 

@@ -15,7 +15,7 @@ import cloudpickle
 
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.config import given_rows
+from sparkhvd.config import given_rows, scratch_folder
 from sparkhvd.data.batches import BatchSource
 from sparkhvd.data.direct import GivenRows, checked
 from sparkhvd.data.manifest import Manifest, SplitName
@@ -165,7 +165,7 @@ def train_worker(job: TrainJob) -> TrainResult | Refused | None:
     if communicator.world.rank != 0:
         return None
     hooks.restore_best(trainer)
-    with tempfile.TemporaryDirectory(prefix="sparkhvd-export-") as folder:
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-export-", dir=scratch_folder()) as folder:
         trainer.export(Path(folder))
         written, kept = _brought_home(job, Path(folder))
     return TrainResult(tuple(hooks.history), written, kept, rows.schema, rows.shapes)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from sparkhvd.config import changed_environment
+from sparkhvd.config import SCRATCH, changed_environment
 from sparkhvd.task.import_path import IMPORT_PATH, import_path
 from sparkhvd.task.output import OutputPump, RankLog
+from sparkhvd.task.scratch import make_scratch, remove_scratch
 
 # After the end of a process group: how long a process that left the group may still write to its pipes.
 OUTPUT_SECONDS = 2.0
@@ -57,12 +58,14 @@ class Spawned:
         control: our end of its private socket.
         stdout: read end of its stdout.
         stderr: read end of its stderr.
+        scratch: a folder to remove when the process has ended.
     """
 
     process: ProcessEnd
     control: socket.socket
     stdout: int
     stderr: int
+    scratch: str | None = None
 
 
 class ChildProcess:
@@ -98,6 +101,7 @@ def spawn_worker(
         executable: the Python to use; empty is the one that runs this.
     """
     own, other = socket.socketpair()
+    scratch = make_scratch()
     with other:
         try:
             process = subprocess.Popen(
@@ -111,16 +115,17 @@ def spawn_worker(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                env=changed_environment({IMPORT_PATH: import_path(executable), **env}, env_defaults),
+                env=changed_environment({IMPORT_PATH: import_path(executable), **env, SCRATCH: scratch}, env_defaults),
             )
         except BaseException:
             own.close()
+            remove_scratch(scratch)
             raise
     stdout, stderr = process.stdout, process.stderr
     if stdout is None or stderr is None:
         raise ValueError("The worker was started without pipes.")
     with stdout, stderr:
-        return Spawned(ChildProcess(process), own, os.dup(stdout.fileno()), os.dup(stderr.fileno()))
+        return Spawned(ChildProcess(process), own, os.dup(stdout.fileno()), os.dup(stderr.fileno()), scratch)
 
 
 def spawn_or_substitute(
@@ -162,6 +167,7 @@ class WorkerProcess:
     def __init__(self, spawned: Spawned, log: RankLog) -> None:
         self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._process = spawned.process
+        self._scratch = spawned.scratch
         self._closed = False
         self._socket = spawned.control
         self._connection = Connection(os.dup(spawned.control.fileno()))
@@ -184,11 +190,12 @@ class WorkerProcess:
             return
 
     def terminate(self, grace_seconds: float) -> None:
-        """SIGTERM to the process group, SIGKILL after ``grace_seconds``."""
+        """SIGTERM to the process group, SIGKILL after ``grace_seconds``; what it left on the disk is removed."""
         if not self._exited.is_set():
             self._signal(signal.SIGTERM)
         self._exited.wait(grace_seconds)
         self._signal(signal.SIGKILL)
+        remove_scratch(self._scratch)
 
     def wait_for_exit(self, seconds: float) -> bool:
         return self._exited.wait(seconds)
@@ -204,6 +211,7 @@ class WorkerProcess:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._process.release()
+        remove_scratch(self._scratch)  # again: now nobody is left who writes
         self.output.finish(OUTPUT_SECONDS)
         self._connection.close()
         self._socket.close()

@@ -20,12 +20,13 @@ from multiprocessing.connection import Connection
 import cloudpickle
 
 from sparkhvd.comm import session
-from sparkhvd.config import export
+from sparkhvd.config import export, scratch_folder
 from sparkhvd.errors import CollectiveError, DeadlineExceededError, MismatchError
 from sparkhvd.frameworks import while_importing
 from sparkhvd.task.command import CommandEndedError
 from sparkhvd.task.import_path import IMPORT_PATH
 from sparkhvd.task.report import ENDED, STARTING
+from sparkhvd.task.scratch import remove_scratch
 from sparkhvd.task.worker_spec import Joined, Leave, Packing, Raised, Ready, Returned, WorkerSpec
 
 # The task answers a report at once; should it not, the process ends all the same.
@@ -160,6 +161,7 @@ def _watch_task(connection: Connection, inbox: queue.SimpleQueue[object]) -> Non
         try:
             inbox.put(pickle.loads(connection.recv_bytes()))
         except (EOFError, OSError):
+            remove_scratch(scratch_folder())
             os.killpg(0, signal.SIGKILL)
 
 

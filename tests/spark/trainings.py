@@ -55,8 +55,6 @@ def estimator(framework: str, store: Store, kill: Kill | None = None, **more: An
         "checkpoints": Checkpoints(every_steps=2),
         "verbose": 0,
     }
-    if kill is not None:
-        given["backend_env"] = {"TMPDIR": kill.folder}  # where a rank that is killed leaves its temporary files
     return _MAKERS[framework](kill, {**given, **more})
 
 

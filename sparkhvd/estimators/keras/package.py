@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 import sparkhvd.keras as hvd
+from sparkhvd.config import scratch_folder
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError
@@ -117,7 +118,7 @@ class Package:
 
 def bytes_of(model: Any) -> bytes:
     """A model as the content of a ``.keras`` file, without what it was compiled with."""
-    with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-") as folder:
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-", dir=scratch_folder()) as folder:
         path = Path(folder, "model.keras")
         keras.saving.save_model(model, path)
         return path.read_bytes()
@@ -125,7 +126,7 @@ def bytes_of(model: Any) -> bytes:
 
 def model_of(content: bytes, objects: Mapping[str, Any]) -> Any:
     """The model of ``bytes_of``, not compiled. Runs the code in its Lambda layers: open only what you trust."""
-    with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-") as folder:
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-", dir=scratch_folder()) as folder:
         path = Path(folder, "model.keras")
         path.write_bytes(content)
         return keras.saving.load_model(path, custom_objects=dict(objects), compile=False, safe_mode=False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from sparkhvd.config import scratch_folder
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.plugin import TrainHooks
 from sparkhvd.estimators.policies import Checkpoints, Mode, measured
@@ -68,7 +69,7 @@ class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
         self._within_epoch = callback.save_freq != "epoch"
         self._rate = UserRate(lr_scale, within_epoch=self._within_epoch)
         self.callbacks = (self._rate, callback, self)
-        self._folder = tempfile.TemporaryDirectory(prefix="sparkhvd-saved-")
+        self._folder = tempfile.TemporaryDirectory(prefix="sparkhvd-saved-", dir=scratch_folder())
         self._hooks = hooks
         self._known: dict[Path, tuple[int, int]] = {}
         callback.filepath = str(Path(self._folder.name, Path(callback.filepath).name))

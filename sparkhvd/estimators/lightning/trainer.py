@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sparkhvd.config import scratch_folder
 from sparkhvd.data.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
@@ -48,7 +49,7 @@ class LightningTrainer:
 
     def state(self) -> bytes:
         """A checkpoint of Lightning's; called on rank 0 alone."""
-        with tempfile.TemporaryDirectory(prefix="sparkhvd-state-") as folder:
+        with tempfile.TemporaryDirectory(prefix="sparkhvd-state-", dir=scratch_folder()) as folder:
             path = Path(folder) / CHECKPOINT
             with self._ends.keeping(best_model.packed(self._trainer.checkpoint_callbacks)):
                 self._save(path, resumable=True)
@@ -67,7 +68,10 @@ class LightningTrainer:
         size = self._world.size
         validation = None if val is None else RankLoader(val, form, size)
         feed = Feed(RankLoader(train, form, size), validation)
-        with tempfile.TemporaryDirectory(prefix="sparkhvd-lightning-") as folder, contextlib.chdir(folder):
+        with (
+            tempfile.TemporaryDirectory(prefix="sparkhvd-lightning-", dir=scratch_folder()) as folder,
+            contextlib.chdir(folder),
+        ):
             trainer = self._trainer = self._made(feed, hooks, Path(folder))
             feed.train.epoch = lambda: int(trainer.current_epoch)
             feed.train.passes = lambda: int(trainer.accumulate_grad_batches)
@@ -186,7 +190,7 @@ class LightningTrainer:
             self._module.load_state_dict(weights_of(best))
         written = [file for each in trainer.loggers if each.log_dir for file in Path(each.log_dir).rglob("*")]
         if any(file.resolve().is_relative_to(folder.resolve()) for file in written):
-            with tempfile.TemporaryDirectory(prefix="sparkhvd-logs-") as packed:
+            with tempfile.TemporaryDirectory(prefix="sparkhvd-logs-", dir=scratch_folder()) as packed:
                 for each in trainer.loggers:
                     source = Path(each.log_dir or "").resolve()
                     if each.log_dir and source.is_relative_to(folder.resolve()) and source.is_dir():

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from sparkhvd.config import SCRATCH
 from sparkhvd.errors import LaunchError
 
 _TERM_SECONDS = 2.0
@@ -61,7 +62,8 @@ class Orted:
         except OSError as error:
             raise LaunchError(f"orted cannot be started: there is no room for its files: {error}.") from error
         # Hosts of one job that are one machine to Open MPI would otherwise share these by accident.
-        own = {"OMPI_MCA_orte_tmpdir_base": self._folder, "OMPI_MCA_btl_vader_backing_directory": self._folder}
+        shared = ("OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_btl_vader_backing_directory", SCRATCH)
+        own = dict.fromkeys(shared, self._folder)
         merged = {**environment, **own}
         for name, value in assigned.items():
             merged[name] = value.replace(f"${name}", merged.get(name, "")).strip(":")

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from sparkhvd.config import take_variables
+from sparkhvd.config import SCRATCH, export, scratch_folder, take_variables
 from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, connect_handshake
 from sparkhvd.rpc.messages import Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
 from sparkhvd.task import worker
 from sparkhvd.task.mpi.job import EXECUTABLE, FOLDER, RANK_SECRET, RANK_SOCKET
+from sparkhvd.task.scratch import make_scratch, remove_scratch
 
 _CONNECT_SECONDS = 30.0
 _NOTE_SECONDS = 30.0
@@ -43,12 +44,17 @@ def main() -> int:
         connection.settimeout(_CONNECT_SECONDS)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
         control, stdout, stderr = descriptors
+        scratch = make_scratch(scratch_folder())  # orted's, which goes with it
         pid = os.fork()
         if pid == 0:
+            export({SCRATCH: scratch})
             return _become_worker(connection, control, stdout, stderr, preload.modules)
         for descriptor in descriptors:
             os.close(descriptor)
-        return _stay(link, pid)
+        try:
+            return _stay(link, pid)
+        finally:
+            remove_scratch(scratch)
 
 
 def _become_worker(connection: socket.socket, control: int, stdout: int, stderr: int, preload: Sequence[str]) -> int:

@@ -4,6 +4,8 @@ import os
 import queue
 import signal
 import sys
+import threading
+from pathlib import Path
 
 import cloudpickle
 import psutil
@@ -165,6 +167,29 @@ def test_a_killed_worker_takes_its_own_children_along(worker, tmp_path):
     assert event(worker) == Exited(-9)
     worker.close()
     assert psutil.wait_procs([child], timeout=20.0)[1] == []
+
+
+def write_scratch_and_stay(path):
+    folder = Path(os.environ["SPARKHVD_SCRATCH"])
+    (folder / "epoch").mkdir()
+    (folder / "epoch" / "weights").write_text("1")
+    Path(path).write_text(f"{os.getpid()} {folder}")
+    threading.Event().wait()
+
+
+def test_what_a_killed_worker_has_put_into_its_folder_is_removed(worker, tmp_path):
+    worker.send(spec(write_scratch_and_stay, str(tmp_path / "said")))
+    assert event(worker) == Ready()
+    pause = queue.SimpleQueue()
+    while not ((tmp_path / "said").exists() and (tmp_path / "said").read_text()):
+        with pytest.raises(queue.Empty):
+            pause.get(timeout=0.05)
+    pid, folder = (tmp_path / "said").read_text().split()
+    assert Path(folder, "epoch", "weights").exists()
+    os.kill(int(pid), signal.SIGKILL)
+    assert event(worker) == Exited(-9)
+    worker.close()
+    assert not Path(folder).exists()
 
 
 def test_a_worker_and_its_children_end_when_their_task_is_killed(tmp_path):
