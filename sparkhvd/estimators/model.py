@@ -14,7 +14,6 @@ from pyspark.ml.util import MLReadable, MLWritable
 from sparkhvd.data.packing import packed, plan_packing
 from sparkhvd.data.schema import ColumnSpec, Fill
 from sparkhvd.data.selection import RESERVED_PREFIX, schema_of
-from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.files import KeptFiles
@@ -246,8 +245,12 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
                     f"Feature column {column.name!r} is no text; the model was trained on texts ({known.name!r}). Cast "
                     'it: df.withColumn(..., column.cast("string")).'
                 )
-            if known.is_number:
-                numbers_only(column)
+            if known.is_number and not column.is_number:
+                raise SchemaError(
+                    f"Feature column {column.name!r} holds {_values(column)}; the model takes numbers. What a "
+                    "transformation_fn made of them in the training has to be in the DataFrame here: transform() does "
+                    "not call transformation_fn."
+                )
             features.append(replace(column, shape=known.shape, fill=known.fill, sparse=known.sparse))
         store = self._trained.store
         return PredictSpec(
@@ -267,6 +270,11 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 def _article(column: ColumnSpec) -> str:
     scalar = "a text" if column.dtype == "str" else "a number"
     return {"scalar": scalar, "array": "an array", "vector": "a vector"}[column.kind]
+
+
+def _values(column: ColumnSpec) -> str:
+    others = {"str": "texts", "bytes": "bytes", "decimal": "decimals that no number type holds exactly"}
+    return others.get(column.dtype, "dates or times")
 
 
 def pickled_function(function: Callable[..., Any] | None) -> bytes:

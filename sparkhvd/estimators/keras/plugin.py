@@ -217,6 +217,9 @@ def _package(params: Mapping[str, Any]) -> Package:
             "batches; give one of them."
         )
     schema = cast("DataSchema", params["schema"])
+    # Texts of which a transformation_fn makes numbers are planned on the ranks, where it has been called.
+    later = params.get("transformation_fn") is not None and not all(column.is_number for column in schema.columns)
+    unknown = Ports((), "single")
     return Package(
         model=bytes_of(model),
         objects=custom_objects_of(model, params["custom_objects"], [optimizer, params["loss"], params["metrics"]]),
@@ -224,8 +227,8 @@ def _package(params: Mapping[str, Any]) -> Package:
         loss=frozen(params["loss"]),
         loss_weights=None if params["loss_weights"] is None else list(params["loss_weights"]),
         metrics=frozen(params["metrics"]) or None,
-        inputs=_inputs(params, schema),
-        outputs=plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
+        inputs=unknown if later else _inputs(params, schema),
+        outputs=unknown if later else plan_outputs(model, schema.of("label"), _shapes(params, "label_shapes")),
         callbacks=tuple(params["callbacks"] or ()),
         checkpoint_callback=params.get("checkpoint_callback"),
         input_shapes=_shapes(params, "input_shapes"),
