@@ -61,15 +61,18 @@ class LightningModel(TrainedModel):
         with fetched(self._trained.store, self._trained.files) as folder:
             return artifact.load_model(folder)
 
-    def getOptimizer(self) -> torch.optim.Optimizer:  # noqa: N802
-        """Of a plain module: the optimizer as the training left it, over a copy of the module's parameters."""
+    def getOptimizer(self) -> artifact.Optimizers:  # noqa: N802
+        """The optimizer as the training left it, over a copy of the module's parameters; a list where it has several.
+
+        Its learning rate is unscaled. To go on training take both from ``getModelAndOptimizer()``.
+        """
         return self.getModelAndOptimizer()[1]
 
-    def getModelAndOptimizer(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: N802
-        """A plain module and its optimizer, to go on training.
+    def getModelAndOptimizer(self) -> tuple[torch.nn.Module, artifact.Optimizers]:  # noqa: N802
+        """The trained module and its optimizer, or a list of several, to go on training with another estimator.
 
         Raises:
-            ParamError: it is a LightningModule, which makes its optimizers itself.
+            ParamError: there is none.
         """
         with fetched(self._trained.store, self._trained.files) as folder:
             model = artifact.load_model(folder)
@@ -157,8 +160,10 @@ class LightningEstimator(DistributedEstimator):
     label_shapes: Declared[Sequence[Sequence[int]] | None] = declared(
         "Shape of one row of every label column.", shapes, default=None
     )
-    optimizer: Declared[torch.optim.Optimizer | None] = declared(
-        "Of a plain module: an optimizer over its parameters.", default=None
+    optimizer: Declared[torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None] = declared(
+        "Of a plain module: an optimizer over its parameters. Of a LightningModule, where wanted: the optimizers of an "
+        "earlier fit, with whose state and learning rates those of configure_optimizers begin.",
+        default=None,
     )
     loss: Declared[Measure | Sequence[Measure] | None] = declared(
         "Of a plain module: loss of (output, label) that is a mean over the rows; one, or a list with one per label.",

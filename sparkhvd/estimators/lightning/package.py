@@ -24,8 +24,9 @@ class LightningPackage:
     """The user's objects, pickled together.
 
     Attributes:
-        model: a LightningModule; or a plain module, which then comes with ``optimizer`` and ``objective``.
-        optimizer: over the parameters of a plain module.
+        model: a LightningModule; or a plain module, which then comes with an optimizer and ``objective``.
+        optimizers: over the parameters of the model: what trains a plain module, or what the optimizers of a
+            LightningModule begin as.
         objective: of a plain module.
         input_shapes: see the estimator's parameter.
         label_shapes: see the estimator's parameter.
@@ -39,7 +40,7 @@ class LightningPackage:
     """
 
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizers: tuple[torch.optim.Optimizer, ...]
     objective: Objective | None
     input_shapes: Sequence[Sequence[int]] | None
     label_shapes: Sequence[Sequence[int]] | None
@@ -101,7 +102,7 @@ class PlainSteps:
         return self._loss(batch, "val")
 
     def configure_optimizers(self) -> Any:
-        return self.given.optimizer
+        return self.given.optimizers[0]
 
     def _loss(self, columns: Any, stage: str) -> torch.Tensor:
         from sparkhvd.estimators.torch.steps import outputs_of  # noqa: PLC0415

@@ -32,7 +32,7 @@ from sparkhvd.lightning.flavour import FlavourName, flavour_of, package
 from sparkhvd.world import World
 
 _MADE_UP_ROWS = 2
-_OF_PLAIN_MODULES = ("optimizer", "loss", "loss_weights", "metrics")
+_OF_PLAIN_MODULES = ("loss", "loss_weights", "metrics")
 # What the estimator tells the Trainer, and the parameter to use in its place.
 _OWN = {
     "strategy": "num_proc",
@@ -99,7 +99,7 @@ class LightningPlugin:
         plain = flavour_of(model) is None
         given = LightningPackage(
             model=model,
-            optimizer=cast("torch.optim.Optimizer | None", params["optimizer"]),
+            optimizers=_optimizers(params),
             objective=objective_of(params) if plain else None,
             input_shapes=cast("Sequence[Sequence[int]] | None", params["input_shapes"]),
             label_shapes=cast("Sequence[Sequence[int]] | None", params["label_shapes"]),
@@ -114,6 +114,7 @@ class LightningPlugin:
         own = [
             *model.modules(),
             *given.callbacks,
+            *given.optimizers,
             *_loggers(given.logger),
             *given.trainer_args.values(),
             given.data_module,
@@ -152,6 +153,11 @@ def _unpack(payload: bytes) -> LightningPackage:
     return cast("LightningPackage", cloudpickle.loads(payload))
 
 
+def _optimizers(params: Mapping[str, object]) -> tuple[torch.optim.Optimizer, ...]:
+    given = params["optimizer"]
+    return tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)  # type: ignore[return-value]
+
+
 def _maker_of_data(params: Mapping[str, object]) -> Callable[..., Any] | None:
     """What makes the LightningDataModule; a module that loads rows gives its batches through the rank's rows."""
     given = params["data_module"]
@@ -174,8 +180,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
         for name in _OF_PLAIN_MODULES:
             if params.get(name) not in (None, (), [], {}):
                 raise ParamError(
-                    f"{name} belongs to plain modules; a LightningModule brings its own in training_step and "
-                    "configure_optimizers. Leave it out."
+                    f"{name} belongs to plain modules; a LightningModule brings its own in training_step. Leave it out."
                 )
     else:
         for name in ("optimizer", "loss"):
@@ -184,7 +189,10 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                     f"model is a plain {type(model).__name__}, which needs {name}=; only a LightningModule brings its "
                     "own."
                 )
-        check_optimizer(params["optimizer"], model)
+        if isinstance(params["optimizer"], list | tuple):
+            raise ParamError("optimizer is a list; a plain module has one, and only a LightningModule several.")
+    for optimizer in _optimizers(params):
+        check_optimizer(optimizer, model)
     _refuse_others("callbacks", "callback", cast("Sequence[object]", params["callbacks"] or ()), flavour)
     _refuse_others("logger", "logger", _loggers(params["logger"]), flavour)
     _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)

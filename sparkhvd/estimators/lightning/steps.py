@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -18,6 +18,7 @@ from sparkhvd.errors import DataError
 from sparkhvd.estimators.lightning.batches import RankLoader, Share
 from sparkhvd.estimators.lightning.begun import begin_epoch_again
 from sparkhvd.estimators.lightning.hints import about_batch
+from sparkhvd.estimators.lightning.hot_start import take_states
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
@@ -64,6 +65,7 @@ class EstimatorSteps:
 
     feed: Feed
     lr_scale: float
+    earlier: Sequence[torch.optim.Optimizer] = ()
     lightning_module: Any
     optimizers: Any
     lr_scheduler_configs: Any
@@ -103,8 +105,11 @@ class EstimatorSteps:
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)  # type: ignore[misc]
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        if self.earlier:
+            take_states(self.optimizers, self.earlier, schedulers)
         if self.lr_scale != 1.0:
-            scale_lr(self.optimizers, [config.scheduler for config in self.lr_scheduler_configs], self.lr_scale)
+            scale_lr(self.optimizers, schedulers, self.lr_scale)
 
     def barrier(self, name: str | None = None) -> None:
         """Nothing while only this rank saves a checkpoint."""

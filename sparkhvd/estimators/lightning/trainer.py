@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import logging
 import shutil
 import tempfile
 import time
@@ -24,12 +25,17 @@ from sparkhvd.estimators.lightning.begun import go_on_after, validates_after
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import BatchEnd, EstimatorSteps, Feed, SharedLog, scale_lr
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
+from sparkhvd.estimators.raised import described
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
 from sparkhvd.world import World
+
+logger = logging.getLogger(__name__)
+
+RUN = "sparkhvd"  # under which the state of the run's own callback lies in a checkpoint
 
 
 class LightningTrainer:
@@ -40,6 +46,8 @@ class LightningTrainer:
         self._spec = spec
         self._world = world
         self._inputs = given.inputs(spec.schema)
+        if not given.model.training:  # as it comes from a fit; Lightning leaves it so
+            given.model.train()
         self._module = lightning_module(given, self._inputs)
         self._lightning = package(given.flavour)
         self._trainer: Any = None
@@ -57,10 +65,10 @@ class LightningTrainer:
             return path.read_bytes()
 
     def restore(self, state: bytes) -> None:
-        """Continue from ``state`` when ``fit`` begins; after ``fit``, take its weights."""
+        """Continue from ``state`` when ``fit`` begins; after ``fit``, take its weights and optimizers."""
         self._resumed = state
         if self._trainer is not None:
-            self._take_weights(state)
+            self._take(state)
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback ends it; collective."""
@@ -94,15 +102,24 @@ class LightningTrainer:
         self._module.cpu().eval()
         self._save(folder / CHECKPOINT)
         # Whoever trains on would scale the learning rate again.
-        optimizers = [] if self._given.optimizer is None else [self._given.optimizer]
-        scale = self._trainer.strategy.lr_scale
+        optimizers, scale = self._trainer.optimizers, self._trainer.strategy.lr_scale
         scale_lr(optimizers, [], 1 / scale)
         try:
-            artifact.save(folder, self._given.model, self._given.optimizer, self._inputs)
+            self._export_with(list(optimizers), folder)
         finally:
             scale_lr(optimizers, [], scale)
         if self._logs is not None:
             (folder / LOGS).write_bytes(self._logs)
+
+    def _export_with(self, optimizers: list[torch.optim.Optimizer], folder: Path) -> None:
+        model, inputs = self._given.model, self._inputs
+        try:
+            artifact.save(folder, model, optimizers[0] if len(optimizers) == 1 else optimizers or None, inputs)
+        except Exception as error:
+            if self._given.plain:  # it came here in a pickle
+                raise
+            logger.warning("The model comes without its optimizers, which cannot be pickled: %s", described(error))
+            artifact.save(folder, model, None, inputs)
 
     def _batch_form(self) -> Any:
         given = self._given
@@ -114,6 +131,7 @@ class LightningTrainer:
         strategy = kind(**({} if self._given.compression is None else {"compression": self._given.compression}))
         strategy.feed = feed
         strategy.call = self._lightning.trainer.call
+        strategy.earlier = () if self._given.plain else self._given.optimizers
         strategy.lr_scale = float(self._world.size) if self._spec.scale_lr else 1.0
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
@@ -177,9 +195,13 @@ class LightningTrainer:
         with _alone(self._trainer.strategy, resumable):
             self._trainer.save_checkpoint(path)
 
-    def _take_weights(self, state: bytes) -> None:
+    def _take(self, state: bytes) -> None:
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._module.load_state_dict(content["state_dict"])
+        optimizers = self._trainer.optimizers
+        for optimizer, known in zip(optimizers, content["optimizer_states"], strict=True):
+            optimizer.load_state_dict(known)
+        scale_lr(optimizers, [], self._trainer.strategy.lr_scale / content["callbacks"][RUN]["lr_scale"])
 
     def _keep_results(self, trainer: Any, folder: Path) -> None:
         """On rank 0: the best model, where the user's ModelCheckpoint looks for it, and the files of loggers."""
@@ -232,7 +254,7 @@ class RunCallback:
 
     @property
     def state_key(self) -> str:
-        return "sparkhvd"
+        return RUN
 
     @contextlib.contextmanager
     def keeping(self, best: dict[str, Any] | None) -> Iterator[None]:

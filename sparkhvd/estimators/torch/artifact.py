@@ -4,7 +4,7 @@
 ``state_dict.pt``  the weights; ``torch.load(..., weights_only=True)`` opens it without running any code
 ``module.pkl``     the module without its weights, a cloudpickle
 ``module.pt``      in its place where the whole module is TorchScript; ``torch.jit.load`` opens it
-``optimizer.pkl``  the optimizer, if there is one; its parameters are those of the module, by name
+``optimizer.pkl``  the optimizer, or a list of several; its parameters are those of the module, by name
 ``inputs.json``    which columns make which input
 =================  ======================================================================================
 """
@@ -29,10 +29,11 @@ from sparkhvd.frameworks import keep_triton_from_tensorflow
 STATE, MODULE, SCRIPT = "state_dict.pt", "module.pkl", "module.pt"
 OPTIMIZER, INPUTS = "optimizer.pkl", "inputs.json"
 
+# A LightningModule may have several.
+Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 
-def save(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, inputs: Sequence[ModelInput]
-) -> None:
+
+def save(folder: Path, model: torch.nn.Module, optimizer: Optimizers | None, inputs: Sequence[ModelInput]) -> None:
     """Write a model, its optimizer, if it has one, and how columns become its inputs into ``folder``."""
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     torch.save(state, folder / STATE)
@@ -75,7 +76,7 @@ def load_inputs(folder: Path) -> tuple[ModelInput, ...]:
     )
 
 
-def load_optimizer(folder: Path, model: torch.nn.Module) -> torch.optim.Optimizer:
+def load_optimizer(folder: Path, model: torch.nn.Module) -> Optimizers:
     """The optimizer of ``save``, over the parameters of ``model``, which ``load_model`` gave.
 
     Raises:
@@ -83,12 +84,12 @@ def load_optimizer(folder: Path, model: torch.nn.Module) -> torch.optim.Optimize
     """
     if not (folder / OPTIMIZER).exists():
         raise ParamError(
-            "There is no optimizer: from_model keeps none, and a LightningModule makes its own in "
-            "configure_optimizers, whose state a run has that goes on by its run_id."
+            "There is no optimizer: from_model keeps none, and some of Lightning's cannot be pickled. Make one from "
+            "getModel().parameters(), or leave it to configure_optimizers of a LightningModule."
         )
     parameters = dict(model.named_parameters())
     with (folder / OPTIMIZER).open("rb") as file:
-        optimizer: torch.optim.Optimizer = _WithTensors(file, lambda reference: parameters[reference[0]]).load()
+        optimizer: Optimizers = _WithTensors(file, lambda reference: parameters[reference[0]]).load()
     return optimizer
 
 

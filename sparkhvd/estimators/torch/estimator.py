@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -56,7 +56,7 @@ class TorchModel(TrainedModel):
         """The trained module and its optimizer, which holds the module's own parameters."""
         with fetched(self._trained.store, self._trained.files) as folder:
             model = artifact.load_model(folder)
-            return model, artifact.load_optimizer(folder, model)
+            return model, cast("torch.optim.Optimizer", artifact.load_optimizer(folder, model))
 
 
 class TorchEstimator(DistributedEstimator):

@@ -157,6 +157,23 @@ def parts_of(scheduler: Any) -> list[Any]:
     return [scheduler, *(part for child in getattr(scheduler, "_schedulers", ()) for part in parts_of(child))]
 
 
+def begin_anew(scheduler: Any) -> None:
+    """Let a scheduler do again what it did when it was made, on an optimizer whose learning rates were set since."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return  # it changes the rate that it finds
+    parts = getattr(scheduler, "_schedulers", None)
+    if parts is None:
+        scheduler.last_epoch -= 1
+        scheduler._initial_step()  # noqa: SLF001  (torch has no public way)
+    elif isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        begin_anew(parts[0])
+    else:
+        for part in parts:
+            begin_anew(part)
+
+
 def scale_schedule(scheduler: Any, factor: float) -> None:
     """Multiply what a scheduler, and those that it is made of, compute learning rates from."""
     if factor == 1.0:

@@ -56,6 +56,34 @@ def test_a_resumed_run_equals_an_undisturbed_one(group, kind):
         assert np.array_equal(undisturbed, resumed)
 
 
+class First(Keeping):
+    """Keeps the state of the first epoch."""
+
+    def on_epoch_end(self, report, trainer):
+        goes_on = super().on_epoch_end(report, trainer)
+        self.first = getattr(self, "first", self.state)
+        return goes_on
+
+
+def steps_of_the_first_epoch():
+    """Of the optimizer after a fit of two epochs, and once the first of them was restored as the best one."""
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(module(), 2, {"scale_lr": True}), First()
+    trainer.fit(source(EVEN, rank), None, hooks)
+    optimizer = trainer._trainer.optimizers[0]
+    steps = [int(next(iter(optimizer.state.values()))["step"])]
+    if rank == 0:
+        trainer.restore(hooks.first)
+        steps.append(int(next(iter(optimizer.state.values()))["step"]))
+    return steps, optimizer.param_groups[0]["lr"]
+
+
+def test_the_optimizer_of_the_best_epoch_comes_back_with_its_weights(group):
+    (steps, rate), (_, wanted) = group.run(steps_of_the_first_epoch)
+    assert steps == [2 * len(EVEN), len(EVEN)]
+    assert rate == wanted
+
+
 class Rates(Keeping):
     """Notes the learning rate at the end of every epoch, which is that of the next."""
 

@@ -194,7 +194,7 @@ def hot_start(folder):
     loaded = artifact.load_model(own)
     optimizer = artifact.load_optimizer(own, loaded)
     moments = optimizer.state[next(loaded.parameters())]["exp_avg"]
-    wanted = trainer._given.optimizer.state[next(trainer._given.model.parameters())]["exp_avg"]
+    wanted = trainer._given.optimizers[0].state[next(trainer._given.model.parameters())]["exp_avg"]
     assert torch.equal(moments, wanted)
     return optimizer.param_groups[0]["lr"], float(moments.abs().sum())
 

@@ -1,0 +1,51 @@
+"""Optimizers of an earlier fit, as whose continuation those of a LightningModule begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.torch.schedule import begin_anew
+
+
+def take_states(
+    optimizers: Sequence[torch.optim.Optimizer], earlier: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
+) -> None:
+    """Give optimizers the state, the learning rates and other numbers of earlier ones.
+
+    Schedulers then begin as if they had been made for those, which is what they are with a plain module's optimizer.
+
+    Args:
+        optimizers: those that ``configure_optimizers`` has just made.
+        earlier: those of the earlier fit, over the same parameters.
+        schedulers: of ``optimizers``.
+
+    Raises:
+        ParamError: they are of other kinds, or over other parameters.
+    """
+    if [_identity(each) for each in optimizers] != [_identity(each) for each in earlier]:
+        raise ParamError(
+            f"optimizer holds {_described(earlier)}, but configure_optimizers makes {_described(optimizers)}, over "
+            "parameters in another order or of another number; the state of one cannot go on in the other. Leave "
+            "optimizer out to begin with a new state."
+        )
+    for optimizer, before in zip(optimizers, earlier, strict=True):
+        state = before.state_dict()
+        made = optimizer.state_dict()["param_groups"]  # with what schedulers have put there
+        groups = [{**own, **known} for own, known in zip(made, state["param_groups"], strict=True)]
+        optimizer.load_state_dict({**state, "param_groups": groups})
+    for scheduler in schedulers:
+        begin_anew(scheduler)
+
+
+def _identity(optimizer: torch.optim.Optimizer) -> tuple[str, list[list[int]]]:
+    return type(optimizer).__qualname__, [[id(each) for each in group["params"]] for group in optimizer.param_groups]
+
+
+def _described(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    counts = [sum(len(group["params"]) for group in each.param_groups) for each in optimizers]
+    named = [f"{type(each).__name__} ({count} parameters)" for each, count in zip(optimizers, counts, strict=True)]
+    return ", ".join(named) or "none"
