@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def _on_spark(options: Options, num_proc: int) -> list[list[float]]:
-    from pyspark.sql import SparkSession  # noqa: PLC0415  the other launchers do without
+    from pyspark.sql import SparkSession  # the other launchers do without
 
     spark = SparkSession.builder.master(f"local[{num_proc}]").config("spark.ui.enabled", "false").getOrCreate()
     try:

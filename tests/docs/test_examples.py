@@ -69,20 +69,35 @@ def test_lightning_digits_leaves_a_checkpoint_and_logs(tmp_path: Path) -> None:
 
 
 @pytest.mark.spark
-def test_movie_ratings_are_predicted_from_embeddings(tmp_path: Path) -> None:
-    shown = _run(tmp_path, "movie_ratings.py", "--num-proc", "2")
-    assert "'person' is userId" in shown
-    errors = [float(error) for error in re.findall(r"held-out error, .*: +([\d.]+)", shown)]
-    assert len(errors) == 2
-    assert errors[1] < errors[0], "embeddings must know more than the average"
+def test_keras_digits_leave_a_model_that_plain_keras_opens(tmp_path: Path) -> None:
+    shown = _run(tmp_path, "keras_digits.py", "--rows", "300", "--epochs", "5", "--folder", "out")
+    by_average, by_spark, alone = map(float, re.findall(r"held-out accuracy, .*: +([\d.]+)", shown))
+    assert by_spark == alone
+    assert by_spark > 0.5, "ten digits; by chance a tenth would be right"
+    assert by_average > 0.5
+    assert (tmp_path / "out" / "digits.keras").stat().st_size > 0
 
 
 @pytest.mark.spark
-def test_documentation_is_told_apart_by_its_words(tmp_path: Path) -> None:
-    shown = _run(tmp_path, "documentation.py", "--num-proc", "2", "--epochs", "4")
-    found = re.search(r"(\d+) of (\d+) held-out passages are found", shown)
-    assert found, shown
-    assert int(found[1]) / int(found[2]) > 0.5, "five pages; by chance a fifth would be right"
+def test_movie_ratings_are_predicted_from_embeddings_in_every_framework(tmp_path: Path) -> None:
+    shown = _run(tmp_path, "movie_ratings.py", "--framework", "keras", "lightning", "torch")
+    assert "input 0 is userId" in shown
+    assert "'person' is userId" in shown
+    errors = dict(re.findall(r"held-out error, (.*): +([\d.]+)", shown))
+    average = float(errors.pop("the average for everybody"))
+    assert list(errors) == ["embeddings, torch", "embeddings, lightning", "embeddings, keras"]
+    assert all(float(error) < average for error in errors.values()), "embeddings must know more than the average"
+
+
+@pytest.mark.spark
+def test_documentation_is_told_apart_by_its_words_in_every_framework(tmp_path: Path) -> None:
+    shown = _run(tmp_path, "documentation.py", "--framework", "torch", "lightning", "keras", "--epochs", "4")
+    found = {
+        name: int(right) for name, right in re.findall(r"^(.*): +(\d+) of \d+ held-out passages", shown, re.MULTILINE)
+    }
+    longest = found.pop("always the longest page")
+    assert list(found) == ["torch", "lightning", "keras"]
+    assert all(right > 1.5 * longest for right in found.values()), found
 
 
 @pytest.mark.spark
