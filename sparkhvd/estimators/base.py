@@ -36,6 +36,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.backend import asked_tasks, reserve_ranks, run_ranks, shows_output
 from sparkhvd.estimators.checkpoint import Checkpoint
+from sparkhvd.estimators.continued import check_continued
 from sparkhvd.estimators.contradictions import cache_of, check, check_alone, check_existing, check_watched
 from sparkhvd.estimators.describe import description
 from sparkhvd.estimators.existing import existing_rows
@@ -213,6 +214,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             params["store"] = told_by_spark(params["store"], spark)
             check_store(spark, params["store"], lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)))
         params["run_id"] = params["run_id"] or self._new_run_id()
+        if params["store"] is not None:
+            params["facts"] = find_plugin(self.plugin).facts(params)
         last = _last_checkpoint(params)
         params["division_proc"] = params["num_proc"] if last is None or last.within is None else last.within.num_proc
         if params["random_seed"] is None:
@@ -390,10 +393,19 @@ def _pickled(value: Any, name: str) -> bytes:
 
 
 def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:
-    """Where the run stands that is to be continued."""
+    """Where the run stands that is to be continued.
+
+    Raises:
+        ParamError: with another model.
+    """
     store = params["store"]
     path = None if store is None else checkpoint.latest(store, params["run_id"])
-    return None if path is None else checkpoint.load(store, path)
+    if path is None:
+        return None
+    found = checkpoint.load(store, path)
+    if found.model is not None:
+        check_continued(params["run_id"], f"{store.url}/{path}", found.model, params["facts"])
+    return found
 
 
 def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
@@ -415,4 +427,5 @@ def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
         terminate_on_nan=params["terminate_on_nan"],
         log_every_n_steps=params["log_every_n_steps"],
         use_gpu=params["use_gpu"],
+        model=params.get("facts"),
     )

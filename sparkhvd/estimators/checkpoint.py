@@ -15,6 +15,7 @@ from typing import Any
 
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.errors import StoreError
+from sparkhvd.estimators.continued import ModelFacts, facts_from_json
 from sparkhvd.estimators.history import EpochRecord, record_from_json
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -54,6 +55,7 @@ class Checkpoint:
         history: all epochs that have been completed.
         state: what ``Trainer.state()`` gave.
         within: how far it is in ``epoch``; None at its end.
+        model: what a model must have in common with this one to go on from here.
     """
 
     epoch: int
@@ -61,6 +63,7 @@ class Checkpoint:
     history: tuple[EpochRecord, ...]
     state: bytes = field(repr=False)
     within: Within | None = None
+    model: ModelFacts | None = None
 
     @property
     def first_epoch(self) -> int:
@@ -154,6 +157,7 @@ def _content(checkpoint: Checkpoint) -> bytes:
         "epoch": checkpoint.epoch,
         "seed": checkpoint.seed,
         "history": [record.to_json() for record in checkpoint.history],
+        "model": None if checkpoint.model is None else checkpoint.model.to_json(),
         "within": None,
         "rank_states": [len(state) for state in own],
     }
@@ -175,4 +179,6 @@ def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
     if (found := content["within"]) is not None:
         sums = {name: (float(total), float(rows)) for name, (total, rows) in found["sums"].items()}
         within = Within(**{**found, "sums": sums, "rank_states": tuple(own)})
-    return Checkpoint(int(content["epoch"]), int(content["seed"]), history, rest[at:], within)
+    known = content.get("model")
+    model = None if known is None else facts_from_json(known)
+    return Checkpoint(int(content["epoch"]), int(content["seed"]), history, rest[at:], within, model)

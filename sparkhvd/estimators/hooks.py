@@ -195,7 +195,7 @@ class RunHooks:
         policy = self._spec.checkpoints
         if self._store is not None:
             run_log.write(self._store, self._run_id, self.history)
-            content = Checkpoint(epoch, self._spec.seed, tuple(self.history), trainer.state())
+            content = Checkpoint(epoch, self._spec.seed, tuple(self.history), trainer.state(), model=self._spec.model)
             also = () if best is None else (best,)
             checkpoint.save(self._store, self._run_id, content, policy.keep, also)
         elif best == epoch and policy.best is not None:
@@ -217,7 +217,8 @@ class RunHooks:
             )
             policy = self._spec.checkpoints
             best = self._best_epoch()
-            content = Checkpoint(report.epoch, self._spec.seed, tuple(self.history), trainer.state(), within)
+            history, state = tuple(self.history), trainer.state()
+            content = Checkpoint(report.epoch, self._spec.seed, history, state, within, self._spec.model)
             checkpoint.save(store, self._run_id, content, policy.keep, () if best is None else (best,))
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from sparkhvd.data.batches import Arrays, BatchSource
 from sparkhvd.data.readers import Reading
 from sparkhvd.data.schema import DataSchema
+from sparkhvd.estimators.continued import ModelFacts
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.world import World
 
@@ -41,6 +42,7 @@ class TrainSpec:
     terminate_on_nan: bool = False
     log_every_n_steps: int | None = None
     use_gpu: bool = True
+    model: ModelFacts | None = None
 
     def seed_of(self, epoch: int, rank: int) -> int:
         """Of a rank's random numbers in an epoch, so that a resumed run draws what an undisturbed one would."""
@@ -225,6 +227,9 @@ class FrameworkPlugin(Protocol):
 
         ``params`` are the estimator's parameters and, as ``"schema"``, the columns with all shapes.
         """
+
+    def facts(self, params: Mapping[str, object]) -> ModelFacts:
+        """What a checkpoint must have in common with the model and optimizer to go on with them."""
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer: ...
 

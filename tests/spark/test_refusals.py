@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from sparkhvd import Store
 from sparkhvd.errors import ParamError
@@ -47,3 +48,43 @@ def test_it_is_refused_before_any_job(spark, tmp_path, monkeypatch, framework, c
     with pytest.raises(ParamError, match=said):
         made.setParams(**given).fit(frame)
     assert jobs() == before
+
+
+def another(framework, width):
+    """A model with another width, and its optimizer."""
+    if framework == "keras":
+        import keras  # noqa: PLC0415
+
+        layers = [keras.layers.Dense(width, "tanh"), keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+        return {"model": keras.Sequential([keras.Input((2,)), *layers]), "optimizer": keras.optimizers.Adam(0.03)}
+    model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, 1))
+    return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.03)}
+
+
+@pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
+def test_a_run_is_not_continued_with_another_model(spark, tmp_path, monkeypatch, framework):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
+    frame, store = spark.range(40).selectExpr(*ROWS), Store.create(str(tmp_path / "store"))
+    given = {"num_proc": 1, "backend": "local", "epochs": 1, "run_id": "once", "checkpoints": None}
+    given |= {"loss": torch.nn.functional.mse_loss} if framework == "lightning" else {}  # of plain modules
+    estimator(framework, store, **given).setParams(**another(framework, 16)).fit(frame)
+    written = sorted(store.list(""))
+    other = estimator(framework, store, **{**given, "epochs": 2}).setParams(**another(framework, 32))
+    said = (
+        r"Run 'once' goes on from its checkpoint file:.*epoch-00000, which is of another model: its weight '0.*' has "
+    )
+    with pytest.raises(
+        ParamError, match=said + r"the shape .*16.*, that of the given one .*32.* \(and 2 more .* differ"
+    ):
+        other.fit(frame)
+    assert sorted(store.list("")) == written
+    same = another(framework, 16)
+    if framework == "keras":
+        import keras  # noqa: PLC0415
+
+        other.setParams(model=same["model"], optimizer=keras.optimizers.SGD())
+    else:
+        other.setParams(model=same["model"], optimizer=torch.optim.SGD(same["model"].parameters(), lr=0.1))
+    with pytest.raises(ParamError, match="its optimizer is Adam, and SGD is given"):
+        other.fit(frame)
+    assert len(other.setParams(**another(framework, 16)).fit(frame).getHistory()) == 2

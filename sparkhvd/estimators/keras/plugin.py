@@ -5,6 +5,7 @@ Keras chooses its backend when it is imported, once per process; so nothing here
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -22,6 +23,7 @@ from sparkhvd.data import columns
 from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
+from sparkhvd.estimators.continued import ModelFacts
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.named_inputs import NamedInput
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.keras.trainer import KerasTrainer
 
 _MADE_UP_ROWS = 2
+_AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 class KerasPlugin:
@@ -65,6 +68,15 @@ class KerasPlugin:
     def pack(self, params: Mapping[str, object]) -> bytes:
         """Everything that the ranks need, as bytes."""
         return _package(params).dumps()
+
+    def facts(self, params: Mapping[str, object]) -> ModelFacts:
+        """See ``FrameworkPlugin.facts``; of automatic names, the number counts on in a process."""
+        model = _built(params["model"])
+        names = [_AUTOMATIC_NUMBER.sub("", variable.path) for variable in model.weights]
+        numbered = [f"{index}: {name}" for index, name in enumerate(names)]
+        shapes = [tuple(variable.shape) for variable in model.weights]
+        optimizer = _optimizer(params, model)
+        return ModelFacts("Keras", type(optimizer).__name__, dict(zip(numbered, shapes, strict=True)))
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> KerasTrainer:
         """The trainer of one rank."""
@@ -188,11 +200,7 @@ def _package(params: Mapping[str, Any]) -> Package:
 
     model = _built(params["model"])
     check_names(params["optimizer"], params["loss"], params["metrics"])
-    optimizer = params["optimizer"] or getattr(model, "optimizer", None)
-    if isinstance(optimizer, str):
-        optimizer = keras.optimizers.get(optimizer)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
+    optimizer = _optimizer(params, model)
     refuse_several(optimizer)
     for callback in params["callbacks"] or ():
         if not isinstance(callback, keras.callbacks.Callback):
@@ -236,6 +244,17 @@ def _package(params: Mapping[str, Any]) -> Package:
         label_shapes=_shapes(params, "label_shapes"),
         compression=params.get("gradient_compression"),
     )
+
+
+def _optimizer(params: Mapping[str, Any], model: Any) -> Any:
+    import keras  # noqa: PLC0415
+
+    optimizer = params["optimizer"] or getattr(model, "optimizer", None)
+    if isinstance(optimizer, str):
+        optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
+    return optimizer
 
 
 def _built(model: Any) -> Any:

@@ -17,6 +17,7 @@ from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
+from sparkhvd.estimators.continued import ModelFacts
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.named_inputs import NamedInput
@@ -25,7 +26,13 @@ from sparkhvd.estimators.policies import check_measured
 from sparkhvd.estimators.raised import described, with_stop
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
-from sparkhvd.estimators.torch.plugin import TorchPredictor, check_optimizer, compressor, warn_of_divisors
+from sparkhvd.estimators.torch.plugin import (
+    TorchPredictor,
+    check_optimizer,
+    compressor,
+    shapes_of,
+    warn_of_divisors,
+)
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.lightning.flavour import FlavourName, flavour_of, package
@@ -132,6 +139,12 @@ class LightningPlugin:
                 f"ranks: {with_stop(error)} Make what cannot be pickled (locks, open files, sessions) in a hook such "
                 "as setup()."
             ) from error
+
+    def facts(self, params: Mapping[str, object]) -> ModelFacts:
+        """See ``FrameworkPlugin.facts``; a LightningModule makes its optimizers on the ranks."""
+        _check_kinds(params)
+        plain = flavour_of(params["model"]) is None
+        return ModelFacts("Lightning", type(params["optimizer"]).__name__ if plain else "", shapes_of(params["model"]))
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
         """The trainer of one rank."""

@@ -18,6 +18,7 @@ from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
+from sparkhvd.estimators.continued import ModelFacts, Shape
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.policies import check_measured
@@ -100,6 +101,11 @@ class TorchPlugin:
                 "model's forward."
             ) from error
 
+    def facts(self, params: Mapping[str, object]) -> ModelFacts:
+        """See ``FrameworkPlugin.facts``."""
+        _check_kinds(params)
+        return ModelFacts("PyTorch", type(params["optimizer"]).__name__, shapes_of(params["model"]))
+
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> TorchTrainer:
         """The trainer of one rank."""
         return TorchTrainer(loads(payload), spec, world)
@@ -180,6 +186,12 @@ def _shapes(params: Mapping[str, object]) -> Sequence[Sequence[int]] | None:
 
 def _named(params: Mapping[str, object]) -> Mapping[str, NamedInput] | None:
     return cast("Mapping[str, NamedInput] | None", params.get("inputs"))
+
+
+def shapes_of(model: Any) -> dict[str, Shape]:
+    """Of a module's weights, by name."""
+    lazy = torch.nn.parameter.is_lazy
+    return {name: None if lazy(each) else tuple(each.shape) for name, each in model.named_parameters()}
 
 
 def _check_kinds(params: Mapping[str, object]) -> None:
