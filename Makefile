@@ -67,6 +67,7 @@ bench: .venv/.core-built ## Measure collectives and training steps beside their 
 	@$(RUN) python -m bench.data
 	@$(RUN) python -m bench.estimators
 	@$(RUN) python -m bench.startup
+	@if [ "$$(id -u)" = 0 ]; then $(RUN) python -m bench.preflight; fi
 
 soak: .venv/.core-built ## Kill ranks, come and go, fuzz: half an hour; the report goes to bench/results
 	@$(RUN) tools/core-tests asan

@@ -4,20 +4,15 @@
 
 On a session that runs already, every launcher takes its turn in every round, beside Spark's own TorchDistributor, whose
 ranks do not even join without torch. The driver and all ranks are on this machine, so that with more ranks than cores
-the times are those of a crowd. Before, the preflight: of a session that has run no job yet, of the same one again, and
-as the doctor, which starts a session of its own.
+the times are those of a crowd.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,7 +31,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
         spark = start_spark(Path(folder), max(options.ranks))
         try:
-            look(spark, min(options.ranks), options.rounds)
             for ranks in options.ranks:
                 compare(spark, ranks, options.rounds)
         finally:
@@ -49,16 +43,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
-
-
-def look(spark: SparkSession, ranks: int, rounds: int) -> None:
-    seconds = [sparkhvd.preflight(spark, ranks, stdout=io.StringIO()).seconds for _ in range(rounds + 1)]
-    command = [sys.executable, "-m", "sparkhvd.cli.main", "doctor", "--master", f"local[{ranks}]", "-np", str(ranks)]
-    began = time.monotonic()
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    doctor = time.monotonic() - began
-    warm = statistics.median(seconds[1:])
-    print(f"preflight, {ranks} ranks: first {seconds[0]:.2f} s, again {warm:.2f} s, doctor {doctor:.2f} s", flush=True)
 
 
 def compare(spark: SparkSession, ranks: int, rounds: int) -> None:

@@ -53,7 +53,7 @@ def allreduce_now(
     try:
         engine.allreduce_now(array, target, op)
     except CoreError as error:
-        raise translate(error) from error
+        raise translate(error) from None
     except (BufferError, ValueError) as error:
         raise ConfigError(
             f"The core cannot work on this memory: {error}. Pass contiguous arrays, out writable."

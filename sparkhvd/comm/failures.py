@@ -31,15 +31,18 @@ _TYPE_OF: dict[str, type[SparkHvdError]] = {
 
 
 def translate(error: CoreError) -> SparkHvdError:
-    """The exception of ours that says what the core's ``error`` says; unknown codes become ``CollectiveError``."""
+    """The exception of ours that says all that the core's ``error`` says; unknown codes become ``CollectiveError``.
+
+    Raise it ``from None``: a traceback would begin with the core's error, which nobody needs to read first.
+    """
     code, message = error.args
     return _TYPE_OF.get(code, CollectiveError)(message)
 
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise what the core reports inside the block as our own types, with the core's error as the cause."""
+    """Raise what the core reports inside the block as our own types."""
     try:
         yield
     except CoreError as error:
-        raise translate(error) from error
+        raise translate(error) from None

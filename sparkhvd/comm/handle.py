@@ -99,8 +99,8 @@ class Handle(Generic[T]):
             failure = translate(error)
             if isinstance(failure, NotInitializedError):
                 reason = f"{self.name!r} was pending when its communicator was closed: {failure}"
-                raise CollectiveError(reason) from error
-            raise failure from error
+                raise CollectiveError(reason) from None
+            raise failure from None
         return self._result()
 
     def __call__(self) -> T:

@@ -84,7 +84,7 @@ def reduce_in_place(  # noqa: PLR0917  the way of most tensors: records would co
             name, address, address, shape, dtype, op, prescale, postscale, owner, with_waiter
         )
     except CoreError as error:
-        raise translate(error) from error
+        raise translate(error) from None
     return Handle(name, operation, channel.timeout, owner)
 
 
@@ -248,7 +248,7 @@ def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
             name, address, target.address, shape, dtype, op, prescale, postscale, owners, way.with_waiter, device
         )
     except CoreError as error:
-        raise translate(error) from error
+        raise translate(error) from None
     return name, operation
 
 

@@ -136,8 +136,9 @@ def no_rows() -> DataError:
 
 def too_few_rows(train: int, num_proc: int) -> str:
     """What to say when some rank would have no row."""
+    rows = "is 1 row" if train == 1 else f"are {train} rows"
     return (
-        f"There are {train} rows to train on but num_proc is {num_proc}; every rank needs at least one row. "
+        f"There {rows} to train on but num_proc is {num_proc}; every rank needs at least one row. "
         "Lower num_proc or give more rows."
     )
 

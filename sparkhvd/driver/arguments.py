@@ -71,8 +71,8 @@ def check_counts(num_proc: int | None, gpus_per_task: float | None = None, cpus_
     """
     for name, value in (("num_proc", num_proc), ("cpus_per_task", cpus_per_task)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            what = "processes; give 1 or more, or None for all slots" if name == "num_proc" else "cores; give 1 or more"
-            raise ConfigError(f"{name}={value!r} is not a number of {what}.")
+            what, or_all = ("processes", ", or leave it out for all slots") if name == "num_proc" else ("cores", "")
+            raise ConfigError(f"{name}={value!r} is not a number of {what}; give 1 or more{or_all}.")
     if gpus_per_task is not None:
         amount = _number(gpus_per_task)
         if not (0 < amount <= 1 or (amount > 0 and amount.is_integer())):

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SAMPLE_ROWS = 5
+# How long executors take to be there, when that is said.
+_WAITED_SECONDS = 2.0
 
 
 class Tryable(Protocol):
@@ -130,6 +132,7 @@ def _slots(asked: _Asked) -> tuple[int, Check]:
         cluster = describe_cluster(asked.spark, asked.resources)
     except LaunchError as error:
         return 0, Check("slots", Verdict.FAIL, str(error))
+    began = time.monotonic()
     try:
         count = reserve(cluster, asked.num_proc, Deadline.after(asked.timeout))
     except StartTimeoutError as error:
@@ -137,7 +140,9 @@ def _slots(asked: _Asked) -> tuple[int, Check]:
     except LaunchError as error:
         return cluster.count(Deadline.after(asked.timeout)), Check("slots", Verdict.FAIL, str(error))
     wanted = "as many as there are" if asked.num_proc is None else f"{asked.num_proc} asked for"
-    return count, Check("slots", Verdict.OK, f"{count} ranks ({wanted}; master {cluster.master})")
+    waited = time.monotonic() - began
+    after = f", there after {waited:.1f} s" if waited > _WAITED_SECONDS else ""
+    return count, Check("slots", Verdict.OK, f"{count} ranks ({wanted}; master {cluster.master}){after}")
 
 
 def _cluster(asked: _Asked, count: int) -> tuple[list[Examination], list[Check]]:

@@ -61,7 +61,13 @@ def cut_off(fault: Fault, folder: Path, session: SparkSession, cluster: hosts.Cl
 
 def examined(session: SparkSession, shared: Store | None = None) -> dict[str, object]:
     report = sparkhvd.preflight(session, HOSTS, store=shared, timeout=200.0, stdout=sys.stderr)
-    return {"problems": report.problems, "hosts": [task.host for task in report.tasks], "seconds": report.seconds}
+    slots = next(check.says for check in report.checks if check.name == "slots")
+    return {
+        "problems": report.problems,
+        "slots": slots,
+        "hosts": [task.host for task in report.tasks],
+        "seconds": report.seconds,
+    }
 
 
 def examined_apart(session: SparkSession, one: hosts.Host, other: hosts.Host) -> dict[str, object]:

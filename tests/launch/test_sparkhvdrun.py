@@ -74,10 +74,17 @@ def test_a_program_that_fails_is_named_with_its_exit_code_and_last_words():
     assert "rows.csv is missing" in done.stderr
 
 
-def test_a_program_that_does_not_exist_is_said():
-    done = sparkhvdrun("-np", "1", "no-such-program")
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("no-such-program", "could not start 'no-such-program': No such file or directory."),
+        (TRAIN, f"could not start '{TRAIN}': Permission denied. A Python file is started like this: python {TRAIN} 1."),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_said(program, words):
+    done = sparkhvdrun("-np", "1", program, "1")
     assert done.returncode == 1
-    assert "could not start 'no-such-program': No such file or directory" in done.stderr
+    assert words in done.stderr
 
 
 # What a shell does to the jobs that it starts in the background; these tests may themselves run under nohup.

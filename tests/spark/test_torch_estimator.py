@@ -430,7 +430,7 @@ ARRAYS = "x array<double>, y int"
         ([([1.0, None], 0), ([1.0, 2.0], 1)], {}, DataError, r"Column 'x' \(feature\) has 1 NULL values inside"),
         ([([1.0], 0), ([1.0, 2.0], 1)], {}, SchemaError, r"Column 'x' \(feature\) has rows of length 1 and 2"),
         ([], {}, DataError, "The DataFrame has no rows to train on"),
-        ([([1.0, 2.0], 0)], {}, DataError, "There are 1 rows to train on but num_proc is 2"),
+        ([([1.0, 2.0], 0)], {}, DataError, "There is 1 row to train on but num_proc is 2"),
         (
             [([1.0, 2.0, 3.0], 0)] * 4,
             {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from itertools import product
 
 import numpy as np
@@ -111,6 +112,7 @@ def disagree_within_a_group():
     with pytest.raises(MismatchError) as caught:
         handle.wait()
     assert handle.done()
+    assert "CoreError" not in "".join(traceback.format_exception(caught.value)), "our sentence is what is read first"
     assert me.allreduce(np.ones(1), ReduceOp.SUM).tolist() == [3.0]
     return str(caught.value)
 

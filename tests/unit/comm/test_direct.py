@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,7 @@ def disagree():
     me = session.current()
     with pytest.raises(MismatchError) as caught:
         me.allreduce_now(np.zeros(3 + me.world.rank, np.float32), ReduceOp.SUM)
+    assert "CoreError" not in "".join(traceback.format_exception(caught.value)), "our sentence is what is read first"
     return str(caught.value), me.allreduce_now(np.ones(2), ReduceOp.SUM).tolist()
 
 

@@ -19,7 +19,7 @@ class Endless:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"num_proc": -1}, "num_proc=-1 is not a number of processes; give 1 or more, or None"),
+        ({"num_proc": -1}, "num_proc=-1 is not a number of processes; give 1 or more, or leave it out"),
         ({"num_proc": True}, "num_proc=True is not a number of processes"),
         ({"start_timeout": -5}, "start_timeout=-5 is not above 0 seconds"),
         ({"start_timeout": "soon"}, "start_timeout='soon' is not above 0 seconds"),

@@ -1,0 +1,96 @@
+"""How long the preflight takes: in a session that has run no job yet, in the same one again, and as the doctor.
+
+    python -m bench.preflight
+
+Each line comes from a process of its own, which has a standalone cluster with two workers, each a host with an address
+of its own (needs root and network namespaces). The executors are there when the first preflight begins, but no Python
+of theirs is. With a framework, five rows of a DataFrame go through a model, and a Store is looked at, too. The doctor
+starts a session of its own, on a local master.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sparkhvd
+from bench import machine
+from sparkhvd import Store
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.slots import reserve_tasks
+from tests.launch import hosts
+from tests.launch.namespaces_script import session_on
+
+if TYPE_CHECKING:
+    from sparkhvd.driver.preflight import Tryable
+
+_RANKS = 2
+_SECONDS = 120.0
+_ROUNDS = 3
+
+
+def main() -> int:
+    if sys.argv[1:]:
+        print(measured(sys.argv[1]))
+        return 0
+    print(machine.describe(), flush=True)
+    for framework in ("nothing", "torch", "keras"):
+        print(_said([sys.executable, "-m", "bench.preflight", framework]).splitlines()[-1], flush=True)
+    began = time.monotonic()
+    _said([sys.executable, "-m", "sparkhvd.cli.main", "doctor", "--master", "local[2]", "-np", str(_RANKS)])
+    print(f"the doctor, its session included: {time.monotonic() - began:.1f} s")
+    return 0
+
+
+def measured(framework: str) -> str:
+    """A line about preflights with an estimator of a framework."""
+    with tempfile.TemporaryDirectory() as folder, hosts.cluster(_RANKS, Path(folder)) as cluster:
+        os.environ["SPARK_LOCAL_IP"] = cluster.address
+        spark = session_on(cluster)
+        try:
+            df = spark.range(64).selectExpr("id / 64.0D AS x", "3 * id / 64.0D + 1 AS y")
+            store = Store.create(f"{folder}/store")
+            reserve_tasks(spark, _RANKS, TaskResources(), Deadline.after(_SECONDS))
+            found = []
+            for _ in range(1 + _ROUNDS):
+                estimator = None if framework == "nothing" else estimator_of(framework)
+                report = sparkhvd.preflight(
+                    spark, _RANKS, store=store, estimator=estimator, df=df, timeout=_SECONDS, stdout=io.StringIO()
+                )
+                assert report.ok, str(report)
+                found.append(report.seconds)
+        finally:
+            spark.stop()
+    again = sorted(found[1:])[_ROUNDS // 2]
+    return f"{_RANKS} hosts, a Store, and {framework} to try: {found[0]:.1f} s, again {again:.1f} s"
+
+
+def estimator_of(framework: str) -> Tryable:
+    """An estimator of the smallest model; its framework is loaded by then, as with the model of a user."""
+    if framework == "torch":
+        from tests import lines  # noqa: PLC0415
+
+        return lines.estimator(None)
+    import keras  # noqa: PLC0415
+
+    from sparkhvd import KerasEstimator  # noqa: PLC0415
+
+    model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
+    return KerasEstimator(
+        num_proc=_RANKS, model=model, optimizer=keras.optimizers.SGD(), loss="mse", feature_cols=["x"], label_cols=["y"]
+    )
+
+
+def _said(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
