@@ -6,9 +6,10 @@ The public names resolve on first use (PEP 562), so ``import sparkhvd`` loads ne
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from sparkhvd.moved import missing
+from sparkhvd.moved import is_extra, missing, not_installed
 
 if TYPE_CHECKING:
     from sparkhvd.data.prepared import prepare_data as prepare_data
@@ -67,7 +68,15 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(missing("sparkhvd", name, __all__))
-    return getattr(import_module(_HOME_OF[name]), name)
+    # Nothing imports Keras before its backend is known, so that nothing would fail here.
+    if name.startswith("Keras") and find_spec("keras") is None:
+        raise ModuleNotFoundError(not_installed(f"sparkhvd.{name}", "keras"), name="keras")
+    try:
+        return getattr(import_module(_HOME_OF[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not is_extra(error.name):
+            raise
+        raise ModuleNotFoundError(not_installed(f"sparkhvd.{name}", error.name), name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What is said about names of Horovod's that are not here, or are elsewhere."""
+"""What is said about names of Horovod's that are not here, or are elsewhere, and about packages that are missing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ SPARK = (
     "There is no sparkhvd.spark: what horovod.spark has comes from sparkhvd itself, as in `from sparkhvd import run, "
     "TorchEstimator, KerasEstimator, LightningEstimator, Store, SparkBackend`, kinds of Stores from sparkhvd.store, "
     "and collectives from sparkhvd.torch, sparkhvd.tensorflow and sparkhvd.keras; see docs/guide/migrating.md."
+)
+# The extra that installs a package.
+_EXTRAS = MappingProxyType(
+    {
+        "keras": "keras",
+        "lightning": "lightning",
+        "pytorch_lightning": "lightning",
+        "pyspark": "spark",
+        "tensorflow": "keras",
+        "torch": "torch",
+    }
 )
 # Arguments of horovod.run under the names that they have here.
 _OF_RUN = MappingProxyType(
@@ -34,6 +45,19 @@ def missing(module: str, name: str, known: Iterable[str]) -> str:
     if name in _AT_THE_TOP:
         return f"{name} comes from sparkhvd itself: from sparkhvd import {name}."
     return f"module {module!r} has no attribute {name!r}. {did_you_mean(name, known)}".rstrip()
+
+
+def is_extra(module: str) -> bool:
+    """Whether a module is of a package that an extra installs."""
+    return module.partition(".")[0] in _EXTRAS
+
+
+def not_installed(what: str, module: str) -> str:
+    """What to say where ``what`` needs a module of an extra's package, which is not there."""
+    package = module.partition(".")[0]
+    return (
+        f"{what} needs the package {package}, which is not installed here: pip install 'sparkhvd[{_EXTRAS[package]}]'."
+    )
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:

@@ -11,6 +11,8 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
 )
 from botocore.exceptions import (
     ConnectionError as BotoConnectionError,
@@ -26,6 +28,11 @@ _CLIENT_DEFAULTS: Mapping[str, Any] = {
     "read_timeout": 30,
     "retries": {"mode": "standard", "total_max_attempts": 2},
 }
+_CREDENTIALS_COME_FROM = (
+    "Give storage_options={'key': ..., 'secret': ...} (or {'profile': ...}, or {'anon': True} for a public bucket), "
+    "set spark.hadoop.fs.s3a.access.key and spark.hadoop.fs.s3a.secret.key in Spark's session, or AWS_ACCESS_KEY_ID "
+    "and AWS_SECRET_ACCESS_KEY in the environment of the driver and all executors"
+)
 _WRITING = "sparkhvd-writing"  # metadata that tells an own file from that of another writer
 _PARTS_TRIED = 2  # s3fs repeats one part of a large file this often before the Store repeats the whole
 _TOO_EARLY = frozenset({408, 409, 425, 429})  # answers below 500 after which a request may be repeated
@@ -87,6 +94,8 @@ class S3Store(FilesystemStore):
         answer = error.__cause__
         if isinstance(answer, ClientError) and answer.response.get("Error", {}).get("Code") == "NoSuchBucket":
             return "there is no such bucket"
+        if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+            return f"{super()._explain(error)}. {_CREDENTIALS_COME_FROM}"
         return super()._explain(error)
 
     def _passing(self, error: Exception) -> bool:

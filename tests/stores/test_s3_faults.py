@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import uuid
 
@@ -122,3 +123,19 @@ def test_a_bucket_that_does_not_exist_is_named(s3):
     with pytest.raises(StoreError, match=r"Cannot publish s3://no-such-bucket/x/m: .*there is no such bucket"):
         store.publish("m", b"1")
     store._connection.close()
+
+
+def test_where_no_credentials_are_found_the_error_says_where_they_may_come_from(s3, monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    nobody = Store.create(f"s3://{BUCKET}/nobodys", storage_options={"endpoint_url": s3.endpoint}, retry_seconds=5)
+    try:
+        with pytest.raises(StoreError) as raised:
+            nobody.publish("m", b"manifest")
+    finally:
+        nobody._connection.close()
+    assert "Unable to locate credentials. Give storage_options={'key': ..., 'secret': ...}" in str(raised.value)
+    for name in ("spark.hadoop.fs.s3a.access.key", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        assert name in str(raised.value)

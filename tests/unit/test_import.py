@@ -100,3 +100,22 @@ def _build_wheel(folder: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "extra"),
+    [
+        ("torch", "TorchEstimator", "torch"),
+        ("torch", "LightningModel", "torch"),
+        ("keras", "KerasEstimator", "keras"),
+        ("pyspark", "TorchEstimator", "spark"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_told_with_the_extra_that_brings_it(missing, name, extra) -> None:
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        f"try: from sparkhvd import {name}\n"
+        "except ImportError as error: print(error)"
+    )
+    told = f"sparkhvd.{name} needs the package {missing}, which is not installed here: pip install 'sparkhvd[{extra}]'."
+    assert _fresh(code).strip() == told

@@ -24,6 +24,7 @@ from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
 from sparkhvd.estimators.continued import ModelFacts
+from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.named_inputs import NamedInput
@@ -202,6 +203,7 @@ def _package(params: Mapping[str, Any]) -> Package:
     check_names(params["optimizer"], params["loss"], params["metrics"])
     optimizer = _optimizer(params, model)
     refuse_several(optimizer)
+    _refuse_losses_elsewhere(params["loss"])
     for callback in params["callbacks"] or ():
         if not isinstance(callback, keras.callbacks.Callback):
             raise ParamError(
@@ -253,15 +255,31 @@ def _optimizer(params: Mapping[str, Any], model: Any) -> Any:
     if isinstance(optimizer, str):
         optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ParamError("KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name.")
+        raise ParamError(
+            "KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name."
+            f"{belongs_elsewhere(optimizer, ('keras',))}"
+        )
     return optimizer
+
+
+def _refuse_losses_elsewhere(losses: Any) -> None:
+    import keras  # noqa: PLC0415
+
+    backend = keras.config.backend()
+    for loss in keras.tree.flatten(losses):
+        if elsewhere := belongs_elsewhere(loss, ("keras", backend)):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise ParamError(
+                f"The loss {name} computes with other tensors than those of Keras on {backend}.{elsewhere}"
+            )
 
 
 def _built(model: Any) -> Any:
     import keras  # noqa: PLC0415
 
     if not isinstance(model, keras.Model):
-        raise ParamError(f"model is a {type(model).__name__}; it must be a keras.Model.")
+        elsewhere = belongs_elsewhere(model, ("keras",))
+        raise ParamError(f"model is a {type(model).__name__}; it must be a keras.Model.{elsewhere}")
     if not model.built:
         raise ParamError(
             "The model is not built, so it has no weights to send anywhere. Call it once on a few rows, or give it a "
@@ -335,13 +353,25 @@ def _try_out(
                 f"The loss or a metric raised {described(error)} It was to compare {compared}."
             ) from error
         raise ModelOutputError(
-            f"The loss or a metric cannot compare {compared}: {type(error).__name__}: {with_stop(error)} Make "
-            "the model's last layer, label_cols or label_shapes fit."
+            f"The loss or a metric cannot compare {compared}: {type(error).__name__}: {with_stop(error)} "
+            f"{_next_step(outputs, package.outputs.flat(targets))}"
         ) from error
     _check_numbers(metrics)
     if params is not None and not _steps_by_itself(model):
         check_measured(params, metrics)
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _next_step(outputs: Sequence[Any], targets: Sequence[Any]) -> str:
+    """What to do about outputs that do not fit their labels."""
+    for output, target in zip(outputs, targets, strict=True):
+        numbers = np.asarray(target)
+        if numbers.dtype.kind in "iu" and numbers.size == len(numbers) and 1 < output.shape[-1] != numbers.shape[-1]:
+            return (
+                "Labels that are class numbers need loss='sparse_categorical_crossentropy', and metrics of that kind "
+                "(SparseCategoricalAccuracy, or 'accuracy'); those without sparse take one number per class."
+            )
+    return "Make the model's last layer, label_cols or label_shapes fit."
 
 
 def _made_again(package: Package) -> Any:

@@ -18,6 +18,7 @@ from sparkhvd.data.user_loaders import loads_rows
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.continued import ModelFacts
+from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.named_inputs import NamedInput
@@ -180,7 +181,10 @@ def _maker_of_data(params: Mapping[str, object]) -> Callable[..., Any] | None:
 def _check_kinds(params: Mapping[str, object]) -> None:
     model = params["model"]
     if not isinstance(model, torch.nn.Module):
-        raise ParamError(f"model is a {type(model).__name__}; it must be a LightningModule or a torch.nn.Module.")
+        raise ParamError(
+            f"model is a {type(model).__name__}; it must be a LightningModule or a torch.nn.Module."
+            f"{belongs_elsewhere(model, ())}"
+        )
     refuse_unsafe_model(model)
     flavour = flavour_of(model)
     if flavour is not None:

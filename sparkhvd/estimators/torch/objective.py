@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional
 
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
+from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
 from sparkhvd.estimators.shapes import row_shape
 
@@ -175,6 +176,8 @@ def objective_of(params: Mapping[str, object]) -> Objective:
     for loss in (*losses, *constructors):
         if not callable(loss):
             raise ParamError(f"loss={loss!r} is not callable; give a function or module of (output, label).")
+        if elsewhere := belongs_elsewhere(loss, ("torch", "lightning", "pytorch_lightning")):
+            raise ParamError(f"The loss {_name(loss)} computes with other tensors than PyTorch's.{elsewhere}")
     for loss in losses:
         _refuse_class("loss", loss)
     for loss in (*losses, *constructors):

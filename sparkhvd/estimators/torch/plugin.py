@@ -19,6 +19,7 @@ from sparkhvd.data.schema import DataSchema
 from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.continued import ModelFacts, Shape
+from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.policies import check_measured
@@ -197,7 +198,8 @@ def shapes_of(model: Any) -> dict[str, Shape]:
 def _check_kinds(params: Mapping[str, object]) -> None:
     model = params["model"]
     if not isinstance(model, torch.nn.Module):
-        raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+        elsewhere = belongs_elsewhere(model, ("torch",))
+        raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.{elsewhere}")
     check_optimizer(params["optimizer"], model)
     for callback in cast("Sequence[object]", params.get("callbacks") or ()):
         if not isinstance(callback, TorchCallback):
@@ -226,6 +228,7 @@ def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ParamError(
             f"optimizer is a {type(optimizer).__name__}; give an instance such as torch.optim.Adam(model.parameters())."
+            f"{belongs_elsewhere(optimizer, ('torch',))}"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import keras
 import numpy as np
 import pytest
+import torch
 
 from sparkhvd.data import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SchemaError
@@ -141,7 +142,26 @@ def fails(label, output):
             ParamError,
             "gradient_accumulation_steps=2 both gather",
         ),
-        ({"loss": keras.losses.CategoricalCrossentropy()}, ModelOutputError, "The loss or a metric cannot compare"),
+        (
+            {"loss": keras.losses.CategoricalCrossentropy()},
+            ModelOutputError,
+            "(?s)The loss or a metric cannot compare.*class numbers need loss='sparse_categorical_crossentropy'",
+        ),
+        (
+            {"model": torch.nn.Linear(6, 3)},
+            ParamError,
+            r"is a Linear; it must be a keras.Model\. Those of PyTorch are for TorchEstimator",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(torch.nn.Linear(6, 3).parameters(), lr=0.1)},
+            ParamError,
+            r"needs optimizer: an instance such as keras.*Those of PyTorch are for TorchEstimator",
+        ),
+        (
+            {"loss": torch.nn.MSELoss()},
+            ParamError,
+            "MSELoss computes with other tensors than those of Keras on tensorflow. Those of PyTorch are for Torch",
+        ),
         (
             {"loss": "sparse_categorical_crossentopy"},
             ParamError,

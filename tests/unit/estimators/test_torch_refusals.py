@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import keras
+import lightning.pytorch as lightning
 import pytest
 import torch
 
 from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.foreign import belongs_elsewhere
+from sparkhvd.estimators.lightning import plugin as lightning_plugin
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.torch import LRSchedule, TorchEstimator
 from sparkhvd.estimators.torch.plugin import PLUGIN
@@ -81,3 +85,40 @@ def test_a_metric_that_nobody_measures_cannot_be_watched(params, match):
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
     refused("LBFGS decides from its rank's own loss", optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+
+
+class Foreign(keras.layers.Layer):
+    """A class of the user's, made from one of Keras."""
+
+
+class Module(lightning.LightningModule):
+    """A class of the user's, made from one of Lightning."""
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "sentence"),
+    [
+        (keras.optimizers.Adam(), ("torch",), " Those of Keras are for KerasEstimator."),
+        (keras.losses.mean_squared_error, ("torch",), " Those of Keras are for KerasEstimator."),
+        (Foreign(), ("torch",), " Those of Keras are for KerasEstimator."),
+        (Module(), ("keras",), " Those of Lightning are for LightningEstimator."),
+        (torch.nn.functional.mse_loss, ("keras",), " Those of PyTorch are for TorchEstimator."),
+        (torch.nn.Linear(1, 1), ("torch",), ""),
+        (len, ("torch",), ""),
+        ("adam", ("torch",), ""),
+    ],
+)
+def test_what_another_framework_made_is_sent_to_its_estimator(given, own, sentence):
+    assert belongs_elsewhere(given, own) == sentence
+
+
+def test_what_keras_made_is_refused_with_the_estimator_for_it():
+    to_keras = "Those of Keras are for KerasEstimator"
+    refused(rf"is a Sequential; it must be a torch.nn.Module\. {to_keras}", model=keras.Sequential())
+    refused(rf"optimizer is a Adam; .*{to_keras}", optimizer=lambda _: keras.optimizers.Adam())
+    refused(
+        rf"The loss MeanSquaredError computes with other tensors than PyTorch's\. {to_keras}",
+        loss=keras.losses.MeanSquaredError(),
+    )
+    with pytest.raises(ParamError, match=rf"must be a LightningModule or a torch.nn.Module\. {to_keras}"):
+        lightning_plugin._check_kinds({"model": keras.Sequential()})
