@@ -56,6 +56,7 @@ class Checkpoint:
         state: what ``Trainer.state()`` gave.
         within: how far it is in ``epoch``; None at its end.
         model: what a model must have in common with this one to go on from here.
+        ended: whether a callback has ended the run.
     """
 
     epoch: int
@@ -64,6 +65,7 @@ class Checkpoint:
     state: bytes = field(repr=False)
     within: Within | None = None
     model: ModelFacts | None = None
+    ended: bool = False
 
     @property
     def first_epoch(self) -> int:
@@ -103,6 +105,11 @@ def save(store: Store, run_id: str, checkpoint: Checkpoint, keep: int = 1, also:
             store.delete(other)
 
 
+def save_end(store: Store, run_id: str, checkpoint: Checkpoint) -> None:
+    """Publish what a run has ended with, from which nothing is trained any more."""
+    store.publish(layout.ended_path(run_id), _content(checkpoint))
+
+
 def path_of(store: Store, run_id: str, epoch: int) -> str:
     """The path of the checkpoint at the end of an epoch.
 
@@ -123,7 +130,10 @@ def ended(store: Store, run_id: str) -> frozenset[int]:
 
 def latest(store: Store, run_id: str) -> str | None:
     """The path of a run's last checkpoint; None where there is none."""
-    return max(_paths(store, run_id), key=layout.checkpoint_place, default=None)  # type: ignore[arg-type]  # none is None
+    found = store.list(layout.checkpoints_folder(run_id))
+    if layout.ended_path(run_id) in found:
+        return layout.ended_path(run_id)
+    return max(_checkpoints(found), key=layout.checkpoint_place, default=None)  # type: ignore[arg-type]  # none is None
 
 
 def load(store: Store, path: str) -> Checkpoint:
@@ -144,7 +154,10 @@ def load(store: Store, path: str) -> Checkpoint:
 
 
 def _paths(store: Store, run_id: str) -> list[str]:
-    found = store.list(layout.checkpoints_folder(run_id))
+    return _checkpoints(store.list(layout.checkpoints_folder(run_id)))
+
+
+def _checkpoints(found: Sequence[str]) -> list[str]:
     return [path for path in found if layout.checkpoint_place(path) is not None]
 
 
@@ -158,6 +171,7 @@ def _content(checkpoint: Checkpoint) -> bytes:
         "seed": checkpoint.seed,
         "history": [record.to_json() for record in checkpoint.history],
         "model": None if checkpoint.model is None else checkpoint.model.to_json(),
+        "ended": checkpoint.ended,
         "within": None,
         "rank_states": [len(state) for state in own],
     }
@@ -181,4 +195,5 @@ def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
         within = Within(**{**found, "sums": sums, "rank_states": tuple(own)})
     known = content.get("model")
     model = None if known is None else facts_from_json(known)
-    return Checkpoint(int(content["epoch"]), int(content["seed"]), history, rest[at:], within, model)
+    stands = (int(content["epoch"]), int(content["seed"]), history)
+    return Checkpoint(*stands, rest[at:], within, model, bool(content.get("ended", False)))

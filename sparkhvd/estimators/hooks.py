@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Mapping
@@ -50,6 +51,8 @@ class RunHooks:
         self._gone = frozenset(range(len(self.history))) - kept  # epochs of earlier fits without a checkpoint
         self.first_epoch_batches: int | None = None
         self._redealt = False
+        self._ended = self.resumed is not None and self.resumed.ended
+        self._at_end: bytes | None = None  # where a callback has ended this fit: the digest of the state that was kept
         # Of the present epoch: what was reported last, and last with a state that could be kept.
         self._last_step = self._last_whole = 0 if self.within is None else self.within.step
         self._best: tuple[int, bytes] | None = None  # without a Store, on rank 0
@@ -88,7 +91,10 @@ class RunHooks:
         self.first_epoch_batches = batches
 
     def stopped(self) -> bool:
-        """Whether early stopping has ended the training."""
+        """Whether a callback or early stopping has ended the training."""
+        return self._ended or self._stopped_by_rule()
+
+    def _stopped_by_rule(self) -> bool:
         rule = self._spec.early_stopping
         return rule is not None and bool(self.history) and rule.ends(self.history)
 
@@ -127,14 +133,22 @@ class RunHooks:
         self._last_step = self._last_whole = 0
         self._warn_of_no_number(record.train.get("loss"), f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
+        self._ended = self._anybody(wants_end, report.epoch)  # the checkpoint tells it
         best = self._best_epoch()
         if self._communicator.world.rank == 0:
             logger.info("%s", record.line(self._spec.epochs))
             self._keep(record.epoch, best, trainer)
-        if self.stopped():
+        if self._stopped_by_rule():
             self._say_why_it_ends()
-            return False
-        return not self._anybody(wants_end, report.epoch)
+        return not self.stopped()
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """See ``TrainHooks``."""
+        if self._store is None or self._at_end is None:
+            return
+        content = self._checkpoint(self.history[-1].epoch, trainer)
+        if _digest(content.state) != self._at_end:
+            checkpoint.save_end(self._store, self._run_id, content)
 
     def _warn_of_no_number(self, loss: float | None, where: str) -> None:
         """Once, where everybody sees it; weights that are no numbers are hardly ever numbers again."""
@@ -195,11 +209,15 @@ class RunHooks:
         policy = self._spec.checkpoints
         if self._store is not None:
             run_log.write(self._store, self._run_id, self.history)
-            content = Checkpoint(epoch, self._spec.seed, tuple(self.history), trainer.state(), model=self._spec.model)
-            also = () if best is None else (best,)
+            content, also = self._checkpoint(epoch, trainer), () if best is None else (best,)
             checkpoint.save(self._store, self._run_id, content, policy.keep, also)
+            self._at_end = _digest(content.state) if self._ended else None
         elif best == epoch and policy.best is not None:
             self._best = (epoch, trainer.state())
+
+    def _checkpoint(self, epoch: int, trainer: Trainer) -> Checkpoint:
+        spec, history = self._spec, tuple(self.history)
+        return Checkpoint(epoch, spec.seed, history, trainer.state(), model=spec.model, ended=self._ended)
 
     def _keep_within(self, store: Store, report: StepReport, trainer: Trainer) -> None:
         communicator = self._communicator
@@ -220,6 +238,10 @@ class RunHooks:
             history, state = tuple(self.history), trainer.state()
             content = Checkpoint(report.epoch, self._spec.seed, history, state, within, self._spec.model)
             checkpoint.save(store, self._run_id, content, policy.keep, () if best is None else (best,))
+
+
+def _digest(state: bytes) -> bytes:
+    return hashlib.sha256(state).digest()
 
 
 def _is_due(every: int | None, report: StepReport, since: int) -> bool:
@@ -253,7 +275,14 @@ def _resumed(store: Store, run_id: str, communicator: Communicator) -> tuple[Che
 
 
 def _say_where_it_continues(run_id: str, resumed: Checkpoint, epochs: int) -> None:
-    if resumed.within is not None:
+    if resumed.ended:
+        logger.warning(
+            "Run %s was ended by a callback after epoch %d, so nothing is left to train; its model is returned. Choose "
+            "another run_id to train anew.",
+            run_id,
+            resumed.first_epoch,
+        )
+    elif resumed.within is not None:
         logger.info("run %s continues in epoch %d after step %d", run_id, resumed.epoch + 1, resumed.within.step)
     elif resumed.first_epoch < epochs:
         logger.info("run %s continues after epoch %d", run_id, resumed.first_epoch)

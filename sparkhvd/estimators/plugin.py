@@ -149,6 +149,12 @@ class TrainHooks(Protocol):
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
         """Average the metrics, log, checkpoint on rank 0. Returns whether training goes on, the same on every rank."""
 
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Keep what callbacks made of the model at the end of a training that one of them has ended.
+
+        Trainers call it last, once for all epochs; a later fit of the run gets its model from there.
+        """
+
 
 class Trainer(Protocol):
     """One rank's training."""

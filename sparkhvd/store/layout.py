@@ -10,6 +10,7 @@
     runs/<run id>/checkpoints/epoch-00004-step-00000120     the same within epoch 4, after 120 of its steps
     runs/<run id>/history.json                  one record per epoch so far
     runs/<run id>/logs/train/..., validation    the same for TensorBoard
+    runs/<run id>/checkpoints/ended             what callbacks made of it at the end of a run that one of them has ended
     runs/<run id>/saved/...                     files of the user's checkpoint callback, under their own names
     runs/<run id>/model/...                     the trained model's files
     probes/<probe id>/...                       a check that all machines reach the Store; removed after it
@@ -95,6 +96,11 @@ def checkpoint_path(run_id: str, epoch: int, step: int | None = None) -> str:
         )
     within = "" if step is None else f"-step-{step:08d}"
     return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}{within}"
+
+
+def ended_path(run_id: str) -> str:
+    """The checkpoint of a run that a callback has ended, after what callbacks do then."""
+    return f"{checkpoints_folder(run_id)}/ended"
 
 
 def checkpoint_place(path: str) -> tuple[int, float] | None:

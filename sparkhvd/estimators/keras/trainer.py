@@ -118,6 +118,7 @@ class KerasTrainer:
             data.close()
             if validation is not None:
                 validation.close()
+        hooks.on_train_end(self)
 
     def _begin_within(self, data: BatchDataset, first_step: int, left: int | None, steps: int | None) -> None:
         """Let epochs begin there; schedules of the learning rate count from there, as in an undisturbed epoch."""

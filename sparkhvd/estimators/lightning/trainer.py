@@ -95,6 +95,7 @@ class LightningTrainer:
                 feed.train.close()
                 if validation is not None:
                     validation.close()
+            hooks.on_train_end(self)
             self._keep_results(trainer, Path(folder))
 
     def export(self, folder: Path) -> None:
@@ -136,10 +137,11 @@ class LightningTrainer:
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
         ends = self._ends = callback(self, feed, hooks, strategy.lr_scale, needs_own_rows=needs_own_rows)
+        over = hooks.first_epoch >= self._spec.epochs  # the run has ended, perhaps early: Lightning counts for itself
         own = {
             "strategy": strategy,
             "devices": 1,
-            "max_epochs": self._spec.epochs,
+            "max_epochs": len(hooks.history) if over else self._spec.epochs,
             "callbacks": [*self._given.callbacks, ends],
             "use_distributed_sampler": self._given.data_module is not None,
         }
@@ -340,7 +342,8 @@ class RunCallback:
             if "validation" in feed.sums or "loss" not in validation:
                 validation = {"loss": feed.sums.get("validation", (0.0, 0)), **validation}
         epoch = int(trainer.current_epoch)
-        report = EpochReport(epoch, train, validation, self._times(), int(trainer.num_training_batches))
+        steps, wants_end = int(trainer.num_training_batches), _is_stopped(trainer)
+        report = EpochReport(epoch, train, validation, self._times(), steps, lambda _record: wants_end)
         feed.sums, feed.communicated, feed.validated = {}, 0.0, False
         if not self._hooks.on_epoch_end(report, self._owner):
             trainer.should_stop = True
@@ -358,6 +361,12 @@ class RunCallback:
         whole = max(self._ended - self._feed.train.started, 0.0)
         waited, communicated = self._feed.train.waited, self._feed.communicated
         return StepTimes(waited, max(whole - waited - communicated, 0.0), communicated)
+
+
+def _is_stopped(trainer: Any) -> bool:
+    """Whether a callback has ended the training, after an epoch that Lightning does not count yet."""
+    epochs, steps = trainer.min_epochs or 0, trainer.min_steps or 0
+    return bool(trainer.should_stop and trainer.current_epoch + 1 >= epochs and trainer.global_step >= steps)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -104,7 +104,7 @@ class TorchTrainer:
         hvd.broadcast_optimizer_state(self._plain_optimizer, root_rank=0)
         optimizer = hvd.DistributedOptimizer(self._plain_optimizer, compression=self._package.stepping.compression)
         run = TorchRun(self._model, optimizer, self._world.rank, self._world.size, self._spec.epochs)
-        callbacks = self._package.callbacks
+        callbacks = self._package.callbacks if hooks.first_epoch < self._spec.epochs else ()  # nothing happens there
         try:
             for callback in callbacks:
                 callback.on_train_begin(run)
@@ -117,6 +117,7 @@ class TorchTrainer:
             optimizer.close()
             # Some optimizers replace what they hold instead of changing it; the plain one is what is saved.
             self._adopt(optimizer)
+        hooks.on_train_end(self)
 
     def export(self, folder: Path) -> None:
         """Write the model, and the optimizer with the user's unscaled learning rate."""

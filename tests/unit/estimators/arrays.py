@@ -63,6 +63,7 @@ class Hooks:
     rank_state: bytes | None = None
     steps: list[StepReport] = field(default_factory=list)
     history: tuple[EpochRecord, ...] = ()
+    ended: bool = False
 
     def keep_file(self, path: Path) -> None:
         raise AssertionError(f"nothing was asked to be kept, but {path} was")
@@ -74,6 +75,9 @@ class Hooks:
         self.reports.append(report)
         means = {name: total / max(rows, 1) for name, (total, rows) in report.train.items()}
         return report.on_record is None or not report.on_record(EpochRecord(report.epoch, means))
+
+    def on_train_end(self, trainer: object) -> None:
+        self.ended = True
 
 
 def spec(data: DataSchema, epochs: int = 1, **more: object) -> TrainSpec:

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators import policies
 from sparkhvd.estimators.history import averaged
+from sparkhvd.estimators.hooks import RunHooks
+from sparkhvd.store import Store
 from tests.unit.estimators.arrays import ArraySource, Hooks
 from tests.unit.lightning.networks import EVEN, SIZE, SOME_EMPTY, flat, module, source, trainer_of
 
@@ -269,3 +273,34 @@ def test_a_checkpoint_that_could_not_be_opened_again_is_refused_when_it_is_made(
     said, others = group.run(kept_with_an_object)
     assert "(on_save_checkpoint, or state_dict of callbacks) holds tests.unit.estimators.arrays.ArraySource" in said
     assert others is None
+
+
+def ended_three_times(folder, rule):
+    """By Lightning's callback, or by early_stopping: epochs of each fit, and its parameters."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+    from lightning.pytorch.callbacks import EarlyStopping  # noqa: PLC0415
+
+    class Zeros(lightning.Callback):
+        def on_train_end(self, _trainer, module):
+            torch.nn.init.zeros_(module.layers[-1].weight)
+
+    found, rank = [], session.current().world.rank
+    for _ in range(3):
+        # The loss falls, so by the highest one the training ends after the second epoch.
+        callbacks = [Zeros()] if rule else [Zeros(), EarlyStopping("val_loss", mode="max", patience=1)]
+        how = {"early_stopping": policies.EarlyStopping("val_loss", 1, mode="max")} if rule else {}
+        trainer = trainer_of(module(), 6, how, callbacks=callbacks)
+        hooks = RunHooks(Store.create(folder), f"run {rule}", trainer._spec, session.current())
+        if hooks.resumed is not None:
+            trainer.restore(hooks.resumed.state)
+        trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
+        found.append((len(hooks.history), flat(trainer._given.model)))
+    return found
+
+
+@pytest.mark.parametrize("rule", [False, True])
+def test_a_run_that_was_ended_early_stays_ended(group, tmp_path, rule):
+    for found in group.run(ended_three_times, str(tmp_path), rule):
+        assert [epochs for epochs, _ in found] == [2, 2, 2]
+        assert np.array_equal(found[1][1], found[2][1])
+        assert rule or np.array_equal(found[0][1], found[1][1])
