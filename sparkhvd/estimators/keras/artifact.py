@@ -64,4 +64,5 @@ def _ports(content: dict[str, Any]) -> Ports:
         )
         for port in content["ports"]
     ]
-    return Ports(tuple(ports), content["structure"])
+    order = content.get("order")
+    return Ports(tuple(ports), content["structure"], None if order is None else tuple(order))

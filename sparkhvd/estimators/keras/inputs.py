@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from sparkhvd.estimators.named_inputs import NamedInput, in_order, refuse_shapes
 from sparkhvd.estimators.shapes import check_input_shapes, row_shape
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
-
+T = TypeVar("T")
 
 TEXT = "string"  # as Keras calls the dtype
 _OUTPUTS = {"single": "one output", "list": "a list of outputs", "dict": "a dict of outputs"}
@@ -76,10 +76,18 @@ class Port:
 
 @dataclass(frozen=True)
 class Ports:
-    """All inputs of a model, or all its outputs, in the structure that Keras wants them in."""
+    """All inputs of a model, or all its outputs, in the structure that Keras wants them in.
+
+    Attributes:
+        ports: in the model's order.
+        structure: what holds them.
+        order: of outputs, the places in ``ports`` of the label columns, one after the other; None where all are in
+            the same order.
+    """
 
     ports: tuple[Port, ...]
     structure: Literal["single", "list", "dict"]
+    order: tuple[int, ...] | None = None
 
     def arrays(self, columns: Arrays, rows: int) -> Any:
         """What is passed to Keras for these rows."""
@@ -114,6 +122,10 @@ class Ports:
         if self.structure == "single":
             return [values]
         return [values[port.name] for port in self.ports] if self.structure == "dict" else list(values)
+
+    def by_label(self, flat: Sequence[T]) -> list[T]:
+        """What is in the model's order, in that of the label columns."""
+        return list(flat) if self.order is None else [flat[place] for place in self.order]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.ports))
@@ -200,7 +212,7 @@ def _plan_dense(
     shapes: Sequence[Sequence[int]] | None,
     named: Mapping[str, NamedInput] | None,
 ) -> Ports:
-    known = _tensors(getattr(model, "inputs", None))
+    known = _ends(model, "inputs")
     names = [column.name for column in columns]
     if named is not None:
         refuse_shapes(shapes)
@@ -216,34 +228,33 @@ def _plan_dense(
         )
     structure = _structure(getattr(model, "_inputs_struct", None), len(known))
     if len(known) == 1 and len(columns) > 1:
-        (tensor,) = known
+        ((known_as, tensor),) = known.items()
         shape = _static(tensor) or _side_by_side(columns)
-        return Ports((Port(tensor.name, tuple(names), shape, tensor.dtype),), structure)
+        return Ports((Port(known_as, tuple(names), shape, tensor.dtype),), structure)
     if len(known) != len(columns):
         raise ParamError(
-            f"The model has {len(known)} inputs {[t.name for t in known]} but feature_cols has {len(columns)} columns: "
+            f"The model has {len(known)} inputs {list(known)} but feature_cols has {len(columns)} columns: "
             f"{names}. Give one column per input, or one input to which all columns go side by side."
         )
-    by_name = {tensor.name for tensor in known} == set(names)
+    by_name = set(known) == set(names)
     ports = []
-    for tensor, column in zip(known, columns, strict=True):
-        name = tensor.name if by_name else column.name
+    for (known_as, tensor), column in zip(known.items(), columns, strict=True):
+        name = known_as if by_name else column.name
         shape = given[name] if given else _static(tensor)
-        ports.append(Port(tensor.name, (name,), shape, tensor.dtype))
+        ports.append(Port(known_as, (name,), shape, tensor.dtype))
     return Ports(tuple(ports), structure)
 
 
 def _by_name(
-    model: Any, known: list[Any] | None, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
+    model: Any, known: Mapping[str, Any] | None, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
 ) -> Ports:
     if known is None:  # a subclass, which takes what it is given
         found = in_order(named, list(named), len(named), columns)
         ports = [Port(name, given.columns, given.shape, given.dtype) for name, given, _ in found]
         return Ports(tuple(ports), "dict")
-    tensors = {tensor.name: tensor for tensor in known}
-    found = in_order(named, list(tensors), len(tensors), columns)
+    found = in_order(named, list(known), len(known), columns)
     ports = [
-        Port(name, given.columns, given.shape or _static(tensors[name]), given.dtype or tensors[name].dtype)
+        Port(name, given.columns, given.shape or _static(known[name]), given.dtype or known[name].dtype)
         for name, given, _ in found
     ]
     return Ports(tuple(ports), _structure(getattr(model, "_inputs_struct", None), len(known)))
@@ -258,7 +269,7 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
     """
     for column in labels:
         numbers_only(column)
-    known = _tensors(getattr(model, "outputs", None))
+    known = _ends(model, "outputs")
     names = [column.name for column in labels]
     if shapes is not None and len(shapes) != len(labels):
         raise ParamError(f"label_shapes has {len(shapes)} shapes but label_cols has {len(labels)} columns: {names}.")
@@ -266,7 +277,7 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
     if known is None:
         ports = [Port(name, (name,), shape, None) for name, shape in zip(names, rows, strict=True)]
         return Ports(tuple(ports), "single" if len(ports) == 1 else "list")
-    outputs = list(getattr(model, "output_names", None) or [tensor.name for tensor in known])
+    outputs = list(known)
     if len(outputs) != len(labels):
         raise ParamError(
             f"The model has {len(outputs)} output(s) {outputs} but label_cols has {len(labels)}: {names}. Each output "
@@ -275,25 +286,36 @@ def plan_outputs(model: Any, labels: Sequence[ColumnSpec], shapes: Sequence[Sequ
     by_name = set(outputs) == set(names)
     specs = {column.name: column for column in labels}
     ports = []
-    for index, (output, tensor) in enumerate(zip(outputs, known, strict=True)):
+    for index, (output, tensor) in enumerate(known.items()):
         column = specs[output] if by_name else labels[index]
         shape = rows[names.index(column.name)]
         ports.append(Port(output, (column.name,), shape if shape is not None else _fitting(column, tensor), None))
-    return Ports(tuple(ports), _structure(getattr(model, "_outputs_struct", None), len(known)))
+    order = tuple(map(outputs.index, names)) if by_name else None
+    return Ports(tuple(ports), _structure(getattr(model, "_outputs_struct", None), len(known)), order)
 
 
 def own_outputs(model: Any) -> Ports:
     """The outputs of a model that nothing is learned with; one, if the model does not tell."""
-    known = _tensors(getattr(model, "outputs", None))
+    known = _ends(model, "outputs")
     if known is None:
         return Ports((Port("output", (), None, None),), "single")
-    names = list(getattr(model, "output_names", None) or [tensor.name for tensor in known])
     structure = _structure(getattr(model, "_outputs_struct", None), len(known))
-    return Ports(tuple(Port(name, (), None, None) for name in names), structure)
+    return Ports(tuple(Port(name, (), None, None) for name in known), structure)
 
 
-def _tensors(found: Any) -> list[Any] | None:
-    return list(found) if found else None
+def _ends(model: Any, which: Literal["inputs", "outputs"]) -> dict[str, Any] | None:
+    """The tensors at an end of a model by the names that callers know, in Keras' order; None if it does not tell.
+
+    Keras calls an end by its layer, but whoever passes or gets a dict by the key in it, in the order of the keys.
+    """
+    found = getattr(model, which, None)
+    if not found:
+        return None
+    structure = getattr(model, f"_{which}_struct", None)
+    if isinstance(structure, dict) and len(structure) == len(found):
+        return {key: structure[key] for key in sorted(structure)}
+    names = getattr(model, "output_names", None) if which == "outputs" else None
+    return dict(zip(names or [tensor.name for tensor in found], found, strict=True))
 
 
 def _structure(given: Any, count: int) -> Literal["single", "list", "dict"]:

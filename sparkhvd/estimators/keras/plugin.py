@@ -131,7 +131,8 @@ class KerasPredictor:
         given = self.inputs.arrays(columns, rows)
         with self.place():
             if self.function is None:
-                return [_array(each) for each in self.outputs.flat(self.model.predict_on_batch(given))]
+                predicted = self.outputs.flat(self.model.predict_on_batch(given))
+                return [_array(each) for each in self.outputs.by_label(predicted)]
             result = self.function(self.model, given)
             found = list(result) if isinstance(result, tuple | list) else [result]
             return [
@@ -359,7 +360,7 @@ def _try_out(
     _check_numbers(metrics)
     if params is not None and not _steps_by_itself(model):
         check_measured(params, metrics)
-    return [tuple(output.shape[1:]) for output in outputs]
+    return [tuple(output.shape[1:]) for output in package.outputs.by_label(outputs)]
 
 
 def _next_step(outputs: Sequence[Any], targets: Sequence[Any]) -> str:

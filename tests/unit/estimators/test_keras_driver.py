@@ -93,7 +93,7 @@ def test_columns_are_matched_by_name_before_order():
         loss={"small": "mse", "large": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
         metrics={"small": ["mae"]},
     )
-    assert sorted(PLUGIN.check(given, data, None)) == [(1,), (3,)]
+    assert PLUGIN.check(given, data, None) == [(3,), (1,)]
     watching = EarlyStopping("val_small_mae")
     PLUGIN.check({**given, "early_stopping": watching}, data, None)
     with pytest.raises(ParamError, match="early_stopping watches 'val_small_mae'; an epoch reports loss"):
@@ -238,6 +238,20 @@ def test_texts_and_numbers_are_not_put_side_by_side_and_labels_are_numbers():
             PLUGIN.check(parameters(data, model=reading(("a", "string")), inputs=inputs), data, None)
     with pytest.raises(SchemaError, match="'y' has the type string, which cannot be a label"):
         PLUGIN.check(parameters(data, model=reading(("x", "string"), ("z", "float32"))), data, None)
+
+
+def test_outputs_that_a_dict_names_are_known_by_its_keys_and_come_in_the_order_of_the_labels(tmp_path):
+    given = keras.Input((1,), name="x")
+    ends = {"b": keras.layers.Rescaling(2.0, name="one")(given), "a": keras.layers.Rescaling(3.0, name="two")(given)}
+    model = keras.Model(given, ends)
+    labels = {name: ("label", "float32", (), "scalar") for name in ("b", "a")}
+    data = schema(x=("feature", "float32", (), "scalar"), **labels)
+    params = parameters(data, model=model, optimizer="sgd", loss={"a": "mse", "b": "mae"}, metrics=None)
+    assert "inputs: 'x' is x" in PLUGIN.mapping(params, data)
+    assert PLUGIN.check(params, data, None) == [(1,), (1,)]
+    PLUGIN.export(params, data, tmp_path)
+    columns = {"x": np.array([1.0, 5.0], np.float32)}
+    assert [each.ravel().tolist() for each in PLUGIN.predictor(tmp_path).predict(columns)] == [[2.0, 10.0], [3.0, 15.0]]
 
 
 @pytest.mark.parametrize("outputs", [3, 1])
