@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from sparkhvd.data.spark_job import is_connect, is_local
-from sparkhvd.errors import SparkHvdError, StoreError
+from sparkhvd.config import from_environment
+from sparkhvd.data.spark_job import is_connect, is_local, run_job
+from sparkhvd.errors import SparkHvdError, StartTimeoutError, StoreError
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import Row, SparkSession
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,9 @@ def needs_check(spark: SparkSession, store: Store) -> bool:
     return not (store.url.startswith("file:") and is_local(master))
 
 
-def check_store(spark: SparkSession, store: Store, slots: Callable[[], int] | None = None) -> None:
+def check_store(
+    spark: SparkSession, store: Store, slots: Callable[[], int] | None = None, seconds: float | None = None
+) -> None:
     """Check that the executors read what the driver writes to a Store, and the other way round.
 
     One Spark job of short tasks, as many as there are slots (Spark spreads them over idle executors, so that all are
@@ -43,8 +46,10 @@ def check_store(spark: SparkSession, store: Store, slots: Callable[[], int] | No
         spark: the session whose executors are asked.
         store: the Store.
         slots: counts the slots; None asks as many tasks as Spark makes of a query of its own, one per core by default.
+        seconds: how long to wait for the answers; None is the start_timeout of the environment.
 
     Raises:
+        StartTimeoutError: the tasks did not run and answer in time.
         StoreError: an executor cannot use the Store, or does not see the same files; the message names the host.
     """
     if not needs_check(spark, store):
@@ -57,10 +62,22 @@ def check_store(spark: SparkSession, store: Store, slots: Callable[[], int] | No
         probe.leave()
         asked = spark.range(tasks or _ROWS, numPartitions=tasks)
         asked = asked.coalesce(_MOST_TASKS) if tasks is None else asked
-        rows = asked.mapInArrow(partial(answer, sent), _SCHEMA).collect()
+        seconds = from_environment().start_timeout if seconds is None else seconds
+        rows = _in_time(spark, asked.mapInArrow(partial(answer, sent), _SCHEMA).collect, store, seconds)
         judge(probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
     finally:
         remove(probe)
+
+
+def _in_time(spark: SparkSession, collect: Callable[[], list[Row]], store: Store, seconds: float) -> list[Row]:
+    try:
+        return run_job(spark, collect, seconds)
+    except TimeoutError:
+        raise StartTimeoutError(
+            f"The executors did not say within start_timeout={seconds:g} s whether they see the Store {store.url}: "
+            "other jobs keep the slots busy, or the Store does not answer them. Wait for those jobs, give this one a "
+            "cluster of its own, or raise start_timeout."
+        ) from None
 
 
 def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -102,11 +102,16 @@ class SparkBackend:
             SlotsError: there is no room for as many as were asked for.
             LaunchError: the launcher cannot run them there.
         """
+        return launcher_for(*self.launch(spark)).reserve(Deadline.after(self.start_seconds))
+
+    @property
+    def start_seconds(self) -> float:
+        """How long to wait for slots and for what runs in them to start."""
         seconds = self._options.get("start_timeout")
         if seconds is None:
             seconds = from_environment().start_timeout
         check_seconds("start_timeout", seconds)
-        return launcher_for(*self.launch(spark)).reserve(Deadline.after(seconds))
+        return float(seconds)
 
     @property
     def shows_output(self) -> bool:

@@ -34,7 +34,7 @@ from sparkhvd.driver.resources import TaskResources
 from sparkhvd.driver.slots import describe_cluster
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
-from sparkhvd.estimators.backend import asked_tasks, reserve_ranks, run_ranks, shows_output
+from sparkhvd.estimators.backend import asked_tasks, reserve_ranks, run_ranks, shows_output, spark_backend
 from sparkhvd.estimators.checkpoint import Checkpoint
 from sparkhvd.estimators.continued import check_continued
 from sparkhvd.estimators.contradictions import cache_of, check, check_alone, check_existing, check_watched
@@ -89,7 +89,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         params = self._checked_values()
         check_alone(params["run_id"])
-        check_watched(params, held_out=params["validation"] is not None)
+        check_watched(params, held_out=bool(params["validation"]))
         selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
         spark = dataset.sparkSession
@@ -127,7 +127,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             DataError: they cannot be trained on.
         """
         params, plugin = self._checked_values(), find_plugin(self.plugin)
-        check_watched(params, held_out=params["validation"] is not None)
+        check_watched(params, held_out=bool(params["validation"]))
         selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
         schema, arrays = sampled(dataset, selection, rows)
@@ -212,7 +212,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params["num_proc"] = reserve_ranks(params, spark)
         if params["store"] is not None:
             params["store"] = told_by_spark(params["store"], spark)
-            check_store(spark, params["store"], lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)))
+            self._check_store(spark, params["store"])
         params["run_id"] = params["run_id"] or self._new_run_id()
         if params["store"] is not None:
             params["facts"] = find_plugin(self.plugin).facts(params)
@@ -220,6 +220,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params["division_proc"] = params["num_proc"] if last is None or last.within is None else last.within.num_proc
         if params["random_seed"] is None:
             params["random_seed"] = secrets.randbelow(2**31) if last is None else last.seed
+
+    def _check_store(self, spark: SparkSession, store: Store) -> None:
+        backend = spark_backend(self.values())
+        seconds = None if backend is None else backend.start_seconds
+        check_store(spark, store, lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)), seconds)
 
     def _fit_direct(self, dataset: DataFrame, selection: Selection, params: Mapping[str, Any]) -> TrainedModel:
         """Train on rows that go straight from Spark to the ranks."""

@@ -20,6 +20,7 @@ _OF_PREPARATION = {
     "keep_data": "keep_seconds",
 }
 _HOW = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
+_KEEP = "Give it save_runs=True"
 
 
 def check(params: Mapping[str, Any]) -> None:
@@ -37,7 +38,7 @@ def check(params: Mapping[str, Any]) -> None:
                 f"{name} has {len(given)} entries {list(given)} but label_cols has {len(labels)}: {list(labels)}. Give "
                 "one per label."
             )
-    if params["store"] is None:
+    if params["store"] is None or not params["store"].save_runs:
         _refuse_what_needs_a_store(params)
     if params["resume"] is not None and params["run_id"] is not None:
         raise ParamError(
@@ -148,19 +149,20 @@ def _refuse_what_needs_own_readers(params: Mapping[str, Any], other: str, itself
 
 
 def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
-    if params["data"] == "store":
-        raise ParamError(f"data='store' sends the rows through a Store, but none is given. {_HOW}, or data='auto'.")
+    none, how = ("none is given", _HOW) if params["store"] is None else ("this one keeps no runs", _KEEP)
+    if params["data"] == "store" and params["store"] is None:
+        raise ParamError(f"data='store' sends the rows through a Store, but {none}. {how}, or data='auto'.")
     if params["run_id"] is not None:
         raise ParamError(
-            f"run_id={params['run_id']!r} names a run whose checkpoints a later fit continues from; without a Store "
-            f"nothing is kept but the trained model. {_HOW}, or leave run_id out."
+            f"run_id={params['run_id']!r} names a run whose checkpoints a later fit continues from in a Store, but "
+            f"{none}: only the trained model stays. {how}, or leave run_id out."
         )
     if params["resume"] is not None:
-        raise ParamError(f"resume='auto' finds its run in a Store, but none is given. {_HOW}, or leave resume out.")
+        raise ParamError(f"resume='auto' finds its run in a Store, but {none}. {how}, or leave resume out.")
     if params["checkpoints"].every_steps is not None or params["checkpoints"].keep != 1:
         raise ParamError(
-            f"checkpoints={params['checkpoints']} keeps states of the run in a Store, but none is given. {_HOW}, or "
-            "leave every_steps and keep out."
+            f"checkpoints={params['checkpoints']} keeps states of the run in a Store, but {none}. {how}, or leave "
+            "every_steps and keep out."
         )
 
 

@@ -109,7 +109,8 @@ def log_model(model: TrainedModel, name: str = "model") -> None:
 def requirements(plugin: str) -> list[str]:
     """What an environment needs to open a model of this plug-in: what is installed here, without Spark."""
     framework = plugin.split(".")[2]
-    modules = {"torch": ["torch"], "lightning": ["torch", "lightning"]}.get(framework)
+    lightnings = ["lightning", "pytorch_lightning"]  # whichever is there; a module may be of either
+    modules = {"torch": ["torch"], "lightning": ["torch", *lightnings]}.get(framework)
     if modules is None:
         import keras  # noqa: PLC0415  (a model of it is here)
 

@@ -19,7 +19,7 @@ from sparkhvd.data import arrow_writer
 from sparkhvd.data.prepared import prepare_data
 from sparkhvd.data.spark_settings import in_default_file_system, spark_can_write, told_by_spark
 from sparkhvd.data.store_check import check_store
-from sparkhvd.errors import ParamError, StoreError
+from sparkhvd.errors import ParamError, StartTimeoutError, StoreError
 from sparkhvd.store import HDFSStore, layout
 from tests import lines
 from tests.hadoop import s3a_jars
@@ -270,6 +270,13 @@ def test_a_store_that_the_executors_do_not_share_is_said_in_one_sentence(spark):
     with pytest.raises(StoreError, match=message):
         prepare_data(1, store, spark.range(9).select(counted("id").alias("x"), "id"), ["id"])
     assert seen.value == 0
+    assert store.list("") == []
+
+
+def test_executors_that_do_not_answer_in_time_are_not_waited_for(spark):
+    store = Store.create(f"memory://{uuid.uuid4().hex}")
+    with pytest.raises(StartTimeoutError, match=r"did not say within start_timeout=0\.001 s whether they see"):
+        check_store(spark, store, seconds=0.001)
     assert store.list("") == []
 
 

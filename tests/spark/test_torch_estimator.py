@@ -389,7 +389,7 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
         (
             {"store": None, "run_id": "mine"},
             ParamError,
-            r"run_id='mine' names a run .* without a Store nothing is kept",
+            r"run_id='mine' names a run .* but none is given: only the trained model stays",
         ),
         ({"model": None}, ParamError, r"TorchEstimator needs model\."),
         ({"loss": None}, ParamError, r"TorchEstimator needs loss, or loss_constructors"),

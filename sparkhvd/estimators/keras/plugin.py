@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.keras.trainer import KerasTrainer
 
 _MADE_UP_ROWS = 2
+_MEANS = ("sum_over_batch_size", "mean")  # over the rows; a third one divides by the sum of their weights
 _AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
@@ -205,6 +206,7 @@ def _package(params: Mapping[str, Any]) -> Package:
     optimizer = _optimizer(params, model)
     refuse_several(optimizer)
     _refuse_losses_elsewhere(params["loss"])
+    _refuse_other_reductions(params["loss"], weighted=params.get("sample_weight_col") is not None)
     for callback in params["callbacks"] or ():
         if not isinstance(callback, keras.callbacks.Callback):
             raise ParamError(
@@ -272,6 +274,18 @@ def _refuse_losses_elsewhere(losses: Any) -> None:
             name = getattr(loss, "__name__", type(loss).__name__)
             raise ParamError(
                 f"The loss {name} computes with other tensors than those of Keras on {backend}.{elsewhere}"
+            )
+
+
+def _refuse_other_reductions(losses: Any, *, weighted: bool) -> None:
+    import keras  # noqa: PLC0415
+
+    means = _MEANS if weighted else (*_MEANS, "mean_with_sample_weight")
+    for loss in keras.tree.flatten(losses):
+        if isinstance(loss, keras.losses.Loss) and loss.reduction not in means:
+            raise ParamError(
+                f"The loss {loss.name} has reduction={loss.reduction!r}; it must be 'sum_over_batch_size', because a "
+                "rank's gradient counts by its share of the rows."
             )
 
 

@@ -113,9 +113,10 @@ def with_callback(params: Mapping[str, Any]) -> dict[str, Any]:
             "sparkhvd.keras.callbacks.BestModelCheckpoint(monitor='val_loss'); other callbacks go into callbacks."
         )
     if not callback.save_best_only:
-        if params["store"] is None:
+        if params["store"] is None or not params["store"].save_runs:
+            none = "none is given. Pass store=" if params["store"] is None else "it keeps no runs. Pass save_runs=True"
             raise ParamError(
-                "checkpoint_callback keeps its files in a Store, but none is given. Pass store=, or a callback with "
+                f"checkpoint_callback keeps its files in a Store, but {none}, or a callback with "
                 "save_best_only=True, which decides about the trained model as well."
             )
         return dict(params)

@@ -59,10 +59,15 @@ def unpack(best: dict[str, Any] | None, callbacks: Sequence[Any], states: dict[s
         torch.save({"state_dict": best["weights"]}, path)
 
 
+def choosing(callbacks: Sequence[Any]) -> list[Any]:
+    """Those that look for the best model by a metric."""
+    monitoring = [each for each in callbacks if getattr(each, "monitor", None) is not None]
+    return [each for each in monitoring if hasattr(each, "best_model_path")]
+
+
 def _monitoring(callbacks: Sequence[Any]) -> list[Any]:
     """Those that look for the best model by a metric, and have found one."""
-    monitoring = [each for each in callbacks if getattr(each, "monitor", None) is not None]
-    return [each for each in monitoring if getattr(each, "best_model_path", "")]
+    return [each for each in choosing(callbacks) if each.best_model_path]
 
 
 def _moved(state: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -19,11 +19,12 @@ from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.continued import ModelFacts
 from sparkhvd.estimators.foreign import belongs_elsewhere
+from sparkhvd.estimators.lightning import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
-from sparkhvd.estimators.policies import check_measured
+from sparkhvd.estimators.policies import Checkpoints, check_measured
 from sparkhvd.estimators.raised import described, with_stop
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
@@ -36,7 +37,7 @@ from sparkhvd.estimators.torch.plugin import (
 )
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
-from sparkhvd.lightning.flavour import FlavourName, flavour_of, package
+from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
 from sparkhvd.world import World
 
 _MADE_UP_ROWS = 2
@@ -50,6 +51,7 @@ _OWN = {
     "callbacks": "callbacks",
     "logger": "logger",
     "use_distributed_sampler": "data_module",
+    "enable_checkpointing": "checkpoints",
 }
 
 
@@ -212,7 +214,19 @@ def _check_kinds(params: Mapping[str, object]) -> None:
         check_optimizer(optimizer, model)
     _refuse_others("callbacks", "callback", cast("Sequence[object]", params["callbacks"] or ()), flavour)
     _refuse_others("logger", "logger", _loggers(params["logger"]), flavour)
+    _check_one_best(params)
     _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
+
+
+def _check_one_best(params: Mapping[str, object]) -> None:
+    """Refuse two opinions on which epoch's model is to be given back."""
+    best = cast("Checkpoints", params["checkpoints"]).best
+    choosing = best_model.choosing(cast("Sequence[Any]", params["callbacks"] or ()))
+    if best is not None and choosing:
+        raise ParamError(
+            f"Both checkpoints=Checkpoints(best={best!r}) and ModelCheckpoint(monitor={choosing[0].monitor!r}) in "
+            "callbacks choose the epoch whose model is given back; leave one of them out."
+        )
 
 
 def _loggers(given: object) -> Sequence[object]:
@@ -243,7 +257,7 @@ def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) 
     for name, instead in _OWN.items():
         if name in given:
             raise ParamError(f"trainer_args has {name!r}, which the estimator decides; see its parameter {instead}.")
-    flavour = next((f for f in map(flavour_of, (params["model"],)) if f), None) or "lightning.pytorch"
+    flavour = flavour_of(params["model"]) or chosen()
     known = set(inspect.signature(package(flavour).Trainer.__init__).parameters) - {"self"}
     for name in given:
         if name not in known:

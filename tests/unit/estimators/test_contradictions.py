@@ -45,6 +45,21 @@ def test_its_accessors_say_so_too(kind, accessor, message):
         getattr(kind(), accessor)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"run_id": "mine"}, r"run_id='mine' names a run .* this one keeps no runs.* save_runs=True, or leave run_id"),
+        ({"resume": "auto"}, "resume='auto' finds its run in a Store, but this one keeps no runs"),
+        ({"checkpoints": Checkpoints(every_steps=2)}, "keeps states of the run in a Store, but this one keeps no runs"),
+    ],
+)
+def test_what_goes_on_from_a_run_is_refused_where_the_store_keeps_none(given, message, tmp_path):
+    store = LocalStore(str(tmp_path), save_runs=False)
+    check(TorchEstimator(store=store, data="store").values())
+    with pytest.raises(ParamError, match=message):
+        check(TorchEstimator(store=store, **given).values())
+
+
 @pytest.mark.parametrize("name", ["output_cols", "output_types"])
 def test_outputs_are_as_many_as_labels(name):
     params = TorchEstimator(label_cols=["a", "b"], **{name: ["label"]}).values()
@@ -139,7 +154,7 @@ def made_by_lightning(train, validation):
     raise NotImplementedError
 
 
-def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place():
+def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place(tmp_path):
     given = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
     values = LightningEstimator(**given, data_module=made_by_lightning)._checked_values()
     assert _loader_of_rows(values) is None
@@ -147,7 +162,7 @@ def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place():
     with pytest.raises(ParamError, match="data_module loads prepared rows; on the direct path none are written"):
         LightningEstimator(**given, data_module=Rows)._checked_values()
     with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module takes its place"):
-        check({**values, "data": "store", "store": object(), "data_module": Rows})
+        check({**values, "data": "store", "store": LocalStore(str(tmp_path)), "data_module": Rows})
 
 
 def test_what_data_module_takes_depends_on_the_framework():

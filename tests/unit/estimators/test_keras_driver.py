@@ -244,7 +244,7 @@ def test_outputs_that_a_dict_names_are_known_by_its_keys_and_come_in_the_order_o
     given = keras.Input((1,), name="x")
     ends = {"b": keras.layers.Rescaling(2.0, name="one")(given), "a": keras.layers.Rescaling(3.0, name="two")(given)}
     model = keras.Model(given, ends)
-    labels = {name: ("label", "float32", (), "scalar") for name in ("b", "a")}
+    labels = dict.fromkeys(("b", "a"), ("label", "float32", (), "scalar"))
     data = schema(x=("feature", "float32", (), "scalar"), **labels)
     params = parameters(data, model=model, optimizer="sgd", loss={"a": "mse", "b": "mae"}, metrics=None)
     assert "inputs: 'x' is x" in PLUGIN.mapping(params, data)
@@ -252,6 +252,14 @@ def test_outputs_that_a_dict_names_are_known_by_its_keys_and_come_in_the_order_o
     PLUGIN.export(params, data, tmp_path)
     columns = {"x": np.array([1.0, 5.0], np.float32)}
     assert [each.ravel().tolist() for each in PLUGIN.predictor(tmp_path).predict(columns)] == [[2.0, 10.0], [3.0, 15.0]]
+
+
+def test_a_loss_that_is_no_mean_over_the_rows_is_refused():
+    for reduction in ("sum", "mean_with_sample_weight"):
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        with pytest.raises(ParamError, match=f"mean_squared_error has reduction='{reduction}'; it must be 'sum_over"):
+            PLUGIN.pack(parameters(loss=[loss], sample_weight_col="w"))
+    PLUGIN.pack(parameters(loss=loss, sample_weight_col=None))  # without weights that is the mean
 
 
 @pytest.mark.parametrize("outputs", [3, 1])

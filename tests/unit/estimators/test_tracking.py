@@ -86,7 +86,7 @@ def test_the_environment_of_a_logged_model_has_its_framework():
     }
     names = {kind: [each.partition("==")[0] for each in found] for kind, found in needed.items()}
     assert names["torch"] == [name, "pandas", "torch"]
-    assert names["lightning"] == [name, "pandas", "torch", "lightning"]
+    assert names["lightning"] == [name, "pandas", "torch", "lightning", "pytorch_lightning"]
     assert names["keras"] == [name, "pandas", "keras", keras.config.backend()]
     assert needed["torch"][0] == f"{name}=={version}"
     assert needed["torch"][2] == f"torch=={torch.__version__.split('+')[0]}"

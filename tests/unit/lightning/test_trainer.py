@@ -15,7 +15,7 @@ from sparkhvd.comm import session
 from sparkhvd.data import DataModule
 from sparkhvd.estimators.history import averaged
 from sparkhvd.estimators.named_inputs import NamedInput
-from sparkhvd.estimators.policies import EarlyStopping
+from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from tests.unit.estimators.arrays import Hooks
 from tests.unit.lightning.networks import (
     DATA,
@@ -292,7 +292,12 @@ def refused(more):
         of = network() if "another" in more else model
         optimizer = (torch.optim.LBFGS if "closure" in more else torch.optim.SGD)(of.parameters(), lr=0.1)
         more = {"optimizer": optimizer, **more, "model": model, "loss": loss}
-    params = {**dict.fromkeys(names), "model": module(), "batch_format": "dict", "label_cols": ("y",)}
+    if more.get("callbacks") == "best":
+        from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
+
+        more = {"callbacks": [ModelCheckpoint(monitor="val_loss")], "checkpoints": Checkpoints(best="loss")}
+    own = {"batch_format": "dict", "label_cols": ("y",), "checkpoints": Checkpoints()}
+    params = {**dict.fromkeys(names), "model": module(), **own}
     try:
         return PLUGIN.check({**params, **more}, DATA, None)
     except SparkHvdError as error:
@@ -306,6 +311,8 @@ def refused(more):
         ({"model": torch.nn.Linear(6, 3)}, "plain Linear, which needs optimizer="),
         ({"trainer_args": {"max_epochs": 3}}, "see its parameter epochs"),
         ({"trainer_args": {"max_epoch": 3}}, "'max_epoch', which Lightning's Trainer does not take"),
+        ({"trainer_args": {"enable_checkpointing": False}}, "see its parameter checkpoints"),
+        ({"callbacks": "best"}, "Both checkpoints=Checkpoints(best='loss') and ModelCheckpoint(monitor='val_loss')"),
         ({"callbacks": [print]}, "is no callback"),
         ({"logger": 3}, "logger holds a int, which is no logger of lightning.pytorch"),
         ({"inputs": {"x": NamedInput(("x",))}}, "a LightningModule gets columns as batch_format says"),
