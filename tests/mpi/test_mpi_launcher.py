@@ -100,6 +100,23 @@ def test_a_rank_has_the_environment_of_its_task():
     assert left == {**own, **odd, "CONTAINER_ID": "a"}
 
 
+def tasks_of_this_job():
+    """The task above this rank, and how many tasks there are now."""
+    import psutil  # noqa: PLC0415
+
+    above = next(one for one in psutil.Process().parents() if "tests.mpi.tasks" in one.cmdline())
+    return above.pid, sum("tests.mpi.tasks" in one.cmdline() for one in above.parent().children())
+
+
+def test_the_first_task_of_each_host_starts_its_ranks_and_the_others_wait():
+    launched = Launched(tasks_of_this_job, containers=("a", "b", "a", "b"))
+    with closing(launched.handle):
+        found = [cloudpickle.loads(content) for content in launched.handle.results()]
+    tasks = [process.pid for process in launched.stage.processes]
+    assert [above for above, _ in found] == [tasks[0], tasks[0], tasks[1], tasks[1]]
+    assert [count for _, count in found] == [4] * 4
+
+
 def end_on_rank_1(how: str):
     from sparkhvd.comm import session  # noqa: PLC0415
 

@@ -1,0 +1,55 @@
+"""All that Databricks sets, at once: its GPUs, two cores per task, its mount, a notebook's output."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import found_by, run_script
+
+
+@pytest.fixture
+def mounted():
+    """A folder of DBFS."""
+    made, folder = Path("/dbfs").exists(), Path("/dbfs", uuid.uuid4().hex)
+    try:
+        folder.mkdir(parents=True)
+    except OSError:
+        pytest.skip("making /dbfs, where Databricks mounts its files, needs root")
+    yield folder
+    shutil.rmtree(folder)
+    if not made:
+        Path("/dbfs").rmdir()
+
+
+@pytest.mark.spark
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_ranks_run_and_learn_where_all_is_set_that_databricks_sets(mounted, tmp_path):
+    discovery = tmp_path / "discover.sh"
+    discovery.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["0", "1"]}\'\n')
+    discovery.chmod(0o755)
+    command = [sys.executable, "-m", "tests.launch.databricks_script", tmp_path, mounted.name]
+    found = found_by(run_script(command, tmp_path, 280, DATABRICKS_RUNTIME_VERSION="16.4"))
+    for launcher in ("barrier", "mpi"):
+        ranks, printed = found[launcher], found[f"printed, {launcher}"].splitlines()
+        assert sorted(rank["own"][0] for rank in ranks) == ["4", "5"], "CUDA's names, not Spark's"
+        assert [rank["local rank"] for rank in ranks] == [0, 1]
+        for number, rank in enumerate(ranks):
+            assert sorted(rank["seen"]) == ["4", "5"]
+            assert rank["own"] == [rank["seen"][rank["local rank"]]], "set_device(hvd.local_rank()) is right"
+            assert rank["threads"] == [2, "2", "2"], "spark.task.cpus"
+            assert rank["runtime"] == "16.4"
+            assert f"[{number}]<stdout>:hello" in printed
+            line = f"[0]<stdout>:rank {number}: host 127.0.0.1, local rank {number}, GPU {rank['own'][0]}"
+            assert line in printed, printed
+    assert found["report"].startswith("sparkhvd preflight: ready"), found["report"]
+    assert "slots          2 ranks (as many as there are; " in found["report"]
+    assert found["error"] < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
+    logs = mounted / "store" / "logs"
+    kept = [(logs / f"rank.{rank}" / "stdout.000000").read_text() for rank in range(2)]
+    assert [text.splitlines()[-1] for text in kept] == ["hello"] * 2
