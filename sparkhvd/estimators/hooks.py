@@ -103,12 +103,7 @@ class RunHooks:
         spec, rank = self._spec, self._communicator.world.rank
         where = f"epoch {report.epoch + 1} of {spec.epochs}, step {report.step} of {report.steps}"
         self._communicator.note_progress(where)
-        if spec.terminate_on_nan and report.loss is not None and not math.isfinite(report.loss):
-            raise DataError(
-                f"The loss of {where} is {report.loss} on rank {rank}, and terminate_on_nan is set. Lower the learning "
-                "rate, clip the gradients, or look for such values in the rows."
-            )
-        self._warn_of_no_number(report.loss, where)
+        self._look_for_no_number(report.loss, where, f" on rank {rank}")
         if rank == 0 and _is_due(spec.log_every_n_steps, report, self._last_step):
             logger.info("%s%s", where, "" if report.loss is None else f"  loss {report.loss:.4g}")
         self._last_step = report.step
@@ -131,7 +126,9 @@ class RunHooks:
         record = averaged(report, self._communicator, before)
         self.history.append(record)
         self._last_step = self._last_whole = 0
-        self._warn_of_no_number(record.train.get("loss"), f"epoch {record.epoch + 1} of {self._spec.epochs}")
+        # Without rows no step has returned a loss: Lightning's manual optimization needs none.
+        loss = record.train.get("loss") if record.rows_per_second else None
+        self._look_for_no_number(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
         self._ended = self._anybody(wants_end, report.epoch)  # the checkpoint tells it
         best = self._best_epoch()
@@ -150,9 +147,16 @@ class RunHooks:
         if _digest(content.state) != self._at_end:
             checkpoint.save_end(self._store, self._run_id, content)
 
-    def _warn_of_no_number(self, loss: float | None, where: str) -> None:
-        """Once, where everybody sees it; weights that are no numbers are hardly ever numbers again."""
-        if self._warned or loss is None or math.isfinite(loss) or self._communicator.world.rank != 0:
+    def _look_for_no_number(self, loss: float | None, where: str, whose: str = "") -> None:
+        """Warn once, where everybody sees it; weights that are no numbers are hardly ever numbers again."""
+        if loss is None or math.isfinite(loss):
+            return
+        if self._spec.terminate_on_nan:
+            raise DataError(
+                f"The loss of {where} is {loss}{whose}, and terminate_on_nan is set. Lower the learning rate, clip the "
+                "gradients, or look for such values in the rows."
+            )
+        if self._warned or self._communicator.world.rank != 0:
             return
         self._warned = True
         logger.warning(

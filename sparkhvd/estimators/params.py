@@ -390,7 +390,8 @@ class EstimatorParams(Declarations):
         "Whether a step whose loss is not a finite number ends the training with an error.", flag, default=False
     )
     log_every_n_steps: Declared[int | None] = declared(
-        "Training steps between lines in the log within an epoch; None shows epochs only.",
+        "Training steps between lines in the log within an epoch, and between those of Lightning's loggers; None shows "
+        "epochs only (and Lightning's loggers every 50 steps).",
         positive_integer,
         default=None,
     )

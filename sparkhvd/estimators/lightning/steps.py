@@ -37,7 +37,9 @@ class Feed:
         logged: by stage, the names that were logged for whole epochs.
         communicated: seconds spent waiting for the other ranks' gradients.
         validated: whether there was a validation since the last report.
-        loss: that the present step returned; None where the rank has no rows in it.
+        loss: that the present step returned; None where the rank has no rows in it. One that is no number is told also
+            where the step made its gradients itself and returned nothing.
+        alone: what ``logged`` is, of names that rank 0 alone logs.
         within_epoch: whether the run goes on within an epoch.
     """
 
@@ -45,6 +47,7 @@ class Feed:
     validation: RankLoader | None
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     logged: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
+    alone: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
     communicated: float = 0.0
     validated: bool = False
     loss: float | None = None
@@ -123,6 +126,13 @@ class EstimatorSteps:
             checkpoint = cast("Mapping[str, Any]", plain_numbers(kept))
         super().save_checkpoint(checkpoint, *rest, **named)  # type: ignore[misc]
 
+    def backward(self, closure_loss: Any, *rest: Any, **named: Any) -> Any:
+        """See ``Feed.loss``."""
+        by_hand = not self.lightning_module.automatic_optimization and not self.feed.share("train").borrowed
+        if by_hand and closure_loss.numel() == 1 and not math.isfinite(value := float(closure_loss.detach())):
+            self.feed.loss = value
+        return super().backward(closure_loss, *rest, **named)  # type: ignore[misc]
+
     def _synchronize(self, exchange: Any) -> None:
         before = time.monotonic()
         super()._synchronize(exchange)  # type: ignore[misc]
@@ -144,7 +154,7 @@ class EstimatorSteps:
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             value = float(loss.detach())
-            if stage == "train":
+            if stage == "train" and self.feed.loss is None:
                 self.feed.loss = value
             self.feed.add(stage, value, share.rows)
         return result
@@ -192,9 +202,10 @@ class SharedLog:
         within_step = _within_step(self._module._current_fx_name or "")  # noqa: SLF001  (how Lightning decides too)
         of_epoch = options.get("on_epoch")
         of_epoch = not (within_step and stage == "train") if of_epoch is None else of_epoch
-        if of_epoch:
+        if of_epoch and options.get("rank_zero_only"):
+            self._feed.alone[stage].add(name)
+        elif of_epoch:
             self._feed.logged[stage].add(name)
-        if of_epoch and not options.get("rank_zero_only"):
             options["sync_dist"] = True
         share = self._feed.share(stage)
         if within_step and (share.borrowed or options.get("batch_size") is None):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sparkhvd.comm import objects, session
 from sparkhvd.config import scratch_folder
 from sparkhvd.data.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
@@ -152,6 +153,7 @@ class LightningTrainer:
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "default_root_dir": str(folder),
+            **({} if self._spec.log_every_n_steps is None else {"log_every_n_steps": self._spec.log_every_n_steps}),
         }
         return self._lightning.Trainer(**{**arguments, **self._given.trainer_args, **own})
 
@@ -350,12 +352,13 @@ class RunCallback:
 
     def _logged(self, stage: str, rows: int) -> dict[str, tuple[float, int]]:
         """What was logged for the epoch: over all ranks already, so every rank reports the same mean."""
-        found = {}
-        for name in sorted(self._feed.logged[stage]):
-            short = name.removeprefix("val_") if stage == "validation" else name
-            if name in self._metrics:
-                found[short] = (self._metrics[name] * rows, rows)
-        return found
+        shared, known = self._feed.logged[stage], self._metrics
+        own = {name: known[name] for name in self._feed.alone[stage] - shared if name in known}
+        # Rank 0 may be the only one that knows even the names of what it logs alone.
+        own = objects.broadcast_object(session.current(), own, 0, name=f"what rank 0 logs in {stage}")
+        values = own | {name: known[name] for name in shared if name in known}
+        short = {name: name.removeprefix("val_") if stage == "validation" else name for name in sorted(values)}
+        return {short[name]: (values[name] * rows, rows) for name in short}
 
     def _times(self) -> StepTimes:
         whole = max(self._ended - self._feed.train.started, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -117,7 +118,8 @@ class Stepper:
             lap: books the time since the last call.
 
         Returns:
-            The loss of the last batch that had rows on this rank; None without any.
+            The loss of the last batch that had rows on this rank, or of the first where it is no number; None without
+            any.
         """
         optimizer.set_backward_passes_per_step(len(group))
         optimizer.zero_grad()
@@ -145,7 +147,7 @@ class Stepper:
                 weighted = found
             self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
             if batch.rows:
-                loss = measures.add(found, outputs, labels, batch.rows)
+                loss = _latest(loss, measures.add(found, outputs, labels, batch.rows))
         lap("compute")
         optimizer.synchronize()
         lap("communication")
@@ -218,7 +220,7 @@ class _MinibatchSteps:
                     optimizer.contribute_nothing()
                     continue
                 optimizer.weight_next(batch.rows / total)
-                loss = self._one(batch, optimizer, measures, first + index)
+                loss = _latest(loss, self._one(batch, optimizer, measures, first + index))
             if not taken:  # a rank without rows in the last batch, or the shorter group at the end of an epoch
                 optimizer.step()
         finally:
@@ -252,6 +254,11 @@ class _MinibatchSteps:
             )
         found = forward.outputs(outputs)
         return measures.add(loss, found, objective.labels(found, batch.columns), batch.rows)
+
+
+def _latest(before: float | None, loss: float) -> float:
+    """The loss of a step so far; what was no number stays told."""
+    return loss if before is None or math.isfinite(before) else before
 
 
 def outputs_of(result: object) -> list[torch.Tensor]:
