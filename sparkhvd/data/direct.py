@@ -9,7 +9,7 @@ Which rank gets a row depends on the partition that it comes from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sparkhvd.data import columns
 from sparkhvd.data.batches import Arrays
@@ -21,13 +21,14 @@ from sparkhvd.data.facts import (
     SplitValue,
     check_rows,
     checked_schema,
+    is_ranged,
     rows_of,
 )
 from sparkhvd.data.manifest import SplitName
 from sparkhvd.data.plan import OwnBlocks, Piece, Plan
 from sparkhvd.data.prepare import as_written, prepared
 from sparkhvd.data.readers import Reading, RowSource
-from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, source
 from sparkhvd.errors import DataError
 from sparkhvd.world import World
@@ -114,7 +115,9 @@ class GivenRows:
 
     def _facts(self, split: str, blocks: ArrowBlocks) -> FileFacts:
         batches = [blocks.whole(block) for block in range(blocks.count)]
-        found = [ColumnFacts(sum(_nulls(columns.stored(batch, c)) for batch in batches)) for c in self._schema.columns]
+        found = [
+            _facts_of([columns.stored(batch, column) for batch in batches], column) for column in self._schema.columns
+        ]
         measures = [name for name in batches[0].schema.names if name.startswith(SIZE_PREFIX)]
         found += [_measured(batches, name) for name in measures]
         path = f"rank {self._rank}"
@@ -150,6 +153,19 @@ def _rows(blocks: ArrowBlocks) -> tuple[int, ...]:
     return tuple(blocks.whole(block).num_rows for block in range(blocks.count))
 
 
+def _facts_of(arrays: Sequence[pa.Array], column: ColumnSpec) -> ColumnFacts:
+    nulls = sum(map(_nulls, arrays))
+    return ColumnFacts(nulls, *_ends(arrays)) if is_ranged(column) else ColumnFacts(nulls)
+
+
+def _ends(arrays: Sequence[pa.Array]) -> tuple[Any, Any]:
+    """The smallest and the largest number; None where there are none."""
+    import pyarrow.compute as pc  # noqa: PLC0415  (heavy)
+
+    values = [value for array in arrays for value in pc.min_max(array).as_py().values() if value is not None]
+    return min(values, default=None), max(values, default=None)
+
+
 def _nulls(array: pa.Array) -> int:
     """The NULLs among the innermost elements."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
@@ -160,12 +176,5 @@ def _nulls(array: pa.Array) -> int:
 
 
 def _measured(batches: Sequence[pa.RecordBatch], name: str) -> ColumnFacts:
-    import pyarrow.compute as pc  # noqa: PLC0415
-
-    nulls, values = 0, []
-    for batch in batches:
-        column = batch.column(name)
-        nulls += column.null_count
-        ends = pc.min_max(column).as_py()
-        values += [value for value in ends.values() if value is not None]
-    return ColumnFacts(nulls, min(values, default=None), max(values, default=None))
+    arrays = [batch.column(name) for batch in batches]
+    return ColumnFacts(sum(array.null_count for array in arrays), *_ends(arrays))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection
 from sparkhvd.errors import DataError, SchemaError
@@ -32,8 +33,8 @@ class ColumnFacts:
     """
 
     nulls: int
-    low: int | None = None
-    high: int | None = None
+    low: Any = None
+    high: Any = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,43 @@ def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
         if column.sparse:
             add(column, "entries")
     return found
+
+
+# Names of labels that are single numbers, with the smallest and the largest that there are.
+LabelRanges = tuple[tuple[str, float, float], ...]
+
+
+def is_ranged(column: ColumnSpec) -> bool:
+    """Whether a column is a label whose smallest and largest value tell something: a class number may be too large."""
+    return column.role == "label" and column.kind == "scalar" and column.dtype.startswith(("int", "uint", "float"))
+
+
+def label_ranges(schema: DataSchema, files: Sequence[FileFacts]) -> LabelRanges:
+    """The ranges of the labels, as far as all files tell them."""
+    found = []
+    for index, column in enumerate(schema.columns):
+        ends = [(file.columns[index].low, file.columns[index].high) for file in files if is_ranged(column)]
+        if ends and all(low is not None and high is not None for low, high in ends):
+            found.append((column.name, _number(min(low for low, _ in ends)), _number(max(high for _, high in ends))))
+    return tuple(found)
+
+
+def with_extreme_labels(rows: Arrays, ranges: LabelRanges) -> Arrays:
+    """A few rows in which labels are the smallest and the largest of all rows.
+
+    A loss that does not take one of them, such as a class number without an output, says so before the training.
+    """
+    changed = {}
+    for name, low, high in ranges:
+        if name in rows:
+            changed[name] = rows[name].copy()
+            changed[name][0] = low
+            changed[name][-1] = high
+    return {**rows, **changed}
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int) else float(value)
 
 
 def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) -> None:

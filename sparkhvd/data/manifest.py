@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from sparkhvd.data.facts import LabelRanges
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.errors import DataError, StoreError
 from sparkhvd.store.protocol import Store
@@ -61,6 +62,7 @@ class Manifest:
         seed: the seed of the split.
         validated_by: the fraction or the column that made the split; None without validation.
         fingerprint: what a later preparation compares its own with; None where the rows cannot be recognised.
+        labels: the smallest and the largest value of labels that are numbers, by their names.
     """
 
     dataset_id: str
@@ -71,6 +73,7 @@ class Manifest:
     seed: int
     validated_by: float | str | None
     fingerprint: str | None = None
+    labels: LabelRanges = ()
 
     @property
     def path(self) -> str:
@@ -100,6 +103,7 @@ class Manifest:
             "seed": self.seed,
             "validated_by": self.validated_by,
             "fingerprint": self.fingerprint,
+            "labels": self.labels,
         }
         return json.dumps(content, indent=1).encode()
 
@@ -149,6 +153,7 @@ def _from_json(content: dict, folder: str) -> Manifest:  # type: ignore[type-arg
         seed=int(content["seed"]),
         validated_by=content["validated_by"],
         fingerprint=content.get("fingerprint"),
+        labels=tuple((str(name), low, high) for name, low, high in content.get("labels", ())),
     )
 
 

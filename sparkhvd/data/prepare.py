@@ -31,6 +31,7 @@ from sparkhvd.data.facts import (
     SplitValue,
     check_rows,
     checked_schema,
+    label_ranges,
     size_columns,
 )
 from sparkhvd.data.fingerprint import Fingerprint
@@ -147,6 +148,7 @@ def prepare(
             validation=None if selection.validation is None else _split(files, "validation"),
             seed=writing.seed,
             validated_by=selection.validation,
+            labels=label_ranges(selection.schema, files),
             fingerprint=fingerprint.text if fingerprint is not None and fingerprint == identify() else None,
         )
         store.publish(layout.manifest_path(dataset_id), manifest.to_json())

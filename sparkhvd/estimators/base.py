@@ -17,6 +17,7 @@ from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 
 from sparkhvd.data.direct import dealt
+from sparkhvd.data.facts import with_extreme_labels
 from sparkhvd.data.located import Access
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.prepare import Writing
@@ -246,6 +247,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         schema, sample = manifest.schema, head(rows, manifest, SAMPLE_ROWS)
         if params["transformation_fn"] is not None:
             schema, sample = transformed(schema, params["transformation_fn"], sample)
+        else:
+            sample = with_extreme_labels(sample, manifest.labels)
         shapes = plugin.check(params, schema, sample)
         _check_types(params, schema, shapes)
         logger.info("run %s: %s", params["run_id"], plugin.mapping(params, schema))

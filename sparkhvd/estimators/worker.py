@@ -18,6 +18,7 @@ from sparkhvd.comm.communicator import Communicator
 from sparkhvd.config import given_rows, scratch_folder
 from sparkhvd.data.batches import BatchSource
 from sparkhvd.data.direct import GivenRows, checked
+from sparkhvd.data.facts import LabelRanges, label_ranges, with_extreme_labels
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.petastorm_reader import PetastormSource
 from sparkhvd.data.readers import ParquetSource, Reading
@@ -315,7 +316,8 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
     facts = [one for of_rank in gathered for one in of_rank]
     schema = checked(facts, selection, world.size)
     first = next(one.place[0] for one in facts if one.split == "train")
-    found = _tried(job, payload, schema, given) if world.rank == first else None
+    ranges = label_ranges(schema, facts)
+    found = _tried(job, payload, schema, given, ranges) if world.rank == first else None
     tried = objects.broadcast_object(communicator, found, first, name="shapes of the outputs")
     if isinstance(tried, SparkHvdError):
         raise tried
@@ -339,13 +341,15 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
 
 
 def _tried(
-    job: TrainJob, payload: bytes, schema: DataSchema, given: GivenRows
+    job: TrainJob, payload: bytes, schema: DataSchema, given: GivenRows, ranges: LabelRanges
 ) -> tuple[DataSchema, list[tuple[int, ...]]] | SparkHvdError:
     """The columns that the model gets and the shapes of its outputs; or why it cannot be trained on these rows."""
     rows, function = given.head(schema, SAMPLE_ROWS), job.spec.reading.transformation
     try:
         if function is not None:
             schema, rows = transformed(schema, function, rows)
+        else:
+            rows = with_extreme_labels(rows, ranges)
         return schema, find_plugin(job.plugin).try_out(payload, schema, rows)
     except (DataError, ParamError) as error:
         return error

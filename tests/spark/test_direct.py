@@ -151,6 +151,26 @@ def test_rows_that_cannot_be_trained_on_are_refused_as_on_the_way_through_a_stor
         estimator(**more).fit(spark.createDataFrame(rows, "x array<double>, y double"))
 
 
+@pytest.mark.parametrize("kind", ["int", "double"])
+@pytest.mark.parametrize("stored", [False, True], ids=["direct", "through a Store"])
+def test_a_class_number_without_an_output_is_refused_before_the_training_in_whichever_row_it_is(
+    spark, tmp_path, stored, kind
+):
+    model = torch.nn.Linear(2, 3)
+    more = {"store": Store.create(str(tmp_path))} if stored else {}
+    classes = estimator(
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters()),
+        loss=torch.nn.CrossEntropyLoss(),
+        label_cols=["kind"],
+        validation=0.2,
+        **more,
+    )
+    rows = spark.range(40).selectExpr("array(id / 40.0D, 1D) AS x", f"CAST(IF(id = 33, 3, id % 3) AS {kind}) AS kind")
+    with pytest.raises(ModelOutputError, match=r"label 'kind' of shape \[2\].*: Target 3 is out of bounds"):
+        classes.fit(rows)
+
+
 def test_without_a_row_it_is_said_although_spark_starts_no_task(df, caplog):
     for empty in (df.where("y > 1000"), df.limit(0), df.where(functions.rand() > 2)):
         with pytest.raises(DataError, match="The DataFrame has no rows to train on"):

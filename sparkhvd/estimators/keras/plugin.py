@@ -381,7 +381,12 @@ def _next_step(outputs: Sequence[Any], targets: Sequence[Any]) -> str:
     """What to do about outputs that do not fit their labels."""
     for output, target in zip(outputs, targets, strict=True):
         numbers = np.asarray(target)
-        if numbers.dtype.kind in "iu" and numbers.size == len(numbers) and 1 < output.shape[-1] != numbers.shape[-1]:
+        classes = output.shape[-1]
+        if numbers.dtype.kind in "iu" and numbers.size == len(numbers) and 1 < classes != numbers.shape[-1]:
+            if not 0 <= numbers.min() <= numbers.max() < classes:
+                return (
+                    f"{classes} outputs are the classes 0 to {classes - 1}; number the labels so, or give more outputs."
+                )
             return (
                 "Labels that are class numbers need loss='sparse_categorical_crossentropy', and metrics of that kind "
                 "(SparseCategoricalAccuracy, or 'accuracy'); those without sparse take one number per class."

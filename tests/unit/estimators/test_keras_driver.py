@@ -362,3 +362,10 @@ def test_the_outputs_of_a_subclass_are_named_by_the_labels_and_come_in_their_ord
     PLUGIN.export(given("tuple", unlabelled), unlabelled, tmp_path)
     with pytest.raises(ModelOutputError, match=r"gives a list of outputs where one output is expected.* with from_mod"):
         PLUGIN.predictor(tmp_path).predict({"x": np.zeros((2, 6))})
+
+
+def test_a_class_number_without_an_output_is_refused_with_those_that_there_are():
+    sample = rows(4)
+    sample["y"][-1] = 3
+    with pytest.raises(ModelOutputError, match=r"(?s)cannot compare.*3 outputs are the classes 0 to 2; number the lab"):
+        PLUGIN.check(parameters(), DATA, sample)
