@@ -152,9 +152,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class RankConnected:
-    """What ``orted`` started to the task of its host: it is this rank."""
+    """What ``orted`` started to the task of its host: it is this rank, of so many in all and on its host."""
 
     rank: int
+    size: int
+    local_size: int
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkhvd.rpc.registration import TaskOffer
@@ -33,5 +33,28 @@ def assign(offers: Sequence[TaskOffer]) -> list[Slot]:
     for offer in by_task:
         first_task.setdefault(offer.host_hash, offer.task_index)
     in_rank_order = sorted(by_task, key=lambda offer: (first_task[offer.host_hash], offer.task_index))
+    worlds = layout([offer.host_hash for offer in in_rank_order])
+    return [Slot(world, offer) for world, offer in zip(worlds, in_rank_order, strict=True)]
+
+
+def assign_started(offers: Sequence[TaskOffer], ranks_of_host: Mapping[str, Sequence[int]]) -> list[Slot]:
+    """One slot per task, in rank order, where somebody else has started the ranks already.
+
+    The ranks of a host belong to its tasks in the order of both.
+
+    Args:
+        offers: of the tasks.
+        ranks_of_host: by ``TaskOffer.host_hash``, as many as the host has tasks.
+
+    Raises:
+        ValueError: these are not the ranks 0 to n-1, or a host has another number of them.
+    """
+    offer_of: dict[int, TaskOffer] = {}
+    for host, ranks in ranks_of_host.items():
+        own = sorted((one for one in offers if one.host_hash == host), key=lambda offer: offer.task_index)
+        offer_of.update(zip(sorted(ranks), own, strict=True))
+    if sorted(offer_of) != list(range(len(offers))):
+        raise ValueError(f"Ranks {sorted(offer_of)} are not 0 to {len(offers) - 1}.")
+    in_rank_order = [offer_of[rank] for rank in range(len(offers))]
     worlds = layout([offer.host_hash for offer in in_rank_order])
     return [Slot(world, offer) for world, offer in zip(worlds, in_rank_order, strict=True)]

@@ -109,6 +109,11 @@ def _other_mpirun(folder: Path) -> dict[str, object]:
     return {"path": str(folder)}
 
 
+def _next_mpirun(folder: Path) -> dict[str, object]:
+    _script(folder, "mpirun", "echo 'mpirun (Open MPI) 5.0.6'")
+    return {"path": str(folder)}
+
+
 def _without_orted(folder: Path) -> dict[str, object]:
     return {"environments": {1: {"PATH": str(folder)}}}
 
@@ -153,6 +158,16 @@ _LOST = r"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost \({}\): its Pyth
 MPI_FAULTS = [
     MpiFault("mpirun missing", r"mpirun was not found on the driver's PATH.*launcher='barrier'", _without_mpirun),
     MpiFault("mpirun of another MPI", r"\S+/mpirun is not Open MPI's; it calls itself 'HYDRA build det", _other_mpirun),
+    MpiFault(
+        "mpirun of Open MPI 5",
+        r"\S+/mpirun is of Open MPI 5\.0\.6, which starts the hosts by prted\..*launcher='barrier'",
+        _next_mpirun,
+    ),
+    MpiFault(
+        "ranks on the wrong host",
+        r"mpirun started 2 of 2 ranks on host 127\.0\.0\.1, where Spark runs 1 of this job's 2 tasks",
+        lambda _: {"extra": ["-H", "sparkhvd-a:1", "--map-by", "slot:OVERSUBSCRIBE"]},
+    ),
     MpiFault(
         "orted missing",
         r"There is no orted on the PATH of the executors on 127\.0\.0\.1\. Install Open MPI",

@@ -54,6 +54,7 @@ def meet_through_both_worlds():
             os.environ.get("OMP_NUM_THREADS"),
             os.environ.get("BY_MPIRUN"),
         ),
+        "host": os.environ["CONTAINER_ID"],
         "secrets": [
             name for name in os.environ if name.startswith("SPARKHVD_") and ("SECRET" in name or "FOLDER" in name)
         ],
@@ -83,6 +84,16 @@ def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core(monk
     assert all(extra_path in one["path"] and str(tmp_path) not in one["path"] for one in found)
     assert [one["folder"] for one in found] == [str(Path(__file__).parents[2])] * 4, "that of the tasks"
     assert sorted(stdout.getvalue().splitlines()) == [f"[{rank}]<stdout>:said by {rank}" for rank in range(4)]
+
+
+def test_the_users_arguments_decide_where_ranks_go_and_which_interfaces_open_mpi_leaves_out():
+    extra = ("--map-by", "node", "-mca", "oob_tcp_if_exclude", "docker0")
+    env = {"OMPI_MCA_btl_tcp_if_exclude": "docker0"}
+    found = run(meet_through_both_worlds, containers=("a", "b", "a"), extra=extra, env=env)
+    assert [one["host"] for one in found] == ["a", "b", "a"]
+    assert [one["places"] for one in found] == [(0, 3, 0, 2, 0, 2), (1, 3, 0, 1, 1, 2), (2, 3, 1, 2, 0, 1)]
+    assert [one["mpi"] for one in found] == [(rank, 3) for rank in range(3)]
+    assert [one["sums"] for one in found] == [(6, 6.0)] * 3
 
 
 def environment():

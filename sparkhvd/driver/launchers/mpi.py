@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 from sparkhvd.addresses import LOOPBACK
 from sparkhvd.background import is_set_within
 from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.config import changed_environment
 from sparkhvd.data.spark_job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import driver_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, mpirun_settings
+from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, mpirun_settings, parameters_of
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.ring import linked
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
@@ -33,11 +34,11 @@ from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, Spa
 from sparkhvd.rpc.client import Client
 from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.interfaces import interfaces
-from sparkhvd.rpc.messages import Assign, Attend, Attending, Output, StillThere
+from sparkhvd.rpc.messages import Assign, Attend, Attending, StillThere
 from sparkhvd.rpc.registration import Registration, TaskOffer
 from sparkhvd.rpc.server import SILENT_SECONDS, UNANSWERED_SECONDS, Server
 from sparkhvd.task.assignment import assign
-from sparkhvd.task.devices import device_map, mixed_devices
+from sparkhvd.task.devices import mixed_devices
 from sparkhvd.task.entry import entry_of
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
@@ -277,8 +278,6 @@ class MpiHandle:
             for link in links:
                 link.client.close()
             raise
-        if text := device_map(assign(offers)):
-            self._stream.handle(Output(0, "stdout", text.encode()))
         ranks = {slot.offer.task_index: slot.world.rank for slot in assign(offers)}
         for offer, link in zip(offers, links, strict=True):
             self._attend(ranks[offer.task_index], offer, link.client)
@@ -288,7 +287,8 @@ class MpiHandle:
         networks = [server.network for server in by_index.values()]
         networks += [one.network for one in interfaces() if one.address == self._setup.bind_host != LOOPBACK]
         arguments = mpirun_arguments(hosts, self._setup.extra_args, is_root())
-        settings = mpirun_settings(hosts, networks)
+        given = parameters_of(self._setup.extra_args, changed_environment(dict(self._job.env)))
+        settings = mpirun_settings(hosts, networks, given)
         service = ServiceAddress(self._addresses, self._job.secret)
         try:
             self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)

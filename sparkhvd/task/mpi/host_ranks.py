@@ -51,8 +51,10 @@ class RankListener:
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(1024)
 
-    def accept(self, preload: Sequence[str], deadline: Deadline, given_up: Callable[[], bool]) -> tuple[int, Spawned]:
-        """The next rank that connects, and its worker.
+    def accept(
+        self, preload: Sequence[str], deadline: Deadline, given_up: Callable[[], bool]
+    ) -> tuple[RankConnected, Spawned]:
+        """What the next rank that connects says of itself, and its worker.
 
         Args:
             preload: modules that the worker imports first.
@@ -75,10 +77,10 @@ class RankListener:
             except (OSError, SparkHvdError, ValueError):
                 connection.close()  # no rank of ours, or one that has ended already: orted says so
 
-    def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[int, Spawned]:
+    def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)
         link = accept_handshake(connection, self.secret, deadline)
-        rank = _told(RankConnected, link, deadline).rank
+        place = _told(RankConnected, link, deadline)
         link.send(encode(Preload(tuple(preload))), deadline)
         own, other = socket.socketpair()
         read_out, write_out = os.pipe()
@@ -96,7 +98,7 @@ class RankListener:
             other.close()
             os.close(write_out)
             os.close(write_err)
-        return rank, Spawned(RankEnd(pid, link), own, read_out, read_err)
+        return place, Spawned(RankEnd(pid, link), own, read_out, read_err)
 
     def close(self) -> None:
         self._socket.close()

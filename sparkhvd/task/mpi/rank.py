@@ -26,7 +26,8 @@ from sparkhvd.task.scratch import make_scratch, remove_scratch
 
 _CONNECT_SECONDS = 30.0
 _NOTE_SECONDS = 30.0
-_RANK = "OMPI_COMM_WORLD_RANK"
+# What mpirun says of a rank: its number, how many there are, how many of them on its host.
+_PLACE = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def main() -> int:
@@ -37,7 +38,7 @@ def main() -> int:
         connection.settimeout(_CONNECT_SECONDS)
         connection.connect(f"\0{given[RANK_SOCKET]}")
         link = connect_handshake(connection, bytes.fromhex(given[RANK_SECRET]), deadline)
-        link.send(encode(RankConnected(int(os.environ[_RANK]))), deadline)
+        link.send(encode(RankConnected(*(int(os.environ[name]) for name in _PLACE))), deadline)
         preload = decode(link.receive(idle=deadline) or b"")
         if not isinstance(preload, Preload):
             raise MessageError(f"The task of this host said {type(preload).__name__} instead of Preload.")

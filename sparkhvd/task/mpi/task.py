@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,13 +16,14 @@ import pyarrow as pa
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.config import changed_environment, yarn_container
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import LaunchError
+from sparkhvd.errors import DeadlineExceededError, LaunchError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Refused, Register
+from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, RankConnected, Refused, Register
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.rpc.server import Server
-from sparkhvd.task.assignment import Slot, assign
+from sparkhvd.task.assignment import Slot, assign, assign_started
+from sparkhvd.task.devices import write_device_map
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.import_path import IMPORT_PATH, import_path
@@ -39,7 +41,7 @@ from sparkhvd.task.output import DriverLog
 from sparkhvd.task.place import TaskPlace, place_of_task
 from sparkhvd.task.process import WorkerProcess, not_started
 from sparkhvd.task.rank import Plan, worker_spec
-from sparkhvd.task.report import FailureReport
+from sparkhvd.task.report import LAUNCH, FailureReport
 from sparkhvd.task.rows import result_rows
 from sparkhvd.task.supervise import NOTE_SECONDS, OUTCOME, Outcome, Supervision, await_outcome, watch_outcome
 from sparkhvd.task.threads import thread_defaults
@@ -51,6 +53,8 @@ _DRIVER_CHECK_SECONDS = 2.0
 _DRIVER_SECONDS = 5.0
 # Time for orted to tell mpirun that all ranks have ended well.
 _ORTED_SECONDS = 3.0
+# How often a host that waits for the ranks of the others looks whether the job goes on.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -157,25 +161,69 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
         stack.callback(service.close)
         service.let_execute(_environment(job, part.place, listener))
         workers: dict[int, WorkerProcess] = {}
+        logs_of: dict[int, DriverLog] = {}
+
+        def over() -> bool:
+            return service.orted_ended() is not None or not events.empty()
+
         try:
             while len(workers) < len(own):
-                rank, spawned = listener.accept(
-                    job.preload, part.deadline, lambda: service.orted_ended() is not None or not events.empty()
-                )
-                log = DriverLog(job)
+                started, spawned = listener.accept(job.preload, part.deadline, over)
+                log = logs_of[started.rank] = DriverLog(job)
                 logs.callback(log.close)
-                log.rank = rank
-                worker = workers[rank] = WorkerProcess(spawned, log)
+                log.rank = started.rank
+                worker = workers[started.rank] = WorkerProcess(spawned, log)
                 stack.callback(worker.close)
                 worker.output.start()
+                if why := _elsewhere(started, part.plan, own):
+                    return {own[0].world.rank: _end(part.plan, FailureReport(-1, "", why, kind=LAUNCH))}
+            part = replace(part, plan=_as_started(part, own, list(workers), over))
         except LaunchError:
             return {own[0].world.rank: _not_started(part.plan, own[0], service)}
+        if 0 in logs_of:
+            write_device_map(part.plan.slots, logs_of[0])
         for rank, worker in workers.items():
             worker.send(worker_spec(job, part.plan, part.plan.slots[rank]))
         contents = run_ranks(part.plan, workers, part.deadline, part.place.parent, part.reach)
         if all(isinstance(content, bytes) for content in contents.values()):
             service.await_orted_end(_ORTED_SECONDS)
         return contents
+
+
+def _elsewhere(started: RankConnected, plan: Plan, own: Sequence[Slot]) -> str:
+    """What is wrong when ``mpirun`` gives a host more or fewer ranks than it has tasks; empty when nothing is."""
+    if (started.size, started.local_size) == (len(plan.slots), len(own)):
+        return ""
+    return (
+        f"mpirun started {started.local_size} of {started.size} ranks on host {own[0].offer.host}, where Spark runs "
+        f"{len(own)} of this job's {len(plan.slots)} tasks. extra_mpi_args and OMPI_MCA_* variables may change the "
+        "order of the ranks, not their number on a host: leave out those about hosts, slots and processes per node."
+    )
+
+
+def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Callable[[], bool]) -> Plan:
+    """The plan with the ranks that ``mpirun`` gave each host, which the user's arguments may have changed.
+
+    Raises:
+        LaunchError: the job has ended before all hosts had said theirs.
+    """
+    plan = part.plan
+    hosts = list(dict.fromkeys(slot.offer.host_hash for slot in plan.slots))
+    found: dict[str, list[int]] = {}
+    with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
+        client.set(_ranks_key(own[0].offer.host_hash), json.dumps(ranks).encode(), Deadline.after(NOTE_SECONDS))
+        while len(found) < len(hosts):
+            host = hosts[len(found)]
+            try:
+                found[host] = json.loads(client.get(_ranks_key(host), part.deadline.capped(_LOOK_SECONDS)))
+            except DeadlineExceededError:
+                if over() or part.deadline.expired():
+                    raise LaunchError("not all hosts have their ranks") from None
+    return replace(plan, slots=tuple(assign_started([slot.offer for slot in plan.slots], found)))
+
+
+def _ranks_key(host_hash: str) -> str:
+    return f"mpi/ranks/{host_hash}"
 
 
 @contextmanager
@@ -204,18 +252,22 @@ def _environment(job: Job, place: TaskPlace, listener: RankListener) -> dict[str
 
 def _not_started(plan: Plan, slot: Slot, service: TaskService) -> Outcome:
     """The outcome of a job whose ranks did not start here; the driver's reason goes before that of this task."""
+    ended, patience = service.orted_ended(), 0.0
+    if ended is None:
+        report = FailureReport(slot.world.rank, slot.offer.host, "did not start in time: mpirun started no ranks")
+    else:
+        report, patience = FailureReport(slot.world.rank, slot.offer.host, orted_failure(*ended)), _DRIVER_SECONDS
+    return _end(plan, report, patience)
+
+
+def _end(plan: Plan, report: FailureReport, patience: float = 0.0) -> Outcome:
+    """The outcome of the job: this one, unless somebody else notes one before, or within ``patience`` seconds."""
     with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
-        ended = service.orted_ended()
-        if ended is None:
-            report = FailureReport(slot.world.rank, slot.offer.host, "did not start in time: mpirun started no ranks")
-        else:
-            report = FailureReport(slot.world.rank, slot.offer.host, orted_failure(*ended))
-            try:
-                return _outcome(client.get(OUTCOME, Deadline.after(_DRIVER_SECONDS)))
-            except TimeoutError:
-                pass
-        client.set(OUTCOME, report.to_json(), Deadline.after(NOTE_SECONDS))
-        return _outcome(client.get(OUTCOME, Deadline.after(NOTE_SECONDS)))
+        try:
+            return _outcome(client.get(OUTCOME, Deadline.after(patience)))
+        except DeadlineExceededError:
+            client.set(OUTCOME, report.to_json(), Deadline.after(NOTE_SECONDS))
+            return _outcome(client.get(OUTCOME, Deadline.after(NOTE_SECONDS)))
 
 
 def _outcome(content: bytes) -> Outcome:

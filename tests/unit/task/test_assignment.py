@@ -6,7 +6,7 @@ import random
 import pytest
 
 from sparkhvd.rpc.registration import TaskOffer
-from sparkhvd.task.assignment import assign
+from sparkhvd.task.assignment import assign, assign_started
 
 
 def offers(hosts: tuple[str, ...]) -> list[TaskOffer]:
@@ -44,3 +44,25 @@ def test_the_order_in_which_offers_arrive_does_not_matter():
 def test_missing_or_doubled_tasks_are_refused(indices):
     with pytest.raises(ValueError, match="are not 0 to 1, each once"):
         assign([TaskOffer(index, "a", "a", "127.0.0.1") for index in indices])
+
+
+def test_ranks_that_others_placed_belong_to_the_tasks_of_their_host():
+    slots = assign_started(offers(("a", "b", "a", "b", "a")), {"a": [3, 0, 4], "b": [2, 1]})
+    assert [slot.offer.task_index for slot in slots] == [0, 1, 3, 2, 4]
+    worlds = [slot.world for slot in slots]
+    assert [(one.rank, one.local_rank, one.local_size) for one in worlds] == [
+        (0, 0, 3),
+        (1, 0, 2),
+        (2, 1, 2),
+        (3, 1, 3),
+        (4, 2, 3),
+    ]
+    assert [(one.cross_rank, one.cross_size) for one in worlds] == [(0, 2), (1, 2), (1, 2), (0, 2), (0, 1)]
+    planned = assign(offers(("a", "b", "a")))
+    assert assign_started([slot.offer for slot in planned], {"a": [0, 1], "b": [2]}) == planned
+
+
+@pytest.mark.parametrize("ranks", [{"a": [0, 1], "b": [2]}, {"a": [0], "b": [0]}, {"a": [0], "b": [2]}, {"a": [0]}])
+def test_ranks_that_are_not_one_per_task_are_refused(ranks):
+    with pytest.raises(ValueError, match=r"are not 0 to 1|zip\(\) argument"):
+        assign_started(offers(("a", "b")), ranks)

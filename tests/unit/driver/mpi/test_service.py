@@ -90,6 +90,6 @@ def test_the_command_line_has_one_rank_per_task_and_the_users_arguments_last():
     assert arguments[:5] == ["--allow-run-as-root", "-np", "3", "-H", "sparkhvd-a:2,sparkhvd-b:1"]
     assert arguments[-5:-2] == ["-x", "NCCL_DEBUG=INFO", "/bin/sh"]
     assert "--allow-run-as-root" not in mpirun_arguments(hosts, [], root=False)
-    settings = mpirun_settings(hosts, ["10.0.0.0/24", "10.0.1.0/24", "10.0.0.0/24"])
+    settings = mpirun_settings(hosts, ["10.0.0.0/24", "10.0.1.0/24", "10.0.0.0/24"], set())
     assert settings["OMPI_MCA_oob_tcp_if_include"] == "10.0.0.0/24,10.0.1.0/24"
     assert not any("secret" in value.lower() for value in [*arguments, *settings.values()])
