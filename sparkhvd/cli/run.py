@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,11 +17,11 @@ from types import FrameType
 from sparkhvd.cli.check_build import check_build
 from sparkhvd.cli.flags import MPI_ARGS, parser
 from sparkhvd.cli.settings import notices, read_file, variables
-from sparkhvd.config import export, from_environment, variable_of
+from sparkhvd.config import environment_for_hosts, export, from_environment, variable_of
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, words_of
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
-from sparkhvd.driver.mpi.command import find_mpirun, is_root
+from sparkhvd.driver.mpi.command import find_mpirun, interface_parameters, is_root, parameters_of
 from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
@@ -31,6 +30,7 @@ from sparkhvd.task.command import run_command
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What mpirun may take to end its ranks.
 _MPIRUN_SECONDS = 10
+_OF_OPEN_MPI = ("OMPI_", "ORTE_", "PMIX_", "PRTE_")
 # Ends mpirun when its own stdin ends, which we hold no longer when we are killed.
 _END_AFTER_US = (
     'cat; kill -TERM "$0"; n=0; while kill -0 "$0" && [ $n -lt "$1" ]; do sleep 1; n=$((n+1)); done; kill -KILL "-$0"'
@@ -102,6 +102,8 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
         sys.stderr.write(f"sparkhvdrun: {line}\n")
     if by_mpi and flags.start_timeout is not None:  # for hvd.init(); mpirun itself knows no such limit
         given[variable_of("start_timeout")] = str(flags.start_timeout)
+    if by_mpi and flags.nics:  # for the gradients; what mpirun gets is for Open MPI's own connections
+        given[variable_of("network_interfaces")] = ",".join(flags.nics)
     export(given)
     options = RunOptions(
         start_timeout=flags.start_timeout,
@@ -114,7 +116,7 @@ def _run_command_line(flags: argparse.Namespace, command: Sequence[str]) -> int:
         check_counts(flags.num_proc)
         check_options(options, launcher)
         from_environment()  # refuses what the ranks could not read
-        return _run_by_mpi(flags, hosts, list(given), command)
+        return _run_by_mpi(flags, hosts, command)
     for flag in ("mpi_args", "binding_args"):
         if getattr(flags, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} is for mpirun; give --mpi, too.")
@@ -134,12 +136,9 @@ def _hosts(flags: argparse.Namespace) -> tuple[Host, ...]:
     return parse_hosts(flags.hosts) if flags.hosts is not None else ()
 
 
-def _run_by_mpi(
-    flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequence[str], command: Sequence[str]
-) -> int:
+def _run_by_mpi(flags: argparse.Namespace, hosts: tuple[Host, ...], command: Sequence[str]) -> int:
     """By ``mpirun`` alone: it starts the ranks, and ``hvd.init()`` asks MPI who they are."""
-    carried = [name for name in ("PATH", "PYTHONPATH", *names) if name in os.environ]
-    line = [find_mpirun(), *mpirun_words(flags, hosts, carried, is_root()), *command]
+    line = [find_mpirun(with_orted=False), *mpirun_words(flags, hosts, environment_for_hosts(), is_root()), *command]
     if flags.verbose:
         sys.stderr.write(f"sparkhvdrun: {shlex.join(line)}\n")
     # In a session of its own, so that a signal reaches it once, through us, and it ends its ranks in order.
@@ -176,20 +175,24 @@ def _end(mpirun: subprocess.Popen[bytes]) -> None:
         mpirun.kill()
 
 
-def mpirun_words(flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequence[str], root: bool) -> list[str]:
+def mpirun_words(
+    flags: argparse.Namespace, hosts: tuple[Host, ...], environment: Mapping[str, str], root: bool
+) -> list[str]:
     """The arguments of ``mpirun`` for these flags.
 
     Args:
         flags: of the command line.
         hosts: where to run; empty is this machine.
-        names: variables that the ranks get.
+        environment: variables that the ranks get on all hosts; Open MPI carries its own ones itself.
         root: whether this runs as root.
     """
     used = take_slots(hosts, flags.num_proc) if hosts else ()
     count = sum(host.slots for host in used) or flags.num_proc
     ssh = [f"-p {flags.ssh_port}"] if flags.ssh_port is not None else []
     ssh += [f"-i {flags.ssh_identity_file}"] if flags.ssh_identity_file is not None else []
-    nics = ",".join(flags.nics)
+    more = words_of("--mpi-args", flags.mpi_args)
+    included = interface_parameters(",".join(flags.nics), parameters_of(more, environment)) if flags.nics else {}
+    names = [name for name in environment if not name.startswith(_OF_OPEN_MPI)]
     where = ",".join(f"{host.name}:{host.slots}" for host in used) or f"{socket.gethostname()}:{count}"
     return [
         *(["--allow-run-as-root"] if root else []),
@@ -197,13 +200,13 @@ def mpirun_words(flags: argparse.Namespace, hosts: tuple[Host, ...], names: Sequ
         *(words_of("--binding-args", flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
         *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
         *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
-        *(["-mca", "btl_tcp_if_include", nics, "-mca", "oob_tcp_if_include", nics] if nics else []),
+        *(word for name, value in included.items() for word in ("-mca", name, value)),
         # Without a folder for the job in between, it is as with the other launchers.
         *(["--output-filename", f"{flags.output_filename}:nojobid"] if flags.output_filename else []),
         *(["--timestamp-output"] if flags.prefix_output_with_timestamp else []),
         "--tag-output",
         *(word for name in names for word in ("-x", name)),
-        *words_of("--mpi-args", flags.mpi_args),
+        *more,
     ]
 
 

@@ -146,10 +146,23 @@ def test_mpirun_starts_the_ranks_where_it_is_asked_for(tmp_path):
     assert [found[rank]["place"] for rank in range(2)] == [[0, 2, 0, 0], [1, 2, 1, 0]]
     assert [one["total"] for one in found.values()] == [3.0, 3.0]
     assert [found[0]["cache"], found[0]["start_timeout"]] == [9, 77.0]
+    assert found[1]["interfaces"] == "lo,lo", "the gradients keep to them, too"
     assert (tmp_path / "kept" / "rank.1" / "stdout").read_text().startswith("[1,1]<stdout>:{")
     notice, line = done.stderr.splitlines()
     assert notice == "sparkhvdrun: --ssh-port has no effect: all ranks run on this machine; -H names others."
     assert " -mca btl_tcp_if_include lo,lo " in line, "both flags count"
+
+
+def test_the_environment_holds_on_the_hosts_where_mpirun_starts_the_ranks(tmp_path):
+    agent = tmp_path / "agent"  # what ssh would be: the first word is the host
+    agent.write_text(f'#!/bin/sh\nshift\nexec env -i PATH="$PATH" TMPDIR={tmp_path} MAIL=theirs /bin/sh -c "$*"\n')
+    agent.chmod(0o755)
+    mine = {"MINE": "a b;c", "SPARKHVD_ENCRYPT": "1", "MAIL": "ours", "OMPI_MCA_plm_rsh_agent": str(agent)}
+    script = "echo $MINE,$SPARKHVD_ENCRYPT,$SPARKHVD_CACHE_CAPACITY$HOROVOD_CACHE_CAPACITY,$MAIL"
+    done = sparkhvdrun(
+        *("--mpi", "-H", "elsewhere:1", "--cache-capacity", 9, "/bin/sh", "-c", script), env={**environment(), **mine}
+    )
+    assert done.stdout == "[1,0]<stdout>:a b;c,1,9,theirs\n", done.stderr
 
 
 def test_hosts_of_this_machine_need_no_ssh_and_are_hosts_to_the_ranks():

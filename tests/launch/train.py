@@ -28,6 +28,7 @@ print(
             "arguments": sys.argv[1:],
             "cache": config.cache_capacity,
             "start_timeout": config.start_timeout,
+            "interfaces": config.network_interfaces,
             "autotune": [getattr(config, name) for name in TUNING],
             "secrets": [name for name, value in os.environ.items() if "SECRET" in name or "TOKEN" in name],
         }

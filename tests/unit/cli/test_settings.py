@@ -131,7 +131,11 @@ def test_a_flag_that_changes_nothing_here_is_said():
 
 def words_of_mpirun(*given: str, hosts: str = "") -> str:
     flags = parser().parse_args([*given, "--mpi", "program"])
-    return " ".join(mpirun_words(flags, parse_hosts(hosts) if hosts else (), ["PATH", "A"], root=False))
+    return " ".join(
+        mpirun_words(
+            flags, parse_hosts(hosts) if hosts else (), {"PATH": "/bin", "A": "1", "OMPI_MCA_x": "y"}, root=False
+        )
+    )
 
 
 def test_mpirun_gets_hosts_and_how_to_reach_them():
@@ -148,9 +152,11 @@ def test_mpirun_gets_what_is_said_about_binding_output_and_itself():
     )
     assert words.startswith("--bind-to core -mca pml ob1 ")
     assert " --output-filename out:nojobid --timestamp-output --tag-output " in words
-    assert " -mca btl_tcp_if_include eth0,eth1 -mca oob_tcp_if_include eth0,eth1 " in words
+    assert " -mca oob_tcp_if_include eth0,eth1 -mca btl_tcp_if_include eth0,eth1 " in words
     assert words.endswith(" -x A -x B=c d")
     assert "--allow-run-as-root" not in words
+    words = words_of_mpirun("--network-interfaces", "eth0", "--mpi-args=-mca btl_tcp_if_exclude lo")
+    assert "btl_tcp_if_include" not in words
 
 
 @pytest.mark.parametrize(
