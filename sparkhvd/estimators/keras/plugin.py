@@ -382,7 +382,7 @@ def _next_step(outputs: Sequence[Any], targets: Sequence[Any]) -> str:
     for output, target in zip(outputs, targets, strict=True):
         numbers = np.asarray(target)
         classes = output.shape[-1]
-        if numbers.dtype.kind in "iu" and numbers.size == len(numbers) and 1 < classes != numbers.shape[-1]:
+        if numbers.dtype.kind in "iu" and numbers.size == len(numbers) and classes > 1:
             if not 0 <= numbers.min() <= numbers.max() < classes:
                 return (
                     f"{classes} outputs are the classes 0 to {classes - 1}; number the labels so, or give more outputs."

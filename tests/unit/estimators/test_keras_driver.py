@@ -369,3 +369,11 @@ def test_a_class_number_without_an_output_is_refused_with_those_that_there_are()
     sample["y"][-1] = 3
     with pytest.raises(ModelOutputError, match=r"(?s)cannot compare.*3 outputs are the classes 0 to 2; number the lab"):
         PLUGIN.check(parameters(), DATA, sample)
+
+
+def test_class_numbers_are_known_as_such_also_where_there_are_as_many_rows_as_classes():
+    two = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, activation="softmax")])
+    given = parameters(model=two, loss="categorical_crossentropy", metrics=None)
+    sample = {**rows(2), "y": np.array([0, 1])}
+    with pytest.raises(ModelOutputError, match=r"class numbers need loss='sparse_categorical_crossentropy'"):
+        PLUGIN.check(given, DATA, sample)
