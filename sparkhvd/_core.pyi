@@ -76,6 +76,9 @@ class Operation:
         Raises why the engine has ended, if it has: what is done here may have failed on the device since.
         """
 
+    def carried_out(self) -> bool:
+        """After ``wait``: whether the device has done it, too; True for memory of the host. Raises as ``let_wait``."""
+
     def move_output(self, target: int, stream: int) -> None:
         """Allgather and alltoall on a device, after ``wait``: copy what came into its memory, in order of the stream.
 

@@ -189,6 +189,7 @@ void RegisterOperation(py::module_& module) {
            })
       .def("rows", [](const Handle& self) { return self.Finished().rows(); })
       .def("let_wait", &Handle::LetWait, py::arg("stream"))
+      .def("carried_out", &Handle::CarriedOut)
       .def("move_output", &Handle::MoveOutput, py::arg("target"), py::arg("stream"));
 }
 

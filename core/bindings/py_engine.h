@@ -102,6 +102,12 @@ class Handle {
     Check(operation_->device()->LetWait(ToStream(stream)));
   }
 
+  // Whether the device has carried it out, too; so it is once it is done for memory of the host.
+  bool CarriedOut() const {
+    RequireGoodDevice();
+    return operation_->device() == nullptr || operation_->device()->Finished();
+  }
+
   // Copies what an operation on a device has brought there, in the order of the stream.
   void MoveOutput(uintptr_t target, uintptr_t stream) {
     if (Finished().device() == nullptr) return;

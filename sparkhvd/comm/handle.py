@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,10 +11,12 @@ from typing import Generic, Protocol, TypeVar
 from sparkhvd._core import CoreError, Operation
 from sparkhvd.comm.failures import translate, translated
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import CollectiveError, NotInitializedError
+from sparkhvd.errors import CollectiveError, DeadlineExceededError, NotInitializedError
 
 T = TypeVar("T")
 U = TypeVar("U")
+
+_GPU_SECONDS = 0.0001
 
 
 class Pending(Protocol):
@@ -29,6 +32,10 @@ class Pending(Protocol):
 
     def let_wait(self, stream: int) -> None:
         """After ``wait()``: put a CUDA stream behind the result; raises ``CoreError``."""
+        ...
+
+    def carried_out(self) -> bool:
+        """After ``wait()``: whether a CUDA device has done it, too; raises ``CoreError``."""
         ...
 
 
@@ -58,6 +65,10 @@ class PendingGroup:
         """Put a CUDA stream behind all results."""
         for operation in self.operations:
             operation.let_wait(stream)
+
+    def carried_out(self) -> bool:
+        """Whether a CUDA device has done all of them, too."""
+        return all(operation.carried_out() for operation in self.operations)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +132,23 @@ class Handle(Generic[T]):
             return self._result()
 
         return Handle(self.name, self.operation, self.timeout, finish=cache(finish))
+
+    def carried_out(self) -> Handle[T]:
+        """The same operation on a CUDA device; ``wait()`` waits for the device, too."""
+
+        def finish() -> T:
+            deadline = Deadline.after(self.timeout)
+            while not self._is_carried_out():
+                if deadline.expired():
+                    raise DeadlineExceededError(f"The GPU did not carry out {self.name!r} within {self.timeout:g} s.")
+                time.sleep(_GPU_SECONDS)
+            return self._result()
+
+        return Handle(self.name, self.operation, self.timeout, finish=cache(finish))
+
+    def _is_carried_out(self) -> bool:
+        with translated():
+            return self.operation.carried_out()
 
     def bringing(self, result: U) -> Handle[U]:
         """The same operation with a result that is known already."""

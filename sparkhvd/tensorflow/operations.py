@@ -15,6 +15,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.buffers import Array, ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
+from sparkhvd.tensorflow import gpu
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.tensors import array_of, as_written, graph_name, outside_graph
 
@@ -98,18 +99,21 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     ]
 
     def reduce(values: Sequence[tf.Tensor], suffix: str) -> list[tf.Tensor]:
-        def run(*eager: tf.Tensor) -> Sequence[Array]:
+        def run(*eager: tf.Tensor) -> Sequence[Array | tf.Tensor]:
             communicator = session.current()
+            ids = [each and each + suffix for each in names]
+            if gpu.by_nccl(eager, op, process_set):
+                return gpu.allreduce(eager, op, prescale_factor, postscale_factor, ids, process_set)
             handles = [
                 communicator.allreduce_async(
                     array_of(value, f"Tensor {each or ''}".rstrip()),
                     op,
-                    name=each and each + suffix,
+                    name=each,
                     prescale=prescale_factor,
                     postscale=postscale_factor,
                     process_set=process_set,
                 )
-                for value, each in zip(eager, names, strict=True)
+                for value, each in zip(eager, ids, strict=True)
             ]
             return [handle.wait() for handle in handles]
 

@@ -74,5 +74,6 @@ def test_handles_of_device_operations_make_their_result_once():
         handle = barrier.then(lambda _: object()).behind(stream)
         assert handle.wait() is handle.wait()
         assert asked == ["stream"]
+        assert session.current().barrier_async(name="second").carried_out().wait() is None  # no device has to
     finally:
         session.shutdown()

@@ -37,7 +37,7 @@ def agree(operation, tensor):
     """The result of an operation in eager mode and inside a graph, which is the same."""
     eager = operation(tensor)
     traced = graph(operation)(tensor)
-    assert np.array_equal(eager.numpy(), traced.numpy()), (eager, traced)
+    assert np.array_equal(eager.numpy(), traced.numpy(), equal_nan=True), (eager, traced)
     return eager.numpy().tolist()
 
 
@@ -48,6 +48,29 @@ def reduce_in_every_mode():
     assert agree(lambda t: hvd.allreduce(t, compression=hvd.Compression.fp16), mine) == [0.5] * 3
     both = graph(lambda t: hvd.grouped_allreduce([t, 2 * t], op=hvd.Sum))(mine)
     assert [value.numpy().tolist() for value in both] == [[1.0] * 3, [2.0] * 3]
+
+
+def reduce_where_the_tensors_are():
+    """What NCCL does with a GPU's tensors, done with those of the CPU: it is their memory that is reduced."""
+    from sparkhvd.tensorflow import gpu  # noqa: PLC0415
+
+    mine = tf.constant([[1.0, -2.0], [np.nan, np.inf]]) * (hvd.rank() + 1)
+    memory = gpu.memory_of(mine)
+    assert memory[1:3] == ((2, 2), "float32")
+    assert (memory.address, memory.device) == (np.asarray(mine).ctypes.data, None)
+    assert not gpu.by_nccl([mine], hvd.Sum, None)
+    decides, gpu.by_nccl = gpu.by_nccl, lambda tensors, op, process_set: True
+    before = mine.numpy()
+    sums = agree(lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=2.0, postscale_factor=5.0), mine)
+    assert np.array_equal(sums, [[30.0, -60.0], [np.nan, np.inf]], equal_nan=True)
+    both = graph(lambda t: hvd.grouped_allreduce([t, tf.cast(t, tf.bfloat16)]))(mine)
+    assert [value[0].numpy().tolist() for value in both] == [[1.5, -3.0], [1.5, -3.0]]
+    assert np.array_equal(mine.numpy(), before, equal_nan=True)
+    variable = tf.Variable([float(hvd.rank())])
+    with tf.GradientTape() as tape:
+        loss = variable * variable
+    assert hvd.DistributedGradientTape(tape).gradient(loss, [variable])[0].numpy().tolist() == [1.0]
+    gpu.by_nccl = decides
 
 
 def gather_and_broadcast():
@@ -213,6 +236,10 @@ def test_every_dtype_is_reduced_by_every_operator(group):
 def test_eager_mode_and_graphs_give_the_same(group):
     group.run(reduce_in_every_mode)
     group.run(gather_and_broadcast)
+
+
+def test_memory_of_tensors_is_reduced_in_eager_mode_and_graphs(group):
+    group.run(reduce_where_the_tensors_are)
 
 
 def test_rows_move_alike_in_eager_mode_and_graphs(group):
