@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pyspark.sql import SparkSession
@@ -17,6 +18,7 @@ from sparkhvd import Store
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.driver.slots import reserve_tasks
+from sparkhvd.errors import LaunchError
 from tests import lines
 from tests.hdfs_server import running_hdfs
 from tests.launch import hosts
@@ -79,6 +81,20 @@ def examined_apart(session: SparkSession, one: hosts.Host, other: hosts.Host) ->
         one.show(other)
 
 
+def launched_apart(one: hosts.Host, others: Sequence[hosts.Host]) -> str:
+    """What the mpi launcher says when only the driver reaches a host."""
+    for other in others:
+        one.hide(other)
+    try:
+        sparkhvd.run(place, num_proc=HOSTS, launcher="mpi")
+    except LaunchError as error:
+        return str(error)
+    finally:
+        for other in others:
+            one.show(other)
+    return "nothing"
+
+
 def learned(spark: SparkSession, store: Store) -> list[float]:
     """How far off a fit with a rank on every host is."""
     return lines.errors(spark, store, num_proc=HOSTS, batch_size=4)
@@ -117,6 +133,9 @@ def main(folder: Path, thoroughly: bool) -> None:
                 "preflight of two apart": examined_apart(session, *cluster.hosts[1:3]),
                 "barrier": sparkhvd.run(place, num_proc=HOSTS, launcher="barrier"),
                 "mpi": sparkhvd.run(place, num_proc=HOSTS, launcher="mpi"),
+                "mpi, one apart": launched_apart(
+                    cluster.hosts[1], [one for one in cluster.hosts if one is not cluster.hosts[1]]
+                ),
                 "errors": {
                     "a folder": learned(session, shared),
                     **learned_remotely(session, cluster.address, folder / "hdfs"),

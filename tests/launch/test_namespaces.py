@@ -48,6 +48,14 @@ def test_every_host_is_one_to_the_ranks_and_all_reach_each_other(found, launcher
     assert [one["sum"] for one in found[launcher]] == [10.0] * 4
 
 
+def test_a_host_that_no_other_one_reaches_is_named_before_mpirun_starts(found):
+    said = found["mpi, one apart"]
+    assert said.startswith("Some hosts have no address at which both the driver and another host reach them: {")
+    named = [address for address in found["addresses"] if f"'{address}': [" in said]
+    assert len(named) == 2, f"it, and the one that it probes: {said}"
+    assert found["addresses"][1] in named
+
+
 @pytest.mark.parametrize("store", ["a folder", "hdfs", "s3"])
 def test_an_estimator_trains_on_four_hosts(found, store):
     assert len(found["errors"][store]) == 64

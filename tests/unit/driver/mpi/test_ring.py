@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+import re
+import socket
+from contextlib import ExitStack, closing
+
 import pytest
 
-from sparkhvd.driver.mpi.ring import in_common
-from sparkhvd.rpc.registration import TaskServer
+from sparkhvd.driver.mpi.ring import in_common, linked
+from sparkhvd.errors import LaunchError
+from sparkhvd.rpc.messages import Probe, Reachable
+from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
+from sparkhvd.rpc.server import Server
+from sparkhvd.task.mpi.service import TaskService
+
+SECRET = b"s" * 32
 
 
 def server(interface: str, address: str) -> TaskServer:
@@ -26,3 +36,61 @@ def server(interface: str, address: str) -> TaskServer:
 def test_a_network_goes_before_a_name_and_any_address_is_better_than_none(usable, addresses):
     servers = [[server(*one.split()) for one in own] for own in usable]
     assert [one.address for one in in_common(servers)] == addresses
+
+
+def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[Registration]:
+    """Two tasks, with two addresses each; what is hidden does not answer the other task, though it does the driver."""
+
+    class Behind(TaskService):
+        """One to which the network hides some addresses."""
+
+        def handle(self, message):
+            if isinstance(message, Probe):
+                message = Probe(tuple(one for one in message.servers if one.address not in hidden))
+            return super().handle(message)
+
+    tasks = []
+    for index in range(2):
+        service = Behind(SECRET)
+        servers = []
+        for number, address in enumerate((f"127.0.{index}.1", f"127.0.{index}.2")):
+            port = stack.enter_context(Server(SECRET, service, address)).port
+            servers.append(TaskServer(f"eth{number}", address, port, f"127.0.{index}.0/24"))
+        stack.callback(service.close)
+        offer = TaskOffer(index, f"key-{index}", f"node-{index}", "")
+        tasks.append(Registration(index, offer, tuple(servers), "/usr/bin/orted"))
+    return tasks
+
+
+@pytest.mark.parametrize(
+    ("hidden", "addresses"),
+    [(set(), ["127.0.0.1", "127.0.1.1"]), ({"127.0.0.1", "127.0.1.1"}, ["127.0.0.2", "127.0.1.2"])],
+)
+def test_the_driver_takes_addresses_at_which_the_tasks_reach_each_other(hidden, addresses):
+    with ExitStack() as stack:
+        links = linked(ring_of_two(stack, hidden), SECRET)
+        for link in links:
+            stack.callback(link.client.close)
+        assert [link.server.address for link in links] == addresses
+
+
+def test_a_host_that_only_the_driver_reaches_is_named_with_its_addresses():
+    there = "{'node-1': ['eth0 127.0.1.1', 'eth1 127.0.1.2']}"
+    words = f"Some hosts have no address at which both the driver and another host reach them: {there}. Name the right"
+    with ExitStack() as stack, pytest.raises(LaunchError, match=re.escape(words)):
+        linked(ring_of_two(stack, {"127.0.1.1", "127.0.1.2"}), SECRET)
+
+
+def test_a_task_reaches_what_listens_and_knows_the_secret():
+    with ExitStack() as stack:
+        service = TaskService(SECRET)
+        stack.callback(service.close)
+        unused = stack.enter_context(closing(socket.socket()))
+        unused.bind(("127.0.0.3", 0))  # nobody listens there
+        servers = (
+            TaskServer("a", "127.0.0.1", stack.enter_context(Server(SECRET, service, "127.0.0.1")).port, ""),
+            TaskServer("b", "127.0.0.2", stack.enter_context(Server(b"t" * 32, service, "127.0.0.2")).port, ""),
+            TaskServer("c", "127.0.0.3", unused.getsockname()[1], ""),
+        )
+        assert service.handle(Probe(servers)) == Reachable(("127.0.0.1",))
+        assert service.handle(Probe(())) == Reachable(())
