@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast, overload
 
 import cloudpickle
 from pyspark.ml import Estimator
@@ -66,6 +66,7 @@ from sparkhvd.estimators.worker import (
 from sparkhvd.store import Store, layout
 
 if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
     from pyspark.ml.param import Param
     from pyspark.sql import DataFrame, SparkSession
 
@@ -86,6 +87,37 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     preload: ClassVar[tuple[str, ...]]  # what the ranks import while they wait for each other; first the framework
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
+
+    @overload
+    def fit(
+        self, dataset: DataFrame, params: ParamMap | None = ..., *, resume: Literal["auto"] | None = ...
+    ) -> TrainedModel: ...
+    @overload
+    def fit(
+        self, dataset: DataFrame, params: list[ParamMap] | tuple[ParamMap], *, resume: Literal["auto"] | None = ...
+    ) -> list[TrainedModel]: ...
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | list[ParamMap] | tuple[ParamMap] | None = None,
+        *,
+        resume: Literal["auto"] | None = None,
+    ) -> TrainedModel | list[TrainedModel]:
+        """Train on the rows of a DataFrame.
+
+        Args:
+            dataset: the rows.
+            params: parameters for this fit alone; of a list of such, each makes a model.
+            resume: the parameter of this name, for this fit alone; None leaves it as it is.
+
+        Raises:
+            SparkHvdError: the message says what cannot be, or what went wrong where.
+        """
+        if resume is None:
+            return super().fit(dataset, params)
+        copied = self.copy()
+        copied.setParams(resume=resume)
+        return copied.fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         params = self._checked_values()

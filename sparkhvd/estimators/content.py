@@ -24,7 +24,8 @@ _AUTOMATIC_NUMBER = re.compile(r"_\d+$")
 def described(value: Any, name: str = "a parameter") -> Any:
     """What JSON can say of a value, the same in every process.
 
-    Of models count structure, code, plain attributes and the shapes of weights, not the weights themselves.
+    Of models count structure, code, plain attributes and the shapes of weights, not the weights themselves; of
+    optimizers what they keep of the steps that they have taken, too.
 
     Args:
         value: the value.
@@ -100,10 +101,15 @@ class _Description:
         if isinstance(groups := getattr(value, "param_groups", None), list):
             shapes = [[list(each.shape) for each in group["params"]] for group in groups]
             plain = [{name: item for name, item in group.items() if name != "params"} for group in groups]
-            return [self.of(type(value)), shapes, self.of(plain)]
+            return [self.of(type(value)), shapes, self.of(plain), *self._of_torch_state(value, groups)]
         if callable(getattr(value, "get_config", None)):
             return self._of_keras(value)
         return self._of_parts(value)
+
+    def _of_torch_state(self, value: Any, groups: list[dict[str, Any]]) -> list[Any]:
+        """What an optimizer keeps of each parameter, once it has trained; nothing before."""
+        state = getattr(value, "state", None) or {}
+        return [[self.of(state.get(each)) for group in groups for each in group["params"]]] if state else []
 
     def _of_parts(self, value: Any) -> Any:
         """Any other object, by what pickle would make it of again."""
@@ -193,7 +199,13 @@ class _Description:
             [self.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
             [[self.of(type(each)), self.of(vars(each).get("function"))] for each in layers],
             [(list(each.shape), str(each.dtype), bool(each.trainable)) for each in getattr(value, "weights", ())],
+            *self._of_keras_state(value),
         ]
+
+    def _of_keras_state(self, value: Any) -> list[Any]:
+        """The variables of an optimizer, once it has trained; nothing before."""
+        trained = callable(getattr(value, "apply_gradients", None)) and int(value.iterations.numpy()) > 0
+        return [[self._of_array(each) for each in value.variables]] if trained else []
 
     _by_type: ClassVar[dict[Any, Callable[[_Description, Any], Any]]] = {
         (complex, range, slice, bytes, bytearray, type(...)): lambda _, value: repr(value),

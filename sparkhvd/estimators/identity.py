@@ -31,7 +31,7 @@ def run_id_by_content(kind: str, df: DataFrame, selection: Selection, params: Ma
     """A run id that only fits with the same rows, parameters, model and optimizer share.
 
     Of the model count its code, its structure and the shapes of its weights, not their values: those that a script
-    draws anew every time it starts would hide its own run from it.
+    draws anew every time it starts would hide its own run from it. Of an optimizer counts its state, too.
 
     Raises:
         ParamError: it cannot be told what the rows, or a parameter, are made of.

@@ -215,7 +215,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
     df = spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b", "a - b AS y")
     given = {"num_proc": 1, "resume": "auto", "epochs": 1}
     first = estimator(store, **given).fit(df)
-    again = estimator(store, **{**given, "epochs": 2}).fit(df)
+    again = estimator(store, num_proc=1, epochs=2).fit(df, resume="auto")
     assert again.getRunId() == first.getRunId()
     assert again.getHistory()[0] == first.getHistory()[0]
     assert len(again.getHistory()) == 2
@@ -223,6 +223,10 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
     ids = {other._run_of(df) for other in [*others, estimator(store, **given)]}
     assert len(ids) == 3
     assert first.getRunId() in ids
+    model, optimizer = first.getModelAndOptimizer()
+    assert estimator(store, **given, model=model, optimizer=optimizer)._run_of(df) not in ids, "it is trained further"
+    with pytest.raises(ParamError, match="resume"):
+        estimator(store, num_proc=1).fit(df, resume="yes")
     assert estimator(store, **given)._run_of(df.where("a < 0.5")) not in ids
     with pytest.raises(ParamError, match="recognises a run by its rows, and what these are made of cannot be told"):
         estimator(store, **given).fit(df.withColumn("a", functions.udf(lambda a: a, "double")("a")))

@@ -137,8 +137,30 @@ PAIRS = {
     "layers of Keras": (lambda: keras_model(0.1), lambda: keras_model(0.2)),
     "Lambda layers": (lambda: keras_model(factor=2), lambda: keras_model(factor=3)),
     "names that the user gave": (lambda: keras_model(name="a"), lambda: keras_model(name="b")),
+    "states of optimizers": (lambda: torch_optimizer(0), lambda: torch_optimizer(1)),
+    "what states hold": (lambda: torch_optimizer(1), lambda: torch_optimizer(2)),
+    "states of Keras optimizers": (lambda: keras_optimizer(0), lambda: keras_optimizer(1)),
+    "what Keras states hold": (lambda: keras_optimizer(1), lambda: keras_optimizer(2)),
     "optimizers of Keras": (lambda: keras.optimizers.Adam(0.1), lambda: keras.optimizers.Adam(0.2)),
 }
+
+
+def torch_optimizer(steps):
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    for _ in range(steps):
+        optimizer.step()
+    return optimizer
+
+
+def keras_optimizer(steps):
+    optimizer, weight = keras.optimizers.Adam(0.1), keras.Variable([1.0, 2.0])
+    optimizer.build([weight])
+    for _ in range(steps):
+        optimizer.apply([keras.ops.ones(2)])
+    return optimizer
 
 
 def keras_model(rate=0.1, factor=2, name=None):
