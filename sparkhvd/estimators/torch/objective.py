@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -101,9 +102,10 @@ class Objective:
     ) -> torch.Tensor:
         """The weighted sum of the losses; ``columns`` give the weights of the rows."""
         rows = None if self.weight_col is None else torch.from_numpy(columns[self.weight_col]).to(outputs[0].device)
+        losses = [_beside(loss, output.device) for loss, output in zip(self.losses, outputs, strict=True)]
         parts = [
             weight * (loss(output, label) if rows is None else _weighted(loss, output, label, rows))
-            for weight, loss, output, label in zip(self.weights, self.losses, outputs, labels, strict=True)
+            for weight, loss, output, label in zip(self.weights, losses, outputs, labels, strict=True)
         ]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
@@ -240,6 +242,17 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
     if len(set(names)) != len(names):
         raise ParamError(f"metrics: the names {names[1:]} are not all different; give a dict of name: function.")
     return tuple(found)
+
+
+def _beside(loss: Measure, device: torch.device) -> Measure:
+    """The loss with its own tensors, such as the weights of classes, where the outputs are."""
+    if isinstance(loss, torch.nn.Module):
+        held = next(chain(loss.parameters(), loss.buffers()), None)
+        return loss if held is None or held.device == device else loss.to(device)
+    if isinstance(loss, partial):
+        moved = {name: value.to(device) for name, value in loss.keywords.items() if isinstance(value, torch.Tensor)}
+        return partial(loss, **moved) if moved else loss
+    return loss
 
 
 def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -61,12 +61,14 @@ class Forward:
         self.device = device
         self._inputs = inputs
         self._dtype = _DTYPES.get(stepping.mixed_precision or "")
-        # Compiled on its first call.
-        self._call: Callable[..., Any] = model if stepping.compile is None else torch.compile(model, **stepping.compile)
+        # The model as it is called: compiled on its first call.
+        self.called: Callable[..., Any] = (
+            model if stepping.compile is None else torch.compile(model, **stepping.compile)
+        )
 
     def __call__(self, batch: Batch) -> Result:
         with self.precision():
-            outputs = self.outputs(self._call(*self.inputs(batch)))
+            outputs = self.outputs(self.called(*self.inputs(batch)))
             if self.model.training:
                 self.objective.check_training(outputs)
             labels = self.objective.labels(outputs, batch.columns)
@@ -234,15 +236,20 @@ class _MinibatchSteps:
             found = forward.outputs(outputs)
             return found, objective.labels(found, batch.columns)
 
-        def loss_fn(outputs: Any, labels: Any, _weights: Any = None) -> torch.Tensor:
-            return objective.loss(forward.outputs(outputs), labels, batch.columns)
-
         raw = [torch.from_numpy(batch.columns[name]).to(forward.device) for name in objective.label_cols]
         column = objective.weight_col
         weights = None if column is None else torch.from_numpy(batch.columns[column]).to(forward.device)
+
+        def loss_fn(outputs: Any, labels: Any, sample_weights: torch.Tensor | None = weights) -> torch.Tensor:
+            if sample_weights is weights:
+                return objective.loss(forward.outputs(outputs), labels, batch.columns)
+            own = {} if sample_weights is None else {"own": sample_weights.detach().cpu().numpy()}
+            weighted = replace(objective, weight_col=next(iter(own), None))
+            return weighted.loss(forward.outputs(outputs), labels, own)
+
         with forward.precision():
             outputs, loss = self._function(
-                forward.model,
+                forward.called,
                 optimizer,
                 transform_outputs,
                 loss_fn,

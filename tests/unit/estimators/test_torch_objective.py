@@ -47,6 +47,15 @@ def test_a_class_loss_of_one_output_is_refused_because_it_is_always_0(loss, shap
         objective(loss).try_out([torch.zeros(shape)], {"y": np.zeros((2, *shape[2:]), np.int64)})
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [torch.nn.CrossEntropyLoss(weight=torch.ones(3)), partial(functional.cross_entropy, weight=torch.ones(3))],
+)
+def test_the_tensors_of_a_loss_go_where_the_outputs_are(loss):
+    outputs, labels = torch.zeros(2, 3, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+    assert objective(loss).loss([outputs], [labels], {}).device.type == "meta"
+
+
 class OfLogit(torch.nn.CrossEntropyLoss):
     """Two classes from one output."""
 

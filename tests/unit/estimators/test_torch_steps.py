@@ -224,6 +224,22 @@ def test_a_step_function_of_the_users_takes_the_same_steps(group, passes):
         assert mine[2]["loss"] == pytest.approx(plain[2]["loss"])
 
 
+def weighing_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, *others):  # noqa: PLR0917
+    assert model._orig_mod is not model  # as torch.compile makes them
+    outputs, labels = transform_outputs(model(*inputs), labels)
+    loss = loss_fn(outputs, labels, torch.full((len(outputs[0]),), 2.0, dtype=torch.float64)) / 2
+    assert loss.item() == pytest.approx(loss_fn(outputs, labels).item())
+    loss.backward()
+    optimizer.step()
+    return outputs, loss
+
+
+def test_a_step_function_gets_the_compiled_model_and_may_weigh_rows_itself(group):
+    own = group.run(train, {"train_minibatch_fn": weighing_step, "torch_compile": {"backend": "eager"}}, {})
+    plain = group.run(train, {}, {})
+    assert differs(own[0][0], plain[0][0]) < 1e-6
+
+
 def normalizing(layer=torch.nn.BatchNorm1d):
     torch.manual_seed(3)
     return torch.nn.Sequential(torch.nn.Linear(6, 16), layer(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
