@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError, SlotsError
-from sparkhvd.estimators import predict
+from sparkhvd.estimators import base, predict
 from sparkhvd.store import layout
 
 pytestmark = pytest.mark.spark
@@ -467,3 +467,17 @@ def test_an_epoch_has_the_steps_that_were_asked_for_also_from_a_cache(store, xor
 def test_an_unknown_keyword_is_refused():
     with pytest.raises(TypeError, match="TorchEstimator has no parameter 'learning_rate'"):
         TorchEstimator(learning_rate=1.0)
+
+
+def test_how_rows_are_prepared_is_what_the_parameters_say(xor, tmp_path, monkeypatch):
+    class AskedError(Exception):
+        pass
+
+    def asked(dataset, selection, store, writing, *, keep_seconds):
+        raise AskedError(writing.compress, writing.partitions_per_process, writing.num_proc, keep_seconds)
+
+    monkeypatch.setattr(base, "acquire", asked)
+    given = {"compress_sparse_cols": True, "partitions_per_process": 3, "keep_data": 0.5}
+    with pytest.raises(AskedError) as caught:
+        estimator(Store.create(str(tmp_path)), **given).fit(xor)
+    assert caught.value.args == (True, 3, 2, 1800.0)
