@@ -64,6 +64,8 @@ EXECUTOR_FAULTS = [
 ]
 DRIVER_FAULTS = [
     *(Fault("driver killed", phase, launcher, None, "") for launcher in LAUNCHERS for phase in PHASES),
+    # Executors in JVMs of their own, which the driver does not start itself.
+    *(Fault("driver of a cluster killed", phase, launcher, None, "") for launcher in LAUNCHERS[1:] for phase in PHASES),
     *(
         Fault("Spark killed", phase, launcher, LaunchError, _no_jvm(phase))
         for launcher in LAUNCHERS[1:]

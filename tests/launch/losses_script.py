@@ -14,6 +14,8 @@ from tests.launch.faults import Fault, complaints, produced
 from tests.launch.losses import DRIVER_FAULTS, EXECUTOR_FAULTS, session_on
 from tests.scripts import tell
 
+_CLUSTER = "local-cluster[2,1,700]"
+
 
 def found(fault: Fault, folder: Path, spark: SparkSession | None) -> tuple[float, str, list[str]]:
     ended = produced(fault, folder, spark)
@@ -23,10 +25,11 @@ def found(fault: Fault, folder: Path, spark: SparkSession | None) -> tuple[float
 def main(folder: Path, names: list[str]) -> None:
     if names:
         fault = next(one for one in DRIVER_FAULTS if one.name == names[0])
-        spark = None if fault.launcher == "local" else session_on("local[2]")
+        master = _CLUSTER if "cluster" in fault.how else "local[2]"
+        spark = None if fault.launcher == "local" else session_on(master)
         rows = {fault.name: found(fault, folder, spark)}
     else:
-        spark, rows = session_on("local-cluster[2,1,700]"), {}
+        spark, rows = session_on(_CLUSTER), {}
         for number, fault in enumerate(EXECUTOR_FAULTS):
             place = folder / str(number)
             place.mkdir()
