@@ -321,10 +321,12 @@ def test_busy_slots_end_in_a_start_timeout_that_leaves_nothing_running(spark):
     tracker = context.statusTracker()
     try:
         wait_for(lambda: any(tracker.getStageInfo(s).numActiveTasks == 4 for s in tracker.getActiveStageIds()))
-        with pytest.raises(
-            StartTimeoutError, match=r"Timed out waiting for Spark tasks to start\. .*slots for 4 ranks"
-        ):
-            sparkhvd.run(place, num_proc=4, start_timeout=1)  # the other job has as many tasks, too
+        for launcher in ("barrier", "mpi"):
+            with pytest.raises(
+                StartTimeoutError, match=r"Timed out waiting for Spark tasks to start\. .*slots for 4 ranks"
+            ):
+                # The other job has as many tasks, too.
+                sparkhvd.run(place, num_proc=4, launcher=launcher, start_timeout=1)
     finally:
         context.cancelJobsWithTag("busy")
         busy.join()
