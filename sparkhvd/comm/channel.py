@@ -12,7 +12,7 @@ from sparkhvd import _core
 from sparkhvd.comm import nccl
 from sparkhvd.comm.absent import INIT, late
 from sparkhvd.comm.failures import translated
-from sparkhvd.comm.handle import Handle, Pending
+from sparkhvd.comm.handle import Handle, Pending, Waits
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.comm.rendezvous import RendezvousClient
@@ -35,13 +35,13 @@ class Channel:
     Attributes:
         engine: numbers its ranks 0, 1, 2...
         ranks: the ranks of the job that these are.
-        timeout: seconds to wait for a result by default.
+        waits: how long its handles wait.
         on_devices: whether it takes memory of CUDA devices.
     """
 
     engine: _core.Engine
     ranks: tuple[int, ...]
-    timeout: float
+    waits: Waits
     on_devices: bool = False
     counts: defaultdict[str, Iterator[int]] = field(default_factory=_counters, repr=False)  # by kind, of unnamed ones
 
@@ -67,7 +67,7 @@ class Channel:
 
     def handle(self, name: str, operation: Pending, finish: Callable[[], T] | None = None) -> Handle[T]:
         """The handle of a submitted operation, and what makes its result if it has one."""
-        return Handle(name, operation, self.timeout, None, finish)
+        return Handle(name, operation, self.waits, None, finish)
 
 
 class HasChannels(Protocol):
@@ -176,4 +176,4 @@ def open_channel(
             raise
         keys = [f"{scope}/address/{place}" for place in range(len(ranks))]  # of ConnectMesh in the core
         raise late(rendezvous, context, keys, ranks, label or INIT) or error from None
-    return Channel(engine, ranks, config.collective_timeout, device_libraries is not None)
+    return Channel(engine, ranks, Waits(config.collective_timeout), device_libraries is not None)

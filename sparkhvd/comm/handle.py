@@ -71,6 +71,19 @@ class PendingGroup:
         return all(operation.carried_out() for operation in self.operations)
 
 
+@dataclass(slots=True)
+class Waits:
+    """What the handles of a channel have in common.
+
+    Attributes:
+        timeout: seconds to wait for a result by default.
+        seconds: how long was waited for results so far; about so long where several threads wait at once.
+    """
+
+    timeout: float
+    seconds: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Handle(Generic[T]):
     """A submitted collective; ``wait()`` returns its result, as often as it is asked. Not to be changed.
@@ -84,7 +97,7 @@ class Handle(Generic[T]):
 
     name: str
     operation: Pending = field(repr=False)
-    timeout: float = field(repr=False)
+    waits: Waits = field(repr=False)
     known: T | None = field(default=None, repr=False)
     finish: Callable[[], T] | None = field(default=None, repr=False)  # makes the result where it is not known
 
@@ -104,14 +117,16 @@ class Handle(Generic[T]):
             DeadlineExceededError: not all ranks took part in time.
             CollectiveError: the operation failed otherwise, or the communicator was closed before it was done.
         """
+        began = time.monotonic()
         try:
-            self.operation.wait(self.timeout if timeout is None else timeout)
+            self.operation.wait(self.waits.timeout if timeout is None else timeout)
         except CoreError as error:
             failure = translate(error)
             if isinstance(failure, NotInitializedError):
                 reason = f"{self.name!r} was pending when its communicator was closed: {failure}"
                 raise CollectiveError(reason) from None
             raise failure from None
+        self.waits.seconds += time.monotonic() - began
         return self._result()
 
     def __call__(self) -> T:
@@ -121,7 +136,7 @@ class Handle(Generic[T]):
     def then(self, step: Callable[[T], U]) -> Handle[U]:
         """The same operation with ``step`` applied to its result by ``wait()``."""
         result = self._result
-        return Handle(self.name, self.operation, self.timeout, finish=lambda: step(result()))
+        return Handle(self.name, self.operation, self.waits, finish=lambda: step(result()))
 
     def behind(self, stream: Callable[[], int]) -> Handle[T]:
         """The same operation on a CUDA device: ``wait()`` puts ``stream()`` behind it, and makes the result once."""
@@ -131,20 +146,21 @@ class Handle(Generic[T]):
                 self.operation.let_wait(stream())
             return self._result()
 
-        return Handle(self.name, self.operation, self.timeout, finish=cache(finish))
+        return Handle(self.name, self.operation, self.waits, finish=cache(finish))
 
     def carried_out(self) -> Handle[T]:
         """The same operation on a CUDA device; ``wait()`` waits for the device, too."""
 
         def finish() -> T:
-            deadline = Deadline.after(self.timeout)
+            deadline = Deadline.after(self.waits.timeout)
             while not self._is_carried_out():
                 if deadline.expired():
-                    raise DeadlineExceededError(f"The GPU did not carry out {self.name!r} within {self.timeout:g} s.")
+                    said = f"The GPU did not carry out {self.name!r} within {self.waits.timeout:g} s."
+                    raise DeadlineExceededError(said)
                 time.sleep(_GPU_SECONDS)
             return self._result()
 
-        return Handle(self.name, self.operation, self.timeout, finish=cache(finish))
+        return Handle(self.name, self.operation, self.waits, finish=cache(finish))
 
     def _is_carried_out(self) -> bool:
         with translated():
@@ -152,7 +168,7 @@ class Handle(Generic[T]):
 
     def bringing(self, result: U) -> Handle[U]:
         """The same operation with a result that is known already."""
-        return Handle(self.name, self.operation, self.timeout, result)
+        return Handle(self.name, self.operation, self.waits, result)
 
     def _result(self) -> T:
         return self.known if self.finish is None else self.finish()  # type: ignore[return-value]  # T may be None

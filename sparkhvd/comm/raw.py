@@ -85,7 +85,7 @@ def reduce_in_place(  # noqa: PLR0917  the way of most tensors: records would co
         )
     except CoreError as error:
         raise translate(error) from None
-    return Handle(name, operation, channel.timeout, owner)
+    return Handle(name, operation, channel.waits, owner)
 
 
 def reduce_buffers(me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, way: Way = _ANY) -> Handle[None]:

@@ -28,8 +28,7 @@ class EpochRecord:
         validation: the same over the validation rows; empty without validation.
         rows_per_second: training rows of all ranks per second of training.
         step_seconds: mean duration of a training step.
-        shares: parts of that duration by what they went to: data_wait, compute, communication. Each is None where the
-            framework's own loop does not tell them apart (Keras).
+        shares: parts of that duration by what they went to: data_wait, compute, communication.
     """
 
     epoch: int
@@ -37,7 +36,7 @@ class EpochRecord:
     validation: dict[str, float] = field(default_factory=dict)
     rows_per_second: float = 0.0
     step_seconds: float = 0.0
-    shares: dict[str, float | None] = field(default_factory=dict)
+    shares: dict[str, float] = field(default_factory=dict)
 
     def line(self, epochs: int) -> str:
         """The record on one line, for people who watch the run."""
@@ -45,7 +44,7 @@ class EpochRecord:
         parts += [f"{name} {value:.4g}" for name, value in self.train.items()]
         parts += [f"val_{name} {value:.4g}" for name, value in self.validation.items()]
         parts.append(f"{self.rows_per_second:,.0f} rows/s")
-        shares = [f"{kind.split('_')[0]} {share:.0%}" for kind, share in self.shares.items() if share is not None]
+        shares = [f"{kind.split('_')[0]} {share:.0%}" for kind, share in self.shares.items()]
         parts.append(f"step {self.step_seconds * 1000:.1f} ms{' = ' if shares else ''}{' + '.join(shares)}")
         return "  ".join(parts)
 
@@ -69,8 +68,7 @@ class History(list[dict[str, Any]]):
         for entry in self:
             row = {f"{sign}{name}": value for sign, part in _PARTS for name, value in _flat(entry[part]).items()}
             seconds = {"rows_per_second": entry["rows_per_second"], "step_seconds": entry["step_seconds"]}
-            parts = {kind: float("nan") if share is None else share for kind, share in entry["shares"].items()}
-            rows.append({**row, **seconds, **parts})
+            rows.append({**row, **seconds, **entry["shares"]})
         return pd.DataFrame(rows, index=pd.Index([entry["epoch"] for entry in self], name="epoch"))
 
     def plot(self) -> Figure:
@@ -145,22 +143,22 @@ def averaged(
     mine = [
         *(number for pair in report.train.values() for number in pair),
         *(number for pair in report.validation.values() for number in pair),
-        *(times.data_wait, times.compute, times.communication, times.undivided),
+        *(times.data_wait, times.compute, times.communication),
     ]
     total = communicator.allreduce(np.array(mine, np.float64), ReduceOp.SUM, name=f"epoch {report.epoch} report")
     count = len(report.train)
-    pairs = total[:-4].reshape(-1, 2)
+    pairs = total[:-3].reshape(-1, 2)
     rows = float(pairs[list(report.train).index("loss"), 1]) if "loss" in report.train else 0.0
-    spent = total[-4:].astype(np.float64) / communicator.world.size
+    spent = total[-3:].astype(np.float64) / communicator.world.size
     seconds = max(float(spent.sum()), 1e-9)
-    kinds, divided = ("data_wait", "compute", "communication"), spent[3] == 0
+    kinds = ("data_wait", "compute", "communication")
     return EpochRecord(
         epoch=report.epoch,
         train=_means(list(report.train), pairs[:count], before or {}),
         validation=_means(list(report.validation), pairs[count:], {}),
         rows_per_second=rows / seconds,
         step_seconds=seconds / max(1, report.steps),
-        shares={kind: float(part) / seconds if divided else None for kind, part in zip(kinds, spent[:3], strict=True)},
+        shares={kind: float(part) / seconds for kind, part in zip(kinds, spent, strict=True)},
     )
 
 

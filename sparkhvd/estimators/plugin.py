@@ -57,13 +57,11 @@ class StepTimes:
         data_wait: waiting for rows.
         compute: forward, backward and the optimizer.
         communication: with the other ranks, as far as the computing had to wait for it.
-        undivided: all of them together, in place of the three, where the trainer cannot tell them apart.
     """
 
     data_wait: float = 0.0
     compute: float = 0.0
     communication: float = 0.0
-    undivided: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -37,6 +38,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self.first_step = 0  # where the epoch begins
         self.rows = 0  # of this rank, delivered in the epoch so far
         self._batches_left: int | None = None
+        self._ready: list[float] = []  # when every batch of the epoch was there, by the monotonic clock
         self._counts: list[int] = []  # rows of this rank after every batch of the epoch
         self._source = source
         self._inputs = inputs
@@ -85,7 +87,17 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
                 self._empty.add(index)
                 arrays, rows = self._row or self._made_up, 1
             self._row = {name: array[:1] for name, array in arrays.items()}
-        return self._arranged(arrays, rows)
+            arranged = self._arranged(arrays, rows)
+            self._ready.append(time.monotonic())
+            return arranged
+
+    def waited(self, batch: int, since: float) -> float:
+        """How long a batch of the epoch, which is there now, was waited for since some moment.
+
+        Keras may fetch it within the step, or read ahead in another thread; whoever is ready before it waits.
+        """
+        with self._lock:
+            return max(self._ready[batch] - since, 0.0)
 
     def next_share(self) -> float:
         """The part that this rank's next batch is of all rows of all ranks in the step."""
@@ -126,6 +138,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._batches = iter(self._source.epoch(self.epoch, self.first_step))
         self._next = self.rows = 0
         self._counts.clear()
+        self._ready.clear()
         self._read.clear()
         self._shares.clear()
         self._empty.clear()

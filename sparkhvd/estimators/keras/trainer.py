@@ -157,7 +157,7 @@ class _Measured:
 
     train: dict[str, tuple[float, int]] = field(default_factory=dict)
     validation: dict[str, tuple[float, int]] = field(default_factory=dict)
-    seconds: float = 0.0
+    times: StepTimes = field(default_factory=StepTimes)
 
 
 class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
@@ -174,20 +174,25 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
         self._data = data
         self._validation = validation
         self._kept: list[tuple[Any, Any]] = []
-        self._started = 0.0
+        self._started = self._data_wait = 0.0
+        self._waits = session.current().channel().waits
+        self._communicated = 0.0  # before the epoch
+        self.step_ended = 0.0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch
         self._seed(epoch)
-        self._started = time.monotonic()
+        self._started = self.step_ended = time.monotonic()
+        self._data_wait, self._communicated = 0.0, self._waits.seconds
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         self._keep(batch, self._data)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         self._give_back(batch, self._data)
+        self._data_wait += self._data.waited(batch, self.step_ended)
         if batch == len(self._data) - 1:
-            self.measured.seconds = time.monotonic() - self._started
+            self.measured.times = self._times()
             sum_over_ranks(self.model, f"epoch {self._data.epoch} metrics")  # of which Keras makes the logs next
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
@@ -217,6 +222,12 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
             np.array([sums, counts], np.float64), ReduceOp.SUM, name=f"epoch {epoch} logs"
         )
         logs.update(zip(names, (totals[0] / np.maximum(totals[1], 1)).tolist(), strict=True))
+
+    def _times(self) -> StepTimes:
+        """Where the time went; Keras' own loop does not say it."""
+        whole = time.monotonic() - self._started
+        communicated = self._waits.seconds - self._communicated
+        return StepTimes(self._data_wait, max(whole - self._data_wait - communicated, 0.0), communicated)
 
     def _keep(self, batch: int, data: BatchDataset) -> None:
         """What an empty step must leave as it was; a copy costs time, so only of steps that could be empty."""
@@ -250,9 +261,12 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Tell the hooks at the end of a step; the logs are means over this rank's rows of the epoch so far."""
+        if self._data.is_end_of_step(batch):
+            self._tell(batch, logs)
+        self._begin.step_ended = time.monotonic()
+
+    def _tell(self, batch: int, logs: dict[str, Any] | None) -> None:
         data = self._data
-        if not data.is_end_of_step(batch):
-            return
         values, rows = dict(logs or {}), data.rows_until(batch)
 
         def sums() -> dict[str, tuple[float, int]]:
@@ -265,11 +279,9 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         measured = self._begin.measured
-        # Keras' own loop does not tell waiting for data, computing and communicating apart.
-        times = StepTimes(undivided=measured.seconds)
         wants_end = bool(self.model.stop_training)
         report = EpochReport(
-            epoch, measured.train, measured.validation, times, len(self._data), lambda _record: wants_end
+            epoch, measured.train, measured.validation, measured.times, len(self._data), lambda _record: wants_end
         )
         self.ended = not self._hooks.on_epoch_end(report, self._trainer)
         self.model.stop_training = self.ended
