@@ -44,7 +44,7 @@ from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.identity import run_id_by_content
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.named_inputs import columns_of
-from sparkhvd.estimators.outputs import check_types
+from sparkhvd.estimators.outputs import check_types, refuse_taken
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, pickled, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
@@ -314,6 +314,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _selection(self, dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
         refuse_other_tables("fit", dataset)
+        # Without such names the outputs may be put beside other columns than those of this DataFrame.
+        refuse_taken(_output_names(params), dataset.columns if params["output_cols"] else params["feature_cols"])
         return select(
             dataset.schema,
             feature_cols=params["feature_cols"],
@@ -407,13 +409,17 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return model
 
 
+def _output_names(params: Mapping[str, Any]) -> Sequence[str]:
+    """The columns that ``transform`` of the trained model will add."""
+    return params["output_cols"] or [f"{name}__output" for name in params["label_cols"]]
+
+
 def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
     """Refuse ``output_types`` that ``transform`` could not give, as far as labels and outputs are known."""
     if params["output_types"] is not None:
         labels = () if schema is None else schema.of("label")
         known = output_specs(shapes, labels) if shapes else ()
-        names = params["output_cols"] or [f"{name}__output" for name in params["label_cols"]]
-        check_types(names, params["output_types"], known, labels)
+        check_types(_output_names(params), params["output_types"], known, labels)
 
 
 def _loader_of_rows(params: Mapping[str, Any]) -> type[DataModule] | None:

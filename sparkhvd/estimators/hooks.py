@@ -59,6 +59,8 @@ class RunHooks:
         self._warned = False
         if self.resumed is not None and communicator.world.rank == 0:
             _say_where_it_continues(run_id, self.resumed, spec.epochs)
+        elif self._store is not None and communicator.world.rank == 0:
+            logger.info("run %s begins; a fit with this run_id continues it", run_id)
         self._say_whether_the_best_is_gone()
 
     @property

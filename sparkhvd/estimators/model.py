@@ -19,7 +19,7 @@ from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.files import KeptFiles
 from sparkhvd.estimators.history import History, history_of
 from sparkhvd.estimators.named_inputs import columns_of, named_inputs
-from sparkhvd.estimators.outputs import AUTO, OutputColumn, output_column, spark_type
+from sparkhvd.estimators.outputs import AUTO, OutputColumn, output_column, refuse_taken, spark_type
 from sparkhvd.estimators.params import ModelParams, shapes
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_model, write_model
 from sparkhvd.estimators.predict import PredictSpec, arrow_function, field_of
@@ -202,13 +202,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
                 f"output_cols names {len(names)} columns {names} but there are {len(kinds)} outputs"
                 f"{f', for the labels {list(of_labels)}' if of_labels else ''}."
             )
-        there = {column.lower() for column in taken}
-        for name in names:
-            if name.lower() in there:
-                raise SchemaError(
-                    f"The DataFrame has a column {name!r} already, where transform would put the model's output. Drop "
-                    "it, or choose another name with setOutputCols."
-                )
+        refuse_taken(names, taken)
         labels = self._trained.schema.of("label")
         return tuple(
             output_column(

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.data.schema import ColumnSpec
-from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.plugin import Predicted
 
 if TYPE_CHECKING:
@@ -120,6 +120,21 @@ def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnS
             "of them with prediction_fn."
         )
     return OutputColumn(name, kind, shape=shape)
+
+
+def refuse_taken(names: Sequence[str], taken: Sequence[str]) -> None:
+    """Refuse output columns whose names, in whatever case, are those of columns that are there.
+
+    Raises:
+        SchemaError: of the first one.
+    """
+    there = {column.lower() for column in taken}
+    for name in names:
+        if name.lower() in there:
+            raise SchemaError(
+                f"The DataFrame has a column {name!r} already, where transform would put the model's output. Drop "
+                "it, or choose another name with setOutputCols."
+            )
 
 
 def check_types(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparkhvd import Store
-from sparkhvd.errors import ParamError
+from sparkhvd.errors import ParamError, SchemaError
 from tests.spark.trainings import ROWS, estimator
 
 pytestmark = [
@@ -24,6 +24,8 @@ COMMON = (
     ({"output_types": ["date"]}, "'y__output' is to have the type 'date', but no output becomes a date"),
     ({"output_types": ["bogus"], "transformation_fn": dict}, "'y__output' is to have the type 'bogus', which is none"),
     ({"optimizer": 3}, "optimizer"),
+    ({"output_cols": ["Y"]}, "The DataFrame has a column 'Y' already, where transform would put the model's output"),
+    ({"label_cols": ["b"], "feature_cols": ["a", "b__output"]}, "has a column 'b__output' already, where transform"),
 )
 BY_FRAMEWORK = {
     "torch": (
@@ -42,10 +44,13 @@ BY_FRAMEWORK = {
 )
 def test_it_is_refused_before_any_job(spark, tmp_path, monkeypatch, framework, case):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
-    frame, jobs = spark.range(40).selectExpr(*ROWS), spark.sparkContext.statusTracker().getJobIdsForGroup
+    frame, jobs = (
+        spark.range(40).selectExpr(*ROWS, "a AS b__output"),
+        spark.sparkContext.statusTracker().getJobIdsForGroup,
+    )
     made, before = estimator(framework, Store.create(str(tmp_path / "store")), checkpoints=None), jobs()
     given, said = case
-    with pytest.raises(ParamError, match=said):
+    with pytest.raises((ParamError, SchemaError), match=said):
         made.setParams(**given).fit(frame)
     assert jobs() == before
 
