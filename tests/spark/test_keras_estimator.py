@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ from pyspark.ml.feature import VectorAssembler
 from sparkhvd import KerasEstimator, KerasModel, Store
 from sparkhvd.errors import ModelOutputError, ParamError, SchemaError
 from sparkhvd.keras.callbacks import BestModelCheckpoint
+from tests.scripts import found_by, run_script
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]  # the ranks and the executors import TensorFlow
 
@@ -182,3 +186,16 @@ def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_pat
     assert [row["liked__output"] for row in loaded.transform(reviews).collect()] == found
     with pytest.raises(SchemaError, match="'price' is no text; the model was trained on texts"):
         trained.setFeatureColumns(["price", "kind", "liked"]).transform(reviews)
+
+
+def test_keras_on_pytorch_trains_as_one_big_batch_and_predicts(tmp_path):
+    script = Path(__file__).with_name("keras_torch_script.py")
+    found = found_by(run_script([sys.executable, script], tmp_path / "of the script", 240, KERAS_BACKEND="torch"))
+    assert found["moved"] > 0.05
+    assert found["through a Store"] < 1e-5
+    assert found["from a fitted model"] < 1e-5
+    assert found["transform"] < 1e-6
+    assert found["loaded"]
+    assert len(found["history"]) == 3
+    assert found["history"][2]["train"]["loss"] < found["history"][0]["train"]["loss"]
+    assert [list(group) for group in found["history"][0]["train"]["all_metrics"]] == [["mae"]]

@@ -1,0 +1,96 @@
+"""Run by test_keras_estimator.py in a process of its own: Keras chooses its backend once, when it is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+from pyspark.sql import SparkSession
+
+import sparkhvd.keras as hvd
+from sparkhvd import KerasEstimator, KerasModel, Store
+from tests.scripts import tell
+
+ROWS, EPOCHS = 37, 3  # the second of two ranks has fewer
+
+
+class Backends(keras.callbacks.Callback):
+    """Fails on a rank that computes with something else."""
+
+    def on_train_begin(self, logs=None):
+        assert keras.config.backend() == "torch"
+        assert hvd.size() == 2
+
+
+def network():
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input((2,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(1)]
+    return keras.Sequential(layers)
+
+
+def adam():
+    return keras.optimizers.Adam(0.05)
+
+
+def estimator(**more):
+    """An epoch is one step, over all rows, however the ranks share them."""
+    given = {
+        "num_proc": 2,
+        "optimizer": adam(),
+        "loss": "mse",
+        "metrics": ["mae"],
+        "feature_cols": ["a", "b"],
+        "label_cols": ["y"],
+        "batch_size": 20,
+        "epochs": EPOCHS,
+        "random_seed": 5,
+        "verbose": 0,
+    }
+    return KerasEstimator(**{**given, **more})
+
+
+def distance(model, wanted):
+    """The largest difference between the weights of two models."""
+    pairs = zip(model.get_weights(), wanted.get_weights(), strict=True)
+    return float(max(np.abs(one - other).max() for one, other in pairs))
+
+
+def outputs(model, df):
+    return [row["y__output"] for row in model.transform(df).orderBy("a").collect()]
+
+
+def found(spark: SparkSession, folder: Path) -> dict[str, object]:
+    df = spark.range(ROWS).selectExpr(f"id / {ROWS}.0D AS a", "id % 7 / 7.0D AS b", "a * 2 - b AS y").coalesce(2)
+    rows = np.array(df.orderBy("a").collect(), np.float32)
+    plain, before = network(), network()
+    plain.compile(adam(), "mse")
+    for _ in range(EPOCHS):
+        plain.train_on_batch(rows[:, :2], rows[:, 2:])
+    stored = estimator(model=network(), store=Store.create(str(folder / "store")), callbacks=[Backends()]).fit(df)
+    direct = estimator(model=network(), epochs=1).fit(df)
+    hot = estimator(model=direct.getModel(), optimizer=None, epochs=EPOCHS - 1).fit(df)
+    predicted = outputs(stored, df)
+    stored.save(str(folder / "saved"))
+    return {
+        "moved": distance(before, plain),
+        "through a Store": distance(stored.getModel(), plain),
+        "from a fitted model": distance(hot.getModel(), plain),
+        "transform": float(np.abs(stored.getModel().predict(rows[:, :2], verbose=0)[:, 0] - predicted).max()),
+        "loaded": outputs(KerasModel.load(str(folder / "saved")), df) == predicted,
+        "history": stored.getHistory(),
+    }
+
+
+def main() -> None:
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    spark = builder.config("spark.log.level", "ERROR").config("spark.sql.shuffle.partitions", "1").getOrCreate()
+    try:
+        said = found(spark, Path.cwd())
+    finally:
+        spark.stop()
+    tell(said)
+
+
+if __name__ == "__main__":
+    main()
