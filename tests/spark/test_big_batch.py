@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from sparkhvd import Store, TorchEstimator
+from sparkhvd import LightningEstimator, Store, TorchEstimator
 from sparkhvd.data import ParquetSource
 from sparkhvd.data.prepared import prepare_data
 from sparkhvd.world import World
@@ -134,3 +134,58 @@ def test_with_shuffling_the_order_is_that_of_the_plan_and_the_same_seed_is_the_s
     assert_equal(model, plain(by_plan(spark, store, count, 2, epochs, shuffle=True)))
     again = fit(spark, Store.create(str(tmp_path / "another store")), count, 2, epochs=epochs, shuffle=True)
     assert np.array_equal(flat(again.getModel()), flat(model.getModel()))
+
+
+CLASSES, STEPS = 3, 4
+
+
+def classifier():
+    torch.manual_seed(4)
+    return torch.nn.Sequential(torch.nn.Linear(1, 6), torch.nn.Tanh(), torch.nn.Linear(6, CLASSES))
+
+
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec.*")  # within Lightning 2.6 with torch 2.13
+@pytest.mark.parametrize(
+    ("kind", "passes", "labels", "loss"),
+    [
+        (TorchEstimator, 1, "id % 3", torch.nn.CrossEntropyLoss(torch.tensor([1.0, 8.0, 0.2]), ignore_index=0)),
+        # With more rows of a class on one of the ranks than on the other, which counts none of its labels.
+        (TorchEstimator, 2, "IF(id < 19, 0, id % 3)", torch.nn.CrossEntropyLoss(ignore_index=0)),
+        (LightningEstimator, 1, "IF(id < 19, 0, id % 3)", torch.nn.CrossEntropyLoss(torch.tensor([1.0, 8.0, 0.2]))),
+        (LightningEstimator, 2, "IF(id < 19, 0, id % 3)", torch.nn.CrossEntropyLoss(ignore_index=0)),
+    ],
+    ids=["torch-both", "torch-none_counts", "lightning-weights", "lightning-none_counts"],
+)
+def test_a_loss_that_divides_by_the_labels_that_count_divides_by_those_of_all_ranks(spark, kind, passes, labels, loss):
+    """An epoch is a step over all rows, however the ranks share them."""
+    df = spark.range(37).selectExpr("id / 37.0D AS x", f"CAST({labels} AS INT) AS y").coalesce(2)
+    rows = np.array(df.collect())
+    x, y = torch.from_numpy(rows[:, :1]).float(), torch.from_numpy(rows[:, 1]).long()
+    model, wanted = classifier(), classifier()
+    accumulated = {"backward_passes_per_step": passes}
+    if kind is LightningEstimator:
+        accumulated = {"trainer_args": {"accumulate_grad_batches": passes}}
+    trained = kind(
+        num_proc=2,
+        model=model,
+        optimizer=optimizer_of(model),
+        loss=loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=20 // passes,
+        epochs=STEPS,
+        random_seed=SEED,
+        shuffle=False,
+        verbose=0,
+        **accumulated,
+    ).fit(df)
+    optimizer, losses = optimizer_of(wanted), []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(wanted(x), y)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    assert np.linalg.norm(flat(wanted) - flat(classifier())) > 0.05
+    assert np.linalg.norm(flat(trained.getModel()) - flat(wanted)) < 1e-5
+    assert [epoch["train"]["loss"] for epoch in trained.getHistory()] == pytest.approx(losses, rel=1e-5)

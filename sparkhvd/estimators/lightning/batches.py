@@ -15,6 +15,7 @@ import torch
 from sparkhvd.data import columns as columns_of
 from sparkhvd.data.batches import Batch, BatchSource
 from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.estimators.torch.divisors import Divisor, Factors, factors_of
 from sparkhvd.estimators.torch.inputs import ModelInput, model_dtype, plan_inputs
 
 Columns = Mapping[str, npt.NDArray[np.generic]]
@@ -93,11 +94,13 @@ class Share:
         weight: what the gradient of their mean loss has to be multiplied by, before ranks are averaged and after
             Lightning has divided the loss by the batches that it accumulates.
         borrowed: whether the rank has no rows in this step, and the batch is another one that must leave no trace.
+        factors: of a plain module's losses, see ``factors_of``.
     """
 
     rows: int = 0
     weight: float = 1.0
     borrowed: bool = False
+    factors: Factors = None
 
 
 class RankLoader:
@@ -113,6 +116,7 @@ class RankLoader:
     """
 
     def __init__(self, source: BatchSource, form: Callable[[Columns], Any], size: int) -> None:
+        self.divisors: Sequence[Divisor | None] = ()  # of a plain module's losses
         self._source = source
         self._form = form
         self._size = size
@@ -168,11 +172,11 @@ class RankLoader:
             while group := self._next(batches, done):
                 total, passes = sum(batch.global_rows for batch in group), self.passes()
                 done += len(group)
-                for batch in group:
+                for batch, factors in zip(group, factors_of(self.divisors, group), strict=True):
                     borrowed = batch.rows == 0
                     last = batch.columns if not borrowed else self._made_up() if last is None else last
                     self.rows += batch.rows
-                    self.share = Share(batch.rows, batch.rows * self._size * passes / total, borrowed)
+                    self.share = Share(batch.rows, batch.rows * self._size * passes / total, borrowed, factors)
                     yield self._form(last)
         finally:
             if (close := getattr(batches, "close", None)) is not None:

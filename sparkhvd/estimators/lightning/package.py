@@ -91,6 +91,7 @@ class PlainSteps:
     measures: dict[str, dict[str, Any]]
     device: torch.device
     log: Callable[..., None]
+    trainer: Any
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         return self.model(*inputs)
@@ -115,7 +116,8 @@ class PlainSteps:
         # Labels are made of arrays and follow the outputs; 16 bits cannot hold each.
         outputs = [output.cpu().float() if output.dtype in _HALF else output.cpu() for output in outputs]
         labels = objective.labels(outputs, columns)
-        loss = objective.loss(outputs, labels, columns)
+        factors = self.trainer.strategy.feed.share("train").factors if stage == "train" else None
+        loss = objective.loss(outputs, labels, columns, factors)
         measured: dict[str, Any] = objective.measure(loss, outputs, labels)
         for metric in objective.stateful():
             kept = measured[metric.name] = self.measures[stage][metric.name]

@@ -26,6 +26,7 @@ from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
 from sparkhvd.estimators.policies import Checkpoints, check_measured
 from sparkhvd.estimators.raised import described, with_stop
+from sparkhvd.estimators.torch.divisors import inexact_losses
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.torch.plugin import (
@@ -73,7 +74,7 @@ class LightningPlugin:
         if flavour_of(params["model"]) is None:  # what a LightningModule logs is not known before it does
             objective = objective_of(params)
             check_measured(params, objective.names())
-            warn_of_divisors(objective)
+            warn_of_divisors(inexact_losses(objective, schema))
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []

@@ -28,6 +28,7 @@ from sparkhvd.estimators.lightning.steps import BatchEnd, EstimatorSteps, Feed, 
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
 from sparkhvd.estimators.raised import described
 from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.divisors import divisors_of
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
 from sparkhvd.lightning import strategy_class
@@ -77,6 +78,8 @@ class LightningTrainer:
         size = self._world.size
         validation = None if val is None else RankLoader(val, form, size)
         feed = Feed(RankLoader(train, form, size), validation)
+        if self._given.objective is not None:
+            feed.train.divisors = divisors_of(self._given.objective, self._spec.schema)
         with (
             tempfile.TemporaryDirectory(prefix="sparkhvd-lightning-", dir=scratch_folder()) as folder,
             contextlib.chdir(folder),

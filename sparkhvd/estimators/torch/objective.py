@@ -99,14 +99,21 @@ class Objective:
         outputs: Sequence[torch.Tensor],
         labels: Sequence[torch.Tensor],
         columns: Mapping[str, npt.NDArray[np.generic]],
+        factors: Sequence[float] | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of the losses; ``columns`` give the weights of the rows."""
+        """The weighted sum of the losses; ``columns`` give the weights of the rows, ``factors`` one of each loss."""
         rows = None if self.weight_col is None else torch.from_numpy(columns[self.weight_col]).to(outputs[0].device)
         losses = [_beside(loss, output.device) for loss, output in zip(self.losses, outputs, strict=True)]
         parts = [
             weight * (loss(output, label) if rows is None else _weighted(loss, output, label, rows))
             for weight, loss, output, label in zip(self.weights, losses, outputs, labels, strict=True)
         ]
+        if factors is not None:
+            # With 0 no label counts here, and the mean over none is no number.
+            parts = [
+                part * factor if factor else (output * 0).sum()
+                for part, factor, output in zip(parts, factors, outputs, strict=True)
+            ]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
     def measure(
@@ -129,10 +136,6 @@ class Objective:
     def stateful(self) -> tuple[Metric, ...]:
         """The metrics of torchmetrics, which are no means over rows."""
         return tuple(metric for metric in self.metrics if is_stateful(metric.function))
-
-    def averages_otherwise(self) -> list[str]:
-        """The losses that divide by something else than the rows: ranks are then nearly, not quite, one big batch."""
-        return [_name(loss) for loss in self.losses if self.weight_col is None and _has_own_divisor(loss)]
 
     def try_out(self, outputs: Sequence[torch.Tensor], columns: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Compute everything once on a few rows.
@@ -275,8 +278,8 @@ def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: to
 def _label(
     name: str, label: torch.Tensor, output: torch.Tensor, loss: Measure, shape: tuple[int, ...] | None
 ) -> torch.Tensor:
-    if _is_class_loss(loss):
-        if (output.dim() == 1 or output.shape[1] == 1) and _is_as_torch_has_it(loss):
+    if is_class_loss(loss):
+        if (output.dim() == 1 or output.shape[1] == 1) and is_as_torch_has_it(loss):
             raise ModelOutputError(
                 f"{_name(loss)} needs one output per class; the model gives 1 (its output has shape "
                 f"{list(output.shape)}). For label {name!r} with two classes, let the model's last layer give two "
@@ -292,21 +295,13 @@ def _label(
     return label.to(torch.int64)
 
 
-def _is_class_loss(loss: Measure) -> bool:
+def is_class_loss(loss: Measure) -> bool:
+    """Whether it is cross entropy or negative log likelihood of PyTorch's, or made from them."""
     function = _unwrapped(loss)
     return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
 
 
-def _has_own_divisor(loss: Measure) -> bool:
-    """Whether it is a class loss with weights, or one that leaves some labels out."""
-    if not _is_class_loss(loss):
-        return False
-    given = loss.keywords if isinstance(loss, partial) else vars(loss) if isinstance(loss, torch.nn.Module) else {}
-    buffers = dict(loss.named_buffers()) if isinstance(loss, torch.nn.Module) else {}
-    return {**given, **buffers}.get("weight") is not None or given.get("ignore_index", -100) != -100
-
-
-def _is_as_torch_has_it(loss: Measure) -> bool:
+def is_as_torch_has_it(loss: Measure) -> bool:
     """Whether it is not a class of the user's, which may make something else of its outputs."""
     function = _unwrapped(loss)
     return type(function) in _CLASS_LOSSES or not isinstance(function, _CLASS_LOSSES)

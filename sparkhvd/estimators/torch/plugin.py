@@ -26,8 +26,9 @@ from sparkhvd.estimators.policies import check_measured
 from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
+from sparkhvd.estimators.torch.divisors import inexact_losses
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
-from sparkhvd.estimators.torch.objective import Objective, objective_of
+from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
@@ -57,7 +58,8 @@ class TorchPlugin:
         _check_kinds(params)
         package = loads(self.pack({**params, "schema": schema}))
         check_measured(params, package.objective.names())
-        warn_of_divisors(package.objective)
+        own_steps = package.stepping.minibatch_fn is not None
+        warn_of_divisors(inexact_losses(package.objective, schema, own_steps=own_steps))
         check_schedule(package.schedule, package.optimizer, scaled=bool(params.get("scale_lr")))
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
@@ -209,9 +211,9 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     refuse_unsafe_model(model)
 
 
-def warn_of_divisors(objective: Objective) -> None:
-    """Say where N ranks are not quite one big batch."""
-    for name in objective.averages_otherwise():
+def warn_of_divisors(inexact: Sequence[str]) -> None:
+    """Say for which losses N ranks are not quite one big batch."""
+    for name in inexact:
         logger.warning(
             "%s divides by the weights or the number of the labels that count, but each rank's loss counts by its "
             "rows: N ranks come close to one big batch, and are not quite the same. sample_weight_col is exact.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data.batches import Batch
 from sparkhvd.errors import DataError
+from sparkhvd.estimators.torch.divisors import Divisor, Factors, factors_of
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.objective import Objective
@@ -66,13 +68,13 @@ class Forward:
             model if stepping.compile is None else torch.compile(model, **stepping.compile)
         )
 
-    def __call__(self, batch: Batch) -> Result:
+    def __call__(self, batch: Batch, factors: Factors = None) -> Result:
         with self.precision():
             outputs = self.outputs(self.called(*self.inputs(batch)))
             if self.model.training:
                 self.objective.check_training(outputs)
             labels = self.objective.labels(outputs, batch.columns)
-            return self.objective.loss(outputs, labels, batch.columns), outputs, labels
+            return self.objective.loss(outputs, labels, batch.columns, factors), outputs, labels
 
     def outputs(self, result: object) -> list[torch.Tensor]:
         """A model's result as its outputs, as exact as labels are: those follow them, and 16 bits cannot hold each."""
@@ -93,10 +95,12 @@ class Stepper:
     Args:
         forward: from a batch to its loss.
         stepping: how a step is computed.
+        divisors: of the losses, where they are not the rows.
     """
 
-    def __init__(self, forward: Forward, stepping: Stepping) -> None:
+    def __init__(self, forward: Forward, stepping: Stepping, divisors: Sequence[Divisor | None] = ()) -> None:
         self._forward = forward
+        self._divisors = divisors
         self._stepping = stepping
         self._synchronized = _Synchronized.of(forward.model)
         # Without fp16 it does nothing.
@@ -134,9 +138,10 @@ class Stepper:
         loss = None
         total = sum(batch.global_rows for batch in group)
         self.scaler.scale(torch.zeros((), device=self._forward.device))  # ranks without rows need its scale too
-        for batch in group:
+        for batch, factors in zip(group, factors_of(self._divisors, group), strict=True):
+            forward = partial(self._forward, factors=factors)
             if self._synchronized is not None:
-                found, outputs, labels = self._synchronized.pass_of(batch, self._forward)
+                found, outputs, labels = self._synchronized.pass_of(batch, forward)
                 ranks = session.current().world.size
                 optimizer.weight_next(1 / ranks)
                 weighted = found * (ranks * batch.rows / total)
@@ -144,7 +149,7 @@ class Stepper:
                 optimizer.contribute_nothing()
                 continue
             else:
-                found, outputs, labels = self._forward(batch)
+                found, outputs, labels = forward(batch)
                 optimizer.weight_next(batch.rows / total)
                 weighted = found
             self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
@@ -187,7 +192,7 @@ class _Synchronized:
         layers = synchronized_layers(model)
         return cls(layers) if layers else None
 
-    def pass_of(self, batch: Batch, forward: Forward) -> Result:
+    def pass_of(self, batch: Batch, forward: Callable[[Batch], Result]) -> Result:
         if batch.rows:
             self._row = {name: array[:1].copy() for name, array in batch.columns.items()}
             return forward(batch)

@@ -21,6 +21,7 @@ from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchRun
+from sparkhvd.estimators.torch.divisors import divisors_of
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.package import Package
@@ -70,7 +71,7 @@ class TorchTrainer:
         self._schedule = RunningSchedule(package.schedule, package.optimizer, self._lr_scale)
         self._device = _device(spec.use_gpu, world)
         self._forward = Forward(self._model, self._inputs, package.objective, package.stepping, self._device)
-        self._stepper = Stepper(self._forward, package.stepping)
+        self._stepper = Stepper(self._forward, package.stepping, divisors_of(package.objective, spec.schema))
 
     def state(self) -> bytes:
         """Weights and the state of everything that a step changes, loadable with ``weights_only=True``."""

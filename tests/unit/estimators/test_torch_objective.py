@@ -9,7 +9,9 @@ import torch
 from torch.nn import functional
 
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
+from sparkhvd.estimators.torch.divisors import inexact_losses
 from sparkhvd.estimators.torch.objective import objective_of
+from tests.unit.estimators.arrays import schema
 
 
 def objective(loss, **more):
@@ -228,5 +230,8 @@ def test_a_loss_that_has_no_value_per_row_is_refused_with_weights():
     ],
 )
 def test_losses_that_do_not_divide_by_the_rows_are_known(loss, otherwise):
-    assert objective_of({"loss": loss, "label_cols": ("y",)}).averages_otherwise() == otherwise
-    assert objective_of({"loss": loss, "label_cols": ("y",), "sample_weight_col": "w"}).averages_otherwise() == []
+    scalar, vector = (schema(y=("label", "int64", shape, "array")) for shape in ((1,), (2,)))
+    found = objective_of({"loss": loss, "label_cols": ("y",)})
+    assert inexact_losses(found, vector) == inexact_losses(found, scalar, own_steps=True) == otherwise
+    assert inexact_losses(found, scalar) == []
+    assert inexact_losses(objective_of({"loss": loss, "label_cols": ("y",), "sample_weight_col": "w"}), vector) == []

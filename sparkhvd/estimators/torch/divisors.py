@@ -1,0 +1,119 @@
+"""Class losses that divide by something else than the rows, exact over all ranks.
+
+``CrossEntropyLoss(weight=...)`` divides by the sum of its labels' weights, one with ``ignore_index`` by the number of
+labels that count. One big batch would divide by what these are in all rows of the step. So the loss of a rank, which
+divides by its own, counts by the part that this is of the whole, and not by the part that its rows are of all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.data.batches import Batch
+from sparkhvd.data.schema import DataSchema
+from sparkhvd.estimators.torch.objective import Objective, is_as_torch_has_it, is_class_loss
+
+_NOTHING_IGNORED = -100  # torch's default; labels of it are none of a user's
+Factors = tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """What a loss divides by.
+
+    Attributes:
+        label: the column with the class numbers.
+        weights: of the classes; None counts labels.
+        ignored: the class number that does not count.
+    """
+
+    label: str
+    weights: npt.NDArray[np.float64] | None
+    ignored: int
+
+    def of(self, labels: npt.NDArray[Any]) -> float:
+        """The divisor for some rows."""
+        numbers = labels.reshape(-1).astype(np.int64)
+        counted = numbers[numbers != self.ignored]
+        return float(len(counted)) if self.weights is None else float(np.take(self.weights, counted, mode="clip").sum())
+
+
+def divisors_of(objective: Objective, schema: DataSchema) -> tuple[Divisor | None, ...]:
+    """What each loss divides by; None where it is the rows, or is not known."""
+    columns = {column.name: column for column in schema.of("label")}
+    found: list[Divisor | None] = []
+    for loss, label in zip(objective.losses, objective.label_cols, strict=True):
+        shape = columns[label].shape
+        # Labels of several numbers may be probabilities, which count otherwise.
+        known = shape is not None and math.prod(shape) == 1 and is_as_torch_has_it(loss)
+        found.append(_divisor(loss, label) if known and _divides_otherwise(objective, loss) else None)
+    return tuple(found)
+
+
+def inexact_losses(objective: Objective, schema: DataSchema, *, own_steps: bool = False) -> list[str]:
+    """The names of losses by which N ranks are nearly, not quite, one big batch.
+
+    Args:
+        objective: has the losses.
+        schema: the columns.
+        own_steps: whether a function of the user's takes the steps.
+    """
+    divisors = divisors_of(objective, schema)
+    return [
+        str(getattr(loss, "__name__", None) or type(loss).__name__)
+        for loss, divisor in zip(objective.losses, divisors, strict=True)
+        if _divides_otherwise(objective, loss) and (own_steps or divisor is None)
+    ]
+
+
+def factors_of(divisors: Sequence[Divisor | None], step: Sequence[Batch]) -> list[Factors]:
+    """What the losses of each batch of a step are multiplied by, before they count by the rows; collective.
+
+    Without divisors there is none, and nothing is exchanged.
+    """
+    if not any(divisors):
+        return [None] * len(step)
+    own = np.array(
+        [[0.0 if each is None else each.of(batch.columns[each.label]) for each in divisors] for batch in step]
+    ) * np.array([[batch.rows > 0] for batch in step])
+    totals = session.current().allreduce(own.sum(axis=0), ReduceOp.SUM, name="divisors of the losses")
+    rows = sum(batch.global_rows for batch in step)
+    return [
+        tuple(
+            1.0 if divisor is None else part / total * rows / batch.rows if part else 0.0
+            for divisor, part, total in zip(divisors, parts, totals, strict=True)
+        )
+        if batch.rows
+        else None
+        for batch, parts in zip(step, own, strict=True)
+    ]
+
+
+def _divides_otherwise(objective: Objective, loss: Any) -> bool:
+    """Whether it is a class loss with weights, or one that leaves some labels out; those of rows count otherwise."""
+    if objective.weight_col is not None or not is_class_loss(loss):
+        return False
+    weights, ignored = _settings(loss)
+    return weights is not None or ignored != _NOTHING_IGNORED
+
+
+def _divisor(loss: Any, label: str) -> Divisor:
+    weights, ignored = _settings(loss)
+    return Divisor(label, None if weights is None else weights.detach().cpu().double().numpy(), ignored)
+
+
+def _settings(loss: Any) -> tuple[torch.Tensor | None, int]:
+    given = dict(loss.keywords) if isinstance(loss, partial) else {}
+    if isinstance(loss, torch.nn.Module):
+        given = {**vars(loss), **dict(loss.named_buffers())}
+    return given.get("weight"), int(given.get("ignore_index", _NOTHING_IGNORED))
