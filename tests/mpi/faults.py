@@ -26,7 +26,6 @@ from tests.waiting import happens, wait_for
 # From the fault until the error is there and all has ended.
 SECONDS = 10.0 * SLOWNESS
 _LEFT_SECONDS = 30.0
-_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,11 @@ def _slow_agent(folder: Path) -> dict[str, object]:
     return {"extra": ["-mca", "plm_rsh_agent", str(agent)]}
 
 
+def _by_node(_: Path) -> dict[str, object]:
+    """The first host's second task gets the last rank."""
+    return {"containers": ("a", "a", "b"), "extra": ["--map-by", "node"]}
+
+
 def _kill_task(launched: Launched) -> None:
     launched.stage.processes[1].kill()
 
@@ -154,7 +158,7 @@ def _kill_below(words: str) -> Callable[[Launched], None]:
     return kill
 
 
-_LOST = r"Task 1 on host 127\.0\.0\.1, that of rank 1, was lost \({}\): its Python worker"
+_LOST = r"Task 1 on host 127\.0\.0\.1, that of rank {}, was lost \({}\): its Python worker"
 MPI_FAULTS = [
     MpiFault("mpirun missing", r"mpirun was not found on the driver's PATH.*launcher='barrier'", _without_mpirun),
     MpiFault("mpirun of another MPI", r"\S+/mpirun is not Open MPI's; it calls itself 'HYDRA build det", _other_mpirun),
@@ -184,9 +188,9 @@ MPI_FAULTS = [
     ),
     MpiFault("mpirun killed", r"mpirun was killed by signal 9 \(SIGKILL\)", loss=_kill_below("mpirun")),
     MpiFault("task killed", "Spark gave the job up", loss=_kill_tasks, phase="before registration"),
-    MpiFault("task killed", _LOST.format("before fn began"), _slow_agent, _kill_task, "while orted starts"),
-    MpiFault("task killed", _LOST.format(r"in fn, after init\(\)"), loss=_kill_task),
-    MpiFault("task killed", _LOST.format("after fn had ended"), loss=_kill_task, phase="at the end"),
+    MpiFault("task killed", _LOST.format(1, "before fn began"), _slow_agent, _kill_task, "while orted starts"),
+    MpiFault("task killed", _LOST.format(2, r"in fn, after init\(\)"), _by_node, _kill_task),
+    MpiFault("task killed", _LOST.format(1, "after fn had ended"), loss=_kill_task, phase="at the end"),
 ]
 
 
@@ -201,7 +205,7 @@ def produced(fault: MpiFault, folder: Path) -> MpiEnded:
             launched = Launched(stay, folder, fault.phase, env={"FAULT_FOLDER": str(folder)}, **options)
         with closing(launched.handle):
             if fault.loss is not None:
-                _await(fault.phase, folder)
+                _await(fault.phase, folder, len(launched.stage.processes))
                 began = time.monotonic()
                 fault.loss(launched)
             launched.handle.results()
@@ -211,11 +215,11 @@ def produced(fault: MpiFault, folder: Path) -> MpiEnded:
     return MpiEnded(error, time.monotonic() - began, left_of(folder))
 
 
-def _await(phase: str, folder: Path) -> None:
+def _await(phase: str, folder: Path, ranks: int) -> None:
     if phase == "while orted starts":
         wait_for((folder / "called").exists)
     elif phase != "before registration":
-        wait_for(lambda: len(list(folder.glob("pid-*"))) == _RANKS)
+        wait_for(lambda: len(list(folder.glob("pid-*"))) == ranks)
 
 
 def complaints(fault: MpiFault, ended: MpiEnded) -> list[str]:

@@ -310,7 +310,7 @@ class MpiHandle:
                 if is_cut_off(error) or isinstance(error, DeadlineExceededError):
                     self._note(lost(task, error))
                 self._fail(
-                    f"Task {offer.task_index} on host {offer.host}, that of rank {rank}, was lost "
+                    f"Task {offer.task_index} on host {offer.host}, that of rank {task.rank}, was lost "
                     f"{'before mpirun was started' if self._mpirun is None else f'({task.phase})'}: its "
                     "Python worker or its executor was killed or crashed, as on a host that is short of memory. The "
                     "executor's log says more."
