@@ -22,10 +22,10 @@ from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.resources import TaskResources, profile_of
-from sparkhvd.driver.slots import describe_cluster, refuse_where_ranks_cannot_run, reserve
+from sparkhvd.driver.slots import describe_cluster, hides_slots, reserve_tasks
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
-from sparkhvd.errors import LaunchError, SparkHvdError, StartTimeoutError, StoreError
+from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError, StoreError
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store
 from sparkhvd.task.examine import Examination, Question, examine_task, versions
@@ -127,22 +127,26 @@ def preflight(
 
 def _slots(asked: _Asked) -> tuple[int, Check]:
     """How many tasks to ask, and what there is to say about slots."""
+    began, deadline = time.monotonic(), Deadline.after(asked.timeout)
+    hidden = hides_slots(asked.spark)
     try:
-        refuse_where_ranks_cannot_run(asked.spark)
-        cluster = describe_cluster(asked.spark, asked.resources)
+        count = reserve_tasks(asked.spark, asked.num_proc, asked.resources, deadline)
+    except SlotsError as error:
+        if hidden:
+            return 0, Check("slots", Verdict.SKIPPED, str(error))
+        there = describe_cluster(asked.spark, asked.resources).count(Deadline.after(asked.timeout))
+        return there, Check("slots", Verdict.FAIL, str(error))
     except LaunchError as error:
         return 0, Check("slots", Verdict.FAIL, str(error))
-    began = time.monotonic()
-    try:
-        count = reserve(cluster, asked.num_proc, Deadline.after(asked.timeout))
-    except StartTimeoutError as error:
-        return 0, Check("slots", Verdict.FAIL, str(error))
-    except LaunchError as error:
-        return cluster.count(Deadline.after(asked.timeout)), Check("slots", Verdict.FAIL, str(error))
+    if hidden:
+        return count, Check(
+            "slots", Verdict.SKIPPED, f"{count} ranks asked for; {hidden} hides how many slots there are"
+        )
     wanted = "as many as there are" if asked.num_proc is None else f"{asked.num_proc} asked for"
     waited = time.monotonic() - began
     after = f", there after {waited:.1f} s" if waited > _WAITED_SECONDS else ""
-    return count, Check("slots", Verdict.OK, f"{count} ranks ({wanted}; master {cluster.master}){after}")
+    master = describe_cluster(asked.spark, asked.resources).master
+    return count, Check("slots", Verdict.OK, f"{count} ranks ({wanted}; master {master}){after}")
 
 
 def _cluster(asked: _Asked, count: int) -> tuple[list[Examination], list[Check]]:
@@ -176,9 +180,10 @@ def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examinatio
     stage = BarrierStage(asked.spark, count, task, profile, _nothing, again=False)
     with closing(stage):
         if not stage.wait(asked.timeout):
+            fewer = ", or there are fewer than that" if hides_slots(asked.spark) else ""
             raise LaunchError(
                 f"{count} tasks did not run at the same time within {asked.timeout:g} s: other jobs keep the slots "
-                "busy. Wait for those, or give this job a cluster of its own."
+                f"busy{fewer}. Wait for those, or give this job a cluster of its own."
             )
         if stage.error is not None:
             raise LaunchError(spark_failure(stage.error, stage.host_of, stage.task_hosts())) from stage.error

@@ -100,6 +100,14 @@ def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RE
     return Cluster(master, task_cpus, lambda _: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
 
 
+def hides_slots(spark: SparkSession) -> str:
+    """The setting that keeps a Spark Connect client from counting slots by the partitions of a query; empty if none."""
+    if not is_connect(spark):
+        return ""
+    names = ("spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism")
+    return next((f"{name}={value}" for name in names if (value := spark.conf.get(name, None)) is not None), "")
+
+
 def reserve_tasks(spark: SparkSession, num_proc: int | None, resources: TaskResources, deadline: Deadline) -> int:
     """The number of ranks to start in a barrier stage of this session, as ``reserve`` says.
 
@@ -108,7 +116,7 @@ def reserve_tasks(spark: SparkSession, num_proc: int | None, resources: TaskReso
         SlotsError: there are too few slots.
     """
     refuse_where_ranks_cannot_run(spark)
-    if is_connect(spark) and (setting := _hides_cores(spark)):
+    if setting := hides_slots(spark):
         if num_proc is None:
             raise SlotsError(
                 "num_proc=None takes all slots. A Spark Connect client counts them by the partitions of a query, and "
@@ -203,12 +211,6 @@ def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> i
     own = profile._java_resource_profile  # noqa: SLF001
     profiles.addResourceProfile(own)
     return int(scala_context.maxNumConcurrentTasks(own))
-
-
-def _hides_cores(spark: SparkSession) -> str:
-    """The setting that decides how many partitions a query has; empty where that is the number of cores."""
-    names = ("spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism")
-    return next((f"{name}={value}" for name in names if (value := spark.conf.get(name, None)) is not None), "")
 
 
 def _executors(spark: SparkSession, cores: int) -> int | None:

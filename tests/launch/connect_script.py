@@ -218,6 +218,10 @@ def main() -> None:
             sparkhvd.run(place)
         except SlotsError as error:
             found["hidden cores"] = str(error)
+        found["preflight with hidden cores"] = [
+            [report.ok, str(report)]
+            for report in (sparkhvd.preflight(num_proc=ranks, stdout=io.StringIO()) for ranks in (2, None))
+        ]
         spark.conf.unset("spark.sql.leafNodeDefaultParallelism")
         report = sparkhvd.preflight(num_proc=2, gpus_per_task=1, stdout=io.StringIO())
         found["preflight"] = [report.ok, str(report)]

@@ -35,6 +35,11 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "the cluster has 1 slots" in found["slots for GPUs"]
     assert "spark.task.cpus=1, 2 GPUs per task" in found["slots for GPUs"]
     assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster decides these. Give num" in found["hidden cores"]
+    (ready, asked), (refused, all_slots) = found["preflight with hidden cores"]
+    assert ready, asked
+    assert "2 ranks asked for; spark.sql.leafNodeDefaultParallelism=7 hides how many slots there are" in asked
+    assert "all ranks are on one host" in asked, "the tasks were asked"
+    assert re.search(r"^- +slots +num_proc=None takes all slots.* Give num_proc\.$", all_slots, re.MULTILINE), refused
     ready, printed = found["preflight"]
     assert ready, printed
     code, printed = found["doctor"]
