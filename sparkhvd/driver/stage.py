@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# How often it is looked whether tasks run of which nothing is heard. Twice as long they may take to begin.
+_LOOK_SECONDS = 10.0
+
 
 class BarrierStage:
     """One Spark job, collected in a thread of its own so that the caller can give up on it.
@@ -99,18 +102,31 @@ class BarrierStage:
         except Exception:  # noqa: BLE001 - a sentence without the hosts is better than none
             return {}
 
-    def wait_started(self, started: threading.Event, deadline: Deadline, seconds: float) -> None:
+    def wait_started(
+        self,
+        started: threading.Event,
+        deadline: Deadline,
+        seconds: float,
+        on_running: Callable[[], None] | None = None,
+    ) -> None:
         """Wait until the tasks run (or the job has ended).
 
         Args:
             started: set by whoever hears from the tasks, and by ``on_end``.
             deadline: when to give up.
             seconds: what the user gave as ``start_timeout``.
+            on_running: called now and then when Spark has run all tasks for a while and ``started`` is not set.
 
         Raises:
             StartTimeoutError: they did not in time.
         """
-        while not is_set_within(started, deadline.remaining()):
+        ran = False
+        while not is_set_within(started, deadline.capped(_LOOK_SECONDS).remaining()):
+            if not deadline.expired():
+                ran, before = self._all_run(), ran
+                if ran and before and on_running is not None:
+                    on_running()
+                continue
             if self._tasks_run(seconds):
                 return
             if self._given is None or not self._evaluates():
@@ -152,6 +168,23 @@ class BarrierStage:
             logger.warning("No rank reported its start within %g s; still waiting.", seconds)
             return True
         return any(stage.numTasks == self._num_tasks == self._active(stage) for stage in self._stages())
+
+    def _all_run(self) -> bool:
+        """Whether Spark runs all tasks, as far as that is certain."""
+        if is_connect(self._spark):
+            # Of rows that are given, stages before this one may have as many tasks.
+            return self._given is None and self._running() == self._num_tasks
+        return any(
+            stage.numTasks == self._num_tasks == self._active(stage) and self._is_barrier(stage)
+            for stage in self._stages()
+        )
+
+    def _is_barrier(self, stage: SparkStageInfo) -> bool:
+        """Whether a stage is that of the tasks, and none that makes the rows that they get."""
+        if self._given is None:
+            return True
+        store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - PySpark has no other way
+        return bool(store.operationGraphForStage(stage.stageId).rootCluster().getBarrierClusters().nonEmpty())
 
     def _evaluates(self) -> bool:
         """Whether Spark is at work on the rows that the tasks will get."""

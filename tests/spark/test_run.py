@@ -19,6 +19,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 import sparkhvd
+from sparkhvd.driver import stage
+from sparkhvd.driver.launchers import barrier
 from sparkhvd.driver.meeting import Meeting
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met
@@ -159,6 +161,26 @@ def test_a_driver_that_no_executor_reaches_says_where_the_output_is(spark, monke
     monkeypatch.setattr(Job, "with_driver_addresses", lambda job, addresses: job)
     sparkhvd.run(say, ("and more",), num_proc=2, spark=spark)
     assert caplog.text.count("No task of this job has reached this driver (127.0.0.1). Where executors") == 1
+
+
+def wait_for_file(path: str) -> None:
+    wait_for(Path(path).exists, 60.0)
+
+
+def test_a_driver_that_no_executor_reaches_says_so_while_the_ranks_run(spark, monkeypatch, tmp_path):
+    def note(record) -> bool:
+        said.append(record.getMessage())
+        (tmp_path / "said").touch()
+        return True
+
+    said: list[str] = []
+    monkeypatch.setattr(Job, "with_driver_addresses", lambda job, addresses: job)
+    monkeypatch.setattr(stage, "_LOOK_SECONDS", 0.5)
+    monkeypatch.setattr(barrier.logger, "filters", [note])
+    for rows in (None, spark.range(4).repartition(2)):
+        (tmp_path / "said").unlink(missing_ok=True)
+        sparkhvd.run(wait_for_file, (str(tmp_path / "said"),), num_proc=2, spark=spark, rows=rows)
+    assert [words[:46] for words in said] == ["No task of this job has reached this driver (1"] * 2
 
 
 def test_without_verbosity_output_goes_where_it_was_given_a_place(spark, tmp_path):

@@ -81,7 +81,8 @@ class BarrierHandle:
             self._stack = stack.pop_all()
 
     def wait_started(self, deadline: Deadline) -> None:
-        self._stage.wait_started(self._stream.started, deadline, self._job.start_timeout)
+        started, seconds = self._stream.started, self._job.start_timeout
+        self._stage.wait_started(started, deadline, seconds, self._say_when_unheard)
         warn_of_versions(self._job, self._meeting.offers())
         if not self._wake.is_set() and not self._connect:  # whose client is not told for certain that they run
             self._say_when_unheard()
