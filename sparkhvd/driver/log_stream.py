@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from sparkhvd.errors import StoreError
 from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started
-from sparkhvd.task.log_files import LogFiles, LogFileWriter
+from sparkhvd.task.log_files import KeptOutput, LogFiles
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class LogStream:
         self._files: dict[tuple[int, str], BinaryIO] = {}  # guarded by _lock
         self.started = threading.Event()
         self._given = {"stdout": stdout, "stderr": stderr}
-        self._writers: dict[tuple[int, str], LogFileWriter] = {}  # guarded by _lock
+        self._stored = KeptOutput(self._say, self._show_stored)  # guarded by _lock
         self._timestamps = timestamps
         self._shown = shown
         self._lock = threading.Lock()  # keeps lines whole
@@ -68,37 +67,31 @@ class LogStream:
 
     def _write(self, output: Output) -> None:
         given = self._given.get(output.stream)
-        if isinstance(given, LogFiles):
-            self._store(given, output)
-        else:
-            self._show(given, output)
-
-    def _store(self, files: LogFiles, output: Output) -> None:
-        key = output.rank, output.stream
         with self._lock:
             self._keep(output)
-            if key not in self._writers:
-                self._writers[key] = LogFileWriter(files, output.rank, output.stream)
-            try:
-                self._writers[key].write(output.content)
-            except StoreError as error:
-                logger.warning("Output of rank %d cannot be written: %s", output.rank, error)
+            if isinstance(given, LogFiles):
+                self._stored.write(given, output.rank, output.stream, output.content)
+            elif given is not None or self._shown:
+                self._show(given, output)
+
+    def _say(self, text: str) -> None:
+        logger.warning("%s%s", text[:1].upper(), text[1:])
+
+    def _show_stored(self, rank: int, stream: str, content: bytes) -> None:
+        """Whoever gave it a place wants it, so it is shown whatever else is."""
+        self._show(None, Output(rank, stream, content))
 
     def _show(self, given: TextIO | None, output: Output) -> None:
         text = output.content.decode("utf-8", "replace")
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
         prefix = f"{stamp}[{output.rank}]<{output.stream}>:"
         lines = "".join(f"{prefix}{line}\n" for line in _LINE_END.split(text.strip("\r")))
-        with self._lock:
-            self._keep(output)
-            if given is None and not self._shown:
-                return
-            target = given if given is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
-            try:
-                target.write(lines)
-                target.flush()
-            except Exception as error:  # noqa: BLE001 - it is the user's, who may have closed it
-                logger.warning("Output of rank %d cannot be written: %s", output.rank, error)
+        target = given if given is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
+        try:
+            target.write(lines)
+            target.flush()
+        except Exception as error:  # noqa: BLE001 - it is the user's, who may have closed it
+            logger.warning("Output of rank %d cannot be written: %s", output.rank, error)
 
     def close(self) -> None:
         """Close the files."""
@@ -107,12 +100,7 @@ class LogStream:
                 with contextlib.suppress(OSError):  # of what could not be written, which has been said
                     file.close()
             self._files.clear()
-            for (rank, _), writer in self._writers.items():
-                try:
-                    writer.close()
-                except StoreError as error:
-                    logger.warning("Output of rank %d cannot be written: %s", rank, error)
-            self._writers.clear()
+            self._stored.close()
 
     def _keep(self, output: Output) -> None:
         if self._folder is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparkhvd.errors import StoreError
@@ -107,3 +108,48 @@ class LogFileWriter:
         self._number += 1
         self._lines.clear()
         self._size = 0
+
+
+class KeptOutput:
+    """Output of ranks in files, as long as the Store takes them; not safe for use from several threads.
+
+    Args:
+        say: told once of each stream that the Store does not take.
+        show: gets the rank, the stream and the whole lines that are in no file.
+    """
+
+    def __init__(self, say: Callable[[str], None], show: Callable[[int, str, bytes], None]) -> None:
+        self._say = say
+        self._show = show
+        self._writers: dict[tuple[int, str], LogFileWriter | None] = {}  # None is one that has failed
+
+    def write(self, files: LogFiles, rank: int, stream: str, content: bytes) -> None:
+        """Take whole lines, given without the last newline."""
+        key = rank, stream
+        if key not in self._writers:
+            self._writers[key] = LogFileWriter(files, rank, stream)
+        writer = self._writers[key]
+        try:
+            if writer is not None:
+                writer.write(content)
+                return
+        except StoreError:
+            self._finish(key)
+        self._show(rank, stream, content)
+
+    def close(self) -> None:
+        """Write what is left."""
+        for key in self._writers:
+            self._finish(key)
+
+    def _finish(self, key: tuple[int, str]) -> None:
+        writer, self._writers[key] = self._writers[key], None
+        if writer is None:
+            return
+        try:
+            writer.close()
+        except StoreError as error:
+            rank, stream = key
+            self._say(f"the Store does not take the {stream} of rank {rank}, so it goes here: {error}")
+            if rest := writer.unwritten():
+                self._show(rank, stream, rest.removesuffix(b"\n"))

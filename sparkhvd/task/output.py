@@ -13,11 +13,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import StoreError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.messages import Flush, Message, Output, Started
 from sparkhvd.task.job import Job
-from sparkhvd.task.log_files import LogFiles, LogFileWriter
+from sparkhvd.task.log_files import KeptOutput
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class DriverLog:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._files: dict[str, LogFileWriter | None] = {}  # of the pump's thread, until close
+        self._files = KeptOutput(_say, self._write_here)  # of the pump's thread, until close
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._unreachable = not job.driver_addresses  # guarded by _lock
@@ -130,17 +129,13 @@ class DriverLog:
         """Pass whole lines on."""
         where = dict(self._job.log_files).get(stream)
         if where is not None:
-            passed_on = self._keep(where, stream, content)
-        else:
-            passed_on = stream in self._job.streamed and self._send(Output(self.rank, stream, content))
-        if not passed_on:
-            self._write_here(stream, content)
+            self._files.write(where, self.rank, stream, content)
+        elif stream not in self._job.streamed or not self._send(Output(self.rank, stream, content)):
+            self._write_here(self.rank, stream, content)
 
     def close(self) -> None:
         """Wait until the driver and the Store have everything, then hang up."""
-        for stream, writer in self._files.items():
-            if writer is not None:
-                self._finish(stream, writer)
+        self._files.close()
         with self._lock:
             client, self._client, self._unreachable = self._client, None, True
         if client is None:
@@ -152,32 +147,9 @@ class DriverLog:
         finally:
             client.close()
 
-    def _keep(self, where: LogFiles, stream: str, content: bytes) -> bool:
-        if stream not in self._files:
-            self._files[stream] = LogFileWriter(where, self.rank, stream)
-        writer = self._files[stream]
-        if writer is None:
-            return False
-        try:
-            writer.write(content)
-        except StoreError:
-            self._files[stream] = None
-            self._finish(stream, writer)
-            return False
-        return True
-
-    def _finish(self, stream: str, writer: LogFileWriter) -> None:
-        try:
-            writer.close()
-        except StoreError as error:
-            sys.stderr.write(
-                f"sparkhvd: the Store does not take the {stream} of rank {self.rank}, so it goes here: {error}\n"
-            )
-            self._write_here(stream, writer.unwritten().removesuffix(b"\n"))
-
-    def _write_here(self, stream: str, content: bytes) -> None:
+    def _write_here(self, rank: int, stream: str, content: bytes) -> None:
         text = content.decode("utf-8", "replace")
-        sys.stderr.writelines(f"[{self.rank}]<{stream}>:{line}\n" for line in text.split("\n"))
+        sys.stderr.writelines(f"[{rank}]<{stream}>:{line}\n" for line in text.split("\n"))
 
     def _send(self, message: Message) -> bool:
         with self._lock:
@@ -194,11 +166,13 @@ class DriverLog:
                 if self._client is not None:
                     self._client.close()
                     self._client = None
-                sys.stderr.write(
-                    f"sparkhvd: the driver cannot be reached, so the output of rank {self.rank} goes here: {error}\n"
-                )
+                _say(f"the driver cannot be reached, so the output of rank {self.rank} goes here: {error}")
                 return False
             return True
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"sparkhvd: {text}\n")
 
 
 class OutputPump:

@@ -80,6 +80,18 @@ def test_ranks_beside_the_driver_have_their_files_written_by_it(files):
     assert content(files, "logs/rank.1/stdout.000000") == b"said\n"
 
 
+def test_the_driver_shows_what_a_store_does_not_take_and_says_so_once(files, capsys, caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr(log_files, "_PART_BYTES", 1)
+    (tmp_path / "logs").write_text("a file where a folder should be")
+    stream = LogStream(files, None, timestamps=False, shown=False)
+    for number in range(300):
+        stream.handle(Output(1, "stdout", b"%d" % number))
+    stream.close()
+    assert capsys.readouterr().out == "".join(f"[1]<stdout>:{number}\n" for number in range(300))
+    (said,) = caplog.messages
+    assert said.startswith("The Store does not take the stdout of rank 1, so it goes here: ")
+
+
 def test_a_store_that_fails_is_an_error_of_the_next_write(tmp_path, monkeypatch):
     monkeypatch.setattr(log_files, "_PART_BYTES", 1)
     (tmp_path / "blocked").write_text("")
