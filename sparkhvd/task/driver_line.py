@@ -51,6 +51,10 @@ class DriverLine:
         self._opened = in_background(self._open, "sparkhvd-driver-line")
         self._ended = in_background(self._watch, "sparkhvd-driver-watch")
 
+    def is_open(self) -> bool:
+        """Whether the driver could be reached; waits until that is known."""
+        return self._opened.result() is not None
+
     def meet(self, own: Introduction) -> tuple[Introduction, ...] | None:
         """Exchange introductions with the other tasks, however long their rows take; None when not all have a line.
 

@@ -14,13 +14,13 @@ def all_gather(message: str, job: Job, place: TaskPlace) -> list[str]:
     """What all tasks say, by index; ``BarrierTaskContext.allGather`` itself knows no limit that a job could set.
 
     Raises:
-        LaunchError: not all came within ``start_timeout``; where tasks are given rows, there is no such limit.
+        LaunchError: not all came within ``start_timeout``. There is no such limit where others may be with their rows.
     """
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only in Spark's tasks
 
     context = BarrierTaskContext.get()
     gathered = in_background(lambda: context.allGather(message), "sparkhvd-all-gather")
-    if not is_done_within(gathered, math.inf if job.gives_rows else job.start_timeout):
+    if not is_done_within(gathered, math.inf if job.gives_rows and job.driver_line else job.start_timeout):
         raise LaunchError(
             f"Task {place.index} on host {place.host} waited start_timeout={job.start_timeout:g} s for the other tasks "
             "of this job: one of them is stopped or hangs, see the executors' logs."

@@ -30,7 +30,7 @@ from sparkhvd.task.job import Job
 from sparkhvd.task.output import DriverLog
 from sparkhvd.task.place import TaskPlace, place_of_task
 from sparkhvd.task.process import WorkerProcess, spawn_or_substitute
-from sparkhvd.task.rank import Plan, accompany, worker_spec
+from sparkhvd.task.rank import Plan, accompany, await_rows, worker_spec
 from sparkhvd.task.report import LAUNCH, FailureReport
 from sparkhvd.task.rows import result_rows
 from sparkhvd.task.threads import thread_defaults
@@ -52,16 +52,23 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)
         worker = WorkerProcess(spawned, log)
         stack.callback(worker.close)
-        paths, problem = _received(job, batches, stack)
-        plan, unknown = _gather(job, place, line, stack)
-        deadline = Deadline.after(job.start_timeout)  # the rows, here and elsewhere, may have taken any time
+        # A JVM of Spark's whose task waits in Spark's own gather may end with the stage when that is cancelled: nobody
+        # waits there for rows.
+        first = job.gives_rows and (line is None or not line.is_open())
+        rows = None if first else _received(job, batches, stack)
+        plan, unknown, by_spark = _gather(job, place, line, stack)
         slot = next(one for one in plan.slots if one.offer.task_index == place.index)
         log.rank = slot.world.rank
+        if slot.world.rank == 0:
+            log.started()
+        paths, problem = _received(job, batches, stack) if rows is None else rows
+        if job.gives_rows and by_spark:
+            await_rows(plan, slot)
+        deadline = Deadline.after(job.start_timeout)  # the rows, here and elsewhere, may have taken any time
         if line is not None:
             line.attend(slot.world.rank, worker.events)
         worker.output.start()
         if slot.world.rank == 0:
-            log.started()
             write_device_map(plan.slots, log)
             # Without lines the driver does not know the offers.
             if line is None and (said := different_versions(job.versions, [one.offer for one in plan.slots])):
@@ -98,11 +105,12 @@ def _received(
         return {}, problem or error
 
 
-def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStack) -> tuple[Plan, str]:
+def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStack) -> tuple[Plan, str, bool]:
     """Exchange what the tasks know; task 0 serves the rendezvous.
 
     Returns:
-        The plan, and what is wrong with the job's ``nics`` on this host, empty when nothing is.
+        The plan; what is wrong with the job's ``nics`` on this host, empty when nothing is; and whether they met by
+        Spark's means, so that not all need to have their rows.
     """
     bind_host, unknown = address_to_bind(place.host, place.hosts), ""
     if job.nics:
@@ -120,13 +128,14 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
     )
     own = Introduction(place.attempt, offer, port)
     tasks = line.meet(own) if line is not None else None
+    by_spark = tasks is None
     if tasks is None:
         messages = all_gather(json.dumps(asdict(own)), job, place)
         tasks = tuple(built(Introduction, json.loads(message)) for message in messages)
     first = next(task for task in tasks if task.offer.task_index == 0)
     rendezvous = (first.offer.bind_host, first.port)
     slots = assign([task.offer for task in tasks])
-    return Plan(tuple(slots), (rendezvous,), _token(job, first.attempt)), unknown
+    return Plan(tuple(slots), (rendezvous,), _token(job, first.attempt)), unknown, by_spark
 
 
 def _token(job: Job, attempt: int) -> bytes:

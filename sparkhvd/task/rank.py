@@ -16,6 +16,7 @@ from sparkhvd.task.import_path import IMPORT_PATH
 from sparkhvd.task.job import RESULT_CAP_BYTES, Job
 from sparkhvd.task.process import WorkerProcess
 from sparkhvd.task.supervise import (
+    JOB_SECONDS,
     NOTE_SECONDS,
     Outcome,
     Supervision,
@@ -57,6 +58,22 @@ def worker_spec(job: Job, plan: Plan, slot: Slot, given: tuple[tuple[str, str], 
     )
     path = changed_environment(dict(job.env)).get(IMPORT_PATH)
     return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *given), path)
+
+
+def await_rows(plan: Plan, slot: Slot) -> None:
+    """Wait, however long it takes, until all tasks have their rows; called by each of them that has its own.
+
+    Raises:
+        SparkHvdError: infrastructure was lost.
+    """
+    size, whole = slot.world.size, Deadline.after(JOB_SECONDS)
+    with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
+        client.set(f"rows/{slot.world.rank}", b"", Deadline.after(NOTE_SECONDS))
+        if slot.world.rank == 0:
+            for rank in range(size):
+                client.get(f"rows/{rank}", whole)
+            client.set("rows", b"", Deadline.after(NOTE_SECONDS))
+        client.get("rows", whole)
 
 
 def accompany(

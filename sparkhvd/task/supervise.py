@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 OUTCOME = "outcome"
 # A job may run for weeks; what ends these waits is an event, and the death of the server is one.
-_JOB_SECONDS = 400 * 86400.0
+JOB_SECONDS = 400 * 86400.0
 # One exchange with the rendezvous server, which answers at once unless its host is overloaded.
 NOTE_SECONDS = 30.0
 # After a failure elsewhere: time to fail by itself (its collectives do), then time for SIGTERM. With the time for the
@@ -97,7 +97,7 @@ def watch_outcome(client: RendezvousClient, events: queue.SimpleQueue[object]) -
 
     def watch() -> None:
         try:
-            content = client.get(OUTCOME, Deadline.after(_JOB_SECONDS))
+            content = client.get(OUTCOME, Deadline.after(JOB_SECONDS))
             events.put(Outcome(FailureReport.from_json(content) if content else None))
         except SparkHvdError as error:
             events.put(ServerLost(str(error)))
@@ -158,7 +158,7 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
                 return late
             continue
         if isinstance(event, Ready):
-            deadline = Deadline.after(_JOB_SECONDS)  # fn may run for weeks
+            deadline = Deadline.after(JOB_SECONDS)  # fn may run for weeks
             phase = IN_FN
             job.reach(phase)
         if isinstance(event, Joined):
@@ -260,7 +260,7 @@ def conclude(client: RendezvousClient, hosts: Sequence[str], result_cap: int) ->
     A failing rank sets the outcome before it finishes, so what this sets counts only when none failed. Those that do
     not answer are not waited for for long then: their host may be gone.
     """
-    deadline, sizes = Deadline.after(_JOB_SECONDS), list[int]()
+    deadline, sizes = Deadline.after(JOB_SECONDS), list[int]()
     while len(sizes) < len(hosts):
         try:
             sizes.append(int(client.get(finished_key(len(sizes)), deadline.capped(_LOOK_SECONDS))))

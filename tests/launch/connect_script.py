@@ -70,6 +70,38 @@ def interrupted(spark: SparkSession, folder: str) -> str:
     return "".join(said)
 
 
+def executor() -> int:
+    return next(process.pid for process in psutil.Process().parents() if process.name() == "java")
+
+
+def interrupted_with_slow_rows(spark: SparkSession, folder: str) -> list[list[int]]:
+    """The executors of the ranks before and after a job that is interrupted while one of its tasks has no rows yet."""
+
+    def slow(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyspark  # noqa: PLC0415
+
+        yield from batches
+        Path(folder, uuid.uuid4().hex).touch()
+        if pyspark.TaskContext.get().partitionId():
+            time.sleep(600)
+
+    rows = spark.range(2, numPartitions=2).mapInArrow(slow, "id long")
+    before = sparkhvd.run(executor, num_proc=2, spark=spark)
+
+    def run() -> None:
+        spark.addTag("rows")
+        with contextlib.suppress(LaunchError):
+            sparkhvd.run(place, num_proc=2, spark=spark, rows=rows)
+
+    running = threading.Thread(target=run, name="tagged")
+    running.start()
+    wait_for_files(Path(folder), 2)
+    time.sleep(2)  # by now a task that would wait for the other by Spark's means does
+    spark.interruptTag("rows")
+    running.join(60)
+    return [before, sparkhvd.run(executor, num_proc=2, spark=spark)]
+
+
 def left_by_interrupt(folder: Path) -> list[int]:
     """The ranks that still run after Ctrl-C."""
 
@@ -238,6 +270,8 @@ def main() -> None:
         found["predictions"] = predictions_in_plan(spark)
         with tempfile.TemporaryDirectory() as folder:
             found["interrupted"] = interrupted(spark, folder)
+        with tempfile.TemporaryDirectory() as folder:
+            found["executors of slow rows"] = interrupted_with_slow_rows(spark, folder)
         with tempfile.TemporaryDirectory() as folder:
             found["left by Ctrl-C"] = left_by_interrupt(Path(folder))
         with tempfile.TemporaryDirectory() as folder:

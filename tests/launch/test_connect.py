@@ -47,6 +47,8 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert "sparkhvd preflight: ready" in printed
     assert "2 ranks (2 asked for; master connect)" in printed
     assert found["interrupted"].startswith("Spark gave the job up: it was cancelled (Operation has been canceled).")
+    before, after = found["executors of slow rows"]
+    assert before == after, "the interrupt cost an executor"
     assert found["left by Ctrl-C"] == []
     assert "did not become free at the same time within start_timeout=5 s" in found["busy"][0]
     assert "did not answer a small query within" in found["busy"][1]
