@@ -112,7 +112,8 @@ def test_sparkhvdrun_reaches_hosts_with_the_port_and_key_that_it_is_given(flag, 
     hosts.write_text("node-a slots=2\nnode-b slots=1\n")
     program = (
         "import os; from sparkhvd.comm import session; session.init(); world = session.current().world; "
-        "print(world.rank, world.size, 'SSH_CONNECTION' in os.environ)"
+        # In one piece also with PYTHONUNBUFFERED, as mpirun puts together what comes from the ranks.
+        "os.write(1, f'{world.rank} {world.size} {\"SSH_CONNECTION\" in os.environ}\\n'.encode())"
     )
     given = "node-a:2,node-b:1" if flag == "-H" else hosts
     command = ["-m", "sparkhvd.cli.run", *more, flag, given, "-p", str(port), "-i", key, sys.executable, "-c", program]

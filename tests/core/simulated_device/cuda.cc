@@ -168,7 +168,6 @@ SIMULATED_EXPORT int cuDeviceGet(int* device, int ordinal) {
 
 SIMULATED_EXPORT int cuDevicePrimaryCtxRetain(CUctx_st** context, int device) {
   *context = &simulated::contexts[static_cast<size_t>(device)];
-  const std::lock_guard<std::mutex> lock(TheShared().mutex);
   (*context)->ordinal = device;
   return Called("cuDevicePrimaryCtxRetain");
 }

@@ -30,7 +30,7 @@ Shared& TheShared();
 }  // namespace simulated
 
 struct CUctx_st {
-  int ordinal = 0;
+  std::atomic<int> ordinal{0};
 };
 
 // Does what is put on it one after the other.

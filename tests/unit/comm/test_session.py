@@ -189,7 +189,7 @@ def test_ranks_know_the_layout_of_their_hosts():
 def test_a_process_without_a_launcher_reads_its_own_environment():
     script = (
         "import logging; from sparkhvd.comm import session; session.init(); "
-        "print(session.current().channel().timeout, logging.getLogger('sparkhvd').level)"
+        "print(session.current().channel().waits.timeout, logging.getLogger('sparkhvd').level)"
     )
     result = subprocess.run(
         [sys.executable, "-c", script],
