@@ -174,6 +174,18 @@ class _Refuse(argparse.Action):
         parser.error(f"{option_string}: {UNSUPPORTED[str(option_string)]}.")
 
 
+def add_interfaces(parser: argparse.ArgumentParser) -> None:
+    """The flag for ``nics``."""
+    parser.add_argument(
+        *("--network-interfaces", "--network-interface"),
+        dest="nics",
+        action="extend",
+        type=_names,
+        default=[],
+        help="interfaces to use, as a,b",
+    )
+
+
 def parser() -> Parser:
     """The parser of the command line."""
     made = Parser(
@@ -185,14 +197,7 @@ def parser() -> Parser:
     made.add_argument("-np", "--num-proc", type=int, help="number of ranks; all slots when left out")
     made.add_argument("-cb", "--check-build", action="store_true", help="show what is available, and end")
     made.add_argument("--start-timeout", type=float, help="seconds within which all ranks must have started")
-    made.add_argument(
-        *("--network-interfaces", "--network-interface"),
-        dest="nics",
-        action="extend",
-        type=_names,
-        default=[],
-        help="interfaces to use, as a,b",
-    )
+    add_interfaces(made)
     made.add_argument("--output-filename", help="folder that keeps each rank's output: rank.<number>/stdout, stderr")
     made.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
     made.add_argument("--verbose", action="store_true", help="show debug lines, and the command line of mpirun")

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import sparkhvd
 from sparkhvd.background import in_background
-from sparkhvd.cli.flags import Parser
+from sparkhvd.cli.flags import Parser, add_interfaces
 from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.preflight import preflight
 from sparkhvd.errors import ConfigError, LaunchError, SparkHvdError
@@ -65,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 store=Store.create(flags.store) if flags.store is not None else None,
                 gpus_per_task=flags.gpus_per_task,
                 cpus_per_task=flags.cpus_per_task,
+                nics=flags.nics,
                 timeout=flags.timeout,
             )
         finally:
@@ -98,6 +99,7 @@ def parser() -> Parser:
     doctor.add_argument("--store", help="URL of a Store to check")
     doctor.add_argument("--gpus-per-task", type=float)
     doctor.add_argument("--cpus-per-task", type=int)
+    add_interfaces(doctor)
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a session, and for busy slots")
     doctor.add_argument("--conf", action="append", default=[], metavar="NAME=VALUE", help="a setting of Spark")
     return made

@@ -7,7 +7,7 @@ import math
 import shlex
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -49,9 +49,8 @@ def check_options(options: RunOptions, launcher: str) -> None:
         check_seconds("start_timeout", options.start_timeout)
     if not isinstance(options.verbose, int):
         raise ConfigError(f"verbose={options.verbose!r} is not 0, 1 or 2.")
-    for name, given in (("nics", options.nics), ("preload", options.preload)):
-        if isinstance(given, str):
-            raise ConfigError(f"{name}={given!r} is one text; give a list of names, like [{given!r}].")
+    check_names("nics", options.nics)
+    check_names("preload", options.preload)
     if launcher == "local":
         if options.executable is not None and shutil.which(options.executable) is None:
             raise ConfigError(f"executable={options.executable!r} is no program on this machine; give a Python's path.")
@@ -61,6 +60,16 @@ def check_options(options: RunOptions, launcher: str) -> None:
     check_sink("stderr", options.stderr)
     if options.output_filename is not None:
         check_folder(options.output_filename)
+
+
+def check_names(name: str, given: Iterable[str] | None) -> None:
+    """Refuse one text where several are wanted.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if isinstance(given, str):
+        raise ConfigError(f"{name}={given!r} is one text; give a list of names, like [{given!r}].")
 
 
 def check_counts(num_proc: int | None, gpus_per_task: float | None = None, cpus_per_task: int | None = None) -> None:

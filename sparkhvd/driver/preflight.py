@@ -7,7 +7,7 @@ import pickle
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from sparkhvd.data.spark_job import run_job
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.data.store_check import judge, needs_check, remove
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.arguments import check_counts, check_seconds
+from sparkhvd.driver.arguments import check_counts, check_names, check_seconds
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.resources import TaskResources, profile_of
@@ -58,6 +58,7 @@ class _Asked:
     num_proc: int | None
     resources: TaskResources
     store: Store | None
+    nics: tuple[str, ...]
     timeout: float
 
 
@@ -70,6 +71,7 @@ def preflight(
     df: DataFrame | None = None,
     gpus_per_task: float | None = None,
     cpus_per_task: int | None = None,
+    nics: Iterable[str] | None = None,
     timeout: float = 30.0,
     stdout: TextIO | None = None,
 ) -> PreflightReport:
@@ -92,6 +94,7 @@ def preflight(
         df: five of its rows go through the model of ``estimator`` on the driver.
         gpus_per_task: as in ``run``; None takes the estimator's.
         cpus_per_task: as in ``run``; None takes the estimator's.
+        nics: as in ``run``.
         timeout: how many seconds to wait for executors that are not there yet, or whose slots other jobs keep busy, and
             for the rows of ``df``.
         stdout: where the report is printed; None is ``sys.stdout``.
@@ -107,11 +110,12 @@ def preflight(
         gpus_per_task = theirs.gpus if gpus_per_task is None else gpus_per_task
         cpus_per_task = theirs.cpus if cpus_per_task is None else cpus_per_task
     check_counts(num_proc, gpus_per_task, cpus_per_task)
+    check_names("nics", nics)
     check_seconds("timeout", timeout)
     session = spark if spark is not None else active_session()
     if store is not None:
         store = told_by_spark(store, session)
-    asked = _Asked(session, num_proc, TaskResources(cpus_per_task, gpus_per_task), store, timeout)
+    asked = _Asked(session, num_proc, TaskResources(cpus_per_task, gpus_per_task), store, tuple(nics or ()), timeout)
     # Beside the stage: both wait, the one for executors, the other for imports and Spark's first query.
     model = None
     if estimator is not None and df is not None:
@@ -174,7 +178,7 @@ def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examinatio
     Raises:
         LaunchError: they did not start in time, or Spark could not run them.
     """
-    question = Question(secrets.token_bytes(32), None if probe is None else pickle.dumps(probe))
+    question = Question(secrets.token_bytes(32), None if probe is None else pickle.dumps(probe), asked.nics)
     profile = profile_of(asked.spark, asked.resources)
     task = functools.partial(examine_task, question)
     stage = BarrierStage(asked.spark, count, task, profile, _nothing, again=False)

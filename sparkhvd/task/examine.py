@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import pickle
@@ -9,15 +11,18 @@ import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
 import sparkhvd
-from sparkhvd.addresses import address_to_bind
+from sparkhvd.addresses import address_to_bind, is_loopback
 from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import connect
+from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.messages import Message
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.host_hash import host_hash
@@ -38,10 +43,12 @@ class Question:
     Attributes:
         secret: of the connections that tasks make to each other.
         probe: of a Store, pickled, so that an executor without the package of the Store can say so; None is no Store.
+        nics: network interfaces that the ranks will use; empty leaves the choice open.
     """
 
     secret: bytes = field(repr=False)
     probe: bytes | None = field(default=None, repr=False)
+    nics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,21 +111,44 @@ def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Itera
     for _ in batches:  # Spark wants its input read
         continue
     context, place = BarrierTaskContext.get(), place_of_task()
-    address = address_to_bind(place.host, place.hosts)
-    with (
-        Server(question.secret, _Silent(), address, name="sparkhvd-preflight") as server,
-        ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-preflight-store") as pool,
-    ):
+    addresses, unknown = _addresses(question.nics, place)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-preflight-store"))
+        secret = _secret_of(place.index, question.secret)
+        servers = [
+            stack.enter_context(Server(secret, _Silent(), address, name="sparkhvd-preflight")) for address in addresses
+        ]
+        listening = [(address, server.port) for address, server in zip(addresses, servers, strict=True)]
         # A Store far away takes as long as hosts that do not answer.
         answered = pool.submit(_asked_store, question.probe, f"{place.index}-{place.attempt}")
-        own = {"index": place.index, "host": place.host, "key": host_hash(), "address": address, "port": server.port}
+        own = {"index": place.index, "host": place.host, "key": host_hash(), "addresses": listening}
         gathered = [json.loads(message) for message in context.allGather(json.dumps(own))]
-        unreachable = _unreachable(own, gathered, question.secret)
+        unreachable = (*unknown, *_unreachable(own, gathered, question.secret))
         trouble, name = answered.result()
         if len({one["key"] for one in gathered}) > 1:  # on one host nobody tries any; Spark takes up to a second
             context.barrier()  # nobody closes its server before all have tried it
     found = _examination(place, unreachable, trouble, name)
     yield row(place.index, EXAMINATION, 0, found.to_json())
+
+
+def _addresses(nics: Sequence[str], place: TaskPlace) -> tuple[list[str], tuple[str, ...]]:
+    """Where the rank of a task will be reached, and what is wrong with ``nics`` here.
+
+    The ranks meet at one address of task 0's host; otherwise each offers all that it has.
+    """
+    unknown: tuple[str, ...] = ()
+    first = address_to_bind(place.host, place.hosts)
+    try:
+        more = [one.address for one in candidates(nics, place.host, place.hosts)]
+    except LaunchError as error:
+        more, unknown = [], (str(error).rstrip("."),)
+    offered = more if nics and more else list(dict.fromkeys([first, *more]))
+    return (offered[:1] if place.index == 0 or is_loopback(first) else offered), unknown
+
+
+def _secret_of(index: int, secret: bytes) -> bytes:
+    """What a task's servers take: where hosts have an address in common, as bridges of Docker, nobody finds his own."""
+    return hmac.digest(secret, f"task {index}".encode(), hashlib.sha256)
 
 
 def _examination(place: TaskPlace, unreachable: tuple[str, ...], trouble: str, name: str) -> Examination:
@@ -156,9 +186,12 @@ def _unreachable(own: Mapping[str, Any], tasks: Sequence[Mapping[str, Any]], sec
 
     def attempt(task: Mapping[str, Any]) -> str:
         try:
-            connect([(task["address"], task["port"])], secret, Deadline.after(_REACH_SECONDS)).close()
+            addresses = [(address, port) for address, port in task["addresses"]]
+            connect(
+                addresses, _secret_of(task["index"], secret), Deadline.after(_REACH_SECONDS * len(addresses))
+            ).close()
         except OSError as error:
-            return f"{own['host']} cannot reach {task['host']}: {error}"
+            return f"{own['host']} cannot reach {task['host']}: {error}".rstrip(".")
         return ""
 
     others = [task for key, task in firsts.items() if key != own["key"]]

@@ -61,8 +61,10 @@ def cut_off(fault: Fault, folder: Path, session: SparkSession, cluster: hosts.Cl
     return {"seconds": ended.seconds, "error": type(ended.error).__name__, "wrong": wrong}
 
 
-def examined(session: SparkSession, shared: Store | None = None) -> dict[str, object]:
-    report = sparkhvd.preflight(session, HOSTS, store=shared, timeout=200.0, stdout=sys.stderr)
+def examined(
+    session: SparkSession, shared: Store | None = None, nics: Sequence[str] | None = None
+) -> dict[str, object]:
+    report = sparkhvd.preflight(session, HOSTS, store=shared, nics=nics, timeout=200.0, stdout=sys.stderr)
     slots = next(check.says for check in report.checks if check.name == "slots")
     return {
         "problems": report.problems,
@@ -131,6 +133,8 @@ def main(folder: Path, thoroughly: bool) -> None:
                 "addresses": [host.address for host in cluster.hosts],
                 "preflight": examined(session, shared),
                 "preflight of two apart": examined_apart(session, *cluster.hosts[1:3]),
+                "preflight of a network": examined(session, nics=[host.interface for host in cluster.hosts]),
+                "preflight of bridges": examined(session, nics=["docker0"]),
                 "barrier": sparkhvd.run(place, num_proc=HOSTS, launcher="barrier"),
                 "mpi": sparkhvd.run(place, num_proc=HOSTS, launcher="mpi"),
                 "mpi, one apart": launched_apart(

@@ -42,6 +42,12 @@ def test_the_preflight_names_two_hosts_that_do_not_reach_each_other_and_says_wha
     assert sorted(found["preflight of two apart"]["hosts"]) == sorted(found["addresses"])
 
 
+def test_the_preflight_tries_the_named_network_alone(found):
+    assert found["preflight of a network"]["problems"] == []
+    (problem,) = found["preflight of bridges"]["problems"]
+    assert len(re.findall(r"cannot reach [\d.]+: No server answered; tried 172\.17\.0\.1:", problem)) == 10
+
+
 @pytest.mark.parametrize("launcher", ["barrier", "mpi"])
 def test_every_host_is_one_to_the_ranks_and_all_reach_each_other(found, launcher):
     assert [one["cross"] for one in found[launcher]] == [[rank, 4, rank, 1] for rank in range(4)]

@@ -173,6 +173,14 @@ def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
     assert "there is no 'doctr'. Did you mean 'doctor'? See sparkhvd --help." in capsys.readouterr().err
 
 
+def test_the_doctor_looks_at_the_named_network_interfaces(spark, capsys):
+    assert main(["doctor", "-np", "2", "--network-interfaces", "eth77,lo"]) == 0
+    assert main(["doctor", "-np", "1", "--network-interfaces", "eth77"]) == 1
+    assert "None of the network interfaces ['eth77'] has an address on host " in capsys.readouterr().out
+
+
 def test_a_preflight_that_cannot_be_is_refused(spark):
+    with pytest.raises(ConfigError, match=r"nics='lo' is one text; give a list of names, like \['lo'\]"):
+        sparkhvd.preflight(spark, nics="lo")
     with pytest.raises(ConfigError, match="cpus_per_task=0 is not a number of cores"):
         sparkhvd.preflight(spark, cpus_per_task=0)
