@@ -93,7 +93,9 @@ using simulated::Called;
 using simulated::CalledInContext;
 using simulated::TheShared;
 
-int CurrentDevice() { return simulated::Stack().empty() ? -1 : simulated::Stack().back()->ordinal; }
+int CurrentDevice() {
+  return simulated::Stack().empty() ? -1 : simulated::Stack().back()->ordinal.load();
+}
 
 CUstream_st::~CUstream_st() {
   {
