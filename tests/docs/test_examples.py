@@ -80,7 +80,7 @@ def test_keras_digits_leave_a_model_that_plain_keras_opens(tmp_path: Path) -> No
 
 @pytest.mark.spark
 def test_movie_ratings_are_predicted_from_embeddings_in_every_framework(tmp_path: Path) -> None:
-    shown = _run(tmp_path, "movie_ratings.py", "--framework", "keras", "lightning", "torch")
+    shown = _run(tmp_path, "movie_ratings.py", "--num-proc", "1", "--framework", "keras", "lightning", "torch")
     assert "input 0 is userId" in shown
     assert "'person' is userId" in shown
     errors = dict(re.findall(r"held-out error, (.*): +([\d.]+)", shown))
@@ -91,7 +91,8 @@ def test_movie_ratings_are_predicted_from_embeddings_in_every_framework(tmp_path
 
 @pytest.mark.spark
 def test_documentation_is_told_apart_by_its_words_in_every_framework(tmp_path: Path) -> None:
-    shown = _run(tmp_path, "documentation.py", "--framework", "torch", "lightning", "keras", "--epochs", "4")
+    small = ["--num-proc", "1", "--epochs", "4"]
+    shown = _run(tmp_path, "documentation.py", *small, "--framework", "torch", "lightning", "keras")
     found = {
         name: int(right) for name, right in re.findall(r"^(.*): +(\d+) of \d+ held-out passages", shown, re.MULTILINE)
     }
