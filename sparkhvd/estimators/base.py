@@ -44,7 +44,7 @@ from sparkhvd.estimators.existing import existing_rows
 from sparkhvd.estimators.identity import run_id_by_content
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.named_inputs import columns_of
-from sparkhvd.estimators.outputs import check_types, refuse_taken
+from sparkhvd.estimators.outputs import check_types, names_of_outputs, refuse_taken
 from sparkhvd.estimators.params import EstimatorParams
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, pickled, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
@@ -411,7 +411,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
 def _output_names(params: Mapping[str, Any]) -> Sequence[str]:
     """The columns that ``transform`` of the trained model will add."""
-    return params["output_cols"] or [f"{name}__output" for name in params["label_cols"]]
+    return params["output_cols"] or names_of_outputs(params["label_cols"])
 
 
 def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:

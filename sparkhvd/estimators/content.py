@@ -18,7 +18,8 @@ import numpy as np
 from sparkhvd.driver.pickling import is_installed
 from sparkhvd.errors import ParamError
 
-_AUTOMATIC_NUMBER = re.compile(r"_\d+$")
+# Keras' at the end of a name, or of one in the path of a variable.
+AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 def described(value: Any, name: str = "a parameter") -> Any:
@@ -251,7 +252,7 @@ def _automatic_names(part: Any) -> Iterator[tuple[str, str]]:
     if isinstance(part, Mapping):
         own = part.get("config")
         name = str(own.get("name")) if isinstance(own, Mapping) else ""
-        base = _AUTOMATIC_NUMBER.sub("", name)
+        base = AUTOMATIC_NUMBER.sub("", name)
         if base.replace("_", "").lower() == str(part.get("class_name")).lower():
             yield name, base
     items = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()

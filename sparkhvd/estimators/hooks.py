@@ -6,6 +6,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -241,8 +242,7 @@ class RunHooks:
             )
             policy = self._spec.checkpoints
             best = self._best_epoch()
-            history, state = tuple(self.history), trainer.state()
-            content = Checkpoint(report.epoch, self._spec.seed, history, state, within, self._spec.model)
+            content = replace(self._checkpoint(report.epoch, trainer), within=within)
             checkpoint.save(store, self._run_id, content, policy.keep, () if best is None else (best,))
 
 

@@ -19,7 +19,7 @@ from sparkhvd.errors import ParamError, SchemaError
 from sparkhvd.estimators.files import KeptFiles
 from sparkhvd.estimators.history import History, history_of
 from sparkhvd.estimators.named_inputs import columns_of, named_inputs
-from sparkhvd.estimators.outputs import AUTO, OutputColumn, output_column, refuse_taken, spark_type
+from sparkhvd.estimators.outputs import AUTO, OutputColumn, names_of_outputs, output_column, refuse_taken, spark_type
 from sparkhvd.estimators.params import ModelParams, shapes
 from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_model, write_model
 from sparkhvd.estimators.predict import PredictSpec, arrow_function, field_of
@@ -151,7 +151,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         if given:
             return list(given)
         if labels:
-            return [f"{name}__output" for name in labels]
+            return names_of_outputs(labels)
         count = len(self.getOrDefault("output_types") or self._trained.outputs)
         return ["prediction"] if count == 1 else [f"prediction_{place}" for place in range(count)]
 

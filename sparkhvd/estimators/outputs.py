@@ -122,6 +122,11 @@ def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnS
     return OutputColumn(name, kind, shape=shape)
 
 
+def names_of_outputs(labels: Sequence[str]) -> list[str]:
+    """The columns of the outputs that are trained on these labels, where no others are given."""
+    return [f"{label}__output" for label in labels]
+
+
 def refuse_taken(names: Sequence[str], taken: Sequence[str]) -> None:
     """Refuse output columns whose names, in whatever case, are those of columns that are there.
 

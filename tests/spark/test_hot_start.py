@@ -16,14 +16,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _folder_for_compiled_code(tmp_path_factory):
-    """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def df(spark):
     return spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b", "a * 2 - b AS y").coalesce(2)

@@ -19,14 +19,6 @@ pytestmark = [
 ROWS = 200
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _folder_for_compiled_code(tmp_path_factory):
-    """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("torchinductor")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def frame(spark):
     random = np.random.default_rng(0)

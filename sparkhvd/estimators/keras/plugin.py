@@ -5,7 +5,6 @@ Keras chooses its backend when it is imported, once per process; so nothing here
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -23,6 +22,7 @@ from sparkhvd.data import columns
 from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
+from sparkhvd.estimators.content import AUTOMATIC_NUMBER
 from sparkhvd.estimators.continued import ModelFacts
 from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.keras import artifact
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _MADE_UP_ROWS = 2
 _MEANS = ("sum_over_batch_size", "mean")  # over the rows; a third one divides by the sum of their weights
-_AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 class KerasPlugin:
@@ -74,7 +73,7 @@ class KerasPlugin:
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``; of automatic names, the number counts on in a process."""
         model = _built(params["model"])
-        names = [_AUTOMATIC_NUMBER.sub("", variable.path) for variable in model.weights]
+        names = [AUTOMATIC_NUMBER.sub("", variable.path) for variable in model.weights]
         numbered = [f"{index}: {name}" for index, name in enumerate(names)]
         shapes = [tuple(variable.shape) for variable in model.weights]
         optimizer = _optimizer(params, model)

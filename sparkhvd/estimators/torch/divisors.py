@@ -21,7 +21,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.data.batches import Batch
 from sparkhvd.data.schema import DataSchema
-from sparkhvd.estimators.torch.objective import Objective, is_as_torch_has_it, is_class_loss
+from sparkhvd.estimators.torch.objective import Objective, is_as_torch_has_it, is_class_loss, name_of
 
 _NOTHING_IGNORED = -100  # torch's default; labels of it are none of a user's
 Factors = tuple[float, ...] | None
@@ -70,7 +70,7 @@ def inexact_losses(objective: Objective, schema: DataSchema, *, own_steps: bool 
     """
     divisors = divisors_of(objective, schema)
     return [
-        str(getattr(loss, "__name__", None) or type(loss).__name__)
+        name_of(loss)
         for loss, divisor in zip(objective.losses, divisors, strict=True)
         if _divides_otherwise(objective, loss) and (own_steps or divisor is None)
     ]

@@ -151,11 +151,11 @@ class Objective:
             )
         labels = self.labels(outputs, columns)
         for name, output, label, loss in zip(self.label_cols, outputs, labels, self.losses, strict=True):
-            _try_measure(f"The loss {_name(loss)}", loss, output, label, name)
+            _try_measure(f"The loss {name_of(loss)}", loss, output, label, name)
             if self.weight_col is not None:
                 rows = torch.from_numpy(columns[self.weight_col])
                 _try_measure(
-                    f"The weighted loss {_name(loss)}", partial(_weighted, loss, rows=rows), output, label, name
+                    f"The weighted loss {name_of(loss)}", partial(_weighted, loss, rows=rows), output, label, name
                 )
         for metric in self.metrics:
             name = self.label_cols[metric.output]
@@ -182,14 +182,14 @@ def objective_of(params: Mapping[str, object]) -> Objective:
         if not callable(loss):
             raise ParamError(f"loss={loss!r} is not callable; give a function or module of (output, label).")
         if elsewhere := belongs_elsewhere(loss, ("torch", "lightning", "pytorch_lightning")):
-            raise ParamError(f"The loss {_name(loss)} computes with other tensors than PyTorch's.{elsewhere}")
+            raise ParamError(f"The loss {name_of(loss)} computes with other tensors than PyTorch's.{elsewhere}")
     for loss in losses:
         _refuse_class("loss", loss)
     for loss in (*losses, *constructors):
         if getattr(loss, "reduction", "mean") != "mean":
             raise ParamError(
-                f"The loss {_name(loss)} has reduction={loss.reduction!r}; it must be 'mean', because the gradient of "
-                "a step is the mean over the rows of all ranks."
+                f"The loss {name_of(loss)} has reduction={loss.reduction!r}; it must be 'mean', because the gradient "
+                "of a step is the mean over the rows of all ranks."
             )
     return Objective(
         label_cols=label_cols,
@@ -238,7 +238,7 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
         for function in functions:
             _refuse_class("metrics", function)
         for output, (label, function) in enumerate(zip(label_cols, functions, strict=True)):
-            name = f"group_{index}_{label}" if grouped else key or _name(function)
+            name = f"group_{index}_{label}" if grouped else key or name_of(function)
             name = name if grouped or len(label_cols) == 1 else f"{name}_{label}"
             found.append(Metric(name, output, function, index))
     names = ["loss", *(metric.name for metric in found)]
@@ -268,7 +268,7 @@ def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: to
         values = loss(output, label, reduction="none")  # type: ignore[call-arg]  # tried out on the driver
     if values.dim() == 0 or len(values) != len(rows):
         raise ModelOutputError(
-            f"The loss {_name(loss)} gave shape {list(values.shape)} for {len(rows)} rows when called with "
+            f"The loss {name_of(loss)} gave shape {list(values.shape)} for {len(rows)} rows when called with "
             "reduction='none'; sample_weight_col needs one value per row."
         )
     weighted: torch.Tensor = values.reshape(len(rows), -1).mean(dim=1) * rows.to(values.dtype)
@@ -281,7 +281,7 @@ def _label(
     if is_class_loss(loss):
         if (output.dim() == 1 or output.shape[1] == 1) and is_as_torch_has_it(loss):
             raise ModelOutputError(
-                f"{_name(loss)} needs one output per class; the model gives 1 (its output has shape "
+                f"{name_of(loss)} needs one output per class; the model gives 1 (its output has shape "
                 f"{list(output.shape)}). For label {name!r} with two classes, let the model's last layer give two "
                 "outputs, or take torch.nn.BCEWithLogitsLoss() with a float label of 0 and 1."
             )
@@ -342,5 +342,6 @@ def _try_measure(what: str, function: Measure, output: torch.Tensor, label: torc
         )
 
 
-def _name(function: object) -> str:
+def name_of(function: object) -> str:
+    """How errors call a loss or metric."""
     return str(getattr(function, "__name__", None) or type(function).__name__)
