@@ -53,10 +53,13 @@ def main(arguments: list[str]) -> int:
         for name in options.preload:
             with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
                 importlib.import_module(name)
-    spec = inbox.get()
-    if not isinstance(spec, WorkerSpec):
-        raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
-    return _work(spec, connection, inbox)
+    try:
+        spec = inbox.get()
+        if not isinstance(spec, WorkerSpec):
+            raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
+        return _work(spec, connection, inbox)
+    finally:
+        remove_scratch(scratch_folder())  # whoever else would do it may be gone by now
 
 
 def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
