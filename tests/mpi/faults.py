@@ -18,6 +18,7 @@ from unittest import mock
 import psutil
 
 from sparkhvd.errors import LaunchError
+from sparkhvd.task.report import CONNECTED, ENDED
 from tests.launch.faults import SLOWNESS, left_of
 from tests.launch.misbehaviour import note_pid
 from tests.mpi.tasks import Launched
@@ -158,6 +159,7 @@ def _kill_below(words: str) -> Callable[[Launched], None]:
     return kill
 
 
+_PHASES = {"while the ranks run": CONNECTED, "at the end": ENDED}
 _LOST = r"Task 1 on host 127\.0\.0\.1, that of rank {}, was lost \({}\): its Python worker"
 MPI_FAULTS = [
     MpiFault("mpirun missing", r"mpirun was not found on the driver's PATH.*launcher='barrier'", _without_mpirun),
@@ -205,7 +207,7 @@ def produced(fault: MpiFault, folder: Path) -> MpiEnded:
             launched = Launched(stay, folder, fault.phase, env={"FAULT_FOLDER": str(folder)}, **options)
         with closing(launched.handle):
             if fault.loss is not None:
-                _await(fault.phase, folder, len(launched.stage.processes))
+                _await(fault.phase, folder, launched)
                 began = time.monotonic()
                 fault.loss(launched)
             launched.handle.results()
@@ -215,11 +217,14 @@ def produced(fault: MpiFault, folder: Path) -> MpiEnded:
     return MpiEnded(error, time.monotonic() - began, left_of(folder))
 
 
-def _await(phase: str, folder: Path, ranks: int) -> None:
+def _await(phase: str, folder: Path, launched: Launched) -> None:
     if phase == "while orted starts":
         wait_for((folder / "called").exists)
     elif phase != "before registration":
+        ranks = len(launched.stage.processes)
         wait_for(lambda: len(list(folder.glob("pid-*"))) == ranks)
+        # The driver is told a moment later; what it says of a task that was killed before is as true, and other words.
+        wait_for(lambda: launched.phases() == [_PHASES[phase]] * ranks)
 
 
 def complaints(fault: MpiFault, ended: MpiEnded) -> list[str]:

@@ -119,6 +119,10 @@ class Launched:
         stream = LogStream(stdout or io.StringIO(), stdout or io.StringIO(), timestamps=False)
         self.handle = MpiHandle(job, stream, stage, MpiSetup("127.0.0.1", "127.0.0.1", find_mpirun(), tuple(extra)))
 
+    def phases(self) -> list[str]:
+        """How far each rank is, as far as the driver was told."""
+        return [attending.phase for attending in self.handle._service.tasks().values()]
+
 
 def main() -> None:
     job, place = pickle.loads(sys.stdin.buffer.read())
