@@ -17,6 +17,7 @@ class TaskOffer:
         devices: the GPUs that Spark gave it, by the names that CUDA knows on its host.
         device_kind: what its rank computes on; empty without a GPU.
         versions: of the packages that the job asks about, like ``torch 2.8.0``.
+        container: of YARN, where it runs in one; it may see the same host as others do, and GPUs of its own.
     """
 
     task_index: int
@@ -26,6 +27,7 @@ class TaskOffer:
     devices: tuple[str, ...] = ()
     device_kind: str = ""
     versions: tuple[str, ...] = ()
+    container: str = ""
 
 
 @dataclass(frozen=True)

@@ -103,13 +103,11 @@ def _listed(visible: str | None) -> list[str]:
 def device_variables(slots: Sequence[Slot], slot: Slot) -> tuple[tuple[str, str], ...]:
     """The environment variables that give the rank of ``slot`` its GPUs; none where Spark gave its host none.
 
-    CUDA_VISIBLE_DEVICES lists the job's devices on the host in the order of the local ranks: the first one of each,
+    CUDA_VISIBLE_DEVICES lists the job's devices at its place in the order of the local ranks: the first one of each,
     then what is left. So device ``hvd.local_rank()`` is the rank's own, and the other ranks' devices can be reached for
     peer-to-peer copies. Ranks that share a device each see their own ones alone, as device 0.
     """
-    neighbours = sorted(
-        (one for one in slots if one.offer.host_hash == slot.offer.host_hash), key=lambda one: one.world.local_rank
-    )
+    neighbours = sorted((one for one in slots if one.place == slot.place), key=lambda one: one.world.local_rank)
     lists = [one.offer.devices for one in neighbours]
     if not any(lists):
         return ()
@@ -127,7 +125,7 @@ def same_gpus(slots: Sequence[Slot]) -> str:
     users: dict[tuple[str, str], list[Slot]] = {}
     for slot in slots:
         for name in slot.offer.devices:
-            users.setdefault((slot.offer.host_hash, name), []).append(slot)
+            users.setdefault((slot.place, name), []).append(slot)
     shared = [
         f"GPU {name} on host {ranks[0].offer.host} to ranks {', '.join(str(one.world.rank) for one in ranks)}"
         for (_, name), ranks in users.items()
@@ -137,8 +135,8 @@ def same_gpus(slots: Sequence[Slot]) -> str:
         return ""
     return (
         f"Spark gave {'; '.join(shared)}. On such a host every rank sees its own GPUs alone: set_device(0) is right "
-        "there, hvd.local_rank() is not. The ranks share the GPU, unless their executors (containers) each count "
-        "theirs from 0. For one each take gpus_per_task=1, and let no two workers of a host report the same ones."
+        "there, hvd.local_rank() is not. For one each take gpus_per_task=1, and let no two workers of a host report the "
+        "same ones."
     )
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from sparkhvd.addresses import address_to_bind
 from sparkhvd.comm.rendezvous import RendezvousServer
-from sparkhvd.config import given_rows_variable, local_folders
+from sparkhvd.config import given_rows_variable, local_folders, yarn_container
 from sparkhvd.data.facts import SPLIT
 from sparkhvd.data.spool import Spool
 from sparkhvd.deadline import Deadline
@@ -124,7 +124,14 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
         stack.callback(server.close)
         port = server.port
     offer = TaskOffer(
-        place.index, host_hash(), place.host, bind_host, place.devices, place.device_kind, here(job.versions)
+        place.index,
+        host_hash(),
+        place.host,
+        bind_host,
+        place.devices,
+        place.device_kind,
+        here(job.versions),
+        yarn_container(),
     )
     own = Introduction(place.attempt, offer, port)
     tasks = line.meet(own) if line is not None else None

@@ -18,8 +18,12 @@ SCRIPT = Path(__file__).with_name("yarn_script.py")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, hdfs) -> Iterator[dict]:
     folder = tmp_path_factory.mktemp("yarn")
+    # What a container whose GPUs YARN isolates finds: one, of number 0.
+    discovery = folder / "discover.sh"
+    discovery.write_text("""#!/bin/sh\necho '{"name": "gpu", "addresses": ["0"]}'\n""")
+    discovery.chmod(0o755)
     with running_yarn(folder) as conf:
-        command = [sys.executable, SCRIPT, folder / "staging", f"{hdfs.url}/store"]
+        command = [sys.executable, SCRIPT, folder / "staging", f"{hdfs.url}/store", discovery]
         done = run_script(command, folder, 400, HADOOP_CONF_DIR=str(conf))
         logs = "".join(path.read_text()[-2000:] for path in folder.glob("logs/*/*/std*"))
         yield found_by(done, logs)
@@ -35,9 +39,14 @@ def test_ranks_in_two_containers_of_yarn_add_up_and_find_their_tokens(found, lau
     assert all(rank["tokens"] for rank in ranks), "Hadoop's token file must be where the ranks look for it"
 
 
-def test_open_mpi_takes_containers_of_yarn_for_hosts_and_a_barrier_stage_sees_the_host(found):
-    assert [rank["local_size"] for rank in found["mpi"]] == [1, 1]
-    assert [rank["local_size"] for rank in found["barrier"]] == [2, 2]
+def test_open_mpi_takes_containers_of_yarn_for_hosts_and_a_barrier_stage_shares_the_memory_of_theirs(found):
+    assert [rank["shares_memory_with"] for rank in found["mpi"]] == [[0], [1]]
+    assert [rank["shares_memory_with"] for rank in found["barrier"]] == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
+def test_where_containers_of_yarn_count_their_gpus_apart_the_local_rank_still_is_the_ranks_device(found, launcher):
+    assert [(rank["local_rank"], rank["local_size"], rank["visible"]) for rank in found[launcher]] == [(0, 1, "0")] * 2
 
 
 def test_an_estimator_trains_and_predicts_on_yarn_with_a_store_on_hdfs(found):

@@ -27,18 +27,24 @@ def place() -> dict[str, object]:
     total = session.current().allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, name="sum")
     return {
         "rank": world.rank,
+        "local_rank": world.local_rank,
         "local_size": world.local_size,
+        "shares_memory_with": session.current().local_ranks(),
+        "visible": os.environ["CUDA_VISIBLE_DEVICES"],
         "container": os.environ["CONTAINER_ID"],
         "tokens": Path(os.environ["HADOOP_TOKEN_FILE_LOCATION"]).is_file(),
         "total": float(total[0]),
     }
 
 
-def main(staging: str, store: str) -> None:
+def main(staging: str, store: str, discovery: str) -> None:
     builder = SparkSession.builder.master("yarn").appName("ranks on YARN")
     settings = {
         "spark.executor.instances": "2",
         "spark.executor.memory": "600m",
+        "spark.executor.resource.gpu.amount": "1",
+        "spark.executor.resource.gpu.discoveryScript": discovery,
+        "spark.task.resource.gpu.amount": "1",
         "spark.yarn.am.memory": "512m",
         "spark.yarn.jars": f"local:{Path(pyspark.__file__).parent}/jars/*",
         "spark.yarn.stagingDir": staging,

@@ -31,6 +31,27 @@ def test_ranks_that_share_a_device_each_see_their_own():
     assert seen(slots(("a", ("0",)), ("a", ("0",)), ("a", ("1",)))) == ["0", "0", "1"]
 
 
+def test_containers_that_count_their_gpus_apart_are_places_of_their_own():
+    """As of YARN: each sees its own alone, from 0 on."""
+    given = [("one", ("0",)), ("two", ("0",)), ("one", ("1",)), ("two", ("1",))]
+    found = assign([TaskOffer(i, "a", "node", "", devices, container=one) for i, (one, devices) in enumerate(given)])
+    assert [slot.offer.container for slot in found] == ["one", "one", "two", "two"]
+    assert [(slot.world.rank, slot.world.local_rank, slot.world.local_size) for slot in found] == [
+        (0, 0, 2),
+        (1, 1, 2),
+        (2, 0, 2),
+        (3, 1, 2),
+    ]
+    assert seen(found) == ["0,1"] * 4
+    assert "Spark gave" not in device_map(found)
+
+
+def test_containers_whose_gpus_have_names_apart_share_their_host():
+    found = assign([TaskOffer(i, "a", "node", "", (str(i),), container=f"of {i}") for i in range(2)])
+    assert [slot.world.local_rank for slot in found] == [0, 1]
+    assert seen(found) == ["0,1"] * 2
+
+
 def test_without_devices_the_environment_stays_as_it_is():
     assert seen(slots(("a", ()), ("a", ()))) == [None, None]
 
