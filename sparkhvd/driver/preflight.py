@@ -43,8 +43,8 @@ class Tryable(Protocol):
 
     def getStore(self) -> Store | None: ...  # noqa: N802 - named like all getters of Spark's estimators
 
-    def asked_tasks(self) -> tuple[int | None, TaskResources]:
-        """How many ranks it asks for, None for all slots, and what the Spark task of each is to get."""
+    def asked_tasks(self) -> tuple[int | None, TaskResources, tuple[str, ...]]:
+        """How many ranks it asks for, None for all slots, what the Spark task of each is to get, and its ``nics``."""
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
         """Put a few rows through the model, on the driver; what came out, in words."""
@@ -89,12 +89,12 @@ def preflight(
         spark: the session to use; None takes the active one.
         num_proc: the ranks that the job will have; None takes the estimator's, or all slots.
         store: the Store to check; None takes the estimator's.
-        estimator: tells ranks, Store and the resources of a task (of its ``backend``), and, with ``df``, has its model
-            tried.
+        estimator: tells ranks, Store, and the resources and networks of a task (of its ``backend``), and, with ``df``,
+            has its model tried.
         df: five of its rows go through the model of ``estimator`` on the driver.
         gpus_per_task: as in ``run``; None takes the estimator's.
         cpus_per_task: as in ``run``; None takes the estimator's.
-        nics: as in ``run``.
+        nics: as in ``run``; None takes the estimator's.
         timeout: how many seconds to wait for executors that are not there yet, or whose slots other jobs keep busy, and
             for the rows of ``df``.
         stdout: where the report is printed; None is ``sys.stdout``.
@@ -105,10 +105,11 @@ def preflight(
     began = time.monotonic()
     if estimator is not None:
         store = estimator.getStore() if store is None else store
-        ranks, theirs = estimator.asked_tasks()
+        ranks, theirs, networks = estimator.asked_tasks()
         num_proc = ranks if num_proc is None else num_proc
         gpus_per_task = theirs.gpus if gpus_per_task is None else gpus_per_task
         cpus_per_task = theirs.cpus if cpus_per_task is None else cpus_per_task
+        nics = networks if nics is None else nics
     check_counts(num_proc, gpus_per_task, cpus_per_task)
     check_names("nics", nics)
     check_seconds("timeout", timeout)

@@ -114,6 +114,11 @@ class SparkBackend:
         return float(seconds)
 
     @property
+    def nics(self) -> tuple[str, ...]:
+        """The interfaces that the ranks may use; empty for all."""
+        return tuple(self._options.get("nics") or ())
+
+    @property
     def shows_output(self) -> bool:
         """Whether it leaves open where the ranks' stdout goes."""
         return self._options.get("stdout") is None
@@ -142,13 +147,13 @@ def spark_backend(params: Mapping[str, Any]) -> SparkBackend | None:
     return backend if isinstance(backend, SparkBackend) else None
 
 
-def asked_tasks(params: Mapping[str, Any]) -> tuple[int | None, TaskResources]:
-    """How many ranks are asked for, None for all slots, and what the Spark task of each is to get."""
+def asked_tasks(params: Mapping[str, Any]) -> tuple[int | None, TaskResources, tuple[str, ...]]:
+    """How many ranks are asked for, None for all slots, what the Spark task of each is to get, and its networks."""
     backend = spark_backend(params)
     if backend is None:
-        return int(params["backend"].num_processes()), TaskResources()
+        return int(params["backend"].num_processes()), TaskResources(), ()
     _, request = backend.launch()
-    return request.num_proc, request.resources
+    return request.num_proc, request.resources, backend.nics
 
 
 def shows_output(params: Mapping[str, Any]) -> bool:

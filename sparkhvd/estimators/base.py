@@ -171,8 +171,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         gave = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
         return f"{plugin.mapping(params, schema)}; {shapes} gave {gave}"
 
-    def asked_tasks(self) -> tuple[int | None, TaskResources]:
-        """How many ranks are asked for, None for all slots, and what the Spark task of each is to get."""
+    def asked_tasks(self) -> tuple[int | None, TaskResources, tuple[str, ...]]:
+        """How many ranks are asked for, None for all slots, what the Spark task of each is to get, and its networks."""
         return asked_tasks(self.values())
 
     def describe(self, df: DataFrame) -> None:

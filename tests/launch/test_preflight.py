@@ -22,9 +22,12 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.spark
 
 
-def estimator_of(store: Store | None, model: torch.nn.Module) -> TorchEstimator:
+def estimator_of(
+    store: Store | None, model: torch.nn.Module, backend: str | sparkhvd.SparkBackend = "auto"
+) -> TorchEstimator:
     return TorchEstimator(
-        num_proc=2,
+        num_proc=2 if isinstance(backend, str) else None,
+        backend=backend,
         store=store,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -86,7 +89,7 @@ def test_rows_that_take_too_long_are_given_up_and_their_job_is_cancelled(spark):
             return None
 
         def asked_tasks(self):
-            return 1, TaskResources()
+            return 1, TaskResources(), ()
 
         def try_rows(self, dataset, count):
             return str(dataset.head(count))
@@ -177,6 +180,13 @@ def test_the_doctor_looks_at_the_named_network_interfaces(spark, capsys):
     assert main(["doctor", "-np", "2", "--network-interfaces", "eth77,lo"]) == 0
     assert main(["doctor", "-np", "1", "--network-interfaces", "eth77"]) == 1
     assert "None of the network interfaces ['eth77'] has an address on host " in capsys.readouterr().out
+
+
+def test_the_preflight_looks_at_the_network_interfaces_that_an_estimator_will_use(spark):
+    own = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, nics=["eth77"]))
+    (problem,) = sparkhvd.preflight(spark, estimator=own, stdout=io.StringIO()).problems
+    assert "None of the network interfaces ['eth77'] has an address on host " in problem
+    assert sparkhvd.preflight(spark, estimator=own, nics=["lo"], stdout=io.StringIO()).ok
 
 
 def test_a_preflight_that_cannot_be_is_refused(spark):
