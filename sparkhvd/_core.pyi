@@ -1,8 +1,10 @@
-"""The compiled core (``core/``), as seen from Python. Only ``sparkhvd.comm`` and ``sparkhvd.data.mixing`` import it.
+"""The compiled core (``core/``), as seen from Python.
+
+Only ``sparkhvd.comm``, ``sparkhvd.rpc.protection`` and ``sparkhvd.data.mixing`` import it.
 
 All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are ``(code, message)`` with ``code`` one of
 ``invalid_argument``, ``mismatch``, ``timeout``, ``aborted``, ``peer_lost``, ``io``, ``authentication``, ``shut_down``,
-``internal``; ``sparkhvd.comm`` turns it into the types of ``sparkhvd.errors``.
+``internal``; who imports it turns these into the types of ``sparkhvd.errors``.
 """
 
 from collections.abc import Sequence
@@ -34,10 +36,32 @@ class RowOrder:
         columns of up to 8 bytes take less time together than one by one. Several threads may pick at once.
         """
 
-class RendezvousServer:
-    """Key-value server that speaks only to holders of ``token``; serves from construction until ``close()``."""
+CIPHER_TAG_BYTES: int
 
-    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0) -> None: ...
+class Sealer:
+    """AES-256-GCM by OpenSSL, for what travels in one direction of one connection under a ``key`` of 32 bytes.
+
+    ``io`` where OpenSSL is missing.
+    """
+
+    def __init__(self, key: bytes) -> None: ...
+    def seal(self, plain: bytes) -> bytes:
+        """The next record, longer by ``CIPHER_TAG_BYTES``."""
+
+class Opener:
+    """The other end of a ``Sealer``."""
+
+    def __init__(self, key: bytes) -> None: ...
+    def open(self, sealed: bytes) -> bytes:
+        """``authentication`` when it is not what the ``Sealer`` made at this place."""
+
+class RendezvousServer:
+    """Key-value server that speaks only to holders of ``token``; serves from construction until ``close()``.
+
+    With ``encrypt`` nobody else can read what its clients say and are told; ``io`` where OpenSSL is missing.
+    """
+
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, encrypt: bool = False) -> None: ...
     @property
     def port(self) -> int: ...
     def set(self, key: str, value: bytes) -> None: ...

@@ -216,7 +216,8 @@ class Config:
     encrypt: bool = setting(
         False,
         switch,
-        "Whether what ranks of several hosts send each other is encrypted; needs OpenSSL on every host.",
+        "Whether what the job sends from host to host is encrypted: between ranks, with the rendezvous, and with the "
+        "driver. Needs OpenSSL on every host.",
     )
     gpu_operations: str = setting(
         "staged",

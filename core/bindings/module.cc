@@ -1,6 +1,7 @@
 // The extension module sparkhvd._core.
 #include <pybind11/pybind11.h>
 
+#include "bindings/cipher_binding.h"
 #include "bindings/data_binding.h"
 #include "bindings/engine_binding.h"
 #include "bindings/errors.h"
@@ -33,6 +34,7 @@ void RegisterErrors(py::module_& module) {
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The compiled core.";
   sparkhvd::bindings::RegisterErrors(module);
+  sparkhvd::bindings::RegisterCiphers(module);
   sparkhvd::bindings::RegisterRendezvous(module);
   sparkhvd::bindings::RegisterEngine(module);
   sparkhvd::bindings::RegisterData(module);

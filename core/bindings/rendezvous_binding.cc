@@ -33,9 +33,9 @@ HostPort ToHostPort(const Address& address) {
 constexpr double kLocalSeconds = 10.0;
 
 std::unique_ptr<TcpStoreServer> StartServer(const std::string& token, const std::string& host,
-                                            uint16_t port) {
+                                            uint16_t port, bool encrypt) {
   const GilRelease release;
-  return Take(TcpStoreServer::Start(ToHostPort({host, port}), token));
+  return Take(TcpStoreServer::Start(ToHostPort({host, port}), token, {}, encrypt));
 }
 
 py::bytes Get(KeyValueStore& store, const std::string& key, double timeout_s) {
@@ -81,7 +81,8 @@ void RegisterRendezvous(py::module_& module) {
     return found;
   });
   py::class_<TcpStoreServer>(module, "RendezvousServer")
-      .def(py::init(&StartServer), arg("token"), arg("host") = "127.0.0.1", arg("port") = 0)
+      .def(py::init(&StartServer), arg("token"), arg("host") = "127.0.0.1", arg("port") = 0,
+           arg("encrypt") = false)
       .def_property_readonly("port",
                              [](const TcpStoreServer& server) { return server.address().port; })
       .def(

@@ -26,7 +26,7 @@ class Attempt {
   Attempt(HostPort address, const DialOptions& options, Deadline start)
       : address_(std::move(address)), options_(options), start_(start) {}
 
-  enum class State { kWaiting, kConnecting, kAwaitingNonce, kReady, kProving, kDone, kFailed };
+  enum class State { kWaiting, kConnecting, kAwaitingWelcome, kReady, kProving, kDone, kFailed };
 
   State state() const { return state_; }
   const Status& failure() const { return failure_; }
@@ -38,7 +38,7 @@ class Attempt {
     switch (state_) {
       case State::kConnecting:
         return {fd_.get(), POLLOUT, 0};
-      case State::kAwaitingNonce:
+      case State::kAwaitingWelcome:
       case State::kProving:
         return {fd_.get(), POLLIN, 0};
       default:
@@ -55,13 +55,13 @@ class Attempt {
     if (state_ == State::kWaiting && start_.Expired()) Begin();
     if (ready == 0) return;
     if (state_ == State::kConnecting) FinishConnecting();
-    if (state_ == State::kAwaitingNonce) ReadNonce();
+    if (state_ == State::kAwaitingWelcome) ReadWelcome();
     if (state_ == State::kProving) ReadAnswer();
   }
 
   // Sends the proof. One attempt at a time does: the other side keeps one connection.
   void Prove() {
-    const Digest proof = handshake_->Prove(message_);
+    const Digest proof = handshake_->Prove(welcome_);
     received_ = 0;
     state_ = State::kProving;
     const auto sent = WriteSome(fd_.get(), ConstBytes(proof.data(), proof.size()));
@@ -100,26 +100,24 @@ class Attempt {
     if (sent.value() != hello.value().size()) {
       return Fail(Status(StatusCode::kIo, "the hello was not taken"));
     }
-    state_ = State::kAwaitingNonce;
+    state_ = State::kAwaitingWelcome;
   }
 
-  void ReadNonce() {
-    if (Read()) state_ = State::kReady;
+  void ReadWelcome() {
+    if (Read(Bytes(welcome_.data(), welcome_.size()))) state_ = State::kReady;
   }
 
   void ReadAnswer() {
-    if (!Read()) return;
-    const Status status = handshake_->Check(message_);
+    if (!Read(Bytes(answer_.data(), answer_.size()))) return;
+    const Status status = handshake_->Check(answer_);
     if (!status.ok()) return Fail(status);
     state_ = State::kDone;
   }
 
   // True once a whole message is there.
-  bool Read() {
-    while (received_ < message_.size()) {
-      auto count = ReadSome(
-          fd_.get(),
-          Bytes(message_.data(), message_.size()).Sub(received_, message_.size() - received_));
+  bool Read(Bytes message) {
+    while (received_ < message.size()) {
+      auto count = ReadSome(fd_.get(), message.Sub(received_, message.size() - received_));
       if (!count.ok()) {
         Fail(count.status().code() == StatusCode::kPeerLost ? HandshakeRefused() : count.status());
         return false;
@@ -136,7 +134,8 @@ class Attempt {
   State state_ = State::kWaiting;
   UniqueFd fd_;
   std::optional<DialerHandshake> handshake_;
-  Digest message_{};
+  Welcome welcome_{};
+  Digest answer_{};
   size_t received_ = 0;
   Status failure_;
 };

@@ -11,27 +11,31 @@
 namespace sparkhvd {
 namespace {
 
-constexpr uint64_t kMagic = 0x3153482064766873;  // "shvd HS1"
+constexpr uint64_t kMagic = 0x3253482064766873;  // "shvd HS2"
 constexpr size_t kClaimOffset = kHelloBytes - sizeof(uint64_t);
+constexpr size_t kTermsOffset = kWelcomeBytes - sizeof(uint64_t);
+constexpr uint64_t kEncrypt = 1;
 
-Digest Proof(const std::string& token, const char* label, ConstBytes hello, const Digest& nonce,
-             const std::string& purpose) {
+Digest Proof(const std::string& token, const char* label, const Hello& hello,
+             const Welcome& welcome, const std::string& purpose) {
   std::vector<std::byte> message;
-  message.reserve(4 + hello.size() + nonce.size() + purpose.size());
+  message.reserve(4 + hello.size() + welcome.size() + purpose.size());
   const auto append = [&message](ConstBytes part) {
     message.insert(message.end(), part.begin(), part.end());
   };
   // Everything before the purpose has a fixed length, so the parts cannot be confused.
   append(AsBytes(label));
-  append(hello);
-  append(ConstBytes(nonce.data(), nonce.size()));
+  append(ConstBytes(hello.data(), hello.size()));
+  append(ConstBytes(welcome.data(), welcome.size()));
   append(AsBytes(purpose));
   return HmacSha256(AsBytes(token), ConstBytes(message.data(), message.size()));
 }
 
-SessionKeys KeysOf(const std::string& token, ConstBytes hello, const Digest& nonce,
+SessionKeys KeysOf(const std::string& token, const Hello& hello, const Welcome& welcome,
                    const std::string& purpose) {
-  return {Proof(token, "kdia", hello, nonce, purpose), Proof(token, "kacp", hello, nonce, purpose)};
+  return {Proof(token, "kdia", hello, welcome, purpose),
+          Proof(token, "kacp", hello, welcome, purpose),
+          LoadLittleEndian<uint64_t>(welcome.data() + kTermsOffset) == kEncrypt};
 }
 
 Status CheckToken(const std::string& token) {
@@ -41,7 +45,7 @@ Status CheckToken(const std::string& token) {
 
 }  // namespace
 
-Result<Digest> AcceptorHandshake::Consume(ConstBytes message) {
+Result<std::vector<std::byte>> AcceptorHandshake::Consume(ConstBytes message) {
   if (message.size() != wanted() || done_) {
     return Status(StatusCode::kInternal, "handshake message of the wrong length");
   }
@@ -51,32 +55,29 @@ Result<Digest> AcceptorHandshake::Consume(ConstBytes message) {
       return Status(StatusCode::kAuthentication, "the dialer does not speak this protocol");
     }
     std::copy(message.begin(), message.end(), hello_.begin());
-    SHVD_TRY(FillRandom(Bytes(nonce_.data(), nonce_.size())));
+    SHVD_TRY(FillRandom(Bytes(welcome_.data(), kNonceBytes)));
+    StoreLittleEndian(encrypt_ ? kEncrypt : 0, welcome_.data() + kTermsOffset);
     hello_seen_ = true;
-    return nonce_;
+    return std::vector<std::byte>(welcome_.begin(), welcome_.end());
   }
-  const ConstBytes hello(hello_.data(), hello_.size());
-  const Digest expected = Proof(token_, "dial", hello, nonce_, purpose_);
+  const Digest expected = Proof(token_, "dial", hello_, welcome_, purpose_);
   if (!EqualInConstantTime(message, ConstBytes(expected.data(), expected.size()))) {
     return Status(StatusCode::kAuthentication, "the dialer does not know the job's token");
   }
   done_ = true;
-  return Proof(token_, "acpt", hello, nonce_, purpose_);
+  const Digest proof = Proof(token_, "acpt", hello_, welcome_, purpose_);
+  return std::vector<std::byte>(proof.begin(), proof.end());
 }
 
 uint64_t AcceptorHandshake::claim() const {
   return LoadLittleEndian<uint64_t>(hello_.data() + kClaimOffset);
 }
 
-SessionKeys AcceptorHandshake::keys() const {
-  return KeysOf(token_, ConstBytes(hello_.data(), hello_.size()), nonce_, purpose_);
-}
+SessionKeys AcceptorHandshake::keys() const { return KeysOf(token_, hello_, welcome_, purpose_); }
 
-SessionKeys DialerHandshake::keys() const {
-  return KeysOf(token_, ConstBytes(hello_.data(), hello_.size()), nonce_, purpose_);
-}
+SessionKeys DialerHandshake::keys() const { return KeysOf(token_, hello_, welcome_, purpose_); }
 
-Result<std::array<std::byte, kHelloBytes>> DialerHandshake::Start() {
+Result<Hello> DialerHandshake::Start() {
   SHVD_TRY(CheckToken(token_));
   StoreLittleEndian(kMagic, hello_.data());
   SHVD_TRY(FillRandom(Bytes(hello_.data() + sizeof(kMagic), kNonceBytes)));
@@ -84,14 +85,13 @@ Result<std::array<std::byte, kHelloBytes>> DialerHandshake::Start() {
   return hello_;
 }
 
-Digest DialerHandshake::Prove(const Digest& nonce) {
-  nonce_ = nonce;
-  return Proof(token_, "dial", ConstBytes(hello_.data(), hello_.size()), nonce_, purpose_);
+Digest DialerHandshake::Prove(const Welcome& welcome) {
+  welcome_ = welcome;
+  return Proof(token_, "dial", hello_, welcome_, purpose_);
 }
 
 Status DialerHandshake::Check(const Digest& answer) const {
-  const Digest expected =
-      Proof(token_, "acpt", ConstBytes(hello_.data(), hello_.size()), nonce_, purpose_);
+  const Digest expected = Proof(token_, "acpt", hello_, welcome_, purpose_);
   if (EqualInConstantTime(ConstBytes(answer.data(), answer.size()),
                           ConstBytes(expected.data(), expected.size()))) {
     return Status();
@@ -113,9 +113,9 @@ Status DialHandshake(int fd, const std::string& token, const std::string& purpos
   SHVD_TRY(hello.status());
   SHVD_TRY(WriteExactly(fd, ConstBytes(hello.value().data(), hello.value().size()), deadline)
                .Annotate("handshake"));
-  Digest nonce{};
-  SHVD_TRY(ReadExactly(fd, Bytes(nonce.data(), nonce.size()), deadline).Annotate("handshake"));
-  const Digest proof = handshake.Prove(nonce);
+  Welcome welcome{};
+  SHVD_TRY(ReadExactly(fd, Bytes(welcome.data(), welcome.size()), deadline).Annotate("handshake"));
+  const Digest proof = handshake.Prove(welcome);
   Digest answer{};
   Status status = WriteExactly(fd, ConstBytes(proof.data(), proof.size()), deadline);
   if (status.ok()) status = ReadExactly(fd, Bytes(answer.data(), answer.size()), deadline);

@@ -2,19 +2,20 @@
 // else is read.
 //
 //   dialer   -> acceptor  magic, nonce of the dialer, claim     (48 bytes)
-//   acceptor -> dialer    nonce of the acceptor                 (32 bytes)
-//   dialer   -> acceptor  HMAC("dial", nonces, claim, purpose)  (32 bytes)
-//   acceptor -> dialer    HMAC("acpt", nonces, claim, purpose)  (32 bytes)
+//   acceptor -> dialer    nonce of the acceptor, its terms      (40 bytes)
+//   dialer   -> acceptor  HMAC("dial", all of this, purpose)    (32 bytes)
+//   acceptor -> dialer    HMAC("acpt", all of this, purpose)    (32 bytes)
 //
 // Both nonces are fresh, so nothing recorded is worth anything later; the label keeps a proof from
 // being reflected; the purpose (known to both, never sent) keeps a connection from being led to
 // another listener of the job. A stranger learns only a nonce. The proofs do not protect what
-// follows: that needs an encrypted link.
+// follows: that needs encryption, with the keys that come of the handshake.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/deadline.h"
 #include "base/sha256.h"
@@ -25,24 +26,30 @@ namespace sparkhvd {
 
 constexpr size_t kHelloBytes = 48;
 constexpr size_t kNonceBytes = 32;
+constexpr size_t kWelcomeBytes = 40;
 constexpr size_t kProofBytes = 32;
 
 // What both ends know after a handshake and nobody else: a key for each direction, new with every
-// connection.
+// connection; and what the acceptor has decided.
 struct SessionKeys {
   Digest from_dialer{};
   Digest from_acceptor{};
+  bool encrypt = false;
 };
+
+using Hello = std::array<std::byte, kHelloBytes>;
+using Welcome = std::array<std::byte, kWelcomeBytes>;
 
 // The acceptor's half, fed by whoever reads the socket: exactly wanted() bytes each time.
 class AcceptorHandshake {
  public:
-  AcceptorHandshake(const std::string& token, const std::string& purpose)
-      : token_(token), purpose_(purpose) {}
+  // `encrypt`: what follows is to be encrypted; the purpose says how.
+  AcceptorHandshake(const std::string& token, const std::string& purpose, bool encrypt = false)
+      : token_(token), purpose_(purpose), encrypt_(encrypt) {}
 
   size_t wanted() const { return hello_seen_ ? kProofBytes : kHelloBytes; }
-  // The 32 bytes to send back; kAuthentication when the dialer is to be dropped without an answer.
-  Result<Digest> Consume(ConstBytes message);
+  // What to send back; kAuthentication when the dialer is to be dropped without an answer.
+  Result<std::vector<std::byte>> Consume(ConstBytes message);
   bool done() const { return done_; }
   // What the dialer says of itself; meaningful once done().
   uint64_t claim() const;
@@ -51,21 +58,22 @@ class AcceptorHandshake {
  private:
   std::string token_;
   std::string purpose_;
-  std::array<std::byte, kHelloBytes> hello_{};
-  Digest nonce_{};
+  bool encrypt_;
+  Hello hello_{};
+  Welcome welcome_{};
   bool hello_seen_ = false;
   bool done_ = false;
 };
 
-// The dialer's half: send what Start gives, then what Prove makes of the acceptor's nonce, then
+// The dialer's half: send what Start gives, then what Prove makes of the acceptor's welcome, then
 // hand the acceptor's proof to Check.
 class DialerHandshake {
  public:
   DialerHandshake(const std::string& token, const std::string& purpose, uint64_t claim)
       : token_(token), purpose_(purpose), claim_(claim) {}
 
-  Result<std::array<std::byte, kHelloBytes>> Start();
-  Digest Prove(const Digest& nonce);
+  Result<Hello> Start();
+  Digest Prove(const Welcome& welcome);
   // kAuthentication when the other side does not know the token.
   Status Check(const Digest& answer) const;
   SessionKeys keys() const;  // once Prove has been called
@@ -74,8 +82,8 @@ class DialerHandshake {
   std::string token_;
   std::string purpose_;
   uint64_t claim_;
-  std::array<std::byte, kHelloBytes> hello_{};
-  Digest nonce_{};
+  Hello hello_{};
+  Welcome welcome_{};
 };
 
 // kAuthentication: the other side closed the connection during the handshake.

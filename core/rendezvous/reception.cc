@@ -18,11 +18,12 @@ constexpr double kPauseWithoutDescriptors = 0.1;
 }  // namespace
 
 Reception::Reception(std::vector<UniqueFd> listeners, std::string token, std::string purpose,
-                     ReceptionLimits limits)
+                     ReceptionLimits limits, bool encrypt)
     : listeners_(std::move(listeners)),
       token_(std::move(token)),
       purpose_(std::move(purpose)),
       limits_(limits),
+      encrypt_(encrypt),
       resume_accepting_(Deadline::AfterSeconds(0)) {}
 
 void Reception::AppendPollFds(std::vector<pollfd>& fds) const {
@@ -70,7 +71,7 @@ void Reception::Accept(int listener) {
     // A handshake among members takes a round trip or two; those who hold a place for long are not
     // members.
     if (strangers_.size() >= limits_.strangers) strangers_.pop_front();
-    strangers_.push_back({std::move(fd), AcceptorHandshake(token_, purpose_),
+    strangers_.push_back({std::move(fd), AcceptorHandshake(token_, purpose_, encrypt_),
                           Deadline::AfterSeconds(limits_.handshake_seconds)});
   }
 }

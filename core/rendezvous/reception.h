@@ -32,8 +32,9 @@ struct Admitted {
 // calls Serve.
 class Reception {
  public:
+  // `encrypt` as in AcceptorHandshake.
   Reception(std::vector<UniqueFd> listeners, std::string token, std::string purpose,
-            ReceptionLimits limits = {});
+            ReceptionLimits limits = {}, bool encrypt = false);
 
   void AppendPollFds(std::vector<pollfd>& fds) const;
   int TimeoutMillis(int cap) const;
@@ -57,6 +58,7 @@ class Reception {
   std::string token_;
   std::string purpose_;
   ReceptionLimits limits_;
+  bool encrypt_;
   std::deque<Stranger> strangers_;  // oldest first
   Deadline resume_accepting_;       // in the future while the process is out of descriptors
 };

@@ -1,5 +1,7 @@
 #include "rendezvous/store_frames.h"
 
+#include <utility>
+
 #include "base/wire.h"
 
 namespace sparkhvd {
@@ -27,6 +29,35 @@ Result<StoreRequestHeader> DecodeStoreRequest(ConstBytes bytes) {
     return Status(StatusCode::kInvalidArgument, "malformed rendezvous request");
   }
   return header;
+}
+
+Result<StoreCipher> StoreCipher::Make(const Digest& sending, const Digest& receiving) {
+  auto library = CryptoLibrary::Load();
+  if (!library.ok()) return library.status();
+  auto sealing = LinkCipher::Make(library.value(), sending, LinkCipher::Use::kSeal);
+  if (!sealing.ok()) return sealing.status();
+  auto opening = LinkCipher::Make(library.value(), receiving, LinkCipher::Use::kOpen);
+  if (!opening.ok()) return opening.status();
+  StoreCipher cipher;
+  cipher.sealing_.emplace(std::move(sealing).value());
+  cipher.opening_.emplace(std::move(opening).value());
+  return cipher;
+}
+
+Status StoreCipher::Seal(ConstBytes plain, std::vector<std::byte>* out) {
+  if (!sealing_) {
+    out->insert(out->end(), plain.begin(), plain.end());
+    return Status();
+  }
+  const size_t begin = out->size();
+  out->resize(begin + plain.size() + overhead());
+  return sealing_->Seal(plain, Bytes(out->data() + begin, plain.size() + overhead()));
+}
+
+Result<Bytes> StoreCipher::Open(Bytes travelled) {
+  const Bytes content = travelled.Sub(0, travelled.size() - overhead());
+  if (opening_) SHVD_TRY(opening_->Open(travelled, content));
+  return content;
 }
 
 Status CheckStoreSizes(const std::string& key, size_t value_bytes) {

@@ -22,62 +22,80 @@ constexpr size_t kAskedConnections = 8;
 // An answer that has begun to come is there in a moment.
 constexpr double kAnswerSeconds = 10.0;
 
-Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::string& token,
-                            Deadline deadline, const std::function<Status()>& check = {}) {
+}  // namespace
+
+Result<TcpStoreClient::Connection> TcpStoreClient::DialServer(
+    const std::vector<HostPort>& addresses, const std::string& token, Deadline deadline,
+    const std::function<Status()>& check) {
   DialOptions options;
   options.addresses = addresses;
   options.token = token;
   options.purpose = kStorePurpose;
   options.check = check;
-  auto dialed = Dial(options, deadline);
-  if (dialed.ok()) NoticeLostHost(dialed.value().get());
-  return dialed;
+  SessionKeys keys;
+  auto dialed = Dial(options, deadline, &keys);
+  if (!dialed.ok()) return dialed.status();
+  NoticeLostHost(dialed.value().get());
+  Connection connection;
+  connection.fd = std::move(dialed).value();
+  if (keys.encrypt) {
+    auto cipher = StoreCipher::Make(keys.from_dialer, keys.from_acceptor);
+    if (!cipher.ok()) return cipher.status();
+    connection.cipher = std::move(cipher).value();
+  }
+  return connection;
 }
 
-Status SendRequest(int fd, StoreRequest request, const std::string& key, const std::string& value,
-                   Deadline deadline) {
+Status TcpStoreClient::Connection::Ask(StoreRequest request, const std::string& key,
+                                       const std::string& value, Deadline deadline) {
   StoreRequestHeader header;
   header.request = request;
   header.key_bytes = static_cast<uint32_t>(key.size());
   header.value_bytes = static_cast<uint32_t>(value.size());
-  const auto encoded = EncodeStoreRequest(header);
-  SHVD_TRY(WriteExactly(fd, ConstBytes(encoded.data(), encoded.size()), deadline));
-  SHVD_TRY(WriteExactly(fd, AsBytes(key), deadline));
-  return WriteExactly(fd, AsBytes(value), deadline);
+  const auto head = EncodeStoreRequest(header);
+  const std::string body = key + value;
+  std::vector<std::byte> message;
+  message.reserve(head.size() + body.size() + 2 * cipher.overhead());
+  SHVD_TRY(cipher.Seal(ConstBytes(head.data(), head.size()), &message));
+  SHVD_TRY(cipher.Seal(AsBytes(body), &message));
+  return WriteExactly(fd.get(), ConstBytes(message.data(), message.size()), deadline);
 }
 
-Result<std::string> ReadAnswer(int fd, Deadline deadline) {
-  std::array<std::byte, kStoreAnswerBytes> head{};
-  SHVD_TRY(ReadExactly(fd, Bytes(head.data(), head.size()), deadline));
-  const auto length = LoadLittleEndian<uint32_t>(head.data());
+Result<std::string> TcpStoreClient::Connection::Answer(Deadline deadline) {
+  std::vector<std::byte> received(kStoreAnswerBytes + cipher.overhead());
+  SHVD_TRY(ReadExactly(fd.get(), Bytes(received.data(), received.size()), deadline));
+  const auto head = cipher.Open(Bytes(received.data(), received.size()));
+  if (!head.ok()) return head.status();
+  const auto length = LoadLittleEndian<uint32_t>(head.value().data());
   if (length > kMaxValueBytes) {
     return Status(StatusCode::kInternal, "the answer claims " + std::to_string(length) + " bytes");
   }
-  std::string value(length, '\0');
-  SHVD_TRY(ReadExactly(fd, Bytes(reinterpret_cast<std::byte*>(value.data()), length), deadline));
-  return value;
+  received.resize(length + cipher.overhead());
+  SHVD_TRY(ReadExactly(fd.get(), Bytes(received.data(), received.size()), deadline));
+  const auto value = cipher.Open(Bytes(received.data(), received.size()));
+  if (!value.ok()) return value.status();
+  return std::string(reinterpret_cast<const char*>(value.value().data()), length);
 }
-
-}  // namespace
 
 class TcpStoreClient::ConnectedWill final : public Will {
  public:
-  ConnectedWill(TcpStoreClient& client, UniqueFd fd) : client_(client), fd_(std::move(fd)) {}
+  ConnectedWill(TcpStoreClient& client, Connection connection)
+      : client_(client), connection_(std::move(connection)) {}
   ~ConnectedWill() override {
-    if (fd_.valid()) client_.GiveBack(std::move(fd_), false);
+    if (connection_.fd.valid()) client_.GiveBack(std::move(connection_), false);
   }
 
   void Withdraw() override {
-    if (!fd_.valid()) return;
+    if (!connection_.fd.valid()) return;
     const Deadline deadline = Deadline::AfterSeconds(kAnswerSeconds);
-    Status status = SendRequest(fd_.get(), StoreRequest::kWill, "", "", deadline);
-    if (status.ok()) status = ReadAnswer(fd_.get(), deadline).status();
-    client_.GiveBack(std::move(fd_), status.ok());
+    Status status = connection_.Ask(StoreRequest::kWill, "", "", deadline);
+    if (status.ok()) status = connection_.Answer(deadline).status();
+    client_.GiveBack(std::move(connection_), status.ok());
   }
 
  private:
   TcpStoreClient& client_;
-  UniqueFd fd_;
+  Connection connection_;
 };
 
 Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
@@ -86,17 +104,18 @@ Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
   if (addresses.empty()) {
     return Status(StatusCode::kInvalidArgument, "a rendezvous client needs an address to dial");
   }
-  auto fd = DialServer(addresses, token, deadline, check);
-  if (!fd.ok()) {
-    return Status(fd.status().code(), "no rendezvous server answered at " + fd.status().message());
+  auto first = DialServer(addresses, token, deadline, check);
+  if (!first.ok()) {
+    return Status(first.status().code(),
+                  "no rendezvous server answered at " + first.status().message());
   }
-  auto server = PeerAddress(fd.value().get());
+  auto server = PeerAddress(first.value().fd.get());
   if (!server.ok()) return server.status();
   return std::unique_ptr<TcpStoreClient>(
-      new TcpStoreClient(server.value(), token, std::move(fd).value()));
+      new TcpStoreClient(server.value(), token, std::move(first).value()));
 }
 
-TcpStoreClient::TcpStoreClient(HostPort server, std::string token, UniqueFd first)
+TcpStoreClient::TcpStoreClient(HostPort server, std::string token, Connection first)
     : server_(std::move(server)), token_(std::move(token)) {
   idle_.push_back(std::move(first));
 }
@@ -105,36 +124,36 @@ TcpStoreClient::~TcpStoreClient() { Close(); }
 
 Status TcpStoreClient::Set(const std::string& key, const std::string& value, Deadline deadline) {
   SHVD_TRY(CheckStoreSizes(key, value.size()));
-  auto fd = Take(deadline);
-  if (!fd.ok()) return Explain(fd.status(), key, true);
-  Status status = SendRequest(fd.value().get(), StoreRequest::kSet, key, value, deadline);
-  if (status.ok()) status = ReadAnswer(fd.value().get(), deadline).status();
-  GiveBack(std::move(fd).value(), status.ok());
+  auto taken = Take(deadline);
+  if (!taken.ok()) return Explain(taken.status(), key, true);
+  Status status = taken.value().Ask(StoreRequest::kSet, key, value, deadline);
+  if (status.ok()) status = taken.value().Answer(deadline).status();
+  GiveBack(std::move(taken).value(), status.ok());
   return status.ok() ? status : Explain(status, key, true);
 }
 
 Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadline) {
   SHVD_TRY(CheckStoreSizes(key, 0));
-  UniqueFd fd = TakeAsked(key);
-  if (!fd.valid()) {
+  std::optional<Connection> connection = TakeAsked(key);
+  if (!connection) {
     // Who has no time to wait for the value still wants to have asked.
     auto taken = Take(deadline.Expired() ? Deadline::AfterSeconds(kAnswerSeconds) : deadline);
     if (!taken.ok()) return Explain(taken.status(), key, false);
-    fd = std::move(taken).value();
+    connection.emplace(std::move(taken).value());
     const Status sent =
-        SendRequest(fd.get(), StoreRequest::kGet, key, "", Deadline::AfterSeconds(kAnswerSeconds));
+        connection->Ask(StoreRequest::kGet, key, "", Deadline::AfterSeconds(kAnswerSeconds));
     if (!sent.ok()) {
-      GiveBack(std::move(fd), false);
+      GiveBack(*std::move(connection), false);
       return Explain(sent, key, false);
     }
   }
-  const Status answered = AwaitEvents(fd.get(), POLLIN, deadline);
+  const Status answered = AwaitEvents(connection->fd.get(), POLLIN, deadline);
   if (answered.code() == StatusCode::kTimeout) {
-    LeaveAsked(key, std::move(fd));
+    LeaveAsked(key, *std::move(connection));
     return Explain(answered, key, false);
   }
-  auto answer = ReadAnswer(fd.get(), Deadline::AfterSeconds(kAnswerSeconds));
-  GiveBack(std::move(fd), answer.ok());
+  auto answer = connection->Answer(Deadline::AfterSeconds(kAnswerSeconds));
+  GiveBack(*std::move(connection), answer.ok());
   if (!answer.ok()) return Explain(answer.status(), key, false);
   return answer;
 }
@@ -143,14 +162,14 @@ Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
                                                         const std::string& value,
                                                         Deadline deadline) {
   SHVD_TRY(CheckStoreSizes(key, value.size()));
-  auto fd = Take(deadline);
-  if (!fd.ok()) return Explain(fd.status(), key, true);
-  Status status = SendRequest(fd.value().get(), StoreRequest::kWill, key, value, deadline);
-  if (status.ok()) status = ReadAnswer(fd.value().get(), deadline).status();
+  auto taken = Take(deadline);
+  if (!taken.ok()) return Explain(taken.status(), key, true);
+  Status status = taken.value().Ask(StoreRequest::kWill, key, value, deadline);
+  if (status.ok()) status = taken.value().Answer(deadline).status();
   if (status.ok()) {
-    return std::unique_ptr<Will>(std::make_unique<ConnectedWill>(*this, std::move(fd).value()));
+    return std::unique_ptr<Will>(std::make_unique<ConnectedWill>(*this, std::move(taken).value()));
   }
-  GiveBack(std::move(fd).value(), false);
+  GiveBack(std::move(taken).value(), false);
   return Explain(status, key, true);
 }
 
@@ -168,35 +187,34 @@ void TcpStoreClient::Close() {
   for (const int fd : busy_) ::shutdown(fd, SHUT_RDWR);
 }
 
-UniqueFd TcpStoreClient::TakeAsked(const std::string& key) {
+std::optional<TcpStoreClient::Connection> TcpStoreClient::TakeAsked(const std::string& key) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = std::find_if(asked_.begin(), asked_.end(),
                                   [&key](const Asked& asked) { return asked.key == key; });
-  if (found == asked_.end()) return UniqueFd();
-  UniqueFd fd = std::move(found->fd);
+  if (found == asked_.end()) return std::nullopt;
+  Connection connection = std::move(found->connection);
   asked_.erase(found);
-  busy_.insert(fd.get());
-  return fd;
+  busy_.insert(connection.fd.get());
+  return connection;
 }
 
-void TcpStoreClient::LeaveAsked(const std::string& key, UniqueFd fd) {
+void TcpStoreClient::LeaveAsked(const std::string& key, Connection connection) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  busy_.erase(fd.get());
+  busy_.erase(connection.fd.get());
   if (closed_) return;
-  asked_.push_back({key, std::move(fd)});
+  asked_.push_back({key, std::move(connection)});
   if (asked_.size() > kAskedConnections) asked_.pop_front();
 }
 
-Result<UniqueFd> TcpStoreClient::Take(Deadline deadline) {
-  UniqueFd fd;
+Result<TcpStoreClient::Connection> TcpStoreClient::Take(Deadline deadline) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closed_) return Status(StatusCode::kShutDown, "closed");
     if (!idle_.empty()) {
-      fd = std::move(idle_.back());
+      Connection connection = std::move(idle_.back());
       idle_.pop_back();
-      busy_.insert(fd.get());
-      return fd;
+      busy_.insert(connection.fd.get());
+      return connection;
     }
   }
   auto dialed = DialServer({server_}, token_, deadline);
@@ -207,14 +225,16 @@ Result<UniqueFd> TcpStoreClient::Take(Deadline deadline) {
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return Status(StatusCode::kShutDown, "closed");
-  busy_.insert(dialed.value().get());
+  busy_.insert(dialed.value().fd.get());
   return dialed;
 }
 
-void TcpStoreClient::GiveBack(UniqueFd fd, bool reusable) {
+void TcpStoreClient::GiveBack(Connection connection, bool reusable) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  busy_.erase(fd.get());
-  if (reusable && !closed_ && idle_.size() < kIdleConnections) idle_.push_back(std::move(fd));
+  busy_.erase(connection.fd.get());
+  if (reusable && !closed_ && idle_.size() < kIdleConnections) {
+    idle_.push_back(std::move(connection));
+  }
 }
 
 Status TcpStoreClient::Explain(const Status& failure, const std::string& key, bool set) {

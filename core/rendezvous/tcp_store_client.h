@@ -5,6 +5,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <vector>
@@ -12,13 +13,14 @@
 #include "base/unique_fd.h"
 #include "rendezvous/key_value_store.h"
 #include "rendezvous/socket.h"
+#include "rendezvous/store_frames.h"
 
 namespace sparkhvd {
 
 // Thread-safe: every call in progress has a connection to itself, taken from the idle ones or
 // dialed, so a thread that waits for a key keeps nobody waiting. A Get that ran out of time leaves
 // its question with the server: the next Get of the key takes up its connection, so asking again
-// and again is cheap. Has no thread.
+// and again is cheap. Has no thread. Encrypts where the server does.
 class TcpStoreClient final : public KeyValueStore {
  public:
   // Keeps the first address that answers and knows the token; `check` as in DialOptions.
@@ -41,24 +43,35 @@ class TcpStoreClient final : public KeyValueStore {
  private:
   class ConnectedWill;
 
-  TcpStoreClient(HostPort server, std::string token, UniqueFd first);
+  struct Connection {
+    UniqueFd fd;
+    StoreCipher cipher;
 
+    Status Ask(StoreRequest request, const std::string& key, const std::string& value,
+               Deadline deadline);
+    Result<std::string> Answer(Deadline deadline);
+  };
   struct Asked {
     std::string key;
-    UniqueFd fd;
+    Connection connection;
   };
 
-  Result<UniqueFd> Take(Deadline deadline);
-  UniqueFd TakeAsked(const std::string& key);
-  void GiveBack(UniqueFd fd, bool reusable);
-  void LeaveAsked(const std::string& key, UniqueFd fd);
+  TcpStoreClient(HostPort server, std::string token, Connection first);
+
+  static Result<Connection> DialServer(const std::vector<HostPort>& addresses,
+                                       const std::string& token, Deadline deadline,
+                                       const std::function<Status()>& check = {});
+  Result<Connection> Take(Deadline deadline);
+  std::optional<Connection> TakeAsked(const std::string& key);
+  void GiveBack(Connection connection, bool reusable);
+  void LeaveAsked(const std::string& key, Connection connection);
   Status Explain(const Status& failure, const std::string& key, bool set);
 
   const HostPort server_;
   const std::string token_;
   std::mutex mutex_;  // guards the fields below; nothing else is locked under it
   bool closed_ = false;
-  std::vector<UniqueFd> idle_;
+  std::vector<Connection> idle_;
   std::list<Asked> asked_;  // where an answer may come, oldest first
   std::unordered_set<int> busy_;
 };

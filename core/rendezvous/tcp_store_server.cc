@@ -26,7 +26,10 @@ constexpr short kEnds = POLLRDHUP | POLLHUP | POLLERR;
 // for a key has a connection of its own, so nobody stands behind it.
 class Session {
  public:
-  explicit Session(UniqueFd fd) : fd_(std::move(fd)) {}
+  Session(UniqueFd fd, StoreCipher cipher)
+      : fd_(std::move(fd)),
+        cipher_(std::move(cipher)),
+        head_(kStoreRequestBytes + cipher_.overhead()) {}
 
   int fd() const { return fd_.get(); }
 
@@ -60,7 +63,7 @@ class Session {
           if (!Read(values, &moved)) return false;
           break;
         case State::kWaiting:
-          moved = Answer(values);
+          if (!Answer(values, &moved)) return false;
           break;
         case State::kAnswering:
           if (!Write(&moved)) return false;
@@ -74,63 +77,68 @@ class Session {
   enum class State { kReading, kWaiting, kAnswering };
 
   bool Read(InProcessStore& values, bool* moved) {
-    const bool in_header = received_ < kStoreRequestBytes;
+    const bool in_header = received_ < head_.size();
     const Bytes target =
         in_header ? Bytes(head_.data(), head_.size()).Sub(received_, head_.size() - received_)
                   : Bytes(body_.data(), body_.size())
-                        .Sub(received_ - kStoreRequestBytes,
-                             body_.size() - (received_ - kStoreRequestBytes));
+                        .Sub(received_ - head_.size(), body_.size() - (received_ - head_.size()));
     auto count = ReadSome(fd_.get(), target);
     if (!count.ok()) return false;
     *moved = count.value() > 0;
     received_ += count.value();
-    if (in_header && received_ == kStoreRequestBytes) {
-      auto header = DecodeStoreRequest(ConstBytes(head_.data(), head_.size()));
+    if (in_header && received_ == head_.size()) {
+      auto opened = cipher_.Open(Bytes(head_.data(), head_.size()));
+      if (!opened.ok()) return false;
+      auto header = DecodeStoreRequest(opened.value());
       if (!header.ok()) return false;
       header_ = header.value();
-      body_.resize(header_.key_bytes + header_.value_bytes);
+      body_.resize(header_.key_bytes + header_.value_bytes + cipher_.overhead());
     }
-    if (received_ >= kStoreRequestBytes && received_ == kStoreRequestBytes + body_.size()) {
-      Execute(values);
+    if (received_ >= head_.size() && received_ == head_.size() + body_.size()) {
+      auto opened = cipher_.Open(Bytes(body_.data(), body_.size()));
+      if (!opened.ok()) return false;
       *moved = true;
+      return Execute(values, opened.value());
     }
     return true;
   }
 
-  void Execute(InProcessStore& values) {
-    const auto* text = reinterpret_cast<const char*>(body_.data());
+  bool Execute(InProcessStore& values, ConstBytes body) {
+    const auto* text = reinterpret_cast<const char*>(body.data());
     key_.assign(text, header_.key_bytes);
     received_ = 0;
     if (header_.request == StoreRequest::kGet) {
       state_ = State::kWaiting;
-      return;
+      return true;
     }
+    std::string value(text + header_.key_bytes, header_.value_bytes);
     if (header_.request == StoreRequest::kWill) {
-      will_ = std::string(text + header_.key_bytes, header_.value_bytes);
+      will_ = std::move(value);
       will_key_ = key_;
-      StartAnswer("");
-      return;
+    } else {
+      // Fails only when the server is closing, and then this connection ends, too.
+      (void)values.Set(key_, std::move(value), Deadline::AfterSeconds(0));
     }
-    // Fails only when the server is closing, and then this connection ends, too.
-    (void)values.Set(key_, std::string(text + header_.key_bytes, header_.value_bytes),
-                     Deadline::AfterSeconds(0));
-    StartAnswer("");
+    return StartAnswer("");
   }
 
-  bool Answer(const InProcessStore& values) {
+  // False when the connection is finished.
+  bool Answer(const InProcessStore& values, bool* moved) {
     const auto value = values.Find(key_);
-    if (!value) return false;
-    StartAnswer(*value);
-    return true;
+    if (!value) return true;
+    *moved = true;
+    return StartAnswer(*value);
   }
 
-  void StartAnswer(const std::string& value) {
-    body_.resize(kStoreAnswerBytes + value.size());
-    StoreLittleEndian(static_cast<uint32_t>(value.size()), body_.data());
-    const ConstBytes content = AsBytes(value);
-    std::copy(content.begin(), content.end(), body_.begin() + kStoreAnswerBytes);
+  bool StartAnswer(const std::string& value) {
+    std::array<std::byte, kStoreAnswerBytes> head;
+    StoreLittleEndian(static_cast<uint32_t>(value.size()), head.data());
+    body_.clear();
+    body_.reserve(head.size() + value.size() + 2 * cipher_.overhead());
     sent_ = 0;
     state_ = State::kAnswering;
+    return cipher_.Seal(ConstBytes(head.data(), head.size()), &body_).ok() &&
+           cipher_.Seal(AsBytes(value), &body_).ok();
   }
 
   bool Write(bool* moved) {
@@ -146,8 +154,9 @@ class Session {
   }
 
   UniqueFd fd_;
+  StoreCipher cipher_;
   State state_ = State::kReading;
-  std::array<std::byte, kStoreRequestBytes> head_{};
+  std::vector<std::byte> head_;
   StoreRequestHeader header_;
   std::string key_;
   std::string will_key_;
@@ -168,10 +177,12 @@ void DrainWake(int fd) {
 
 Result<std::unique_ptr<TcpStoreServer>> TcpStoreServer::Start(const HostPort& address,
                                                               const std::string& token,
-                                                              ReceptionLimits limits) {
+                                                              ReceptionLimits limits,
+                                                              bool encrypt) {
   if (token.empty()) {
     return Status(StatusCode::kInvalidArgument, "a rendezvous server needs the job's token");
   }
+  if (encrypt) SHVD_TRY(StoreCipher::Make(Digest(), Digest()).status());
   auto listener = ListenTcp(address);
   if (!listener.ok()) return listener.status().Annotate("rendezvous server");
   auto bound = LocalAddress(listener.value().get());
@@ -183,7 +194,7 @@ Result<std::unique_ptr<TcpStoreServer>> TcpStoreServer::Start(const HostPort& ad
   try {
     return std::unique_ptr<TcpStoreServer>(
         new TcpStoreServer(bound.value(), std::move(wake),
-                           Reception(std::move(listeners), token, kStorePurpose, limits)));
+                           Reception(std::move(listeners), token, kStorePurpose, limits, encrypt)));
   } catch (const std::system_error& error) {  // std::thread has no other way to say so
     return Status(StatusCode::kIo, std::string("start the rendezvous thread: ") + error.what());
   }
@@ -248,8 +259,14 @@ void TcpStoreServer::Serve(Reception reception) {
       session = sessions.erase(session);
     }
     for (Admitted& admitted : reception.Serve()) {
+      StoreCipher cipher;
+      if (admitted.keys.encrypt) {
+        auto made = StoreCipher::Make(admitted.keys.from_acceptor, admitted.keys.from_dialer);
+        if (!made.ok()) continue;  // it could be made at the start
+        cipher = std::move(made).value();
+      }
       NoticeLostHost(admitted.fd.get());
-      sessions.emplace_back(std::move(admitted.fd));
+      sessions.emplace_back(std::move(admitted.fd), std::move(cipher));
     }
     // A key that a later session has set may be what an earlier one waits for.
     if (progressed) Ring();

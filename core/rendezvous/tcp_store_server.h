@@ -20,10 +20,12 @@ namespace sparkhvd {
 // Serves from Start until Close on one thread of its own. Its own Set and Get need no connection.
 class TcpStoreServer final : public KeyValueStore {
  public:
-  // `address.port` 0 takes any free port.
+  // `address.port` 0 takes any free port. With `encrypt` nobody else can read what the clients say
+  // and are told; fails where OpenSSL is missing.
   static Result<std::unique_ptr<TcpStoreServer>> Start(const HostPort& address,
                                                        const std::string& token,
-                                                       ReceptionLimits limits = {});
+                                                       ReceptionLimits limits = {},
+                                                       bool encrypt = false);
   TcpStoreServer(const TcpStoreServer&) = delete;
   TcpStoreServer& operator=(const TcpStoreServer&) = delete;
   ~TcpStoreServer() override;

@@ -16,9 +16,9 @@
 #include <utility>
 
 #include "base/io_status.h"
+#include "base/link_cipher.h"
 #include "base/wire.h"
 #include "rendezvous/socket.h"
-#include "transport/link_cipher.h"
 
 namespace sparkhvd {
 namespace {

@@ -102,7 +102,7 @@ def _meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, R
     hosts: list[str] = communicator.allgather(own_host)
     bind_host = address_to_bind(own_host, hosts)
     token = secrets.token_bytes(_TOKEN_BYTES) if rank == 0 else b""
-    server = RendezvousServer(token, bind_host) if rank == 0 else None
+    server = RendezvousServer(token, bind_host, encrypt=config.encrypt) if rank == 0 else None
     offered = (bind_host, server.port, token) if server is not None else None
     address, port, token = communicator.bcast(offered)
     context = LaunchContext(

@@ -18,14 +18,15 @@ class RendezvousServer(Closing):
         token: the job's secret; a client that doesn't know it is turned away before anything it sends is parsed.
         host: the local address to bind.
         port: the port to bind, 0 for any free one.
+        encrypt: whether all that travels is encrypted; the clients follow.
 
     Raises:
-        CollectiveError: the address cannot be bound.
+        CollectiveError: the address cannot be bound, or OpenSSL is missing.
     """
 
-    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, encrypt: bool = False) -> None:
         with translated():
-            self._core: _core.RendezvousServer | None = _core.RendezvousServer(token, host, port)
+            self._core: _core.RendezvousServer | None = _core.RendezvousServer(token, host, port, encrypt)
         self._port = self._core.port
 
     @property

@@ -2,21 +2,20 @@
 
 The handshake has a fixed length in both directions, so nothing is parsed before it succeeds:
 
-1. server to client: magic, version, server nonce;
-2. client to server: magic, version, client nonce, HMAC(secret, "client" | both nonces);
-3. server to client: HMAC(secret, "server" | both nonces).
+1. server to client: magic, version, whether frames are encrypted, server nonce;
+2. client to server: magic, version, client nonce, HMAC(secret, "client" | encrypted or not | both nonces);
+3. server to client: HMAC(secret, "server" | encrypted or not | both nonces).
 
 The label inside the HMAC names the direction, so that a proof cannot be reflected to the one who sent it, and the fresh
-nonces make a recorded conversation worthless. Every frame then is ``length | tag | payload``; the tag covers a sequence
-number and the payload under a key that belongs to this connection and direction. The length is checked against the cap
-before anything is allocated.
+nonces make a recorded conversation worthless. Every frame then is ``length | protected payload`` (see
+``sparkhvd.rpc.protection``) under a key that belongs to this connection and direction. The length, of the payload, is
+checked against the cap before anything is allocated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import hmac
 import math
 import secrets
@@ -25,17 +24,18 @@ import struct
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import AuthenticationError, DeadlineExceededError
+from sparkhvd.rpc.protection import Encryption, Protection, Tags, tag
 
 MAGIC = b"SHVD"
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 1 << 20
 
 _HELLO = MAGIC + struct.pack(">H", VERSION)
 _NONCE_BYTES = 32
+_PLAIN, _ENCRYPTED = b"\0", b"\1"
 _TURNED_AWAY = MAGIC + struct.pack(">H", 0)  # in place of the hello
-_TAG_BYTES = 32
+_PROOF_BYTES = 32
 _HEADER = struct.Struct(">I")
-_SEQUENCE = struct.Struct(">Q")
 
 
 class TurnedAwayError(ConnectionResetError):
@@ -48,12 +48,10 @@ class FrameSocket:
     Sending and receiving are independent of each other; each of the two belongs to one thread at a time.
     """
 
-    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(self, connection: socket.socket, outgoing: Protection, incoming: Protection) -> None:
         self._socket = connection
-        self._send_key = send_key
-        self._receive_key = receive_key
-        self._sent = 0
-        self._received = 0
+        self._outgoing = outgoing
+        self._incoming = incoming
 
     def send(self, payload: bytes, deadline: Deadline) -> None:
         """Send one frame.
@@ -65,9 +63,7 @@ class FrameSocket:
         """
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"A frame of {len(payload)} bytes is above the cap of {MAX_FRAME_BYTES} bytes.")
-        tag = _tag(self._send_key, _SEQUENCE.pack(self._sent) + payload)
-        self._sent += 1
-        send_all(self._socket, _HEADER.pack(len(payload)) + tag + payload, deadline)
+        send_all(self._socket, _HEADER.pack(len(payload)) + self._outgoing.protect(payload), deadline)
 
     def receive(self, idle: Deadline, frame_seconds: float = 30.0) -> bytes | None:
         """The next frame, or None when the other side has closed the connection between two frames.
@@ -83,13 +79,7 @@ class FrameSocket:
         (length,) = _HEADER.unpack(first + receive_exactly(self._socket, _HEADER.size - 1, deadline))
         if length > MAX_FRAME_BYTES:
             raise AuthenticationError(f"A frame announces {length} bytes; the cap is {MAX_FRAME_BYTES}.")
-        tag = receive_exactly(self._socket, _TAG_BYTES, deadline)
-        payload = receive_exactly(self._socket, length, deadline)
-        expected = _tag(self._receive_key, _SEQUENCE.pack(self._received) + payload)
-        if not hmac.compare_digest(tag, expected):
-            raise AuthenticationError("A frame carries a wrong tag; it was altered, replayed or sent by a stranger.")
-        self._received += 1
-        return payload
+        return self._incoming.checked(receive_exactly(self._socket, length + self._incoming.overhead, deadline))
 
     def limit_silence(self, seconds: float) -> None:
         """Let the kernel break the connection when what was sent is not acknowledged for so long.
@@ -107,50 +97,61 @@ class FrameSocket:
         self._socket.close()
 
 
-def accept_handshake(connection: socket.socket, secret: bytes, deadline: Deadline) -> FrameSocket:
-    """The server's side of the handshake.
+def accept_handshake(
+    connection: socket.socket, secret: bytes, deadline: Deadline, *, encrypt: bool = False
+) -> FrameSocket:
+    """The server's side of the handshake; it decides whether frames are encrypted.
 
     Raises:
         AuthenticationError: the other side does not know the secret.
-        DeadlineExceededError: it did not answer in time.
+        ConfigError: this host cannot encrypt.
+        DeadlineExceededError: the other side did not answer in time.
     """
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
-    send_all(connection, _HELLO + own_nonce, deadline)
-    answer = receive_exactly(connection, len(_HELLO) + _NONCE_BYTES + _TAG_BYTES, deadline)
+    terms = _ENCRYPTED if encrypt else _PLAIN
+    send_all(connection, _HELLO + terms + own_nonce, deadline)
+    answer = receive_exactly(connection, len(_HELLO) + _NONCE_BYTES + _PROOF_BYTES, deadline)
     peer_nonce = answer[len(_HELLO) : len(_HELLO) + _NONCE_BYTES]
-    nonces = own_nonce + peer_nonce
-    if not answer.startswith(_HELLO) or not hmac.compare_digest(answer[-_TAG_BYTES:], _tag(secret, b"client" + nonces)):
+    agreed = terms + own_nonce + peer_nonce
+    proof = tag(secret, b"client" + agreed)
+    if not answer.startswith(_HELLO) or not hmac.compare_digest(answer[-_PROOF_BYTES:], proof):
         raise AuthenticationError("A client could not prove that it knows the job's secret.")
-    send_all(connection, _tag(secret, b"server" + nonces), deadline)
-    return FrameSocket(connection, _tag(secret, b"to client" + nonces), _tag(secret, b"to server" + nonces))
+    send_all(connection, tag(secret, b"server" + agreed), deadline)
+    protection = Encryption if encrypt else Tags
+    return FrameSocket(
+        connection, protection(tag(secret, b"to client" + agreed)), protection(tag(secret, b"to server" + agreed))
+    )
 
 
 def turn_away(connection: socket.socket) -> None:
     """What a server does instead of a handshake when it has no place; never waits."""
     connection.setblocking(False)
     with contextlib.suppress(OSError), connection:
-        connection.send(_TURNED_AWAY + bytes(_NONCE_BYTES))
+        connection.send(_TURNED_AWAY + _PLAIN + bytes(_NONCE_BYTES))
 
 
 def connect_handshake(connection: socket.socket, secret: bytes, deadline: Deadline) -> FrameSocket:
     """The client's side of the handshake; raises as ``accept_handshake`` does, and ``TurnedAwayError``."""
-    hello = receive_exactly(connection, len(_HELLO) + _NONCE_BYTES, deadline)
+    hello = receive_exactly(connection, len(_HELLO) + len(_PLAIN) + _NONCE_BYTES, deadline)
     if hello.startswith(_TURNED_AWAY):
         raise TurnedAwayError("The server has no place for another handshake at the moment.")
     if not hello.startswith(_HELLO):
         raise AuthenticationError(f"The server does not speak version {VERSION} of this protocol.")
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
-    nonces = hello[len(_HELLO) :] + own_nonce
-    send_all(connection, _HELLO + own_nonce + _tag(secret, b"client" + nonces), deadline)
+    agreed = hello[len(_HELLO) :] + own_nonce
+    send_all(connection, _HELLO + own_nonce + tag(secret, b"client" + agreed), deadline)
     try:
-        proof = receive_exactly(connection, _TAG_BYTES, deadline)
+        proof = receive_exactly(connection, _PROOF_BYTES, deadline)
     except ConnectionResetError as error:
         raise AuthenticationError(
             "The server hung up when it had our proof of the job's secret: it belongs to another job."
         ) from error
-    if not hmac.compare_digest(proof, _tag(secret, b"server" + nonces)):
+    if not hmac.compare_digest(proof, tag(secret, b"server" + agreed)):
         raise AuthenticationError("The server could not prove that it knows the job's secret.")
-    return FrameSocket(connection, _tag(secret, b"to server" + nonces), _tag(secret, b"to client" + nonces))
+    protection = Encryption if agreed.startswith(_ENCRYPTED) else Tags
+    return FrameSocket(
+        connection, protection(tag(secret, b"to server" + agreed)), protection(tag(secret, b"to client" + agreed))
+    )
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: Deadline, may_end: bool = False) -> bytes:
@@ -218,7 +219,3 @@ def _limit(connection: socket.socket, deadline: Deadline, waiting_for: str) -> N
     if remaining <= 0:
         raise DeadlineExceededError(f"Timed out waiting for {waiting_for}.")
     connection.settimeout(None if math.isinf(remaining) else remaining)
-
-
-def _tag(key: bytes, content: bytes) -> bytes:
-    return hmac.new(key, content, hashlib.sha256).digest()

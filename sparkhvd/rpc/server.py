@@ -26,6 +26,7 @@ from sparkhvd.rpc.frames import (
     turn_away,
 )
 from sparkhvd.rpc.messages import Attending, Message, decode, encode
+from sparkhvd.rpc.protection import require_encryption
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,13 @@ class Server(Closing):
         host: the local address to bind; no other interface listens.
         port: 0 takes a free one.
         name: prefix of the threads' names.
+        encrypt: whether all that travels is encrypted; the clients follow.
         on_lost: called with the last ``Attending`` of a connection that broke because the other host does not answer
             any more, or over which a task that waits for no answer said nothing for ``SILENT_SECONDS``; and with the
             error.
+
+    Raises:
+        ConfigError: this host cannot encrypt.
     """
 
     def __init__(  # noqa: PLR0917
@@ -70,8 +75,13 @@ class Server(Closing):
         port: int = 0,
         name: str = "sparkhvd-rpc",
         on_lost: Callable[[Attending, OSError], None] | None = None,
+        *,
+        encrypt: bool = False,
     ) -> None:
+        if encrypt:
+            require_encryption()
         self._secret = secret
+        self._encrypt = encrypt
         self._on_lost = on_lost
         self._handler = handler
         self._name = name
@@ -140,7 +150,9 @@ class Server(Closing):
     def _serve(self, connection: socket.socket) -> None:
         try:
             try:
-                frames = accept_handshake(connection, self._secret, Deadline.after(_HANDSHAKE_SECONDS))
+                frames = accept_handshake(
+                    connection, self._secret, Deadline.after(_HANDSHAKE_SECONDS), encrypt=self._encrypt
+                )
             finally:
                 self._unproven.release()
             notice_lost_peer(connection)

@@ -86,6 +86,4 @@ def _places(offers: Sequence[TaskOffer]) -> list[str]:
         for device in offer.devices:
             containers.setdefault((offer.host_hash, device), set()).add(offer.container)
     apart = {host for (host, _), found in containers.items() if len(found) > 1}
-    return [
-        f"{offer.host_hash}/{offer.container}" if offer.host_hash in apart else offer.host_hash for offer in offers
-    ]
+    return [f"{offer.host_hash}/{offer.container}" if offer.host_hash in apart else offer.host_hash for offer in offers]

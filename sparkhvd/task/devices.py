@@ -135,8 +135,8 @@ def same_gpus(slots: Sequence[Slot]) -> str:
         return ""
     return (
         f"Spark gave {'; '.join(shared)}. On such a host every rank sees its own GPUs alone: set_device(0) is right "
-        "there, hvd.local_rank() is not. For one each take gpus_per_task=1, and let no two workers of a host report the "
-        "same ones."
+        "there, hvd.local_rank() is not. For one each take gpus_per_task=1, and let no two workers of a host report "
+        "the same ones."
     )
 
 

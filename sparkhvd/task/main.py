@@ -120,7 +120,7 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
             unknown = str(error)
     port = 0
     if place.index == 0:
-        server = RendezvousServer(_token(job, place.attempt), bind_host)
+        server = RendezvousServer(_token(job, place.attempt), bind_host, encrypt=job.config.encrypt)
         stack.callback(server.close)
         port = server.port
     offer = TaskOffer(

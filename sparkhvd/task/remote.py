@@ -76,7 +76,7 @@ def _take_part(job: HostJob, launcher: Launcher) -> dict[int, bytes | Outcome]:
     with ExitStack() as stack:
         port = 0
         if job.serves:
-            server = RendezvousServer(job.token, address)
+            server = RendezvousServer(job.token, address, encrypt=job.job.config.encrypt)
             stack.callback(server.close)
             port = server.port
         workers = [_start(job, launcher) for _ in indices]

@@ -21,7 +21,7 @@ from sparkhvd.driver.slots import reserve_tasks
 from sparkhvd.errors import LaunchError
 from tests import lines
 from tests.hdfs_server import running_hdfs
-from tests.launch import hosts
+from tests.launch import hosts, wire
 from tests.launch.faults import CUT_OFF_FAULTS, Fault, complaints, produced
 from tests.s3_server import BUCKET, running_s3
 from tests.scripts import tell
@@ -113,6 +113,29 @@ def learned_remotely(spark: SparkSession, address: str, folder: Path) -> dict[st
         return {name: learned(spark, store) for name, store in stores.items()}
 
 
+def say(backwards: str) -> None:
+    """Print a word, and add up a tensor of its letters; neither is anywhere in what Spark sends."""
+    import numpy as np  # noqa: PLC0415
+
+    from sparkhvd.comm import session  # noqa: PLC0415
+    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+
+    session.init()
+    word = "".join(reversed(backwards))
+    print(f"printed {word}", flush=True)
+    letters = np.frombuffer(f"reduced {word} ".encode(), np.uint8).copy()
+    session.current().allreduce(letters, ReduceOp.MAX, name="letters")
+
+
+def overheard_words(launcher: str, encrypt: str) -> list[str]:
+    """What of a job's doings can be read between the hosts."""
+    word = "gnihtemos"
+    doings = [f"printed {word[::-1]}", f"reduced {word[::-1]}", "finished/"]  # the last one of the rendezvous
+    with wire.overheard([doing.encode() for doing in doings]) as heard:
+        sparkhvd.run(say, (word,), num_proc=HOSTS, launcher=launcher, env={"SPARKHVD_ENCRYPT": encrypt})
+    return [doing for doing in doings if doing.encode() in heard]
+
+
 def session_on(cluster: hosts.Cluster) -> SparkSession:
     builder = SparkSession.builder.master(cluster.master).config("spark.executor.memory", "512m")
     for process in ("driver", "executor"):
@@ -140,6 +163,11 @@ def main(folder: Path, thoroughly: bool) -> None:
                 "mpi, one apart": launched_apart(
                     cluster.hosts[1], [one for one in cluster.hosts if one is not cluster.hosts[1]]
                 ),
+                "overheard": {
+                    f"{launcher}, {encrypt}": overheard_words(launcher, encrypt)
+                    for launcher in ("barrier", "mpi")
+                    for encrypt in ("0", "1")
+                },
                 "errors": {
                     "a folder": learned(session, shared),
                     **learned_remotely(session, cluster.address, folder / "hdfs"),

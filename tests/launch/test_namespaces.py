@@ -54,6 +54,12 @@ def test_every_host_is_one_to_the_ranks_and_all_reach_each_other(found, launcher
     assert [one["sum"] for one in found[launcher]] == [10.0] * 4
 
 
+@pytest.mark.parametrize("launcher", ["barrier", "mpi"])
+def test_nothing_that_goes_from_host_to_host_can_be_read_where_it_is_to_be_encrypted(found, launcher):
+    assert found["overheard"][f"{launcher}, 0"] == ["printed something", "reduced something", "finished/"]
+    assert found["overheard"][f"{launcher}, 1"] == []
+
+
 def test_a_host_that_no_other_one_reaches_is_named_before_mpirun_starts(found):
     said = found["mpi, one apart"]
     assert said.startswith("Some hosts have no address at which both the driver and another host reach them: {")

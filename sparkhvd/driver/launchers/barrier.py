@@ -69,8 +69,9 @@ class BarrierHandle:
         job = replace(job, driver_line=on_lost is not None)
         with ExitStack() as stack:
             self._meeting = meeting = Meeting(job.num_proc, stream, job.start_timeout, self._miss, job.gives_rows)
+            encrypt = job.config.encrypt
             server = stack.enter_context(
-                Server(job.secret, meeting, bind_host, name="sparkhvd-driver", on_lost=on_lost)
+                Server(job.secret, meeting, bind_host, name="sparkhvd-driver", on_lost=on_lost, encrypt=encrypt)
             )
             stack.callback(meeting.end)  # the server closes after those who wait there have their answer
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))

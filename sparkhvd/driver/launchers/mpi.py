@@ -146,10 +146,13 @@ class MpiHandle:
         self._attendants: list[tuple[threading.Thread, Client]] = []  # the same
         with ExitStack() as stack:
             token = secrets.token_bytes(32)
-            self._rendezvous = RendezvousServer(token, bind_host)
+            encrypt = job.config.encrypt
+            self._rendezvous = RendezvousServer(token, bind_host, encrypt=encrypt)
             stack.callback(self._rendezvous.close)
             self._service = DriverService(job.num_proc, stream)
-            server = stack.enter_context(Server(job.secret, self._service, bind_host, name="sparkhvd-driver"))
+            server = stack.enter_context(
+                Server(job.secret, self._service, bind_host, name="sparkhvd-driver", encrypt=encrypt)
+            )
             stack.callback(self._service.end, "The job is over.")
             self._addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
             self._job = job.with_driver_addresses(self._addresses)

@@ -103,7 +103,9 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         except LaunchError as error:
             own_interfaces, problem = [], str(error)
         servers = {
-            one: stack.enter_context(Server(secret, service, one.address, name="sparkhvd-task"))
+            one: stack.enter_context(
+                Server(secret, service, one.address, name="sparkhvd-task", encrypt=job.job.config.encrypt)
+            )
             for one in own_interfaces
         }
         stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it

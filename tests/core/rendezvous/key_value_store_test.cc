@@ -2,7 +2,10 @@
 #include "rendezvous/key_value_store.h"
 
 #include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
 
+#include <array>
 #include <functional>
 #include <future>
 #include <memory>
@@ -11,7 +14,9 @@
 #include <vector>
 
 #include "base/leak_check.h"
+#include "rendezvous/handshake.h"
 #include "rendezvous/in_process_store.h"
+#include "rendezvous/socket.h"
 #include "rendezvous/store_frames.h"
 #include "rendezvous/tcp_store_client.h"
 #include "rendezvous/tcp_store_server.h"
@@ -37,8 +42,8 @@ Parties InProcess() {
   return parties;
 }
 
-std::unique_ptr<TcpStoreServer> StartServer() {
-  auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret");
+std::unique_ptr<TcpStoreServer> StartServer(bool encrypt = false) {
+  auto server = TcpStoreServer::Start({"127.0.0.1", 0}, "secret", {}, encrypt);
   EXPECT_TRUE(server.ok()) << server.status().message();
   return std::move(server).value();
 }
@@ -49,14 +54,17 @@ std::unique_ptr<TcpStoreClient> ConnectTo(const TcpStoreServer& server) {
   return std::move(client).value();
 }
 
-Parties TwoClients() {
+Parties TwoClientsOf(std::unique_ptr<TcpStoreServer> server) {
   Parties parties;
-  parties.server = StartServer();
+  parties.server = std::move(server);
   for (int i = 0; i < 2; ++i) parties.owned.push_back(ConnectTo(*parties.server));
   parties.writer = parties.owned[0].get();
   parties.reader = parties.owned[1].get();
   return parties;
 }
+
+Parties TwoClients() { return TwoClientsOf(StartServer()); }
+Parties Encrypted() { return TwoClientsOf(StartServer(true)); }
 
 Parties OneClient() {
   Parties parties = TwoClients();
@@ -136,13 +144,12 @@ TEST_P(KeyValueStoreContract, WaitsUntilSomebodySetsTheKey) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Stores, KeyValueStoreContract,
-                         testing::Values(Entry{"InProcess", InProcess},
-                                         Entry{"TwoClients", TwoClients},
-                                         Entry{"OneClient", OneClient},
-                                         Entry{"ServerWrites", ServerWrites},
-                                         Entry{"ServerReads", ServerReads}),
-                         [](const auto& entry) { return entry.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Stores, KeyValueStoreContract,
+    testing::Values(Entry{"InProcess", InProcess}, Entry{"TwoClients", TwoClients},
+                    Entry{"Encrypted", Encrypted}, Entry{"OneClient", OneClient},
+                    Entry{"ServerWrites", ServerWrites}, Entry{"ServerReads", ServerReads}),
+    [](const auto& entry) { return entry.param.name; });
 
 TEST(TcpStore, WakesItsWaitersWhenTheServerGoes) {
   auto server = StartServer();
@@ -224,6 +231,95 @@ TEST(TcpStore, StopsWaitingForAServerThatNeverAnswers) {
   const auto address = LocalAddress(silent.value().get()).value();
   auto client = TcpStoreClient::Connect({address}, "secret", Soon());
   EXPECT_EQ(client.status().code(), StatusCode::kTimeout);
+}
+
+// Stands between one client and a server and keeps what it sees; flips a bit of the byte at `flip`
+// of what the server says.
+class Wire {
+ public:
+  explicit Wire(HostPort server, size_t flip = ~size_t{0}) : flip_(flip) {
+    auto listener = ListenTcp({"127.0.0.1", 0});
+    EXPECT_TRUE(listener.ok()) << listener.status().message();
+    address_ = LocalAddress(listener.value().get()).value();
+    thread_ = std::thread([this, server = std::move(server), owned = std::move(listener).value()] {
+      Run(server, owned);
+    });
+  }
+  ~Wire() { thread_.join(); }
+
+  const HostPort& address() const { return address_; }
+  // Once the client is gone.
+  std::string Seen() {
+    thread_.join();
+    thread_ = std::thread([] {});
+    return seen_;
+  }
+
+ private:
+  void Run(const HostPort& server, const UniqueFd& listener) {
+    ASSERT_TRUE(AwaitEvents(listener.get(), POLLIN, Late()).ok());
+    const UniqueFd near(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    auto far = ConnectTcp(server, Late());
+    ASSERT_TRUE(far.ok()) << far.status().message();
+    std::array<pollfd, 2> ends = {{{near.get(), POLLIN, 0}, {far.value().get(), POLLIN, 0}}};
+    std::array<std::byte, 10'000> buffer;
+    size_t said = 0;  // by the server
+    while (::poll(ends.data(), 2, 30'000) > 0) {
+      for (size_t from = 0; from < 2; ++from) {
+        auto count = ReadSome(ends[from].fd, Bytes(buffer.data(), buffer.size()));
+        if (!count.ok()) return;
+        if (from == 1 && said <= flip_ && flip_ < said + count.value())
+          buffer[flip_ - said] ^= std::byte(1);
+        said += from == 1 ? count.value() : 0;
+        const ConstBytes moved(buffer.data(), count.value());
+        seen_.append(reinterpret_cast<const char*>(moved.data()), moved.size());
+        if (!WriteExactly(ends[1 - from].fd, moved, Late()).ok()) return;
+      }
+    }
+  }
+
+  const size_t flip_;
+  HostPort address_;
+  std::string seen_;
+  std::thread thread_;
+};
+
+TEST(TcpStore, NothingCanBeReadOnTheWayOfAServerThatEncrypts) {
+  for (const bool encrypt : {false, true}) {
+    auto server = StartServer(encrypt);
+    ASSERT_TRUE(server->Set("answer", "what the server knows", Late()).ok());
+    Wire wire(server->address());
+    {
+      auto client = TcpStoreClient::Connect({wire.address()}, "secret", Late());
+      ASSERT_TRUE(client.ok()) << client.status().message();
+      ASSERT_TRUE(client.value()->Set("a key", "what the client says", Late()).ok());
+      EXPECT_EQ(client.value()->Get("answer", Late()).value(), "what the server knows");
+    }
+    EXPECT_EQ(server->Get("a key", Late()).value(), "what the client says");
+    const std::string seen = wire.Seen();
+    for (const char* said : {"a key", "what the client says", "what the server knows"}) {
+      EXPECT_EQ(seen.find(said) == std::string::npos, encrypt) << said;
+    }
+  }
+}
+
+TEST(TcpStore, WhatIsAlteredOnTheWayIsRefused) {
+  auto server = StartServer(true);
+  ASSERT_TRUE(server->Set("key", "value", Late()).ok());
+  constexpr size_t kHandshake = kWelcomeBytes + kProofBytes;
+  for (const size_t flip : {kHandshake, kHandshake + kStoreAnswerBytes + kCipherTagBytes + 2}) {
+    Wire wire(server->address(), flip);
+    auto client = TcpStoreClient::Connect({wire.address()}, "secret", Late());
+    ASSERT_TRUE(client.ok()) << client.status().message();
+    const auto got = client.value()->Get("key", Late());
+    EXPECT_EQ(got.status().code(), StatusCode::kAuthentication) << got.status().message();
+  }
+  for (const size_t terms : {kNonceBytes, kWelcomeBytes - 1}) {
+    Wire wire(server->address(), terms);
+    auto client = TcpStoreClient::Connect({wire.address()}, "secret", Late());
+    EXPECT_EQ(client.status().code(), StatusCode::kAuthentication)
+        << "nobody can talk the two out of encrypting";
+  }
 }
 
 TEST(TcpStore, SaysThatAPortIsTaken) {

@@ -69,7 +69,8 @@ inline void Replay(const Dialer& dial, const std::string& token, const std::stri
   const Deadline deadline = Deadline::AfterSeconds(20);
   std::vector<std::byte> hello(kHelloBytes);
   std::vector<std::byte> proof(kProofBytes);
-  std::vector<std::byte> answer(kNonceBytes);
+  std::vector<std::byte> welcome(kWelcomeBytes);
+  std::vector<std::byte> answer(kProofBytes);
   std::thread honest([&] {
     EXPECT_TRUE(DialHandshake(inner.get(), token, purpose, ~uint64_t{0}, deadline).ok());
   });
@@ -78,7 +79,7 @@ inline void Replay(const Dialer& dial, const std::string& token, const std::stri
     EXPECT_TRUE(WriteExactly(to, ConstBytes(message.data(), message.size()), deadline).ok());
   };
   relay(outer.get(), member.value().get(), hello);
-  relay(member.value().get(), outer.get(), answer);
+  relay(member.value().get(), outer.get(), welcome);
   relay(outer.get(), member.value().get(), proof);
   relay(member.value().get(), outer.get(), answer);
   honest.join();
@@ -87,7 +88,7 @@ inline void Replay(const Dialer& dial, const std::string& token, const std::stri
   ASSERT_TRUE(again.ok()) << again.status().message();
   const int fd = again.value().get();
   ASSERT_TRUE(WriteExactly(fd, ConstBytes(hello.data(), hello.size()), deadline).ok());
-  ASSERT_TRUE(ReadExactly(fd, Bytes(answer.data(), answer.size()), deadline).ok());
+  ASSERT_TRUE(ReadExactly(fd, Bytes(welcome.data(), welcome.size()), deadline).ok());
   ASSERT_TRUE(WriteExactly(fd, ConstBytes(proof.data(), proof.size()), deadline).ok());
   const Status end = ReadExactly(fd, Bytes(answer.data(), answer.size()), deadline);
   EXPECT_EQ(end.code(), StatusCode::kPeerLost) << "the recorded proof was accepted a second time";

@@ -167,7 +167,7 @@ TEST(Handshake, RefusesAnAcceptorThatDoesNotKnowTheToken) {
     std::array<std::byte, kHelloBytes> hello;
     EXPECT_TRUE(ReadExactly(impostor.get(), Bytes(hello.data(), hello.size()), Late()).ok());
     std::array<std::byte, kProofBytes> proof;
-    EXPECT_TRUE(WriteExactly(impostor.get(), ConstBytes(hello.data(), kNonceBytes), Late()).ok());
+    EXPECT_TRUE(WriteExactly(impostor.get(), ConstBytes(hello.data(), kWelcomeBytes), Late()).ok());
     EXPECT_TRUE(ReadExactly(impostor.get(), Bytes(proof.data(), proof.size()), Late()).ok());
     EXPECT_TRUE(WriteExactly(impostor.get(), ConstBytes(proof.data(), proof.size()), Late()).ok());
   });
@@ -191,7 +191,8 @@ TEST(Handshake, TellsTheAcceptorWhatTheDialerClaims) {
     ASSERT_TRUE(ReadExactly(acceptor.get(), Bytes(message.data(), message.size()), Late()).ok());
     auto reply = handshake.Consume(ConstBytes(message.data(), message.size()));
     ASSERT_TRUE(reply.ok()) << reply.status().message();
-    ASSERT_TRUE(WriteExactly(acceptor.get(), ConstBytes(reply.value().data(), 32), Late()).ok());
+    const ConstBytes sent(reply.value().data(), reply.value().size());
+    ASSERT_TRUE(WriteExactly(acceptor.get(), sent, Late()).ok());
   }
   thread.join();
   EXPECT_EQ(handshake.claim(), 0x123456789abcdef0u);

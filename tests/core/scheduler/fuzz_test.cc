@@ -159,10 +159,12 @@ TEST(Fuzz, HandshakesAdmitNobody) {
     }
     DialerHandshake own("secret", "purpose", 1);
     ASSERT_TRUE(own.Start().ok());
-    Digest nonce{};
-    std::memcpy(nonce.data(), input.data(), std::min(input.size(), nonce.size()));
-    (void)own.Prove(nonce);
-    EXPECT_EQ(own.Check(nonce).code(), StatusCode::kAuthentication);
+    Welcome welcome{};
+    std::memcpy(welcome.data(), input.data(), std::min(input.size(), welcome.size()));
+    (void)own.Prove(welcome);
+    Digest answer{};
+    std::memcpy(answer.data(), input.data(), std::min(input.size(), answer.size()));
+    EXPECT_EQ(own.Check(answer).code(), StatusCode::kAuthentication);
   });
 }
 

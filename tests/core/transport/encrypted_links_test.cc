@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "base/leak_check.h"
+#include "base/link_cipher.h"
 #include "rendezvous/socket.h"
-#include "transport/link_cipher.h"
 #include "transport/meshes.h"
 
 namespace sparkhvd {

@@ -13,9 +13,9 @@ from sparkhvd.errors import AuthenticationError, DeadlineExceededError, SparkHvd
 TOKEN = b"0123456789abcdef"
 
 
-@pytest.fixture
-def server():
-    with RendezvousServer(TOKEN) as started:
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def server(request):
+    with RendezvousServer(TOKEN, encrypt=request.param) as started:
         yield started
 
 

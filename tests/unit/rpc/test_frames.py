@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import AuthenticationError, DeadlineExceededError
+from sparkhvd.errors import AuthenticationError, ConfigError, DeadlineExceededError
+from sparkhvd.rpc import protection
 from sparkhvd.rpc.frames import MAGIC, MAX_FRAME_BYTES, VERSION, FrameSocket, accept_handshake, connect_handshake
+from sparkhvd.rpc.protection import Encryption, Tags
+from sparkhvd.rpc.server import Server
 
 SECRET = b"s" * 32
 HELLO = MAGIC + struct.pack(">H", VERSION)
@@ -28,20 +31,65 @@ def sockets():
         yield server, client
 
 
-def handshake(server: socket.socket, client: socket.socket) -> tuple[FrameSocket, FrameSocket]:
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def encrypt(request):
+    return request.param
+
+
+def handshake(server: socket.socket, client: socket.socket, encrypt: bool = False) -> tuple[FrameSocket, FrameSocket]:
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_handshake, server, SECRET, soon())
+        accepted = pool.submit(accept_handshake, server, SECRET, soon(), encrypt=encrypt)
         connected = connect_handshake(client, SECRET, soon())
         return accepted.result(), connected
 
 
-def test_frames_travel_in_both_directions_and_in_order(sockets):
-    server, client = handshake(*sockets)
+def frame_bytes(encrypt: bool) -> int:
+    """Of a frame of five bytes."""
+    return 4 + 5 + (Encryption if encrypt else Tags).overhead
+
+
+def test_frames_travel_in_both_directions_and_in_order(sockets, encrypt):
+    server, client = handshake(*sockets, encrypt)
     for payload in (b"", b"one", b"two" * 1000):
         client.send(payload, soon())
         server.send(payload + b"!", soon())
         assert server.receive(soon()) == payload
         assert client.receive(soon()) == payload + b"!"
+
+
+def test_what_the_server_wants_encrypted_cannot_be_read_on_the_way(sockets, encrypt):
+    server, client = handshake(*sockets, encrypt)
+    client.send(b"pay 1", soon())
+    server.send(b"paid!", soon())
+    seen = [one.recv(frame_bytes(encrypt), socket.MSG_PEEK) for one in sockets]
+    assert [b"pay 1" in seen[0], b"paid!" in seen[1]] == [not encrypt] * 2
+
+
+def test_nobody_on_the_way_can_keep_the_two_from_encrypting(sockets):
+    server, client = sockets
+    near, far = socket.socketpair()
+    with near, far, ThreadPoolExecutor(2) as pool:
+        accepting = pool.submit(accept_handshake, server, SECRET, soon(), encrypt=True)
+        hello = bytearray(client.recv(len(HELLO) + 1 + 32, socket.MSG_WAITALL))
+        assert hello[len(HELLO)] == 1
+        hello[len(HELLO)] = 0
+        connecting = pool.submit(connect_handshake, far, SECRET, soon())
+        near.sendall(hello)
+        client.sendall(near.recv(70, socket.MSG_WAITALL))
+        with pytest.raises(AuthenticationError, match="client could not prove"):
+            accepting.result()
+        near.shutdown(socket.SHUT_RDWR)
+        with pytest.raises(AuthenticationError):
+            connecting.result()
+
+
+def test_a_host_without_openssl_says_so(monkeypatch):
+    def missing(_: bytes) -> None:
+        raise protection._core.CoreError("io", "encryption needs OpenSSL's libcrypto.so.3")
+
+    monkeypatch.setattr(protection._core, "Sealer", missing)
+    with pytest.raises(ConfigError, match="encryption needs OpenSSL"):
+        Server(SECRET, None, encrypt=True)
 
 
 def test_the_end_of_a_connection_between_frames_is_no_error(sockets):
@@ -64,21 +112,21 @@ def test_a_client_with_another_secret_is_turned_away(sockets):
 def test_a_server_of_another_version_is_named():
     near, far = socket.socketpair()
     with near, far:
-        far.sendall(MAGIC + struct.pack(">H", VERSION - 1) + bytes(32))
+        far.sendall(MAGIC + struct.pack(">H", VERSION - 1) + bytes(33))
         with pytest.raises(AuthenticationError, match=f"does not speak version {VERSION}"):
             connect_handshake(near, SECRET, soon())
 
 
 def test_a_server_with_another_secret_is_turned_away(sockets):
     server, client = sockets
-    server.sendall(HELLO + bytes(32) + bytes(32))
+    server.sendall(HELLO + bytes(33) + bytes(32))
     with pytest.raises(AuthenticationError, match="server could not prove"):
         connect_handshake(client, SECRET, soon())
 
 
 def test_a_proof_reflected_to_its_sender_is_not_accepted(sockets):
     server, client = sockets
-    server.sendall(HELLO + bytes(32))
+    server.sendall(HELLO + bytes(33))
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(connect_handshake, client, SECRET, soon())
         answer = server.recv(70, socket.MSG_WAITALL)
@@ -91,7 +139,7 @@ def test_a_recorded_handshake_does_not_open_a_second_connection(sockets):
     server, client = sockets
     with ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(accept_handshake, server, SECRET, soon())
-        hello = client.recv(38, socket.MSG_WAITALL)
+        hello = client.recv(39, socket.MSG_WAITALL)
         relay_near, relay_far = socket.socketpair()
         with relay_near, relay_far:
             connecting = threading.Thread(target=lambda: connect_handshake(relay_far, SECRET, soon()))
@@ -137,13 +185,13 @@ def test_no_bytes_open_a_connection_or_make_a_handshake_fail_in_another_way(hand
             handshake_of(near, SECRET, soon())
 
 
-@given(position=st.integers(0, 4 + 32 + 5), length=st.integers(0, 50), content=st.binary(max_size=50))
-def test_a_frame_with_other_bytes_in_it_is_never_taken(position, length, content):
+@given(encrypt=st.booleans(), position=st.integers(0, 41), length=st.integers(0, 50), content=st.binary(max_size=50))
+def test_a_frame_with_other_bytes_in_it_is_never_taken(encrypt, position, length, content):
     near, far = socket.socketpair()
     with near, far:
-        server, client = handshake(near, far)
+        server, client = handshake(near, far, encrypt)
         client.send(b"pay 1", soon())
-        frame = near.recv(4 + 32 + 5, socket.MSG_WAITALL)
+        frame = near.recv(frame_bytes(encrypt), socket.MSG_WAITALL)
         changed = frame[:position] + content + frame[position + length :]
         if changed.startswith(frame):  # what follows it is another frame
             return
@@ -180,20 +228,20 @@ def test_a_client_that_sends_byte_by_byte_cannot_extend_the_deadline(sockets):
         dripping.join()
 
 
-def test_a_replayed_frame_is_noticed(sockets):
-    server, client = handshake(*sockets)
+def test_a_replayed_frame_is_noticed(sockets, encrypt):
+    server, client = handshake(*sockets, encrypt)
     client.send(b"pay 1", soon())
-    recorded = sockets[0].recv(4 + 32 + 5, socket.MSG_PEEK)
+    recorded = sockets[0].recv(frame_bytes(encrypt), socket.MSG_PEEK)
     assert server.receive(soon()) == b"pay 1"
     sockets[1].sendall(recorded)
     with pytest.raises(AuthenticationError, match="altered, replayed"):
         server.receive(soon())
 
 
-def test_an_altered_frame_is_noticed(sockets):
-    server, client = handshake(*sockets)
+def test_an_altered_frame_is_noticed(sockets, encrypt):
+    server, client = handshake(*sockets, encrypt)
     client.send(b"pay 1", soon())
-    frame = bytearray(sockets[0].recv(4 + 32 + 5, socket.MSG_WAITALL))
+    frame = bytearray(sockets[0].recv(frame_bytes(encrypt), socket.MSG_WAITALL))
     frame[-1] ^= 1
     sockets[1].sendall(frame)
     with pytest.raises(AuthenticationError, match="altered, replayed"):

@@ -1,4 +1,4 @@
-#include "transport/link_cipher.h"
+#include "base/link_cipher.h"
 
 #include <dlfcn.h>
 
@@ -93,6 +93,13 @@ LinkCipher::LinkCipher(LinkCipher&& other) noexcept
     : library_(std::move(other.library_)),
       context_(std::exchange(other.context_, nullptr)),
       records_(other.records_) {}
+
+LinkCipher& LinkCipher::operator=(LinkCipher&& other) noexcept {
+  std::swap(library_, other.library_);
+  std::swap(context_, other.context_);
+  std::swap(records_, other.records_);
+  return *this;
+}
 
 LinkCipher::~LinkCipher() {
   if (context_ != nullptr) library_->functions().context_free(context_);

@@ -44,12 +44,13 @@ class LinkCipher {
   static Result<LinkCipher> Make(std::shared_ptr<CryptoLibrary> library, const Digest& key,
                                  Use use);
   LinkCipher(LinkCipher&&) noexcept;
-  LinkCipher& operator=(LinkCipher&&) = delete;
+  LinkCipher& operator=(LinkCipher&& other) noexcept;
   ~LinkCipher();
 
   // `sealed` has the length of `plain` and kCipherTagBytes for the tag.
   Status Seal(ConstBytes plain, Bytes sealed);
-  // The other way round. kAuthentication when it was not sealed by the peer as this record.
+  // The other way round, also in place. kAuthentication when it was not sealed by the peer as this
+  // record.
   Status Open(ConstBytes sealed, Bytes plain);
 
  private:

@@ -1,0 +1,10 @@
+// LinkCipher, for connections whose frames are Python's.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace sparkhvd::bindings {
+
+void RegisterCiphers(pybind11::module_& module);
+
+}  // namespace sparkhvd::bindings
