@@ -12,6 +12,8 @@ from sparkhvd.errors import ConfigError
 class World:
     """Position of a rank among all ranks, among those of its host, and among the hosts.
 
+    Containers of YARN that each count their GPUs from 0 are hosts of their own here.
+
     ``local_rank`` counts the ranks of one host, ``cross_rank`` the ranks with the same ``local_rank`` over the hosts.
     """
 

@@ -43,7 +43,7 @@ using Welcome = std::array<std::byte, kWelcomeBytes>;
 // The acceptor's half, fed by whoever reads the socket: exactly wanted() bytes each time.
 class AcceptorHandshake {
  public:
-  // `encrypt`: what follows is to be encrypted; the purpose says how.
+  // `encrypt`: both are to encrypt what follows. Ranks agree on that by their address records.
   AcceptorHandshake(const std::string& token, const std::string& purpose, bool encrypt = false)
       : token_(token), purpose_(purpose), encrypt_(encrypt) {}
 

@@ -34,7 +34,10 @@ Result<TcpStoreClient::Connection> TcpStoreClient::DialServer(
   options.check = check;
   SessionKeys keys;
   auto dialed = Dial(options, deadline, &keys);
-  if (!dialed.ok()) return dialed.status();
+  if (!dialed.ok()) {
+    return Status(dialed.status().code(),
+                  "no rendezvous server answered at " + dialed.status().message());
+  }
   NoticeLostHost(dialed.value().get());
   Connection connection;
   connection.fd = std::move(dialed).value();
@@ -105,10 +108,7 @@ Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
     return Status(StatusCode::kInvalidArgument, "a rendezvous client needs an address to dial");
   }
   auto first = DialServer(addresses, token, deadline, check);
-  if (!first.ok()) {
-    return Status(first.status().code(),
-                  "no rendezvous server answered at " + first.status().message());
-  }
+  if (!first.ok()) return first.status();
   auto server = PeerAddress(first.value().fd.get());
   if (!server.ok()) return server.status();
   return std::unique_ptr<TcpStoreClient>(

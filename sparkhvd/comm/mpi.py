@@ -15,7 +15,7 @@ from sparkhvd.addresses import address_to_bind
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.config import Config
-from sparkhvd.errors import ConfigError
+from sparkhvd.errors import CollectiveError, ConfigError
 from sparkhvd.world import layout
 
 if TYPE_CHECKING:
@@ -102,9 +102,16 @@ def _meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, R
     hosts: list[str] = communicator.allgather(own_host)
     bind_host = address_to_bind(own_host, hosts)
     token = secrets.token_bytes(_TOKEN_BYTES) if rank == 0 else b""
-    server = RendezvousServer(token, bind_host, encrypt=config.encrypt) if rank == 0 else None
-    offered = (bind_host, server.port, token) if server is not None else None
-    address, port, token = communicator.bcast(offered)
+    server, offered = None, None
+    if rank == 0:
+        try:
+            server = RendezvousServer(token, bind_host, encrypt=config.encrypt)
+            offered = (bind_host, server.port, token, "")
+        except CollectiveError as error:
+            offered = (bind_host, 0, token, str(error))
+    address, port, token, problem = communicator.bcast(offered)
+    if problem:
+        raise CollectiveError(f"Rank 0 on host {hosts[0]} cannot serve the rendezvous: {problem}")
     context = LaunchContext(
         world=layout(host_keys)[rank],
         rendezvous=((address, port),),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from sparkhvd.background import in_background, is_done_within
+from sparkhvd.config import from_environment
 from sparkhvd.data.spark_job import run_job
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.data.store_check import judge, needs_check, remove
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_counts, check_names, check_seconds
+from sparkhvd.driver.encryption import readable_secret
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight_report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.resources import TaskResources, profile_of
@@ -26,6 +29,7 @@ from sparkhvd.driver.slots import describe_cluster, hides_slots, reserve_tasks
 from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError, StoreError
+from sparkhvd.rpc.protection import why_not_on
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store
 from sparkhvd.task.examine import Examination, Question, examine_task, versions
@@ -38,13 +42,30 @@ _SAMPLE_ROWS = 5
 _WAITED_SECONDS = 2.0
 
 
+@dataclass(frozen=True)
+class AskedTasks:
+    """What an estimator asks of the cluster.
+
+    Attributes:
+        num_proc: ranks; None for all slots.
+        resources: what the Spark task of each is to get.
+        nics: as in ``run``.
+        encrypt: whether they encrypt what they send.
+    """
+
+    num_proc: int | None
+    resources: TaskResources
+    nics: str | Sequence[str] = ()
+    encrypt: bool = False
+
+
 class Tryable(Protocol):
     """An estimator, as far as the preflight knows it."""
 
     def getStore(self) -> Store | None: ...  # noqa: N802 - named like all getters of Spark's estimators
 
-    def asked_tasks(self) -> tuple[int | None, TaskResources, tuple[str, ...]]:
-        """How many ranks it asks for, None for all slots, what the Spark task of each is to get, and its ``nics``."""
+    def asked_tasks(self) -> AskedTasks:
+        """What its ranks will need."""
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
         """Put a few rows through the model, on the driver; what came out, in words."""
@@ -59,6 +80,7 @@ class _Asked:
     resources: TaskResources
     store: Store | None
     nics: tuple[str, ...]
+    encrypt: bool
     timeout: float
 
 
@@ -103,20 +125,23 @@ def preflight(
         ConfigError: an argument has a value that cannot work.
     """
     began = time.monotonic()
+    encrypt = from_environment().encrypt
     if estimator is not None:
         store = estimator.getStore() if store is None else store
-        ranks, theirs, networks = estimator.asked_tasks()
-        num_proc = ranks if num_proc is None else num_proc
-        gpus_per_task = theirs.gpus if gpus_per_task is None else gpus_per_task
-        cpus_per_task = theirs.cpus if cpus_per_task is None else cpus_per_task
-        nics = networks if nics is None else nics
+        theirs = estimator.asked_tasks()
+        num_proc = theirs.num_proc if num_proc is None else num_proc
+        gpus_per_task = theirs.resources.gpus if gpus_per_task is None else gpus_per_task
+        cpus_per_task = theirs.resources.cpus if cpus_per_task is None else cpus_per_task
+        nics = theirs.nics if nics is None else nics
+        encrypt = theirs.encrypt
     check_counts(num_proc, gpus_per_task, cpus_per_task)
     check_names("nics", nics)
     check_seconds("timeout", timeout)
     session = spark if spark is not None else active_session()
     if store is not None:
         store = told_by_spark(store, session)
-    asked = _Asked(session, num_proc, TaskResources(cpus_per_task, gpus_per_task), store, tuple(nics or ()), timeout)
+    resources = TaskResources(cpus_per_task, gpus_per_task)
+    asked = _Asked(session, num_proc, resources, store, tuple(nics or ()), encrypt, timeout)
     # Beside the stage: both wait, the one for executors, the other for imports and Spark's first query.
     model = None
     if estimator is not None and df is not None:
@@ -163,7 +188,8 @@ def _cluster(asked: _Asked, count: int) -> tuple[list[Examination], list[Check]]
         if probe is not None:
             probe.leave()
         tasks = _examined(asked, count, probe)
-        return tasks, [*cluster_checks(tasks, versions()), *_store(asked.store, probe, tasks)]
+        checks = [*cluster_checks(tasks, versions()), *_store(asked.store, probe, tasks)]
+        return tasks, [*checks, *_encryption(asked, tasks)]
     except StoreError as error:
         return [], [Check("store", Verdict.FAIL, f"The driver cannot use it: {error}")]
     except LaunchError as error:
@@ -179,7 +205,8 @@ def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examinatio
     Raises:
         LaunchError: they did not start in time, or Spark could not run them.
     """
-    question = Question(secrets.token_bytes(32), None if probe is None else pickle.dumps(probe), asked.nics)
+    pickled = None if probe is None else pickle.dumps(probe)
+    question = Question(secrets.token_bytes(32), pickled, asked.nics, asked.encrypt)
     profile = profile_of(asked.spark, asked.resources)
     task = functools.partial(examine_task, question)
     stage = BarrierStage(asked.spark, count, task, profile, _nothing, again=False)
@@ -209,6 +236,17 @@ def _store(store: Store | None, probe: Probe | None, tasks: Sequence[Examination
     except StoreError as error:
         return [Check("store", Verdict.FAIL, str(error))]
     return [Check("store", Verdict.OK, f"{store.url}: driver and all tasks see the same files")]
+
+
+def _encryption(asked: _Asked, tasks: Sequence[Examination]) -> list[Check]:
+    if not asked.encrypt:
+        return []
+    missing = [why_not_on(socket.gethostname()), *(task.encryption for task in tasks)]
+    if any(missing):
+        return [Check("encryption", Verdict.FAIL, " ".join(dict.fromkeys(why for why in missing if why)))]
+    readable = readable_secret(asked.spark)
+    said = readable or "all hosts can encrypt what the job sends"
+    return [Check("encryption", Verdict.WARN if readable else Verdict.OK, said)]
 
 
 def _in_time(model: Future[Check], timeout: float, began: float) -> Check:

@@ -16,6 +16,7 @@ import cloudpickle
 from sparkhvd.config import changed_environment, from_environment, notice_without_effect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, words_of
+from sparkhvd.driver.encryption import readable_secret
 from sparkhvd.driver.hosts import parse_hosts
 from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose, launcher_for
 from sparkhvd.driver.log_stream import LogStream
@@ -24,9 +25,12 @@ from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import CollectiveError, LaunchError
 from sparkhvd.moved import unknown_argument
+from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.task.job import Job
 from sparkhvd.task.log_files import LogFiles
 from sparkhvd.task.versions import in_use
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -207,6 +211,10 @@ def run_with(  # noqa: PLR0917
     environment = changed_environment(changes)
     config = from_environment(environment)
     notice_without_effect(environment)
+    if config.encrypt and launcher != "local":
+        require_encryption(socket.gethostname())
+        if launcher != "ssh" and (said := readable_secret(request.session())):
+            logger.warning(said)
     timeout = config.start_timeout if options.start_timeout is None else float(options.start_timeout)
     payload = pickle_call(fn, args, kwargs or {})
     deadline = Deadline.after(timeout)

@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
 
-from sparkhvd.config import from_environment
+from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import check_seconds
 from sparkhvd.driver.launcher import LaunchRequest, launcher_for
+from sparkhvd.driver.preflight import AskedTasks
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.driver.run import launch_request, run
 from sparkhvd.errors import ParamError, RankFailedError
@@ -114,9 +115,10 @@ class SparkBackend:
         return float(seconds)
 
     @property
-    def nics(self) -> tuple[str, ...]:
-        """The interfaces that the ranks may use; empty for all."""
-        return tuple(self._options.get("nics") or ())
+    def nics(self) -> str | Sequence[str]:
+        """As given: the interfaces that the ranks may use; empty for all."""
+        nics: str | Sequence[str] = self._options.get("nics") or ()
+        return nics
 
     @property
     def shows_output(self) -> bool:
@@ -147,13 +149,14 @@ def spark_backend(params: Mapping[str, Any]) -> SparkBackend | None:
     return backend if isinstance(backend, SparkBackend) else None
 
 
-def asked_tasks(params: Mapping[str, Any]) -> tuple[int | None, TaskResources, tuple[str, ...]]:
-    """How many ranks are asked for, None for all slots, what the Spark task of each is to get, and its networks."""
+def asked_tasks(params: Mapping[str, Any]) -> AskedTasks:
+    """What the ranks will need."""
     backend = spark_backend(params)
     if backend is None:
-        return int(params["backend"].num_processes()), TaskResources(), ()
+        return AskedTasks(int(params["backend"].num_processes()), TaskResources())
     _, request = backend.launch()
-    return request.num_proc, request.resources, backend.nics
+    config = from_environment(changed_environment({**backend.env, **(params["backend_env"] or {})}))
+    return AskedTasks(request.num_proc, request.resources, backend.nics, config.encrypt)
 
 
 def shows_output(params: Mapping[str, Any]) -> bool:

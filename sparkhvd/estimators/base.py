@@ -31,7 +31,7 @@ from sparkhvd.data.transformed import transformed
 from sparkhvd.data.user_loaders import DataModule, loads_rows
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.pickling import by_value
-from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.preflight import AskedTasks
 from sparkhvd.driver.slots import describe_cluster
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators import checkpoint, files
@@ -171,8 +171,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         gave = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
         return f"{plugin.mapping(params, schema)}; {shapes} gave {gave}"
 
-    def asked_tasks(self) -> tuple[int | None, TaskResources, tuple[str, ...]]:
-        """How many ranks are asked for, None for all slots, what the Spark task of each is to get, and its networks."""
+    def asked_tasks(self) -> AskedTasks:
+        """What the ranks will need; for ``sparkhvd.preflight``."""
         return asked_tasks(self.values())
 
     def describe(self, df: DataFrame) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import DeadlineExceededError
+from sparkhvd.errors import ConfigError, DeadlineExceededError
 from sparkhvd.rpc.frames import FrameSocket, TurnedAwayError, connect_handshake, notice_lost_peer
 from sparkhvd.rpc.messages import Message, decode, encode
 
@@ -55,12 +55,15 @@ def connect(addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadl
 
     Raises:
         DeadlineExceededError: none did; the message says what happened at each.
+        ConfigError: a server encrypts, and this host cannot.
     """
     attempts = []
     for number, address in enumerate(addresses, start=1):
         try:
             last = number == len(addresses)
             return Client(_open(address, secret, deadline if last else deadline.capped(_SECONDS_PER_ADDRESS)))
+        except ConfigError:
+            raise
         except (OSError, ValueError, OverflowError) as error:  # the last two: there can be no such host or port
             attempts.append(f"{address[0]}:{address[1]} ({error})")
         if deadline.expired():

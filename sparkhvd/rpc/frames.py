@@ -24,7 +24,7 @@ import struct
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import AuthenticationError, DeadlineExceededError
-from sparkhvd.rpc.protection import Encryption, Protection, Tags, tag
+from sparkhvd.rpc.protection import Incoming, Outgoing, protection, tag
 
 MAGIC = b"SHVD"
 VERSION = 3
@@ -48,7 +48,7 @@ class FrameSocket:
     Sending and receiving are independent of each other; each of the two belongs to one thread at a time.
     """
 
-    def __init__(self, connection: socket.socket, outgoing: Protection, incoming: Protection) -> None:
+    def __init__(self, connection: socket.socket, outgoing: Outgoing, incoming: Incoming) -> None:
         self._socket = connection
         self._outgoing = outgoing
         self._incoming = incoming
@@ -117,28 +117,26 @@ def accept_handshake(
     if not answer.startswith(_HELLO) or not hmac.compare_digest(answer[-_PROOF_BYTES:], proof):
         raise AuthenticationError("A client could not prove that it knows the job's secret.")
     send_all(connection, tag(secret, b"server" + agreed), deadline)
-    protection = Encryption if encrypt else Tags
-    return FrameSocket(
-        connection, protection(tag(secret, b"to client" + agreed)), protection(tag(secret, b"to server" + agreed))
-    )
+    keys = tag(secret, b"to client" + agreed), tag(secret, b"to server" + agreed)
+    return FrameSocket(connection, *protection(encrypt, *keys))
 
 
 def turn_away(connection: socket.socket) -> None:
     """What a server does instead of a handshake when it has no place; never waits."""
     connection.setblocking(False)
     with contextlib.suppress(OSError), connection:
-        connection.send(_TURNED_AWAY + _PLAIN + bytes(_NONCE_BYTES))
+        connection.send(_TURNED_AWAY)
 
 
 def connect_handshake(connection: socket.socket, secret: bytes, deadline: Deadline) -> FrameSocket:
     """The client's side of the handshake; raises as ``accept_handshake`` does, and ``TurnedAwayError``."""
-    hello = receive_exactly(connection, len(_HELLO) + len(_PLAIN) + _NONCE_BYTES, deadline)
-    if hello.startswith(_TURNED_AWAY):
+    hello = receive_exactly(connection, len(_HELLO), deadline)
+    if hello == _TURNED_AWAY:
         raise TurnedAwayError("The server has no place for another handshake at the moment.")
-    if not hello.startswith(_HELLO):
+    if hello != _HELLO:
         raise AuthenticationError(f"The server does not speak version {VERSION} of this protocol.")
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
-    agreed = hello[len(_HELLO) :] + own_nonce
+    agreed = receive_exactly(connection, len(_PLAIN) + _NONCE_BYTES, deadline) + own_nonce
     send_all(connection, _HELLO + own_nonce + tag(secret, b"client" + agreed), deadline)
     try:
         proof = receive_exactly(connection, _PROOF_BYTES, deadline)
@@ -148,10 +146,8 @@ def connect_handshake(connection: socket.socket, secret: bytes, deadline: Deadli
         ) from error
     if not hmac.compare_digest(proof, tag(secret, b"server" + agreed)):
         raise AuthenticationError("The server could not prove that it knows the job's secret.")
-    protection = Encryption if agreed.startswith(_ENCRYPTED) else Tags
-    return FrameSocket(
-        connection, protection(tag(secret, b"to server" + agreed)), protection(tag(secret, b"to client" + agreed))
-    )
+    keys = tag(secret, b"to server" + agreed), tag(secret, b"to client" + agreed)
+    return FrameSocket(connection, *protection(agreed.startswith(_ENCRYPTED), *keys))
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: Deadline, may_end: bool = False) -> bytes:

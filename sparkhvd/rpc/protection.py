@@ -8,14 +8,21 @@ import struct
 from typing import Protocol
 
 from sparkhvd import _core
-from sparkhvd.errors import AuthenticationError, ConfigError
+from sparkhvd.errors import AuthenticationError, ConfigError, LaunchError
 
 _SEQUENCE = struct.Struct(">Q")
 _WRONG = "A frame carries a wrong tag; it was altered, replayed or sent by a stranger."
 
 
-class Protection(Protocol):
-    """One direction, seen from one of both ends.
+class Outgoing(Protocol):
+    """The sender's side of a direction."""
+
+    def protect(self, payload: bytes) -> bytes:
+        """What travels in the place of the next payload."""
+
+
+class Incoming(Protocol):
+    """The receiver's side of a direction.
 
     Attributes:
         overhead: by how many bytes what travels is longer than the payload.
@@ -23,73 +30,106 @@ class Protection(Protocol):
 
     overhead: int
 
-    def protect(self, payload: bytes) -> bytes:
-        """What travels; the sender's."""
-
     def checked(self, travelled: bytes) -> bytes:
-        """The payload; the receiver's.
+        """The next payload.
 
         Raises:
             AuthenticationError: the sender did not send it at this place.
         """
 
 
-class Tags:
-    """A tag before each payload, under a key of this direction: ``HMAC(sequence number | payload)``."""
+def protection(encrypt: bool, outgoing_key: bytes, incoming_key: bytes) -> tuple[Outgoing, Incoming]:
+    """Both directions of one connection, whose keys serve nothing else.
 
-    overhead = hashlib.sha256().digest_size
+    Raises:
+        ConfigError: this host cannot encrypt.
+    """
+    return (Sealer(outgoing_key), Opener(incoming_key)) if encrypt else (Tagger(outgoing_key), TagCheck(incoming_key))
+
+
+class Tagger:
+    """A tag before each payload: ``HMAC(key, sequence number | payload)``."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._count = 0
 
     def protect(self, payload: bytes) -> bytes:
-        return self._tag(payload) + payload
+        return self.next_tag(payload) + payload
 
-    def checked(self, travelled: bytes) -> bytes:
-        tag, payload = travelled[: self.overhead], travelled[self.overhead :]
-        if not hmac.compare_digest(tag, self._tag(payload)):
-            raise AuthenticationError(_WRONG)
-        return payload
-
-    def _tag(self, payload: bytes) -> bytes:
+    def next_tag(self, payload: bytes) -> bytes:
         content = _SEQUENCE.pack(self._count) + payload
         self._count += 1
         return tag(self._key, content)
 
 
-class Encryption:
-    """AES-256-GCM, by OpenSSL, with the number of the payload as the nonce.
+class TagCheck:
+    """The other end of a ``Tagger``."""
+
+    overhead = hashlib.sha256().digest_size
+
+    def __init__(self, key: bytes) -> None:
+        self._sender = Tagger(key)
+
+    def checked(self, travelled: bytes) -> bytes:
+        found, payload = travelled[: self.overhead], travelled[self.overhead :]
+        if not hmac.compare_digest(found, self._sender.next_tag(payload)):
+            raise AuthenticationError(_WRONG)
+        return payload
+
+
+class Sealer:
+    """AES-256-GCM by OpenSSL, with the number of the payload as the nonce.
 
     Raises:
-        ConfigError: this host has no OpenSSL.
+        ConfigError: this host cannot encrypt.
     """
+
+    def __init__(self, key: bytes) -> None:
+        try:
+            self._core = _core.Sealer(key)
+        except _core.CoreError as error:
+            raise ConfigError(error.args[1]) from None
+
+    def protect(self, payload: bytes) -> bytes:
+        return self._core.seal(payload)
+
+
+class Opener:
+    """The other end of a ``Sealer``."""
 
     overhead = _core.CIPHER_TAG_BYTES
 
     def __init__(self, key: bytes) -> None:
         try:
-            self._sealer, self._opener = _core.Sealer(key), _core.Opener(key)
+            self._core = _core.Opener(key)
         except _core.CoreError as error:
             raise ConfigError(error.args[1]) from None
 
-    def protect(self, payload: bytes) -> bytes:
-        return self._sealer.seal(payload)
-
     def checked(self, travelled: bytes) -> bytes:
         try:
-            return self._opener.open(travelled)
+            return self._core.open(travelled)
         except _core.CoreError:
             raise AuthenticationError(_WRONG) from None
 
 
-def require_encryption() -> None:
-    """Check that this host can encrypt.
+def why_not_on(host: str) -> str:
+    """Why this host, of this name, cannot encrypt what a job sends; empty where it can."""
+    try:
+        Sealer(bytes(32))
+    except ConfigError as error:
+        return f"Host {host} cannot encrypt what the job sends (SPARKHVD_ENCRYPT): {error}."
+    return ""
+
+
+def require_encryption(host: str) -> None:
+    """Check it before anything is sent.
 
     Raises:
-        ConfigError: it has no OpenSSL.
+        LaunchError: this host, of this name, cannot encrypt.
     """
-    Encryption(bytes(32))
+    if why := why_not_on(host):
+        raise LaunchError(why)
 
 
 def tag(key: bytes, content: bytes) -> bytes:

@@ -26,7 +26,6 @@ from sparkhvd.rpc.frames import (
     turn_away,
 )
 from sparkhvd.rpc.messages import Attending, Message, decode, encode
-from sparkhvd.rpc.protection import require_encryption
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +57,10 @@ class Server(Closing):
         host: the local address to bind; no other interface listens.
         port: 0 takes a free one.
         name: prefix of the threads' names.
-        encrypt: whether all that travels is encrypted; the clients follow.
+        encrypt: whether all that travels is encrypted; the clients follow. See ``require_encryption``.
         on_lost: called with the last ``Attending`` of a connection that broke because the other host does not answer
             any more, or over which a task that waits for no answer said nothing for ``SILENT_SECONDS``; and with the
             error.
-
-    Raises:
-        ConfigError: this host cannot encrypt.
     """
 
     def __init__(  # noqa: PLR0917
@@ -78,8 +74,6 @@ class Server(Closing):
         *,
         encrypt: bool = False,
     ) -> None:
-        if encrypt:
-            require_encryption()
         self._secret = secret
         self._encrypt = encrypt
         self._on_lost = on_lost

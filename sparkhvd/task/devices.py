@@ -149,7 +149,19 @@ def device_map(slots: Sequence[Slot]) -> str:
         if any(one.offer.devices for one in slots)
     ]
     different = different_gpus([slot.offer for slot in slots])
-    return "\n".join([*lines, *(sentence for sentence in (same_gpus(slots), different) if sentence)])
+    said = (same_gpus(slots), _counted_apart(slots), different)
+    return "\n".join([*lines, *(sentence for sentence in said if sentence)])
+
+
+def _counted_apart(slots: Sequence[Slot]) -> str:
+    """A sentence where containers of a host are places of their own; empty where none are."""
+    hosts = {slot.offer.host for slot in slots if slot.place != slot.offer.host_hash}
+    if not hosts:
+        return ""
+    return (
+        f"Containers on host {', '.join(sorted(hosts))} give their GPUs the same numbers: YARN isolates them, and to "
+        "hvd.local_rank() each container is a host of its own. If it does not isolate them, they share these GPUs."
+    )
 
 
 def write_device_map(slots: Sequence[Slot], log: RankLog) -> None:

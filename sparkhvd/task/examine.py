@@ -24,6 +24,7 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.messages import Message
+from sparkhvd.rpc.protection import why_not_on
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.host_hash import host_hash
 from sparkhvd.task.place import TaskPlace, place_of_task
@@ -44,11 +45,13 @@ class Question:
         secret: of the connections that tasks make to each other.
         probe: of a Store, pickled, so that an executor without the package of the Store can say so; None is no Store.
         nics: network interfaces that the ranks will use; empty leaves the choice open.
+        encrypt: whether they will encrypt what they send.
     """
 
     secret: bytes = field(repr=False)
     probe: bytes | None = field(default=None, repr=False)
     nics: tuple[str, ...] = ()
+    encrypt: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Examination:
         unreachable: a sentence for every host that it cannot reach.
         store: what is wrong with the Store, empty when nothing is.
         store_answer: under which name it answered in the Store, empty when it was not asked.
+        encryption: why it cannot encrypt, empty when it can or need not.
     """
 
     task_index: int
@@ -82,6 +86,7 @@ class Examination:
     unreachable: tuple[str, ...] = ()
     store: str = ""
     store_answer: str = ""
+    encryption: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -127,7 +132,8 @@ def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Itera
         trouble, name = answered.result()
         if len({one["key"] for one in gathered}) > 1:  # on one host nobody tries any; Spark takes up to a second
             context.barrier()  # nobody closes its server before all have tried it
-    found = _examination(place, unreachable, trouble, name)
+    encryption = why_not_on(place.host) if question.encrypt else ""
+    found = _examination(place, unreachable, trouble, name, encryption)
     yield row(place.index, EXAMINATION, 0, found.to_json())
 
 
@@ -151,7 +157,9 @@ def _secret_of(index: int, secret: bytes) -> bytes:
     return hmac.digest(secret, f"task {index}".encode(), hashlib.sha256)
 
 
-def _examination(place: TaskPlace, unreachable: tuple[str, ...], trouble: str, name: str) -> Examination:
+def _examination(
+    place: TaskPlace, unreachable: tuple[str, ...], trouble: str, name: str, encryption: str
+) -> Examination:
     return Examination(
         task_index=place.index,
         host=place.host,
@@ -165,6 +173,7 @@ def _examination(place: TaskPlace, unreachable: tuple[str, ...], trouble: str, n
         unreachable=unreachable,
         store=trouble,
         store_answer=name,
+        encryption=encryption,
     )
 
 

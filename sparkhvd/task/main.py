@@ -20,6 +20,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, StoreError
 from sparkhvd.rpc.fields import built
 from sparkhvd.rpc.interfaces import candidates
+from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import mixed_devices, write_device_map
@@ -47,6 +48,8 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         log = DriverLog(job)
         stack.callback(log.close)
         place = place_of_task()
+        if job.config.encrypt:
+            require_encryption(place.host)
         line = stack.enter_context(closing(DriverLine(job, place))) if job.driver_line else None
         defaults = thread_defaults(place.cpus)
         spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)

@@ -19,6 +19,7 @@ from sparkhvd.config import export
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
 from sparkhvd.rpc.interfaces import candidates
+from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.host import run_ranks
 from sparkhvd.task.host_hash import host_hash
@@ -70,6 +71,8 @@ def main() -> int:
 
 
 def _take_part(job: HostJob, launcher: Launcher) -> dict[int, bytes | Outcome]:
+    if job.job.config.encrypt:
+        require_encryption(job.host)
     deadline = Deadline.after(job.job.start_timeout)
     address = _own_address(job)
     indices = range(job.first_index, job.first_index + job.count)

@@ -14,7 +14,8 @@ import torch
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.cli.main import _last_line, main
-from sparkhvd.driver.preflight_report import Verdict
+from sparkhvd.driver.preflight import AskedTasks
+from sparkhvd.driver.preflight_report import Check, Verdict
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import ConfigError
 from tests.waiting import wait_for
@@ -89,7 +90,7 @@ def test_rows_that_take_too_long_are_given_up_and_their_job_is_cancelled(spark):
             return None
 
         def asked_tasks(self):
-            return 1, TaskResources(), ()
+            return AskedTasks(1, TaskResources())
 
         def try_rows(self, dataset, count):
             return str(dataset.head(count))
@@ -187,6 +188,18 @@ def test_the_preflight_looks_at_the_network_interfaces_that_an_estimator_will_us
     (problem,) = sparkhvd.preflight(spark, estimator=own, stdout=io.StringIO()).problems
     assert "None of the network interfaces ['eth77'] has an address on host " in problem
     assert sparkhvd.preflight(spark, estimator=own, nics=["lo"], stdout=io.StringIO()).ok
+
+
+def test_the_preflight_looks_at_encryption_where_it_is_wanted(spark):
+    quiet = sparkhvd.preflight(spark, stdout=io.StringIO())
+    assert "encryption" not in [check.name for check in quiet.checks]
+    own = estimator_of(None, TwoInputs(2), sparkhvd.SparkBackend(2, env={"SPARKHVD_ENCRYPT": "1"}))
+    (said,) = [
+        check
+        for check in sparkhvd.preflight(spark, estimator=own, stdout=io.StringIO()).checks
+        if check.name == "encryption"
+    ]
+    assert said == Check("encryption", Verdict.OK, "all hosts can encrypt what the job sends")
 
 
 def test_a_preflight_that_cannot_be_is_refused(spark):

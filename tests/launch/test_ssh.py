@@ -98,8 +98,9 @@ def test_ranks_run_on_hosts_behind_ssh(ssh_server, monkeypatch):
         ("1", "0", "it's mine; really", True),
         ("2", "1", "it's mine; really", True),
     ]
+    encrypted = {"SPARKHVD_ENCRYPT": "1"}
     with pytest.raises(RankFailedError, match="Rank 1 on host node-a raised ValueError: no luck"):
-        sparkhvd.run(fail_on_rank_1, **options)
+        sparkhvd.run(fail_on_rank_1, env=encrypted, **options)
     with pytest.raises(LaunchError, match=r"None of the network interfaces \['bogus0'\] has an address on host node-"):
         sparkhvd.run(place, nics=["bogus0"], **options)
 

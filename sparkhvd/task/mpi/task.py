@@ -20,6 +20,7 @@ from sparkhvd.errors import DeadlineExceededError, LaunchError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, RankConnected, Refused, Register
+from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import Slot, assign, assign_started
@@ -90,6 +91,9 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
     Raises:
         LaunchError: the driver does not take part any more, or infrastructure was lost.
     """
+    encrypt = job.job.config.encrypt
+    if encrypt:
+        require_encryption(place.host)
     deadline = Deadline.after(job.job.start_timeout)
     secret = job.job.secret
     with ExitStack() as stack:
@@ -103,9 +107,7 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         except LaunchError as error:
             own_interfaces, problem = [], str(error)
         servers = {
-            one: stack.enter_context(
-                Server(secret, service, one.address, name="sparkhvd-task", encrypt=job.job.config.encrypt)
-            )
+            one: stack.enter_context(Server(secret, service, one.address, name="sparkhvd-task", encrypt=encrypt))
             for one in own_interfaces
         }
         stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it

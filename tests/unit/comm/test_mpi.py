@@ -46,6 +46,24 @@ def run_by_mpi(tmp_path: Path, ranks: int, script: str) -> list[object]:
 
 
 @needs_mpirun
+def test_a_rendezvous_that_cannot_be_served_is_said_by_all_ranks(tmp_path):
+    script = """
+        from unittest import mock
+        from sparkhvd.errors import CollectiveError
+        with mock.patch("sparkhvd.comm.mpi.RendezvousServer", side_effect=CollectiveError("no port is left")):
+            try:
+                session.init()
+                report("joined")
+            except CollectiveError as error:
+                report(str(error))
+    """
+    said = run_by_mpi(tmp_path, 2, script)
+    assert said[0] == said[1]
+    assert said[0].startswith("Rank 0 on host ")
+    assert said[0].endswith("cannot serve the rendezvous: no port is left")
+
+
+@needs_mpirun
 def test_init_takes_rank_and_size_from_mpi_and_both_work_in_one_program(tmp_path):
     script = """
         import sparkhvd.torch as hvd, torch

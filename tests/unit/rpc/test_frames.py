@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkhvd.deadline import Deadline
-from sparkhvd.errors import AuthenticationError, ConfigError, DeadlineExceededError
+from sparkhvd.errors import AuthenticationError, ConfigError, DeadlineExceededError, LaunchError
 from sparkhvd.rpc import protection
+from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.frames import MAGIC, MAX_FRAME_BYTES, VERSION, FrameSocket, accept_handshake, connect_handshake
-from sparkhvd.rpc.protection import Encryption, Tags
+from sparkhvd.rpc.protection import Opener, TagCheck
 from sparkhvd.rpc.server import Server
 
 SECRET = b"s" * 32
@@ -45,7 +46,7 @@ def handshake(server: socket.socket, client: socket.socket, encrypt: bool = Fals
 
 def frame_bytes(encrypt: bool) -> int:
     """Of a frame of five bytes."""
-    return 4 + 5 + (Encryption if encrypt else Tags).overhead
+    return 4 + 5 + (Opener if encrypt else TagCheck).overhead
 
 
 def test_frames_travel_in_both_directions_and_in_order(sockets, encrypt):
@@ -83,13 +84,18 @@ def test_nobody_on_the_way_can_keep_the_two_from_encrypting(sockets):
             connecting.result()
 
 
-def test_a_host_without_openssl_says_so(monkeypatch):
+def test_a_host_without_openssl_says_so_on_either_side(sockets, monkeypatch):
     def missing(_: bytes) -> None:
         raise protection._core.CoreError("io", "encryption needs OpenSSL's libcrypto.so.3")
 
+    with Server(SECRET, None, encrypt=True) as server:
+        monkeypatch.setattr(protection._core, "Opener", missing)
+        with pytest.raises(ConfigError, match="encryption needs OpenSSL"):
+            connect([("127.0.0.1", server.port)], SECRET, soon())
+    assert protection.why_not_on("here") == ""
     monkeypatch.setattr(protection._core, "Sealer", missing)
-    with pytest.raises(ConfigError, match="encryption needs OpenSSL"):
-        Server(SECRET, None, encrypt=True)
+    with pytest.raises(LaunchError, match=r"Host here cannot encrypt what the job sends \(SPARKHVD_ENCRYPT\): encryp"):
+        protection.require_encryption("here")
 
 
 def test_the_end_of_a_connection_between_frames_is_no_error(sockets):
@@ -112,7 +118,7 @@ def test_a_client_with_another_secret_is_turned_away(sockets):
 def test_a_server_of_another_version_is_named():
     near, far = socket.socketpair()
     with near, far:
-        far.sendall(MAGIC + struct.pack(">H", VERSION - 1) + bytes(33))
+        far.sendall(MAGIC + struct.pack(">H", VERSION - 1) + bytes(32))
         with pytest.raises(AuthenticationError, match=f"does not speak version {VERSION}"):
             connect_handshake(near, SECRET, soon())
 
