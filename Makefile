@@ -15,21 +15,19 @@ quickstart: .venv/.core-built ## Train a small network on a Spark DataFrame with
 	@echo
 	@echo "To go on: source .venv/bin/activate, then follow docs/index.md; 'make docs' builds the documentation's site."
 
-# Two parts at any time, in this order, as Python tests often wait for a server or a deadline. What lies in none of
-# these folders of tests/ is in `rest`.
+# Two parts at any time, in this order, as Python tests often wait for a server or a deadline, and an installation for
+# the network. What lies in none of these folders of tests/ is in `rest`.
 FOLDERS := spark launch docs contract
 PYTHON_PARTS := test-python-rest $(FOLDERS:%=test-python-%)
 SIDE_BY_SIDE := $(MAKE) --no-print-directory --keep-going --jobs=2
 PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
 
 .PHONY: $(PYTHON_PARTS)
-test: .venv/.core-built ## Run every test
+test: .venv/.build-tools ## Run every test
 	@$(SIDE_BY_SIDE) test-core $(PYTHON_PARTS)
 
-test-core: .venv/.core-built ## C++ tests: optimised, under AddressSanitizer, under ThreadSanitizer
-	@$(RUN) tools/core-tests release
-	@$(RUN) tools/core-tests asan
-	@$(RUN) tools/core-tests tsan
+test-core: .venv/.build-tools ## C++ tests: optimised, under AddressSanitizer, under ThreadSanitizer
+	@for preset in release asan tsan; do PATH="$(CURDIR)/.venv/bin:$$PATH" tools/core-tests $$preset || exit; done
 
 test-python: .venv/.core-built ## Python tests
 	@$(SIDE_BY_SIDE) $(PYTHON_PARTS)
@@ -82,8 +80,12 @@ clean: ## Remove what the targets made, .venv included
 	find sparkhvd -name '_core*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.installed: pyproject.toml setup.py tools/make-venv tools/constraints.txt
-	@tools/make-venv
+.venv/.build-tools: tools/make-venv tools/constraints.txt
+	@tools/make-venv build-tools
+	@touch $@
+
+.venv/.installed: .venv/.build-tools pyproject.toml setup.py
+	@tools/make-venv all
 	@touch $@ .venv/.core-built
 
 .venv/.core-built: .venv/.installed $(CORE)
