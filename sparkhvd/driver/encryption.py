@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sparkhvd.data.spark_job import is_local
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -16,7 +18,7 @@ def readable_secret(spark: SparkSession) -> str:
 
     if is_on("spark.ssl.rpc.enabled") or (is_on("spark.authenticate") and is_on("spark.network.crypto.enabled")):
         return ""
-    if str(spark.conf.get("spark.master", "")).startswith("local["):  # nothing leaves the machine
+    if is_local(str(spark.conf.get("spark.master", ""))):  # nothing leaves the machine
         return ""
     return (
         "SPARKHVD_ENCRYPT is on, but Spark, which carries the job's secret to the executors, does not encrypt what it "

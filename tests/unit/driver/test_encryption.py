@@ -13,6 +13,7 @@ CLUSTER = {"spark.master": "spark://one:7077"}
     ("settings", "readable"),
     [
         ({"spark.master": "local[2]"}, False),
+        ({"spark.master": "local"}, False),
         ({"spark.master": "local-cluster[2,1,1024]"}, True),
         ({}, True),  # as a client of Spark Connect may see it
         (CLUSTER, True),
