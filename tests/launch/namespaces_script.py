@@ -143,6 +143,8 @@ def session_on(cluster: hosts.Cluster) -> SparkSession:
     for name in ("spark.driver.host", "spark.driver.bindAddress"):
         builder.config(name, cluster.address)
     builder.config("spark.ui.enabled", "false").config("spark.sql.shuffle.partitions", "4")
+    # An executor that looks for a part of its task on a host that does not answer asks another soon, not after minutes.
+    builder.config("spark.shuffle.io.connectionTimeout", "5s").config("spark.shuffle.io.maxRetries", "0")
     return builder.config("spark.log.level", "ERROR").getOrCreate()
 
 
