@@ -22,25 +22,25 @@ constexpr size_t kAskedConnections = 8;
 // An answer that has begun to come is there in a moment.
 constexpr double kAnswerSeconds = 10.0;
 
-}  // namespace
-
-Result<TcpStoreClient::Connection> TcpStoreClient::DialServer(
-    const std::vector<HostPort>& addresses, const std::string& token, Deadline deadline,
-    const std::function<Status()>& check) {
+Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::string& token,
+                            Deadline deadline, SessionKeys* keys,
+                            const std::function<Status()>& check = {}) {
   DialOptions options;
   options.addresses = addresses;
   options.token = token;
   options.purpose = kStorePurpose;
   options.check = check;
-  SessionKeys keys;
-  auto dialed = Dial(options, deadline, &keys);
-  if (!dialed.ok()) {
-    return Status(dialed.status().code(),
-                  "no rendezvous server answered at " + dialed.status().message());
-  }
-  NoticeLostHost(dialed.value().get());
+  auto dialed = Dial(options, deadline, keys);
+  if (dialed.ok()) NoticeLostHost(dialed.value().get());
+  return dialed;
+}
+
+}  // namespace
+
+Result<TcpStoreClient::Connection> TcpStoreClient::Connection::Make(UniqueFd fd,
+                                                                    const SessionKeys& keys) {
   Connection connection;
-  connection.fd = std::move(dialed).value();
+  connection.fd = std::move(fd);
   if (keys.encrypt) {
     auto cipher = StoreCipher::Make(keys.from_dialer, keys.from_acceptor);
     if (!cipher.ok()) return cipher.status();
@@ -107,7 +107,13 @@ Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
   if (addresses.empty()) {
     return Status(StatusCode::kInvalidArgument, "a rendezvous client needs an address to dial");
   }
-  auto first = DialServer(addresses, token, deadline, check);
+  SessionKeys keys;
+  auto dialed = DialServer(addresses, token, deadline, &keys, check);
+  if (!dialed.ok()) {
+    return Status(dialed.status().code(),
+                  "no rendezvous server answered at " + dialed.status().message());
+  }
+  auto first = Connection::Make(std::move(dialed).value(), keys);
   if (!first.ok()) return first.status();
   auto server = PeerAddress(first.value().fd.get());
   if (!server.ok()) return server.status();
@@ -217,16 +223,19 @@ Result<TcpStoreClient::Connection> TcpStoreClient::Take(Deadline deadline) {
       return connection;
     }
   }
-  auto dialed = DialServer({server_}, token_, deadline);
+  SessionKeys keys;
+  auto dialed = DialServer({server_}, token_, deadline, &keys);
   if (!dialed.ok()) {
     // It answered before, so what is missing now is the server.
     const bool late = dialed.status().code() == StatusCode::kTimeout;
     return late ? dialed.status() : Status(StatusCode::kPeerLost, dialed.status().message());
   }
+  auto connection = Connection::Make(std::move(dialed).value(), keys);
+  if (!connection.ok()) return connection;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return Status(StatusCode::kShutDown, "closed");
-  busy_.insert(dialed.value().fd.get());
-  return dialed;
+  busy_.insert(connection.value().fd.get());
+  return connection;
 }
 
 void TcpStoreClient::GiveBack(Connection connection, bool reusable) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/unique_fd.h"
+#include "rendezvous/handshake.h"
 #include "rendezvous/key_value_store.h"
 #include "rendezvous/socket.h"
 #include "rendezvous/store_frames.h"
@@ -47,6 +48,8 @@ class TcpStoreClient final : public KeyValueStore {
     UniqueFd fd;
     StoreCipher cipher;
 
+    // Fails where the server encrypts and OpenSSL is missing.
+    static Result<Connection> Make(UniqueFd fd, const SessionKeys& keys);
     Status Ask(StoreRequest request, const std::string& key, const std::string& value,
                Deadline deadline);
     Result<std::string> Answer(Deadline deadline);
@@ -58,9 +61,6 @@ class TcpStoreClient final : public KeyValueStore {
 
   TcpStoreClient(HostPort server, std::string token, Connection first);
 
-  static Result<Connection> DialServer(const std::vector<HostPort>& addresses,
-                                       const std::string& token, Deadline deadline,
-                                       const std::function<Status()>& check = {});
   Result<Connection> Take(Deadline deadline);
   std::optional<Connection> TakeAsked(const std::string& key);
   void GiveBack(Connection connection, bool reusable);

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 from sparkhvd import _core
 from sparkhvd.errors import AuthenticationError, ConfigError, LaunchError
+
+Cipher = TypeVar("Cipher")
 
 _SEQUENCE = struct.Struct(">Q")
 _WRONG = "A frame carries a wrong tag; it was altered, replayed or sent by a stranger."
@@ -86,10 +89,7 @@ class Sealer:
     """
 
     def __init__(self, key: bytes) -> None:
-        try:
-            self._core = _core.Sealer(key)
-        except _core.CoreError as error:
-            raise ConfigError(error.args[1]) from None
+        self._core = _made(_core.Sealer, key)
 
     def protect(self, payload: bytes) -> bytes:
         return self._core.seal(payload)
@@ -101,16 +101,20 @@ class Opener:
     overhead = _core.CIPHER_TAG_BYTES
 
     def __init__(self, key: bytes) -> None:
-        try:
-            self._core = _core.Opener(key)
-        except _core.CoreError as error:
-            raise ConfigError(error.args[1]) from None
+        self._core = _made(_core.Opener, key)
 
     def checked(self, travelled: bytes) -> bytes:
         try:
             return self._core.open(travelled)
         except _core.CoreError:
             raise AuthenticationError(_WRONG) from None
+
+
+def _made(kind: Callable[[bytes], Cipher], key: bytes) -> Cipher:
+    try:
+        return kind(key)
+    except _core.CoreError as error:
+        raise ConfigError(error.args[1]) from None
 
 
 def why_not_on(host: str) -> str:
