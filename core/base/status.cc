@@ -1,6 +1,38 @@
 #include "base/status.h"
 
+#include <new>
+
 namespace sparkhvd {
+namespace {
+
+// So short that a std::string holds it without memory of its own.
+constexpr char kOutOfMemory[] = "out of memory";
+static_assert(sizeof(kOutOfMemory) <= 16);
+
+}  // namespace
+
+Status AnnotateIfPossible(const Status& status, std::string_view context) noexcept {
+  try {
+    return context.empty() ? status : status.Annotate(context);
+  } catch (...) {  // tried again with less
+  }
+  try {
+    return status;
+  } catch (...) {
+    return Status(status.code(), kOutOfMemory);
+  }
+}
+
+Status StatusOf(const std::exception& error) noexcept {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+    return Status(StatusCode::kIo, kOutOfMemory);
+  }
+  try {
+    return Status(StatusCode::kInternal, error.what());
+  } catch (...) {
+    return Status(StatusCode::kIo, kOutOfMemory);
+  }
+}
 
 const char* StatusCodeName(StatusCode code) {
   switch (code) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cassert>
+#include <exception>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -43,6 +44,25 @@ class [[nodiscard]] Status {
   StatusCode code_ = StatusCode::kOk;
   std::string message_;
 };
+
+// As Annotate (a copy with an empty context), for where no exception may come out. Without memory
+// the context or all of the message is left away.
+Status AnnotateIfPossible(const Status& status, std::string_view context) noexcept;
+
+// The failure that `error` is.
+Status StatusOf(const std::exception& error) noexcept;
+
+// What `function`, which returns a Status, says; an exception becomes a failure.
+template <typename Function>
+Status Guarded(const Function& function) noexcept {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    return StatusOf(error);
+  } catch (...) {
+    return Status(StatusCode::kInternal, "unknown error");  // of a length that needs no memory
+  }
+}
 
 template <typename T>
 class [[nodiscard]] Result {

@@ -17,9 +17,6 @@ void RegisterDevices(py::module_& module) {
   module.def(
       "nccl_version", [](const std::string& path) { return Take(LoadNccl(path))->version; },
       py::arg("path"));
-  module.def(
-      "check_cuda", [](const std::string& path) { Check(LoadCuda(path).status()); },
-      py::arg("path"));
 }
 
 }  // namespace sparkhvd::bindings

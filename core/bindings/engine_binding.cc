@@ -70,7 +70,7 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
                                      double timeout_s, std::optional<bool> hierarchical_allreduce,
                                      bool hierarchical_allgather, std::optional<int> processor_core,
                                      const Autotune* autotune,
-                                     const DeviceLibraries* device_libraries,
+                                     const DeviceLibraries* device_libraries, bool shares_device,
                                      PyEngine* recorded_with, const std::string& timeline_label) {
   if (processor_core) Check(CheckProcessorCore(*processor_core));
   if (size < 1 || rank < 0 || rank >= size) {
@@ -102,6 +102,7 @@ std::shared_ptr<PyEngine> MakeEngine(int rank, int size, const RendezvousClient*
   arguments.engine.timeline_label = timeline_label;
   if (device_libraries != nullptr) {
     arguments.engine.device_libraries = std::make_shared<DeviceLibraries>(*device_libraries);
+    arguments.engine.shares_device = shares_device;
   }
   if (autotune != nullptr) arguments.engine.autotune = OptionsOf(*autotune, rank);
   arguments.timeout_s = timeout_s;
@@ -202,6 +203,7 @@ void RegisterEngine(py::module_& module) {
       .def(py::init(&MakeAutotune), arg("log"), arg("warmup_samples"), arg("steps_per_sample"),
            arg("max_samples"));
   RegisterDevices(module);
+  module.attr("SHARE_DEVICE_NAME") = kShareDeviceName;
   EngineClass engine(module, "Engine");
   RegisterSubmissions(engine);
   RegisterDirectCalls(engine);
@@ -215,9 +217,11 @@ void RegisterEngine(py::module_& module) {
            arg("timeout_s") = 60.0, arg("hierarchical_allreduce") = py::none(),
            arg("hierarchical_allgather") = true, arg("processor_core") = py::none(),
            arg("autotune") = py::none(), arg("device_libraries") = py::none(),
-           arg("recorded_with") = py::none(), arg("timeline_label") = "")
+           arg("shares_device") = false, arg("recorded_with") = py::none(),
+           arg("timeline_label") = "")
       .def_property_readonly("rank", [](PyEngine& self) { return self.engine().rank(); })
       .def_property_readonly("size", [](PyEngine& self) { return self.engine().size(); })
+      .def("close_copies", &PyEngine::CloseCopies)
       .def("counters", &CountersOf)
       .def("tuning", &TuningOf)
       .def("pending", [](PyEngine& self) { return self.pending().List(); })

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/fork_guard.h"
 #include "bindings/errors.h"
 #include "bindings/gil.h"
 #include "bindings/interruptible.h"
@@ -53,11 +54,23 @@ class PyEngine {
  public:
   PyEngine(std::unique_ptr<Engine> engine) : engine_(std::move(engine)) {}  // NOLINT: for py::init
   ~PyEngine() {
+    if (guard_.InChild()) {
+      static_cast<void>(engine_.release());  // its threads and its links are the parent's
+      return;
+    }
     const GilRelease release;
     engine_.reset();
   }
 
-  Engine& engine() { return *engine_; }
+  bool forked() const { return guard_.InChild(); }
+  Engine& engine() {
+    if (forked()) throw CoreFailure(Status(StatusCode::kShutDown, kForked));
+    return *engine_;
+  }
+  // After a fork, in the child.
+  void CloseCopies() const {
+    if (forked()) engine_->CloseCopies();
+  }
   Orphans& orphans() { return orphans_; }
   PendingOperations& pending() { return pending_; }
 
@@ -65,8 +78,16 @@ class PyEngine {
   Orphans
       orphans_;  // destroyed after the engine, which uses the buffers until its thread has ended
   std::unique_ptr<Engine> engine_;
+  const ForkGuard guard_;
   PendingOperations pending_;
 };
+
+// A driver of CUDA may wait in any call.
+template <typename Act>
+auto WithoutGil(const Act& act) {
+  const GilRelease release;
+  return act();
+}
 
 // The Python object Operation.
 class Handle {
@@ -79,15 +100,17 @@ class Handle {
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
   ~Handle() {
-    if (operation_->settled()) return;
+    if (operation_->settled() || engine_->forked()) return;
     if (!operation_->done()) engine_->engine().StartNow();  // nobody is going to wait
     engine_->orphans().Adopt(operation_, std::move(keep_alive_));
   }
 
-  bool done() const { return operation_->done(); }
+  // In a forked child there is nothing to wait for.
+  bool done() const { return operation_->done() || engine_->forked(); }
 
   void Wait(double timeout_s) {
     if (operation_->done()) return Check(operation_->outcome());
+    static_cast<void>(engine_->engine());  // fails in a forked child
     const Status status = WaitInSlices(
         timeout_s, [&](Deadline deadline) { return engine_->engine().Wait(*operation_, deadline); },
         [&] { return operation_->done(); });
@@ -99,21 +122,22 @@ class Handle {
   void LetWait(uintptr_t stream) {
     if (operation_->device() == nullptr) return;
     RequireGoodDevice();
-    Check(operation_->device()->LetWait(ToStream(stream)));
+    Check(WithoutGil([&] { return operation_->device()->LetWait(ToStream(stream)); }));
   }
 
   // Whether the device has carried it out, too; so it is once it is done for memory of the host.
   bool CarriedOut() const {
     RequireGoodDevice();
-    return operation_->device() == nullptr || operation_->device()->Finished();
+    return operation_->device() == nullptr ||
+           WithoutGil([&] { return operation_->device()->Finished(); });
   }
 
   // Copies what an operation on a device has brought there, in the order of the stream.
   void MoveOutput(uintptr_t target, uintptr_t stream) {
     if (Finished().device() == nullptr) return;
     RequireGoodDevice();
-    Check(operation_->device()->MoveOutput(reinterpret_cast<std::byte*>(target),  // NOLINT
-                                           ToStream(stream)));
+    auto* memory = reinterpret_cast<std::byte*>(target);  // NOLINT: the caller's contract
+    Check(WithoutGil([&] { return operation_->device()->MoveOutput(memory, ToStream(stream)); }));
   }
 
   // Fails unless this is an operation with results of its own and has succeeded.

@@ -58,12 +58,13 @@ void Set(KeyValueStore& store, const std::string& key, const std::string& value,
 }
 
 RendezvousClient Connect(const std::vector<Address>& addresses, const std::string& token,
-                         double timeout_s) {
+                         double timeout_s, bool encrypt) {
   std::vector<HostPort> targets;
   for (const Address& address : addresses) targets.push_back(ToHostPort(address));
   auto client = [&] {
     const GilRelease release;
-    return TcpStoreClient::Connect(targets, token, Deadline::AfterSeconds(timeout_s), CheckSignals);
+    return TcpStoreClient::Connect(targets, token, Deadline::AfterSeconds(timeout_s), CheckSignals,
+                                   encrypt);
   }();
   ThrowIfInterrupted();
   return RendezvousClient{std::shared_ptr<TcpStoreClient>(Take(std::move(client)))};
@@ -99,7 +100,8 @@ void RegisterRendezvous(py::module_& module) {
           arg("key"), arg("timeout_s"))
       .def("close", &TcpStoreServer::Close, py::call_guard<GilRelease>());
   py::class_<RendezvousClient>(module, "RendezvousClient")
-      .def(py::init(&Connect), arg("addresses"), arg("token"), arg("timeout_s"))
+      .def(py::init(&Connect), arg("addresses"), arg("token"), arg("timeout_s"),
+           arg("encrypt") = false)
       .def(
           "set",
           [](RendezvousClient& self, const std::string& key, const py::bytes& value,

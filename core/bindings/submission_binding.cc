@@ -55,6 +55,12 @@ std::optional<DeviceStream> ToDevice(const OnDevice& device) {
   return DeviceStream{device->first, reinterpret_cast<CudaStream>(device->second)};  // NOLINT
 }
 
+// A driver of CUDA may wait in any call, and the first one makes its context. Nothing waits for
+// memory of the host, and giving up the GIL costs more than the rest.
+std::unique_ptr<GilRelease> ReleaseFor(const OnDevice& device) {
+  return device ? std::make_unique<GilRelease>() : nullptr;
+}
+
 // Without the detours of a conversion that takes any sequence: one is made for every tensor.
 Shape ToShape(const py::tuple& lengths) {
   Shape shape(lengths.size());
@@ -89,16 +95,27 @@ void SetReduction(Request& request, std::string_view op, Scales scales) {
 
 Start StartOf(bool with_waiter) { return with_waiter ? Start::kWithWaiter : Start::kNow; }
 
+HandlePointer MakeHandle(const EnginePointer& engine, std::shared_ptr<Operation> operation,
+                         py::object keep_alive) {
+  try {
+    engine->pending().Add(operation);
+    return std::make_unique<Handle>(engine, std::move(operation), keep_alive);
+  } catch (...) {
+    keep_alive.release();  // for ever: the engine uses the buffers, and nobody is there to let go
+    throw;
+  }
+}
+
 HandlePointer Submit(const EnginePointer& engine, Request request, uintptr_t source,
                      uintptr_t target, py::object keep_alive, bool with_waiter,
                      const OnDevice& device) {
   engine->orphans().ReleaseDone();
-  // With the GIL: nothing here waits, and giving it up costs more than the rest.
-  Result<std::shared_ptr<Operation>> operation =
-      engine->engine().Submit(std::move(request), ToPointer(source), ToPointer(target),
-                              StartOf(with_waiter), ToDevice(device));
-  if (operation.ok()) engine->pending().Add(operation.value());
-  return std::make_unique<Handle>(engine, Take(std::move(operation)), std::move(keep_alive));
+  Result<std::shared_ptr<Operation>> operation = [&] {
+    const auto release = ReleaseFor(device);
+    return engine->engine().Submit(std::move(request), ToPointer(source), ToPointer(target),
+                                   StartOf(with_waiter), ToDevice(device));
+  }();
+  return MakeHandle(engine, Take(std::move(operation)), std::move(keep_alive));
 }
 
 // `complete` sets what the requests of the group have in common.
@@ -117,13 +134,22 @@ std::vector<HandlePointer> SubmitGroup(const EnginePointer& engine, OperationKin
     submissions.push_back(
         {std::move(request), ToPointer(source), ToPointer(target), ToDevice(device)});
   }
-  std::vector<std::shared_ptr<Operation>> operations =
-      Take(engine->engine().SubmitAll(std::move(submissions), StartOf(with_waiter)));
+  Result<std::vector<std::shared_ptr<Operation>>> submitted = [&] {
+    const auto release = ReleaseFor(device);
+    return engine->engine().SubmitAll(std::move(submissions), StartOf(with_waiter));
+  }();
+  std::vector<std::shared_ptr<Operation>> operations = Take(std::move(submitted));
   std::vector<HandlePointer> handles;
-  for (size_t i = 0; i < operations.size(); ++i) {
-    engine->pending().Add(operations[i]);
-    handles.push_back(std::make_unique<Handle>(engine, std::move(operations[i]),
-                                               std::move(std::get<py::object>(tensors[i]))));
+  size_t made = 0;
+  try {
+    handles.reserve(operations.size());
+    for (; made < operations.size(); ++made) {
+      handles.push_back(MakeHandle(engine, std::move(operations[made]),
+                                   std::move(std::get<py::object>(tensors[made]))));
+    }
+  } catch (...) {  // as in MakeHandle
+    for (++made; made < operations.size(); ++made) std::get<py::object>(tensors[made]).release();
+    throw;
   }
   return handles;
 }

@@ -1,5 +1,6 @@
 #include "data/row_order.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -15,21 +16,38 @@ namespace {
 constexpr size_t kTogether = 4;
 constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
 
+// Calls `take(part, offset, bytes)` for the bytes of all runs, part by part, in ascending order.
+template <typename Take>
+void ForEachRun(const std::vector<RowRun>& runs, const std::vector<ConstBytes>& parts,
+                size_t row_bytes, const Take& take) {
+  size_t part = 0;
+  size_t part_begin = 0;
+  for (const RowRun& run : runs) {
+    size_t begin = size_t{run.begin} * row_bytes;
+    const size_t end = size_t{run.end} * row_bytes;
+    while (begin < end) {
+      while (begin >= part_begin + parts[part].size()) part_begin += parts[part++].size();
+      const size_t stop = std::min(end, part_begin + parts[part].size());
+      take(part, begin - part_begin, stop - begin);
+      begin = stop;
+    }
+  }
+}
+
 // Reading at random places is what takes the time, so it is done once for N columns: their values
 // of a row are put side by side in `together`, and picked together.
 template <size_t kBytes, size_t N>
-void PickTogether(const std::vector<uint32_t>& places, const ColumnRows* columns,
-                  std::byte* together) {
+void PickTogether(const std::vector<uint32_t>& places, const std::vector<RowRun>& runs,
+                  const ColumnRows* columns, std::byte* together) {
   std::byte* to = together;
-  for (size_t part = 0; part < columns[0].parts.size(); ++part) {
+  ForEachRun(runs, columns[0].parts, kBytes, [&](size_t part, size_t offset, size_t bytes) {
     const std::byte* from[N];
-    for (size_t c = 0; c < N; ++c) from[c] = columns[c].parts[part].data();
-    const size_t bytes = columns[0].parts[part].size();
+    for (size_t c = 0; c < N; ++c) from[c] = columns[c].parts[part].data() + offset;
     for (size_t at = 0; at < bytes; at += kBytes) {
       for (size_t c = 0; c < N; ++c) std::memcpy(to + at * N + c * kBytes, from[c] + at, kBytes);
     }
     to += bytes * N;
-  }
+  });
   std::byte* targets[N];
   for (size_t c = 0; c < N; ++c) targets[c] = columns[c].target.data();
   constexpr size_t kRows = 8;  // of a column before the next one: what was fetched is still near
@@ -53,34 +71,51 @@ void PickTogether(const std::vector<uint32_t>& places, const ColumnRows* columns
 }
 
 template <size_t kBytes>
-void PickSmall(const std::vector<uint32_t>& places, size_t rows, Span<const ColumnRows> columns) {
-  const std::unique_ptr<std::byte[]> together(new std::byte[rows * kBytes * kTogether]);
+void PickSmall(const std::vector<uint32_t>& places, const std::vector<RowRun>& runs,
+               Span<const ColumnRows> columns) {
+  const std::unique_ptr<std::byte[]> together(new std::byte[places.size() * kBytes * kTogether]);
   size_t done = 0;
   for (; done + kTogether <= columns.size(); done += kTogether) {
-    PickTogether<kBytes, kTogether>(places, columns.data() + done, together.get());
+    PickTogether<kBytes, kTogether>(places, runs, columns.data() + done, together.get());
   }
   for (; done + 2 <= columns.size(); done += 2) {
-    PickTogether<kBytes, 2>(places, columns.data() + done, together.get());
+    PickTogether<kBytes, 2>(places, runs, columns.data() + done, together.get());
   }
   if (done < columns.size()) {
-    PickTogether<kBytes, 1>(places, columns.data() + done, together.get());
+    PickTogether<kBytes, 1>(places, runs, columns.data() + done, together.get());
   }
 }
 
 // Rows that are copied one by one, in the order in which they lie.
-void PickLarge(const std::vector<uint32_t>& places, size_t rows, Span<const ColumnRows> columns,
-               size_t row_bytes) {
-  std::vector<uint32_t> targets(rows, kNowhere);
+void PickLarge(const std::vector<uint32_t>& places, const std::vector<RowRun>& runs,
+               Span<const ColumnRows> columns, size_t row_bytes) {
+  std::vector<uint32_t> targets(places.size());
   for (size_t i = 0; i < places.size(); ++i) targets[places[i]] = static_cast<uint32_t>(i);
   for (const ColumnRows& column : columns) {
     const uint32_t* target = targets.data();
-    for (const ConstBytes& part : column.parts) {
-      for (size_t at = 0; at < part.size(); at += row_bytes, ++target) {
-        if (*target == kNowhere) continue;
-        CopyBytes(column.target.data() + *target * row_bytes, part.data() + at, row_bytes);
+    ForEachRun(runs, column.parts, row_bytes, [&](size_t part, size_t offset, size_t bytes) {
+      const std::byte* from = column.parts[part].data() + offset;
+      for (size_t at = 0; at < bytes; at += row_bytes, ++target) {
+        CopyBytes(column.target.data() + *target * row_bytes, from + at, row_bytes);
       }
-    }
+    });
   }
+}
+
+// Numbers the wanted rows in the order in which they lie, and makes `places` these numbers.
+std::vector<RowRun> NumberWanted(std::vector<uint32_t>& places, size_t rows) {
+  std::vector<uint32_t> numbers(rows, kNowhere);
+  for (const uint32_t place : places) numbers[place] = 0;
+  std::vector<RowRun> runs;
+  uint32_t number = 0;
+  for (uint32_t row = 0; row < rows; ++row) {
+    if (numbers[row] == kNowhere) continue;
+    numbers[row] = number++;
+    if (runs.empty() || runs.back().end != row) runs.push_back({row, row});
+    runs.back().end = row + 1;
+  }
+  for (uint32_t& place : places) place = numbers[place];
+  return runs;
 }
 
 }  // namespace
@@ -99,7 +134,8 @@ Result<RowOrder> RowOrder::Make(Span<const int64_t> places, size_t rows) {
     return Status(StatusCode::kInvalidArgument, std::to_string(outside) + " places are not among " +
                                                     std::to_string(rows) + " rows");
   }
-  return RowOrder(std::move(checked), rows);
+  std::vector<RowRun> runs = NumberWanted(checked, rows);
+  return RowOrder(std::move(checked), std::move(runs), rows);
 }
 
 Status RowOrder::Pick(Span<const ColumnRows> columns, size_t row_bytes) const {
@@ -122,19 +158,19 @@ Status RowOrder::Pick(Span<const ColumnRows> columns, size_t row_bytes) const {
   }
   switch (row_bytes) {
     case 1:
-      PickSmall<1>(places_, rows_, columns);
+      PickSmall<1>(places_, runs_, columns);
       break;
     case 2:
-      PickSmall<2>(places_, rows_, columns);
+      PickSmall<2>(places_, runs_, columns);
       break;
     case 4:
-      PickSmall<4>(places_, rows_, columns);
+      PickSmall<4>(places_, runs_, columns);
       break;
     case 8:
-      PickSmall<8>(places_, rows_, columns);
+      PickSmall<8>(places_, runs_, columns);
       break;
     default:
-      PickLarge(places_, rows_, columns, row_bytes);
+      PickLarge(places_, runs_, columns, row_bytes);
   }
   return Status();
 }

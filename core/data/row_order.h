@@ -17,6 +17,12 @@ struct ColumnRows {
   Bytes target;
 };
 
+// The rows `begin` to `end` (exclusive).
+struct RowRun {
+  uint32_t begin;
+  uint32_t end;
+};
+
 // Which rows come, and in which order.
 class RowOrder {
  public:
@@ -28,9 +34,11 @@ class RowOrder {
   Status Pick(Span<const ColumnRows> columns, size_t row_bytes) const;
 
  private:
-  RowOrder(std::vector<uint32_t> places, size_t rows) : places_(std::move(places)), rows_(rows) {}
+  RowOrder(std::vector<uint32_t> places, std::vector<RowRun> runs, size_t rows)
+      : places_(std::move(places)), runs_(std::move(runs)), rows_(rows) {}
 
-  std::vector<uint32_t> places_;
+  std::vector<uint32_t> places_;  // among the rows of `runs_` alone
+  std::vector<RowRun> runs_;      // the rows to deliver, in the order in which they lie
   size_t rows_;
 };
 

@@ -2,6 +2,7 @@
 // is needed to build, and where it is missing everything else works.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -12,17 +13,33 @@
 struct CUctx_st;
 struct CUstream_st;
 struct CUevent_st;
+struct CUmemPoolHandle_st;
 
 namespace sparkhvd {
 
 using CudaContext = CUctx_st*;
 using CudaStream = CUstream_st*;
 using CudaEvent = CUevent_st*;
+using CudaPool = CUmemPoolHandle_st*;
 using CudaAddress = unsigned long long;  // the driver's own words  NOLINT
 
 // Results of the driver's functions.
 constexpr int kCudaSuccess = 0;
 constexpr int kCudaNotReady = 600;
+
+// CUmemPoolProps of CUDA 11.2 and later, of which later versions name more of what is reserved
+// here.
+struct CudaPoolProperties {
+  int allocation_type = 1;  // CU_MEM_ALLOCATION_TYPE_PINNED
+  int handle_types = 0;     // no other process gets at it
+  int location_type = 1;    // CU_MEM_LOCATION_TYPE_DEVICE
+  int device = 0;
+  void* security_attributes = nullptr;
+  std::array<unsigned char, 64> reserved{};
+};
+static_assert(sizeof(CudaPoolProperties) == 88, "as in cuda.h");
+
+constexpr int kCudaReleaseThreshold = 4;  // CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, a uint64
 
 struct CudaFunctions {
   int (*init)(unsigned flags);
@@ -32,14 +49,18 @@ struct CudaFunctions {
   int (*primary_context_release)(int device);
   int (*context_push)(CudaContext context);
   int (*context_pop)(CudaContext* context);
-  int (*stream_create)(CudaStream* stream, unsigned flags);
+  int (*priority_range)(int* least, int* greatest);
+  int (*stream_create)(CudaStream* stream, unsigned flags, int priority);
   int (*stream_destroy)(CudaStream stream);
   int (*stream_wait_event)(CudaStream stream, CudaEvent event, unsigned flags);
   int (*event_create)(CudaEvent* event, unsigned flags);
   int (*event_destroy)(CudaEvent event);
   int (*event_record)(CudaEvent event, CudaStream stream);
   int (*event_query)(CudaEvent event);
-  int (*memory_allocate)(CudaAddress* address, size_t bytes, CudaStream stream);
+  int (*pool_create)(CudaPool* pool, const CudaPoolProperties* properties);
+  int (*pool_destroy)(CudaPool pool);
+  int (*pool_set_attribute)(CudaPool pool, int attribute, void* value);
+  int (*memory_allocate)(CudaAddress* address, size_t bytes, CudaPool pool, CudaStream stream);
   int (*memory_free)(CudaAddress address, CudaStream stream);
   int (*copy_on_device)(CudaAddress target, CudaAddress source, size_t bytes, CudaStream stream);
   int (*copy_to_device)(CudaAddress target, const void* source, size_t bytes, CudaStream stream);

@@ -6,6 +6,9 @@ namespace sparkhvd {
 namespace {
 
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
+// What the pool keeps while nobody needs it: without that every synchronization of the device gives
+// all of it back to the driver.
+constexpr uint64_t kKeptBytes = uint64_t{64} << 20;
 constexpr unsigned kBesideTheOthers =
     1;  // CU_STREAM_NON_BLOCKING: no order with the default stream
 
@@ -15,10 +18,7 @@ CudaAddress AddressOf(const std::byte* data) { return reinterpret_cast<CudaAddre
 
 // What fails in destructors is left: by then the process, and with it the driver, may be ending.
 
-DeviceEvent::~DeviceEvent() {
-  const Device::Current current(*device_);
-  if (current.status().ok()) device_->cuda().event_destroy(handle_);
-}
+DeviceEvent::~DeviceEvent() { device_->GiveBack(handle_); }
 
 bool DeviceEvent::Reached() const {
   const Device::Current current(*device_);
@@ -75,19 +75,44 @@ Result<std::shared_ptr<const Device>> Device::Open(std::shared_ptr<const CudaFun
   return std::shared_ptr<const Device>(device);
 }
 
+Result<std::shared_ptr<const Device>> DeviceTable::Open(
+    const std::shared_ptr<const CudaFunctions>& cuda, int ordinal) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::weak_ptr<const Device>& known = devices_[ordinal];
+  if (std::shared_ptr<const Device> device = known.lock()) return device;
+  Result<std::shared_ptr<const Device>> opened = Device::Open(cuda, ordinal);
+  SHVD_TRY(opened.status());
+  known = opened.value();
+  return opened;
+}
+
 Status Device::Initialize() {
   SHVD_TRY(cuda_->Check("cuDeviceGet", cuda_->device_get(&handle_, ordinal_)));
   SHVD_TRY(
       cuda_->Check("cuDevicePrimaryCtxRetain", cuda_->primary_context_retain(&context_, handle_)));
   const Current current(*this);
   SHVD_TRY(current.status());
-  return cuda_->Check("cuStreamCreate", cuda_->stream_create(&stream_, kBesideTheOthers));
+  int lowest = 0;
+  int highest = 0;  // the least number
+  SHVD_TRY(cuda_->Check("cuCtxGetStreamPriorityRange", cuda_->priority_range(&lowest, &highest)));
+  SHVD_TRY(cuda_->Check("cuStreamCreateWithPriority",
+                        cuda_->stream_create(&stream_, kBesideTheOthers, highest)));
+  CudaPoolProperties properties;
+  properties.device = handle_;
+  SHVD_TRY(cuda_->Check("cuMemPoolCreate", cuda_->pool_create(&pool_, &properties)));
+  uint64_t kept = kKeptBytes;
+  return cuda_->Check("cuMemPoolSetAttribute",
+                      cuda_->pool_set_attribute(pool_, kCudaReleaseThreshold, &kept));
 }
 
 Device::~Device() {
-  if (stream_ != nullptr) {
+  if (context_ != nullptr) {
     const Current current(*this);
-    if (current.status().ok()) cuda_->stream_destroy(stream_);
+    if (current.status().ok()) {
+      for (const CudaEvent event : free_events_) cuda_->event_destroy(event);
+      if (stream_ != nullptr) cuda_->stream_destroy(stream_);
+      if (pool_ != nullptr) cuda_->pool_destroy(pool_);
+    }
   }
   if (context_ != nullptr) cuda_->primary_context_release(handle_);
 }
@@ -95,11 +120,30 @@ Device::~Device() {
 Result<std::unique_ptr<DeviceEvent>> Device::Record(CudaStream stream) const {
   const Current current(*this);
   SHVD_TRY(current.status());
-  CudaEvent handle = nullptr;
-  SHVD_TRY(cuda_->Check("cuEventCreate", cuda_->event_create(&handle, kNoTiming)));
-  auto event = std::make_unique<DeviceEvent>(shared_from_this(), handle);
-  SHVD_TRY(cuda_->Check("cuEventRecord", cuda_->event_record(handle, stream)));
+  const Result<CudaEvent> handle = TakeEvent();
+  SHVD_TRY(handle.status());
+  auto event = std::make_unique<DeviceEvent>(shared_from_this(), handle.value());
+  SHVD_TRY(cuda_->Check("cuEventRecord", cuda_->event_record(handle.value(), stream)));
   return event;
+}
+
+Result<CudaEvent> Device::TakeEvent() const {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!free_events_.empty()) {
+      const CudaEvent event = free_events_.back();
+      free_events_.pop_back();
+      return event;
+    }
+  }
+  CudaEvent event = nullptr;
+  SHVD_TRY(cuda_->Check("cuEventCreate", cuda_->event_create(&event, kNoTiming)));
+  return event;
+}
+
+void Device::GiveBack(CudaEvent event) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  free_events_.push_back(event);
 }
 
 Result<DeviceMemory> Device::Allocate(size_t bytes) const {
@@ -107,7 +151,9 @@ Result<DeviceMemory> Device::Allocate(size_t bytes) const {
   const Current current(*this);
   SHVD_TRY(current.status());
   CudaAddress address = 0;
-  SHVD_TRY(cuda_->Check("cuMemAllocAsync", cuda_->memory_allocate(&address, bytes, stream_))
+  SHVD_TRY(cuda_
+               ->Check("cuMemAllocFromPoolAsync",
+                       cuda_->memory_allocate(&address, bytes, pool_, stream_))
                .Annotate("no memory for " + std::to_string(bytes) + " bytes on CUDA device " +
                          std::to_string(ordinal_)));
   return DeviceMemory(shared_from_this(), address, bytes);

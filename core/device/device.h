@@ -2,12 +2,16 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #include "base/span.h"
 #include "base/status.h"
 #include "device/cuda.h"
+#include "device/launch_order.h"
 
 namespace sparkhvd {
 
@@ -63,7 +67,8 @@ class DeviceMemory {
 // May be used by any thread.
 class Device : public std::enable_shared_from_this<Device> {
  public:
-  // Within the primary context, the one that everybody in the process uses.
+  // Within the primary context, the one that everybody in the process uses. Where several engines
+  // use a device they share one of these, see DeviceTable.
   static Result<std::shared_ptr<const Device>> Open(std::shared_ptr<const CudaFunctions> cuda,
                                                     int ordinal);
   ~Device();
@@ -71,7 +76,9 @@ class Device : public std::enable_shared_from_this<Device> {
   Device& operator=(const Device&) = delete;
 
   int ordinal() const { return ordinal_; }
-  CudaStream stream() const { return stream_; }  // its own, beside those of the program
+  // Its own, beside those of the program and before them where the device has too much to do.
+  CudaStream stream() const { return stream_; }
+  LaunchOrder& order() const { return order_; }
   const CudaFunctions& cuda() const { return *cuda_; }
 
   // As long as it lives, this thread's CUDA calls go to the device.
@@ -96,15 +103,36 @@ class Device : public std::enable_shared_from_this<Device> {
   Result<DeviceMemory> Upload(ConstBytes content) const;
 
  private:
+  friend class DeviceEvent;
   Device(std::shared_ptr<const CudaFunctions> cuda, int ordinal)
       : cuda_(std::move(cuda)), ordinal_(ordinal) {}
   Status Initialize();
+  Result<CudaEvent> TakeEvent() const;  // with the device's context
+  void GiveBack(CudaEvent event) const;
 
   const std::shared_ptr<const CudaFunctions> cuda_;
   const int ordinal_;
   int handle_ = 0;
   CudaContext context_ = nullptr;
   CudaStream stream_ = nullptr;
+  CudaPool pool_ = nullptr;
+  mutable LaunchOrder order_;
+
+  mutable std::mutex mutex_;  // guards what follows; a leaf
+  // An event may be recorded anew while streams still wait for the point that it was: they wait for
+  // what it was when they were told to.
+  mutable std::vector<CudaEvent> free_events_;
+};
+
+// The devices that engines of this process use, one of each; thread-safe.
+class DeviceTable {
+ public:
+  Result<std::shared_ptr<const Device>> Open(const std::shared_ptr<const CudaFunctions>& cuda,
+                                             int ordinal);
+
+ private:
+  std::mutex mutex_;  // guards devices_
+  std::map<int, std::weak_ptr<const Device>> devices_;
 };
 
 }  // namespace sparkhvd

@@ -6,13 +6,20 @@
 
 #include "base/status.h"
 #include "device/cuda.h"
+#include "device/device.h"
 #include "device/nccl.h"
 
 namespace sparkhvd {
 
+// Engines of one process get copies of one of these, so that they share what they have of a device.
 struct DeviceLibraries {
   std::shared_ptr<const CudaFunctions> cuda;
   std::shared_ptr<const NcclFunctions> nccl;
+  std::shared_ptr<DeviceTable> devices = std::make_shared<DeviceTable>();
+
+  Result<std::shared_ptr<const Device>> Open(int ordinal) const {
+    return devices->Open(cuda, ordinal);
+  }
 };
 
 inline Result<DeviceLibraries> LoadDeviceLibraries(const std::string& cuda_path,
@@ -21,7 +28,10 @@ inline Result<DeviceLibraries> LoadDeviceLibraries(const std::string& cuda_path,
   SHVD_TRY(cuda.status());
   Result<std::shared_ptr<const NcclFunctions>> nccl = LoadNccl(nccl_path);
   SHVD_TRY(nccl.status());
-  return DeviceLibraries{std::move(cuda).value(), std::move(nccl).value()};
+  DeviceLibraries libraries;
+  libraries.cuda = std::move(cuda).value();
+  libraries.nccl = std::move(nccl).value();
+  return libraries;
 }
 
 }  // namespace sparkhvd

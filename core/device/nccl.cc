@@ -23,7 +23,10 @@ Status NcclFunctions::Check(const char* call, int result, ncclComm* communicator
   std::string message = std::string(call) + " failed: " + get_error_string(result);
   const char* detail = get_last_error(communicator);
   if (detail != nullptr && *detail != '\0') message += std::string(" (") + detail + ")";
-  return Status(result == kNcclRemoteError ? StatusCode::kPeerLost : StatusCode::kIo, message);
+  const StatusCode code = result == kNcclRemoteError    ? StatusCode::kPeerLost
+                          : result == kNcclInvalidUsage ? StatusCode::kInvalidArgument
+                                                        : StatusCode::kIo;
+  return Status(code, message);
 }
 
 Result<std::shared_ptr<const NcclFunctions>> LoadNccl(const std::string& path) {
@@ -41,6 +44,8 @@ Result<std::shared_ptr<const NcclFunctions>> LoadNccl(const std::string& path) {
   SHVD_TRY(library.Find("ncclGetUniqueId", nccl.get_unique_id));
   SHVD_TRY(library.Find("ncclCommInitRankConfig", nccl.init_rank));
   SHVD_TRY(library.Find("ncclCommAbort", nccl.abort));
+  SHVD_TRY(library.Find("ncclCommFinalize", nccl.finalize));
+  SHVD_TRY(library.Find("ncclCommDestroy", nccl.destroy));
   SHVD_TRY(library.Find("ncclCommGetAsyncError", nccl.get_async_error));
   SHVD_TRY(library.Find("ncclGroupStart", nccl.group_start));
   SHVD_TRY(library.Find("ncclGroupEnd", nccl.group_end));
@@ -111,13 +116,33 @@ Result<std::unique_ptr<NcclCommunicator>> NcclCommunicator::Connect(
   NcclConfig config;
   const int result =
       communicator->nccl_->init_rank(&communicator->handle_, size, id, rank, &config);
-  SHVD_TRY(communicator->Settle("ncclCommInitRankConfig", result, waiting));
+  const Status connected = communicator->Settle("ncclCommInitRankConfig", result, waiting);
+  if (connected.code() == StatusCode::kInvalidArgument) {  // as for two ranks on one device
+    return Status(connected.code(),
+                  connected.message() +
+                      ". With NCCL every rank needs a GPU of its own: choose it by "
+                      "torch.cuda.set_device(hvd.local_rank()), ask Spark for one per rank "
+                      "(gpus_per_task=1), or set SPARKHVD_GPU_OPERATIONS=staged");
+  }
+  SHVD_TRY(connected);
   return communicator;
 }
 
 NcclCommunicator::~NcclCommunicator() {
-  // Neither ncclCommDestroy nor ncclCommFinalize: these wait for the other ranks.
   if (handle_ != nullptr) nccl_->abort(handle_);
+}
+
+Status NcclCommunicator::Finish(std::unique_ptr<NcclCommunicator> communicator,
+                                const Waiting& waiting) {
+  const NcclFunctions& nccl = *communicator->nccl_;
+  const int begun = nccl.finalize(communicator->handle_);
+  SHVD_TRY(communicator->Settle("ncclCommFinalize", begun, waiting));
+  // Nothing is left to wait for, and the handle is gone whatever the result says.
+  return nccl.Check("ncclCommDestroy", nccl.destroy(std::exchange(communicator->handle_, nullptr)));
+}
+
+void NcclCommunicator::Abandon(std::unique_ptr<NcclCommunicator> communicator) {
+  communicator->handle_ = nullptr;
 }
 
 Status NcclCommunicator::Together(const std::vector<NcclCall>& calls, const Waiting& waiting) {

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/deadline.h"
 #include "base/dtype.h"
 #include "base/status.h"
 #include "device/cuda.h"
+#include "device/waiting.h"
 
 struct ncclComm;  // a name of NCCL's binary interface
 
@@ -34,6 +34,7 @@ struct NcclConfig {
 
 // Results of NCCL's functions.
 constexpr int kNcclSuccess = 0;
+constexpr int kNcclInvalidUsage = 5;
 constexpr int kNcclRemoteError = 6;
 constexpr int kNcclInProgress = 7;
 
@@ -49,6 +50,8 @@ struct NcclFunctions {
   int (*get_unique_id)(NcclId* id);
   int (*init_rank)(ncclComm** communicator, int size, NcclId id, int rank, NcclConfig* config);
   int (*abort)(ncclComm* communicator);
+  int (*finalize)(ncclComm* communicator);
+  int (*destroy)(ncclComm* communicator);
   int (*get_async_error)(ncclComm* communicator, int* result);
   int (*group_start)();
   int (*group_end)();
@@ -67,7 +70,8 @@ struct NcclFunctions {
   int (*receive)(void* target, size_t count, int type, int peer, ncclComm* communicator,
                  CudaStream stream);
 
-  // What a `result` of `call` means; kPeerLost where NCCL lost another rank, else kIo.
+  // What a `result` of `call` means; kPeerLost where NCCL lost another rank, kInvalidArgument for
+  // what it refuses, else kIo.
   Status Check(const char* call, int result, ncclComm* communicator = nullptr) const;
 };
 
@@ -77,13 +81,6 @@ Result<std::shared_ptr<const NcclFunctions>> LoadNccl(const std::string& path);
 // NCCL's numbers; nothing for what it cannot reduce.
 std::optional<int> NcclType(DType dtype);
 std::optional<int> NcclOperator(ReduceOp op);
-
-// How long a call may wait for other ranks: until the deadline, or until `trouble`, which is asked
-// time and again, says why it is no use.
-struct Waiting {
-  Deadline deadline;
-  std::function<Status()> trouble;
-};
 
 // A call that is going to be made; `make` returns its result.
 struct NcclCall {
@@ -102,7 +99,8 @@ class NcclCommunicator {
       std::shared_ptr<const NcclFunctions> nccl, const NcclId& id, int rank, int size,
       const Waiting& waiting);
 
-  // Ends what runs, without waiting for the other ranks.
+  // Ends what runs, without waiting for the other ranks; collectives that are not complete on all
+  // of them may then fail there.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -112,6 +110,13 @@ class NcclCommunicator {
 
   // What went wrong since, on the device or on the way to other ranks.
   Status Failure() const;
+
+  // Gives everything back, once the collectives are complete on all ranks. Where that fails, the
+  // communicator is to be destroyed.
+  static Status Finish(std::unique_ptr<NcclCommunicator> communicator, const Waiting& waiting);
+
+  // Keeps it until the process ends: for collectives that may not be complete on other ranks.
+  static void Abandon(std::unique_ptr<NcclCommunicator> communicator);
 
  private:
   explicit NcclCommunicator(std::shared_ptr<const NcclFunctions> nccl) : nccl_(std::move(nccl)) {}

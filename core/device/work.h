@@ -14,12 +14,17 @@ namespace sparkhvd {
 struct DeviceStream {
   int ordinal = 0;
   CudaStream stream = nullptr;
+
+  bool operator==(const DeviceStream& other) const {
+    return ordinal == other.ordinal && stream == other.stream;
+  }
 };
 
 // The engine fills it in; once the operation is done it does not change, but for its output.
 class DeviceWork {
  public:
-  explicit DeviceWork(std::unique_ptr<DeviceEvent> submitted) : submitted_(std::move(submitted)) {}
+  explicit DeviceWork(std::shared_ptr<const DeviceEvent> submitted)
+      : submitted_(std::move(submitted)) {}
 
   // The buffers are ready at this point.
   const DeviceEvent& submitted() const { return *submitted_; }
@@ -46,7 +51,7 @@ class DeviceWork {
   }
 
  private:
-  const std::unique_ptr<DeviceEvent> submitted_;
+  const std::shared_ptr<const DeviceEvent> submitted_;
   std::shared_ptr<const DeviceEvent> finished_;
   DeviceMemory output_;
 };

@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "base/io_status.h"
+#include "base/random.h"
 #include "rendezvous/handshake.h"
 
 namespace sparkhvd {
@@ -18,7 +20,18 @@ namespace {
 // An address that answers within this time is not overtaken by one that stands behind it.
 constexpr std::chrono::milliseconds kHeadStart(100);
 constexpr int kSliceMillis = 100;
-constexpr double kUnixSeconds = 5.0;  // it has only to find room in the listener's queue
+// A listener without room is dialed again after a random time around this one, which doubles from
+// one attempt to the next.
+constexpr std::chrono::milliseconds kFirstPause(20);
+constexpr std::chrono::milliseconds kLongestPause(1000);
+
+// Between half and one and a half of `typical`, so that those who were turned away together do not
+// come together again.
+std::chrono::nanoseconds WithJitter(std::chrono::nanoseconds typical) {
+  std::array<std::byte, 1> random{std::byte{128}};
+  (void)FillRandom(Bytes(random.data(), random.size()));  // the middle where there is none
+  return typical / 2 + typical * std::to_integer<int>(random[0]) / 255;
+}
 
 // One address on its way from nothing to an authenticated connection.
 class Attempt {
@@ -46,9 +59,20 @@ class Attempt {
     }
   }
 
-  // Nobody else is left that could answer sooner.
-  void Hurry() {
-    if (state_ == State::kWaiting) start_ = Deadline::AfterSeconds(0);
+  bool underway() const { return state_ != State::kWaiting && state_ != State::kFailed; }
+  bool connected() const { return underway() && state_ != State::kConnecting; }
+  int times_turned_away() const { return times_turned_away_; }
+
+  // Begins the first try now, as nobody else is left that could answer sooner; false where there is
+  // none to begin.
+  bool Hurry() {
+    if (state_ != State::kWaiting || times_turned_away_ > 0) return false;
+    start_ = Deadline::AfterSeconds(0);
+    return true;
+  }
+
+  int TimeoutMillis(int cap) const {
+    return state_ == State::kWaiting ? start_.RemainingMillis(cap) : cap;
   }
 
   void Advance(short ready) {
@@ -65,6 +89,8 @@ class Attempt {
     received_ = 0;
     state_ = State::kProving;
     const auto sent = WriteSome(fd_.get(), ConstBytes(proof.data(), proof.size()));
+    if (sent.status().code() == StatusCode::kPeerLost)
+      return TryAgain();  // we were too slow for it
     if (!sent.ok()) return Fail(sent.status());
     if (sent.value() != proof.size()) Fail(Status(StatusCode::kIo, "the proof was not taken"));
   }
@@ -77,13 +103,23 @@ class Attempt {
 
  private:
   void Begin() {
-    auto begun = options_.unix_name.empty()
-                     ? BeginConnectTcp(address_, options_.buffer_bytes)
-                     : ConnectUnix(options_.unix_name, Deadline::AfterSeconds(kUnixSeconds),
-                                   options_.buffer_bytes);
+    auto begun =
+        options_.unix_name.empty()
+            ? BeginConnectTcp(address_, options_.buffer_bytes)
+            : ConnectUnix(options_.unix_name, Deadline::AfterSeconds(0), options_.buffer_bytes);
+    if (begun.status().code() == StatusCode::kTimeout) return TryAgain();
     if (!begun.ok()) return Fail(begun.status());
     fd_ = std::move(begun).value();
     state_ = State::kConnecting;
+  }
+
+  void TryAgain() {
+    fd_.Reset();
+    received_ = 0;
+    const auto pause = kFirstPause * (1 << std::min(times_turned_away_, 6));
+    start_ = Deadline::After(WithJitter(std::min<std::chrono::nanoseconds>(pause, kLongestPause)));
+    ++times_turned_away_;
+    state_ = State::kWaiting;
   }
 
   void FinishConnecting() {
@@ -104,13 +140,21 @@ class Attempt {
   }
 
   void ReadWelcome() {
-    if (Read(Bytes(welcome_.data(), welcome_.size()))) state_ = State::kReady;
+    if (!Read(Bytes(welcome_.data(), welcome_.size()))) return;
+    if (IsComeAgain(ConstBytes(welcome_.data(), welcome_.size()))) return TryAgain();
+    state_ = State::kReady;
   }
 
   void ReadAnswer() {
     if (!Read(Bytes(answer_.data(), answer_.size()))) return;
+    if (IsComeAgain(ConstBytes(answer_.data(), answer_.size()))) return TryAgain();
     const Status status = handshake_->Check(answer_);
     if (!status.ok()) return Fail(status);
+    if (options_.require_encryption && !keys().encrypt) {
+      return Fail(Status(StatusCode::kAuthentication,
+                         "the other side does not encrypt, but this side must "
+                         "(SPARKHVD_ENCRYPT); set it for both"));
+    }
     state_ = State::kDone;
   }
 
@@ -137,6 +181,7 @@ class Attempt {
   Welcome welcome_{};
   Digest answer_{};
   size_t received_ = 0;
+  int times_turned_away_ = 0;
   Status failure_;
 };
 
@@ -188,17 +233,13 @@ class Dialing {
 
   int NextTimeout() {
     bool trying = false;
-    for (const Attempt& attempt : attempts_) {
-      trying = trying || (attempt.state() != State::kWaiting && attempt.state() != State::kFailed);
+    for (const Attempt& attempt : attempts_) trying = trying || attempt.underway();
+    for (size_t i = 0; i < attempts_.size() && !trying; ++i) {
+      if (attempts_[i].Hurry()) return 0;
     }
-    if (!trying) {
-      for (Attempt& attempt : attempts_) {
-        if (attempt.state() != State::kWaiting) continue;
-        attempt.Hurry();
-        return 0;
-      }
-    }
-    return deadline_.RemainingMillis(kSliceMillis);
+    int timeout = deadline_.RemainingMillis(kSliceMillis);
+    for (const Attempt& attempt : attempts_) timeout = attempt.TimeoutMillis(timeout);
+    return timeout;
   }
 
   void ProveOne() {
@@ -220,10 +261,13 @@ class Dialing {
   Status GiveUp() {
     for (Attempt& attempt : attempts_) {
       if (attempt.state() == State::kFailed) continue;
-      const bool connected = attempt.state() > State::kConnecting;
-      attempt.Fail(Status(StatusCode::kTimeout, connected
-                                                    ? "connected, but no answer before the deadline"
-                                                    : "no answer before the deadline"));
+      std::string how = attempt.connected() ? "connected, but no answer before the deadline"
+                                            : "no answer before the deadline";
+      if (attempt.times_turned_away() > 0) {
+        how += " (it had no room for another handshake " +
+               std::to_string(attempt.times_turned_away()) + " times)";
+      }
+      attempt.Fail(Status(StatusCode::kTimeout, how));
     }
     return Failure();
   }

@@ -23,12 +23,14 @@ struct DialOptions {
   int buffer_bytes = 0;
   // Asked several times a second; a failure ends the dialing. May be empty.
   std::function<Status()> check;
+  bool require_encryption = false;  // whether an acceptor that does not encrypt is refused
 };
 
 // Tries all addresses, each a moment after the one before, and returns the connection over which
 // the other side was first to prove that it knows the token: what counts is what routes, and that
-// it leads to the right listener. The failure names every address with what is wrong with it.
-// `keys` receives the connection's keys where it is given.
+// it leads to the right listener. A listener that has no room is dialed again until the deadline.
+// The failure names every address with what is wrong with it. `keys` receives the connection's keys
+// where it is given.
 Result<UniqueFd> Dial(const DialOptions& options, Deadline deadline, SessionKeys* keys = nullptr);
 
 }  // namespace sparkhvd

@@ -15,6 +15,7 @@ constexpr uint64_t kMagic = 0x3253482064766873;  // "shvd HS2"
 constexpr size_t kClaimOffset = kHelloBytes - sizeof(uint64_t);
 constexpr size_t kTermsOffset = kWelcomeBytes - sizeof(uint64_t);
 constexpr uint64_t kEncrypt = 1;
+constexpr char kComeAgain[kWelcomeBytes + 1] = "sparkhvd: no room now; please dial again";
 
 Digest Proof(const std::string& token, const char* label, const Hello& hello,
              const Welcome& welcome, const std::string& purpose) {
@@ -44,6 +45,14 @@ Status CheckToken(const std::string& token) {
 }
 
 }  // namespace
+
+ConstBytes ComeAgain() { return AsBytes(std::string_view(kComeAgain, kWelcomeBytes)); }
+
+bool IsComeAgain(ConstBytes message) {
+  const ConstBytes expected = ComeAgain();
+  return message.size() <= expected.size() &&
+         std::equal(message.begin(), message.end(), expected.begin());
+}
 
 Result<std::vector<std::byte>> AcceptorHandshake::Consume(ConstBytes message) {
   if (message.size() != wanted() || done_) {

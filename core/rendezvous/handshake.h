@@ -6,6 +6,10 @@
 //   dialer   -> acceptor  HMAC("dial", all of this, purpose)    (32 bytes)
 //   acceptor -> dialer    HMAC("acpt", all of this, purpose)    (32 bytes)
 //
+// In place of a welcome or a proof the acceptor may send the beginning of ComeAgain and hang up: it
+// has no room, or the dialer was too slow. The dialer then dials again. Nothing authenticates that
+// word: whoever could forge it could also cut the connection.
+//
 // Both nonces are fresh, so nothing recorded is worth anything later; the label keeps a proof from
 // being reflected; the purpose (known to both, never sent) keeps a connection from being led to
 // another listener of the job. A stranger learns only a nonce. The proofs do not protect what
@@ -37,6 +41,11 @@ struct SessionKeys {
   bool encrypt = false;
 };
 
+// As long as the longest message that it replaces.
+ConstBytes ComeAgain();
+// Whether this message of the acceptor is the beginning of ComeAgain().
+bool IsComeAgain(ConstBytes message);
+
 using Hello = std::array<std::byte, kHelloBytes>;
 using Welcome = std::array<std::byte, kWelcomeBytes>;
 
@@ -50,6 +59,10 @@ class AcceptorHandshake {
   size_t wanted() const { return hello_seen_ ? kProofBytes : kHelloBytes; }
   // What to send back; kAuthentication when the dialer is to be dropped without an answer.
   Result<std::vector<std::byte>> Consume(ConstBytes message);
+  // What to send before hanging up, so that a member dials again.
+  ConstBytes farewell() const {
+    return ComeAgain().Sub(0, hello_seen_ ? kProofBytes : kWelcomeBytes);
+  }
   bool done() const { return done_; }
   // What the dialer says of itself; meaningful once done().
   uint64_t claim() const;

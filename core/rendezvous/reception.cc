@@ -27,7 +27,7 @@ Reception::Reception(std::vector<UniqueFd> listeners, std::string token, std::st
       resume_accepting_(Deadline::AfterSeconds(0)) {}
 
 void Reception::AppendPollFds(std::vector<pollfd>& fds) const {
-  if (resume_accepting_.Expired()) {
+  if (resume_accepting_.Expired() && HasRoom()) {
     for (const UniqueFd& listener : listeners_) fds.push_back({listener.get(), POLLIN, 0});
   }
   for (const Stranger& stranger : strangers_) fds.push_back({stranger.fd.get(), POLLIN, 0});
@@ -37,14 +37,25 @@ int Reception::TimeoutMillis(int cap) const {
   int timeout = cap;
   if (!resume_accepting_.Expired()) timeout = resume_accepting_.RemainingMillis(timeout);
   if (!strangers_.empty()) timeout = strangers_.front().deadline.RemainingMillis(timeout);
+  if (!HasRoom()) timeout = strangers_.front().undisturbed.RemainingMillis(timeout);
   return timeout;
 }
 
+bool Reception::HasRoom() const {
+  return strangers_.size() < limits_.strangers || strangers_.front().undisturbed.Expired();
+}
+
 std::vector<Admitted> Reception::Serve() {
+  std::vector<Admitted> admitted;
+  AdvanceAll(admitted);  // before anybody has to make room
   if (resume_accepting_.Expired()) {
     for (const UniqueFd& listener : listeners_) Accept(listener.get());
   }
-  std::vector<Admitted> admitted;
+  AdvanceAll(admitted);
+  return admitted;
+}
+
+void Reception::AdvanceAll(std::vector<Admitted>& admitted) {
   for (auto stranger = strangers_.begin(); stranger != strangers_.end();) {
     const Verdict verdict = Advance(*stranger);
     if (verdict == Verdict::kAdmitted) {
@@ -54,13 +65,26 @@ std::vector<Admitted> Reception::Serve() {
     }
     stranger = verdict == Verdict::kWaiting ? stranger + 1 : strangers_.erase(stranger);
   }
-  return admitted;
+}
+
+bool Reception::MakeRoom() {
+  if (!HasRoom()) return false;
+  if (strangers_.size() < limits_.strangers) return true;
+  TurnAway(strangers_.front());
+  strangers_.pop_front();
+  return true;
+}
+
+void Reception::TurnAway(const Stranger& stranger) {
+  // A flood must not hold up the owner: what does not go at once does not go.
+  (void)WriteSome(stranger.fd.get(), stranger.handshake.farewell());
 }
 
 void Reception::Accept(int listener) {
-  for (int i = 0; i < kAcceptsPerTurn; ++i) {
+  for (int i = 0; i < kAcceptsPerTurn && MakeRoom(); ++i) {
     UniqueFd fd(::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!fd.valid()) {
+      if (errno == EMFILE && AllowMoreDescriptors()) continue;
       const bool exhausted =
           errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
       // The listener stays readable meanwhile: without a pause the owner's loop would spin.
@@ -68,16 +92,17 @@ void Reception::Accept(int listener) {
       if (errno == EAGAIN || exhausted) return;
       continue;  // this one went away before it was accepted
     }
-    // A handshake among members takes a round trip or two; those who hold a place for long are not
-    // members.
-    if (strangers_.size() >= limits_.strangers) strangers_.pop_front();
     strangers_.push_back({std::move(fd), AcceptorHandshake(token_, purpose_, encrypt_),
+                          Deadline::AfterSeconds(limits_.undisturbed_seconds),
                           Deadline::AfterSeconds(limits_.handshake_seconds)});
   }
 }
 
 Reception::Verdict Reception::Advance(Stranger& stranger) {
-  if (stranger.deadline.Expired()) return Verdict::kDropped;
+  if (stranger.deadline.Expired()) {
+    TurnAway(stranger);  // a member whose host has been slow
+    return Verdict::kDropped;
+  }
   while (true) {
     const size_t wanted = stranger.handshake.wanted();
     auto count = ReadSome(stranger.fd.get(), Bytes(stranger.buffer.data() + stranger.received,

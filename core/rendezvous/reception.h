@@ -16,8 +16,11 @@
 namespace sparkhvd {
 
 struct ReceptionLimits {
-  size_t strangers = 64;  // connections that have not proved anything yet; the oldest makes room
+  size_t strangers = 256;          // connections that have not proved anything yet
   double handshake_seconds = 5.0;  // for the whole handshake of one connection
+  // Nobody is turned away earlier to make room: a handshake among members takes a round trip or
+  // two.
+  double undisturbed_seconds = 0.1;
 };
 
 // A connection whose other side has proved that it knows the token.
@@ -27,6 +30,11 @@ struct Admitted {
   SessionKeys keys;
 };
 
+// When there is no room for another stranger, the oldest one makes room if it had its undisturbed
+// time; otherwise new connections wait in the kernel's queue. Whoever is turned away or too slow is
+// told to come again, so that neither a burst of members nor a flood of strangers keeps a member
+// out.
+//
 // Owns listening sockets and the handshakes in progress on them. It has no thread: its owner polls
 // the descriptors from AppendPollFds together with its own, for at most TimeoutMillis, and then
 // calls Serve.
@@ -45,14 +53,19 @@ class Reception {
   struct Stranger {
     UniqueFd fd;
     AcceptorHandshake handshake;
+    Deadline undisturbed;
     Deadline deadline;
     std::array<std::byte, kHelloBytes> buffer{};
     size_t received = 0;
   };
   enum class Verdict { kWaiting, kAdmitted, kDropped };
 
+  bool HasRoom() const;
+  bool MakeRoom();
   void Accept(int listener);
+  void AdvanceAll(std::vector<Admitted>& admitted);
   static Verdict Advance(Stranger& stranger);
+  static void TurnAway(const Stranger& stranger);
 
   std::vector<UniqueFd> listeners_;
   std::string token_;

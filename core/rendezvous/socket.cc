@@ -4,9 +4,11 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -21,7 +23,7 @@
 namespace sparkhvd {
 namespace {
 
-constexpr int kBacklog = 512;
+constexpr int kBacklog = 4096;  // the kernel cuts it down to net.core.somaxconn
 constexpr double kOwnNameSeconds = 20.0;
 constexpr int kSocketType = SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC;
 
@@ -89,6 +91,15 @@ void SetOption(int fd, int level, int name, int value) {
   (void)::setsockopt(fd, level, name, &value, sizeof(value));
 }
 
+// The first probe after a third of `silence` without a word, the end when three more are
+// unanswered.
+void SetKeepalive(int fd, std::chrono::seconds silence) {
+  const int third = static_cast<int>(silence.count() / 3);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, third);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, third * 2 / 3);
+  SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+}
+
 void SetBuffers(int fd, int bytes) {
   if (bytes <= 0) return;
   SetOption(fd, SOL_SOCKET, SO_SNDBUF, bytes);
@@ -110,15 +121,20 @@ Result<socklen_t> AbstractAddress(const std::string& name, sockaddr_un* address)
 
 Status FinishConnect(int fd, const sockaddr* address, socklen_t length, Deadline deadline) {
   while (::connect(fd, address, length) != 0) {
+    // Over TCP the connection goes on being made; the next call says so.
     if (errno == EINTR) continue;
+    if (errno == EISCONN) return Status();
     // A Unix socket whose backlog is full: it has room as soon as the listener accepts; nothing to
     // poll for.
-    if (errno == EAGAIN && !deadline.Expired()) {
+    if (errno == EAGAIN) {
+      if (deadline.Expired()) {
+        return Status(StatusCode::kTimeout, "connect: the listener's queue is full");
+      }
       pollfd none{-1, 0, 0};
       (void)::poll(&none, 1, deadline.RemainingMillis(5));
       continue;
     }
-    if (errno != EINPROGRESS) return IoStatus("connect", errno);
+    if (errno != EINPROGRESS && errno != EALREADY) return IoStatus("connect", errno);
     SHVD_TRY(AwaitEvents(fd, POLLOUT, deadline).Annotate("connect"));
     int error = 0;
     socklen_t size = sizeof(error);
@@ -231,6 +247,13 @@ Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buf
   return fd;
 }
 
+bool AllowMoreDescriptors() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) return false;
+  limit.rlim_cur = std::min(2 * limit.rlim_cur, limit.rlim_max);
+  return ::setrlimit(RLIMIT_NOFILE, &limit) == 0;
+}
+
 Result<HostPort> LocalAddress(int fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof(address);
@@ -254,29 +277,44 @@ void TuneStream(int fd) {
   socklen_t size = sizeof(domain);
   if (::getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &domain, &size) != 0 || domain == AF_UNIX) return;
   SetOption(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  // A host that loses its power sends no RST: without these a link to it would look alive for
-  // hours.
   SetOption(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
-  SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 30'000);
+  SetKeepalive(fd, kSilentLink);
 }
 
-void NoticeLostHost(int fd) {
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPIDLE, 3);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
-  SetOption(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
-  SetOption(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 9'000);
+void NoticeLostHost(int fd) { SetKeepalive(fd, kSilentRendezvous); }
+
+bool HostWatch::IsSilent(int fd, std::chrono::milliseconds limit) {
+  // What was seen long ago, before we were stopped ourselves, has been answered since for all we
+  // know.
+  constexpr std::chrono::seconds kLongestGap(5);
+  const auto now = Deadline::Clock::now();
+  if (now - last_look_ > kLongestGap) unanswered_since_.reset();
+  last_look_ = now;
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  // Both numbers go back to 0 with every answer, also with that of a host whose process reads
+  // nothing.
+  const bool unanswered = ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+                          (info.tcpi_retransmits > 0 || info.tcpi_probes > 0);
+  if (!unanswered) {
+    unanswered_since_.reset();
+    return false;
+  }
+  if (!unanswered_since_) unanswered_since_ = now;
+  return now - *unanswered_since_ >= limit;
 }
 
 Status AwaitEvents(int fd, short events, Deadline deadline) {
+  HostWatch host;
   while (true) {
     pollfd entry{fd, events, 0};
     const int ready = ::poll(&entry, 1, deadline.RemainingMillis());
     if (ready > 0) return Status();
     if (ready < 0 && errno != EINTR) return IoStatus("poll", errno);
     if (deadline.Expired()) return Status(StatusCode::kTimeout, "no answer before the deadline");
+    if (ready == 0 && host.IsSilent(fd, kSilentRendezvous)) {
+      return Status(StatusCode::kPeerLost, "the other host does not answer any more");
+    }
   }
 }
 

@@ -1,7 +1,9 @@
 // Non-blocking stream sockets, TCP and Unix: every wait on them has a deadline.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,19 +38,48 @@ Result<UniqueFd> BeginConnectTcp(const HostPort& address, int buffer_bytes = 0);
 Result<UniqueFd> ConnectTcp(const HostPort& address, Deadline deadline, int buffer_bytes = 0);
 Result<UniqueFd> ConnectUnix(const std::string& name, Deadline deadline, int buffer_bytes = 0);
 
+// Doubles the number of descriptors that this process may have, as far as its hard limit permits;
+// false when it is there.
+bool AllowMoreDescriptors();
+
 // The numeric address to which a TCP socket is bound.
 Result<HostPort> LocalAddress(int fd);
 // That of its other end.
 Result<HostPort> PeerAddress(int fd);
 
-// No delay for small segments, and an end to links whose other host has vanished. Nothing on Unix
+// How a host that vanished (no power, no network) is told from a process that is slow or stopped.
+// The kernel of a stopped process goes on to acknowledge: to keepalive probes while nothing is on
+// its way, and to probes of a full window. So there are no limits on how long the other side may
+// take, only on how long its host may be silent: the kernel's keepalive ends a link on which
+// nothing is on its way, and whoever waits for a link asks a HostWatch. (TCP_USER_TIMEOUT would
+// also end links whose receiver does not read.)
+
+// For links between ranks.
+constexpr std::chrono::seconds kSilentLink(30);
+// For links on which little is ever on its way: those of the rendezvous.
+constexpr std::chrono::seconds kSilentRendezvous(9);
+
+// No delay for small segments, and keepalive that ends a link after kSilentLink. Nothing on Unix
 // sockets.
 void TuneStream(int fd);
-// After TuneStream: the same end within 9 s, for links on which nobody is ever slow to take what
-// was sent.
+// After TuneStream: keepalive that ends the link after kSilentRendezvous.
 void NoticeLostHost(int fd);
 
-// Waits until `events` (of poll) are there; kTimeout when they do not come.
+// Watches the host at the other end of one socket. While nothing is on its way, that is left to
+// keepalive.
+class HostWatch {
+ public:
+  // To be asked about once a second while somebody waits: whether the other host has left
+  // unanswered for `limit` what was sent to it.
+  bool IsSilent(int fd, std::chrono::milliseconds limit);
+
+ private:
+  Deadline::Clock::time_point last_look_{};
+  std::optional<Deadline::Clock::time_point> unanswered_since_;
+};
+
+// Waits until `events` (of poll) are there; kTimeout when they do not come, kPeerLost when the
+// other host is silent for kSilentRendezvous.
 Status AwaitEvents(int fd, short events, Deadline deadline);
 
 // Exactly these bytes. kPeerLost when the other side closes or resets the connection.

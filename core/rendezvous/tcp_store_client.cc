@@ -23,13 +23,14 @@ constexpr size_t kAskedConnections = 8;
 constexpr double kAnswerSeconds = 10.0;
 
 Result<UniqueFd> DialServer(const std::vector<HostPort>& addresses, const std::string& token,
-                            Deadline deadline, SessionKeys* keys,
+                            bool require_encryption, Deadline deadline, SessionKeys* keys,
                             const std::function<Status()>& check = {}) {
   DialOptions options;
   options.addresses = addresses;
   options.token = token;
   options.purpose = kStorePurpose;
   options.check = check;
+  options.require_encryption = require_encryption;
   auto dialed = Dial(options, deadline, keys);
   if (dialed.ok()) NoticeLostHost(dialed.value().get());
   return dialed;
@@ -103,12 +104,12 @@ class TcpStoreClient::ConnectedWill final : public Will {
 
 Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
     const std::vector<HostPort>& addresses, const std::string& token, Deadline deadline,
-    const std::function<Status()>& check) {
+    const std::function<Status()>& check, bool require_encryption) {
   if (addresses.empty()) {
     return Status(StatusCode::kInvalidArgument, "a rendezvous client needs an address to dial");
   }
   SessionKeys keys;
-  auto dialed = DialServer(addresses, token, deadline, &keys, check);
+  auto dialed = DialServer(addresses, token, require_encryption, deadline, &keys, check);
   if (!dialed.ok()) {
     return Status(dialed.status().code(),
                   "no rendezvous server answered at " + dialed.status().message());
@@ -118,17 +119,21 @@ Result<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
   auto server = PeerAddress(first.value().fd.get());
   if (!server.ok()) return server.status();
   return std::unique_ptr<TcpStoreClient>(
-      new TcpStoreClient(server.value(), token, std::move(first).value()));
+      new TcpStoreClient(server.value(), token, require_encryption, std::move(first).value()));
 }
 
-TcpStoreClient::TcpStoreClient(HostPort server, std::string token, Connection first)
-    : server_(std::move(server)), token_(std::move(token)) {
+TcpStoreClient::TcpStoreClient(HostPort server, std::string token, bool require_encryption,
+                               Connection first)
+    : server_(std::move(server)),
+      token_(std::move(token)),
+      require_encryption_(require_encryption) {
   idle_.push_back(std::move(first));
 }
 
 TcpStoreClient::~TcpStoreClient() { Close(); }
 
 Status TcpStoreClient::Set(const std::string& key, const std::string& value, Deadline deadline) {
+  if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
   SHVD_TRY(CheckStoreSizes(key, value.size()));
   auto taken = Take(deadline);
   if (!taken.ok()) return Explain(taken.status(), key, true);
@@ -139,6 +144,7 @@ Status TcpStoreClient::Set(const std::string& key, const std::string& value, Dea
 }
 
 Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadline) {
+  if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
   SHVD_TRY(CheckStoreSizes(key, 0));
   std::optional<Connection> connection = TakeAsked(key);
   if (!connection) {
@@ -167,6 +173,7 @@ Result<std::string> TcpStoreClient::Get(const std::string& key, Deadline deadlin
 Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
                                                         const std::string& value,
                                                         Deadline deadline) {
+  if (guard_.InChild()) return Status(StatusCode::kShutDown, kForked);
   SHVD_TRY(CheckStoreSizes(key, value.size()));
   auto taken = Take(deadline);
   if (!taken.ok()) return Explain(taken.status(), key, true);
@@ -180,12 +187,21 @@ Result<std::unique_ptr<Will>> TcpStoreClient::LeaveWill(const std::string& key,
 }
 
 void TcpStoreClient::StopAsking(const std::string& key) {
+  if (guard_.InChild()) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   asked_.remove_if([&key](const Asked& asked) { return asked.key == key; });
 }
 
 void TcpStoreClient::Close() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+  if (guard_.InChild()) {
+    // A thread of the parent may have had it at the fork; then the copies stay.
+    if (!lock.try_lock() || closed_) return;
+    for (const int fd : busy_) ::close(fd);
+    busy_.clear();
+  } else {
+    lock.lock();
+  }
   closed_ = true;
   idle_.clear();
   asked_.clear();
@@ -224,7 +240,7 @@ Result<TcpStoreClient::Connection> TcpStoreClient::Take(Deadline deadline) {
     }
   }
   SessionKeys keys;
-  auto dialed = DialServer({server_}, token_, deadline, &keys);
+  auto dialed = DialServer({server_}, token_, require_encryption_, deadline, &keys);
   if (!dialed.ok()) {
     // It answered before, so what is missing now is the server.
     const bool late = dialed.status().code() == StatusCode::kTimeout;

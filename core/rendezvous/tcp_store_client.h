@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/fork_guard.h"
 #include "base/unique_fd.h"
 #include "rendezvous/handshake.h"
 #include "rendezvous/key_value_store.h"
@@ -21,14 +22,17 @@ namespace sparkhvd {
 // Thread-safe: every call in progress has a connection to itself, taken from the idle ones or
 // dialed, so a thread that waits for a key keeps nobody waiting. A Get that ran out of time leaves
 // its question with the server: the next Get of the key takes up its connection, so asking again
-// and again is cheap. Has no thread. Encrypts where the server does.
+// and again is cheap. Has no thread. Encrypts where the server does. In a forked child all that
+// works is Close, which closes the child's copies of the connections.
 class TcpStoreClient final : public KeyValueStore {
  public:
-  // Keeps the first address that answers and knows the token; `check` as in DialOptions.
+  // Keeps the first address that answers and knows the token; `check` and `require_encryption` as
+  // in DialOptions.
   static Result<std::unique_ptr<TcpStoreClient>> Connect(const std::vector<HostPort>& addresses,
                                                          const std::string& token,
                                                          Deadline deadline,
-                                                         const std::function<Status()>& check = {});
+                                                         const std::function<Status()>& check = {},
+                                                         bool require_encryption = false);
   ~TcpStoreClient() override;
 
   Status Set(const std::string& key, const std::string& value, Deadline deadline) override;
@@ -59,7 +63,7 @@ class TcpStoreClient final : public KeyValueStore {
     Connection connection;
   };
 
-  TcpStoreClient(HostPort server, std::string token, Connection first);
+  TcpStoreClient(HostPort server, std::string token, bool require_encryption, Connection first);
 
   Result<Connection> Take(Deadline deadline);
   std::optional<Connection> TakeAsked(const std::string& key);
@@ -69,6 +73,8 @@ class TcpStoreClient final : public KeyValueStore {
 
   const HostPort server_;
   const std::string token_;
+  const bool require_encryption_;
+  const ForkGuard guard_;
   std::mutex mutex_;  // guards the fields below; nothing else is locked under it
   bool closed_ = false;
   std::vector<Connection> idle_;

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <list>
 #include <system_error>
 #include <utility>
@@ -32,6 +33,7 @@ class Session {
         head_(kStoreRequestBytes + cipher_.overhead()) {}
 
   int fd() const { return fd_.get(); }
+  bool IsHostSilent() { return host_.IsSilent(fd_.get(), kSilentRendezvous); }
 
   // The connection has ended: carries out what its client wanted for this case.
   void End(InProcessStore& values) const {
@@ -154,6 +156,7 @@ class Session {
   }
 
   UniqueFd fd_;
+  HostWatch host_;
   StoreCipher cipher_;
   State state_ = State::kReading;
   std::vector<std::byte> head_;
@@ -167,6 +170,7 @@ class Session {
 };
 
 constexpr int kPollCapMillis = 1000;
+constexpr std::chrono::seconds kLookInterval(1);  // at the hosts of clients
 
 void DrainWake(int fd) {
   uint64_t count = 0;
@@ -221,6 +225,10 @@ Result<std::string> TcpStoreServer::Get(const std::string& key, Deadline deadlin
 }
 
 void TcpStoreServer::Close() {
+  if (guard_.InChild()) {
+    if (thread_.joinable()) thread_.detach();  // there is none
+    return;
+  }
   closing_.store(true);
   values_.Close(Status(StatusCode::kPeerLost,
                        "the rendezvous server at " + ToText(address_) + " was closed"));
@@ -239,6 +247,7 @@ void TcpStoreServer::Ring() {
 void TcpStoreServer::Serve(Reception reception) {
   std::list<Session> sessions;
   std::vector<pollfd> fds;
+  Deadline next_look = Deadline::After(kLookInterval);
   while (!closing_.load()) {
     fds.clear();
     fds.push_back({wake_.get(), POLLIN, 0});
@@ -246,12 +255,20 @@ void TcpStoreServer::Serve(Reception reception) {
     reception.AppendPollFds(fds);
     (void)::poll(fds.data(), fds.size(), reception.TimeoutMillis(kPollCapMillis));
     DrainWake(wake_.get());
+    const bool look = next_look.Expired();
+    if (look) next_look = Deadline::After(kLookInterval);
     size_t index = 1;
     bool progressed = false;
     for (auto session = sessions.begin(); session != sessions.end(); ++index) {
       const short events = fds[index].revents;
       progressed = progressed || events != 0;
-      if (session->Advance(values_, events)) {
+      bool goes_on = false;
+      // A session that there is no memory for ends; the others go on.
+      static_cast<void>(Guarded([&] {
+        goes_on = session->Advance(values_, events) && !(look && session->IsHostSilent());
+        return Status();
+      }));
+      if (goes_on) {
         ++session;
         continue;
       }

@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "base/fork_guard.h"
 #include "base/unique_fd.h"
 #include "rendezvous/in_process_store.h"
 #include "rendezvous/key_value_store.h"
@@ -37,7 +38,8 @@ class TcpStoreServer final : public KeyValueStore {
   Result<std::string> Get(const std::string& key, Deadline deadline) override;
 
   // Ends all connections and the thread; clients and local waiters wake with kPeerLost. Once is
-  // enough, twice is harmless; not from two threads at a time.
+  // enough, twice is harmless; not from two threads at a time. In a forked child it leaves all to
+  // the parent.
   void Close();
 
  private:
@@ -46,6 +48,7 @@ class TcpStoreServer final : public KeyValueStore {
   void Ring();
 
   const HostPort address_;
+  const ForkGuard guard_;
   UniqueFd wake_;          // an eventfd: rung when a local Set or Close concerns the thread
   std::mutex wake_mutex_;  // guards wake_ against its end; a leaf
   InProcessStore values_;

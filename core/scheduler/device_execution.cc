@@ -194,7 +194,7 @@ std::optional<std::string> DeviceProblem(const Request& request) {
          "; copy the tensor to the host";
 }
 
-Result<std::unique_ptr<DeviceWork>> DeviceExecution::Begin(const DeviceStream& submitter) {
+Result<std::shared_ptr<const DeviceEvent>> DeviceExecution::Mark(const DeviceStream& submitter) {
   if (!libraries_) {
     return Status(StatusCode::kInvalidArgument,
                   "this engine was made without NCCL; copy the tensor to the host");
@@ -203,8 +203,7 @@ Result<std::unique_ptr<DeviceWork>> DeviceExecution::Begin(const DeviceStream& s
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!device_) {
-      Result<std::shared_ptr<const Device>> opened =
-          Device::Open(libraries_->cuda, submitter.ordinal);
+      Result<std::shared_ptr<const Device>> opened = libraries_->Open(submitter.ordinal);
       SHVD_TRY(opened.status());
       device_ = std::move(opened).value();
     }
@@ -219,7 +218,7 @@ Result<std::unique_ptr<DeviceWork>> DeviceExecution::Begin(const DeviceStream& s
   }
   Result<std::unique_ptr<DeviceEvent>> submitted = device->Record(submitter.stream);
   SHVD_TRY(submitted.status());
-  return std::make_unique<DeviceWork>(std::move(submitted).value());
+  return std::shared_ptr<const DeviceEvent>(std::move(submitted).value());
 }
 
 std::shared_ptr<const Device> DeviceExecution::OpenedDevice() const {
@@ -228,7 +227,7 @@ std::shared_ptr<const Device> DeviceExecution::OpenedDevice() const {
 }
 
 Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waiting& waiting,
-                            const Share& share) {
+                            const Links& links) {
   const std::shared_ptr<const Device> device = OpenedDevice();
   if (!device) {
     return Status(StatusCode::kInvalidArgument,
@@ -238,13 +237,18 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
   }
   const Device::Current current(*device);
   SHVD_TRY(current.status());
-  if (!communicator_) SHVD_TRY(Connect(waiting, share).Annotate("connecting NCCL"));
+  const auto turn = AwaitTurn(*device, waiting, links);  // until all of this is on the stream
+  SHVD_TRY(turn.status());
+  if (!communicator_) SHVD_TRY(Connect(waiting, links).Annotate("connecting NCCL"));
 
   std::vector<Part> parts;
   Calls calls(rank_, size_, device->stream());
+  const DeviceEvent* last = nullptr;
   for (const Ready* ready : group) {
-    if (const DeviceWork* work = ready->operation->device()) {
-      SHVD_TRY(work->submitted().LetWait(device->stream()));
+    const DeviceWork* work = ready->operation->device();
+    if (work != nullptr && &work->submitted() != last) {
+      last = &work->submitted();
+      SHVD_TRY(last->LetWait(device->stream()));
     }
     Result<Part> part = PartOf(*ready, *device, rank_, size_);
     SHVD_TRY(part.status());
@@ -268,15 +272,27 @@ Status DeviceExecution::Run(const std::vector<const Ready*>& group, const Waitin
   return Status();
 }
 
+// Null where no other communicator uses the devices.
+Result<std::unique_ptr<LaunchOrder::Turn>> DeviceExecution::AwaitTurn(const Device& device,
+                                                                      const Waiting& waiting,
+                                                                      const Links& links) const {
+  if (!shared_) return std::unique_ptr<LaunchOrder::Turn>();
+  std::unique_ptr<LaunchOrder::Turn> turn = device.order().Propose(communicator_name_);
+  auto ticket = static_cast<int64_t>(turn->proposal());
+  SHVD_TRY(links.highest(&ticket).Annotate("agreeing on the order of devices"));
+  SHVD_TRY(turn->Await(static_cast<uint64_t>(ticket), waiting));
+  return turn;
+}
+
 // Ranks meet by an id of NCCL's that comes from rank 0.
-Status DeviceExecution::Connect(const Waiting& waiting, const Share& share) {
+Status DeviceExecution::Connect(const Waiting& waiting, const Links& links) {
   NcclId id{};
   if (rank_ == 0) {
     Result<NcclId> made = NcclCommunicator::NewId(*libraries_->nccl);
     SHVD_TRY(made.status());
     id = made.value();
   }
-  SHVD_TRY(share(Bytes(id.bytes.data(), id.bytes.size())));
+  SHVD_TRY(links.share(Bytes(id.bytes.data(), id.bytes.size())));
   Result<std::unique_ptr<NcclCommunicator>> connected =
       NcclCommunicator::Connect(libraries_->nccl, id, rank_, size_, waiting);
   SHVD_TRY(connected.status());
@@ -296,12 +312,22 @@ Status DeviceExecution::Watch() {
                     "have failed");
 }
 
-void DeviceExecution::Leave(bool orderly) {
+void DeviceExecution::Leave(const Meet& meet) {
   constexpr std::chrono::milliseconds kInterval(1);
-  const Deadline deadline = Deadline::AfterSeconds(orderly ? kFarewellSeconds : 0.0);
+  const Deadline deadline = Deadline::AfterSeconds(kFarewellSeconds);
   // A device gives no sign to a thread that could do anything else.
-  while (busy() && !deadline.Expired() && Watch().ok()) {
+  while (meet && busy() && !deadline.Expired() && Watch().ok()) {
     if (busy()) std::this_thread::sleep_for(kInterval);
+  }
+  if (communicator_ && meet && Watch().ok()) {
+    // What is complete here may not be so on other ranks, which take what NCCL keeps for them here;
+    // and what a long queue of the program's own work still holds up goes on here, too.
+    if (!busy() && meet(deadline).ok()) {
+      const Waiting waiting{deadline, [] { return Status(); }};
+      static_cast<void>(NcclCommunicator::Finish(std::move(communicator_), waiting));
+    } else {
+      NcclCommunicator::Abandon(std::move(communicator_));
+    }
   }
   communicator_.reset();
   running_.clear();

@@ -25,22 +25,34 @@ namespace sparkhvd {
 // device goes on alone, and Watch() looks after it.
 class DeviceExecution {
  public:
-  // `libraries` may be null: then there is no device.
-  DeviceExecution(std::shared_ptr<const DeviceLibraries> libraries, int rank, int size)
-      : libraries_(std::move(libraries)), rank_(rank), size_(size) {}
+  // `libraries` may be null: then there is no device. `communicator` is equal on all ranks and
+  // tells this one from others of the process. `shared` is as after ShareDevice().
+  DeviceExecution(std::shared_ptr<const DeviceLibraries> libraries, int rank, int size,
+                  std::string communicator, bool shared)
+      : libraries_(std::move(libraries)),
+        rank_(rank),
+        size_(size),
+        communicator_name_(std::move(communicator)),
+        shared_(shared) {}
 
   // By any thread.
 
-  // What belongs to an operation on memory that what is on `submitter` by now makes ready.
-  Result<std::unique_ptr<DeviceWork>> Begin(const DeviceStream& submitter);
+  // The point at which memory is ready that what is on `submitter` by now makes ready.
+  Result<std::shared_ptr<const DeviceEvent>> Mark(const DeviceStream& submitter);
 
   // By the thread that steers the engine.
 
-  // Gives all ranks the bytes of rank 0.
-  using Share = std::function<Status(Bytes)>;
+  // What the ranks do over the links of the host before they begin on their devices.
+  struct Links {
+    std::function<Status(Bytes)> share;       // gives all ranks the bytes of rank 0
+    std::function<Status(int64_t*)> highest;  // gives all ranks the highest number of any
+  };
 
   // Runs operations of one kind together. What takes longer than until the deadline has failed.
-  Status Run(const std::vector<const Ready*>& group, const Waiting& waiting, const Share& share);
+  Status Run(const std::vector<const Ready*>& group, const Waiting& waiting, const Links& links);
+
+  // From now on, on all ranks, other communicators use the devices too: see LaunchOrder.
+  void ShareDevice() { shared_ = true; }
 
   // Whether NCCL connects the ranks, which it does from the first Run on.
   bool connected() const { return communicator_ != nullptr; }
@@ -51,8 +63,12 @@ class DeviceExecution {
   // What has gone wrong on the device since.
   Status Watch();
 
-  // Leaves the other ranks: with `orderly` what runs may end first, for a while.
-  void Leave(bool orderly);
+  // Waits until all ranks of the engine leave it; fails where they do not by the deadline.
+  using Meet = std::function<Status(Deadline)>;
+
+  // Leaves the other ranks. With `meet` the job goes well: what runs ends first, on all ranks, or
+  // goes on where that takes long. Else it ends here and now.
+  void Leave(const Meet& meet);
 
  private:
   struct Running {
@@ -62,16 +78,20 @@ class DeviceExecution {
   };
 
   std::shared_ptr<const Device> OpenedDevice() const;
-  Status Connect(const Waiting& waiting, const Share& share);
+  Result<std::unique_ptr<LaunchOrder::Turn>> AwaitTurn(const Device& device, const Waiting& waiting,
+                                                       const Links& links) const;
+  Status Connect(const Waiting& waiting, const Links& links);
 
   const std::shared_ptr<const DeviceLibraries> libraries_;
   const int rank_;
   const int size_;
+  const std::string communicator_name_;
 
   mutable std::mutex mutex_;  // guards device_, which stays once it is set; a leaf
   std::shared_ptr<const Device> device_;
 
   // Of the thread that steers.
+  bool shared_;
   std::unique_ptr<NcclCommunicator> communicator_;
   std::deque<Running> running_;  // in the order of the device's stream
 };

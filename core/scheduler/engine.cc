@@ -76,10 +76,17 @@ std::unique_ptr<Autotuner> AutotunerOf(int rank, const EngineConfig& config,
   return std::make_unique<Autotuner>(*config.autotune, scope, execution.tunables());
 }
 
-void AbortMesh(const Mesh& mesh, const Status& why) {
-  if (mesh.arena) mesh.arena->Abort(why);
-  if (mesh.direct_arena) mesh.direct_arena->Abort(why);
-  mesh.transport->Abort(why);
+void AbortMesh(const Mesh& mesh, const Status& why) noexcept {
+  const auto abort = [&mesh](const Status& reason) {
+    return Guarded([&] {
+      if (mesh.arena) mesh.arena->Abort(reason);
+      if (mesh.direct_arena) mesh.direct_arena->Abort(reason);
+      mesh.transport->Abort(reason);
+      return Status();
+    });
+  };
+  const Status aborted = abort(why);
+  if (!aborted.ok()) static_cast<void>(abort(aborted));
 }
 
 }  // namespace
@@ -97,7 +104,7 @@ Engine::Engine(const EngineConfig& config, Mesh mesh, FailureBoard board)
       negotiation_(MakeNegotiation(steps_ ? &*steps_ : nullptr, *mesh_.transport, config)),
       execution_(mesh_, steps_ ? &*steps_ : nullptr, StartOf(config, mesh_),
                  config.hierarchical_allgather, timeline_, counters_),
-      devices_(config.device_libraries, rank_, size_),
+      devices_(config.device_libraries, rank_, size_, config.label, config.shares_device),
       autotuner_(AutotunerOf(rank_, config, execution_)),
       tuning_{execution_.tunables(), !config.autotune.has_value()},
       direct_calls_(DirectCallsOf(mesh_)),
@@ -111,7 +118,9 @@ Engine::~Engine() {
 Result<std::shared_ptr<Operation>> Engine::Submit(Request request, const std::byte* source,
                                                   std::byte* target, Start start,
                                                   const std::optional<DeviceStream>& device) {
-  Result<OperationPointer> operation = Make(Submission{std::move(request), source, target, device});
+  std::optional<Mark> mark;
+  Result<OperationPointer> operation =
+      Make(Submission{std::move(request), source, target, device}, mark);
   SHVD_TRY(operation.status());
   SHVD_TRY(Enqueue(Span<const OperationPointer>(&operation.value(), 1), start));
   return operation;
@@ -121,8 +130,9 @@ Result<std::vector<std::shared_ptr<Operation>>> Engine::SubmitAll(
     std::vector<Submission> submissions, Start start) {
   std::vector<OperationPointer> operations;
   operations.reserve(submissions.size());
+  std::optional<Mark> mark;
   for (Submission& submission : submissions) {
-    Result<OperationPointer> operation = Make(std::move(submission));
+    Result<OperationPointer> operation = Make(std::move(submission), mark);
     SHVD_TRY(operation.status());
     operations.push_back(std::move(operation).value());
   }
@@ -130,17 +140,20 @@ Result<std::vector<std::shared_ptr<Operation>>> Engine::SubmitAll(
   return operations;
 }
 
-Result<Engine::OperationPointer> Engine::Make(Submission submission) {
+Result<Engine::OperationPointer> Engine::Make(Submission submission, std::optional<Mark>& mark) {
   Request& request = submission.request;
   std::optional<std::string> problem = Problem(request, size_);
   if (!problem && submission.device) problem = DeviceProblem(request);
   if (problem) return Status(StatusCode::kInvalidArgument, *problem).Annotate(request.Title());
   std::unique_ptr<DeviceWork> work;
   if (submission.device) {
-    Result<std::unique_ptr<DeviceWork>> begun = devices_.Begin(*submission.device);
-    SHVD_TRY(begun.status().Annotate(request.Title()));
+    if (!mark || !(mark->submitter == *submission.device)) {
+      Result<std::shared_ptr<const DeviceEvent>> point = devices_.Mark(*submission.device);
+      SHVD_TRY(point.status().Annotate(request.Title()));
+      mark = Mark{*submission.device, std::move(point).value()};
+    }
     request.on_device = request.kind != OperationKind::kJoin;
-    if (request.on_device) work = std::move(begun).value();
+    if (request.on_device) work = std::make_unique<DeviceWork>(mark->point);
   }
   return std::make_shared<Operation>(std::move(request), submission.source, submission.target,
                                      std::move(work));
@@ -149,23 +162,18 @@ Result<Engine::OperationPointer> Engine::Make(Submission submission) {
 Status Engine::Enqueue(Span<const OperationPointer> operations, Start start) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (size_t i = 0; i < operations.size(); ++i) {
-      const Request& request = operations[i]->request();
-      Status refusal = Refusal(request);
-      if (refusal.ok() && in_flight_.insert(request.name).second) continue;
-      for (size_t k = 0; k < i; ++k) in_flight_.erase(operations[k]->request().name);
-      if (refusal.ok()) {
-        refusal = Status(StatusCode::kInvalidArgument,
-                         "an operation of this name is in flight already; wait for it or give this "
-                         "one another name");
+    const size_t queued = queue_.size();
+    const Status taken = Guarded([&] { return TakeIn(operations); });
+    if (!taken.ok()) {
+      queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(queued), queue_.end());
+      for (const OperationPointer& operation : operations) {
+        const auto found = in_flight_.find(operation->request().name);
+        if (found != in_flight_.end() && found->second == operation) in_flight_.erase(found);
       }
-      return refusal.Annotate(request.Title());
+      return taken;
     }
     for (const OperationPointer& operation : operations) {
-      const Request& request = operation->request();
-      joined_ = joined_ || request.kind == OperationKind::kJoin;
-      if (timeline_.on()) timeline_.Begin(request.name, Name(request.kind), operation->bytes());
-      queue_.push_back(operation);
+      joined_ = joined_ || operation->request().kind == OperationKind::kJoin;
       queued_bytes_ += operation->bytes();
     }
     // Whoever steers looks at the queue again before he leaves.
@@ -178,6 +186,24 @@ Status Engine::Enqueue(Span<const OperationPointer> operations, Start start) {
     gathered_ = at_once ? Clock::time_point{} : Clock::now() + kGathering;
   }
   wake_.notify_one();
+  return Status();
+}
+
+Status Engine::TakeIn(Span<const OperationPointer> operations) {
+  for (const OperationPointer& operation : operations) {
+    const Request& request = operation->request();
+    SHVD_TRY(Refusal(request).Annotate(request.Title()));
+    if (in_flight_.emplace(request.name, operation).second) continue;
+    return Status(StatusCode::kInvalidArgument,
+                  "an operation of this name is in flight already; wait for it or give this one "
+                  "another name")
+        .Annotate(request.Title());
+  }
+  for (const OperationPointer& operation : operations) {
+    queue_.push_back(operation);
+    if (!timeline_.on()) continue;
+    timeline_.Begin(operation->request().name, Name(operation->request().kind), operation->bytes());
+  }
   return Status();
 }
 
@@ -246,7 +272,7 @@ void Engine::Abort(const std::string& why) {
     if (end_) return;
   }
   // The reason stands on the board before the links break, so that every peer finds it there.
-  End(FirstFailure(status));
+  EndTogether(status);
 }
 
 Status Engine::Shutdown(Deadline deadline) {
@@ -291,7 +317,7 @@ void Engine::Main() {
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
   if (config_.processor_core) {
     if (const Status pinned = PinThisThread(*config_.processor_core); !pinned.ok())
-      End(FirstFailure(pinned));
+      EndTogether(pinned);
   }
   {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -304,7 +330,10 @@ void Engine::Main() {
     }
   }
   FailEverything();
-  LeaveDevices();
+  static_cast<void>(Guarded([this] {
+    LeaveDevices();
+    return Status();
+  }));
   const std::lock_guard<std::mutex> lock(mutex_);
   finished_ = true;
   finished_changed_.notify_all();
@@ -357,15 +386,14 @@ void Engine::SteerUntilDone(const Operation& operation, Deadline deadline) {
 }
 
 // One cycle, or as much of it as `patience` allows where waiting can be interrupted.
-void Engine::RunCycle(Deadline patience) {
-  Status status;
-  try {
-    if (!entered_) status = EnterCycle();
-    if (status.ok()) status = ConcludeCycle(patience);
-  } catch (const std::exception& error) {  // no memory: the process must not go down with it
-    status = Status(StatusCode::kInternal, std::string("engine: ") + error.what());
-  }
-  if (!status.ok()) End(FirstFailure(status));
+// Whatever happens in it, and be it that there is no memory, every operation gets its outcome: the
+// process must not go down with it, and nobody must wait in vain.
+void Engine::RunCycle(Deadline patience) noexcept {
+  const Status status = Guarded([&] {
+    if (!entered_) SHVD_TRY(EnterCycle());
+    return ConcludeCycle(patience);
+  });
+  if (!status.ok()) EndTogether(status);
 }
 
 Status Engine::EnterCycle() {
@@ -514,8 +542,11 @@ Status Engine::Execute(const std::vector<Ready>& ready) {
       if (group[0]->request().on_device) {
         failure = ExecuteOnDevice(ready, positions, deadline);
       } else {
-        failure = group.size() > 1 ? execution_.Allreduce({group.data(), group.size()}, deadline)
-                                   : execution_.Run(*group[0], ready[positions[0]].rows, deadline);
+        failure = Guarded([&] {
+          return group.size() > 1 ? execution_.Allreduce({group.data(), group.size()}, deadline)
+                                  : execution_.Run(*group[0], ready[positions[0]].rows, deadline);
+        });
+        if (group[0]->request().name == kShareDeviceName) devices_.ShareDevice();
       }
       counters_.collective_us += MicrosecondsSince(start);
       if (!failure.ok()) failure = FirstFailure(failure);
@@ -542,7 +573,7 @@ Engine::OperationPointer Engine::TakePending(std::string_view name) {
   return operation;
 }
 
-void Engine::Complete(Span<const OperationPointer> operations, const Status& status) {
+void Engine::Complete(Span<const OperationPointer> operations, const Status& status) noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const OperationPointer& operation : operations) {
@@ -555,10 +586,16 @@ void Engine::Complete(Span<const OperationPointer> operations, const Status& sta
     for (const OperationPointer& operation : operations) bytes += operation->bytes();
     CountOperations(operations[0]->request().kind, operations.size(), bytes);
   }
-  const Status outcome = config_.label.empty() ? status : status.Annotate(config_.label);
+  const Status labelled =
+      config_.label.empty() ? Status() : AnnotateIfPossible(status, config_.label);
   for (const OperationPointer& operation : operations) {
-    if (timeline_.on()) timeline_.End(operation->request().name, status.message());
-    operation->Complete(outcome);
+    if (timeline_.on()) {
+      static_cast<void>(Guarded([&] {
+        timeline_.End(operation->request().name, status.message());
+        return Status();
+      }));
+    }
+    operation->Complete(config_.label.empty() ? status : labelled);
   }
 }
 
@@ -577,34 +614,46 @@ void Engine::EnterAll(const std::vector<OperationPointer>& operations, Phase pha
   }
 }
 
-void Engine::End(const Status& why) {
+// All ranks end, with the failure that came first.
+void Engine::EndTogether(const Status& own) noexcept { End(FirstFailure(own)); }
+
+void Engine::End(const Status& why) noexcept {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!end_) end_ = why;
+    if (!end_) end_ = AnnotateIfPossible(why, "");
   }
   wake_.notify_one();
   AbortMesh(mesh_, why);
 }
 
-void Engine::FailEverything() {
-  Status why;
-  std::vector<OperationPointer> left;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    why = *end_;
-    left = std::exchange(queue_, {});
-  }
-  for (const auto& [name, operation] : pending_) left.push_back(operation);
+void Engine::FailEverything() noexcept {
   pending_.clear();
-  Complete({left.data(), left.size()}, why);
+  while (true) {
+    OperationPointer operation;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      queue_.clear();
+      if (in_flight_.empty()) return;
+      operation = in_flight_.begin()->second;
+    }
+    Complete({&operation, 1}, *end_);  // which does not change any more
+  }
 }
 
-Status Engine::FirstFailure(const Status& own) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (end_) return *end_;
-  }
-  return board_.First(own, rank_);
+Status Engine::FirstFailure(const Status& own) noexcept {
+  Status first;
+  const Status asked = Guarded([&] {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (end_) {
+        first = *end_;
+        return Status();
+      }
+    }
+    first = board_.First(own, rank_);
+    return Status();
+  });
+  return asked.ok() ? first : AnnotateIfPossible(own, "");
 }
 
 std::string Engine::PendingTitles() const {

@@ -14,7 +14,6 @@
 #include <string_view>
 #include <thread>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "base/deadline.h"
@@ -47,9 +46,13 @@ struct EngineConfig {
   std::optional<AutotuneOptions> autotune;  // those of rank 0 count
   std::optional<int> processor_core;        // where the engine's thread runs; anywhere when empty
   std::shared_ptr<const DeviceLibraries> device_libraries;  // null: no operations on devices
+  bool shares_device = false;  // other engines use the devices of the ranks, see kShareDeviceName
   std::shared_ptr<Timeline> timeline;  // another engine's; null: one of its own
   std::string timeline_label;          // tells this engine's tensors from those of the other
 };
+
+// A barrier of this name tells the ranks that from then on other engines use their devices, too.
+inline constexpr const char* kShareDeviceName = "devices.share";
 
 // When an operation begins.
 enum class Start {
@@ -130,6 +133,9 @@ class Engine {
   // Leaves the job: pending operations fail with kShutDown. May be called again.
   Status Shutdown(Deadline deadline);
 
+  // In a forked child, where nothing else may be called: closes its copies of the links.
+  void CloseCopies() const { mesh_.sockets.CloseCopies(); }
+
  private:
   using OperationPointer = std::shared_ptr<Operation>;
 
@@ -144,7 +150,7 @@ class Engine {
   void Main();
   bool AwaitWork(std::unique_lock<std::mutex>& lock);
   void SteerUntilDone(const Operation& operation, Deadline deadline);
-  void RunCycle(Deadline patience);
+  void RunCycle(Deadline patience) noexcept;
   Status EnterCycle();
   Status ConcludeCycle(Deadline patience);
   void Retune(const Retuning& retuning);
@@ -157,18 +163,25 @@ class Engine {
   Status Trouble();
   void LeaveDevices();
   void CompleteDeposits(const std::vector<Ready>& ready, const ArenaSteps::Round& round);
-  Result<OperationPointer> Make(Submission submission);
+  // Operations that are submitted together on one stream share the point at which they are ready.
+  struct Mark {
+    DeviceStream submitter;
+    std::shared_ptr<const DeviceEvent> point;
+  };
+  Result<OperationPointer> Make(Submission submission, std::optional<Mark>& mark);
   Status Enqueue(Span<const OperationPointer> operations, Start start);  // all or none
+  Status TakeIn(Span<const OperationPointer> operations);                // mutex_ is held
   Status Refusal(const Request& request) const;                          // mutex_ is held
   Result<OperationPointer> Accept(const Agreement& agreement);
   OperationPointer TakePending(std::string_view name);
   // They are of one kind where they succeeded.
-  void Complete(Span<const OperationPointer> operations, const Status& status);
+  void Complete(Span<const OperationPointer> operations, const Status& status) noexcept;
   void CountOperations(OperationKind kind, size_t number, size_t bytes);
   void EnterAll(const std::vector<OperationPointer>& operations, Phase phase);
-  void End(const Status& why);
-  void FailEverything();
-  Status FirstFailure(const Status& own);
+  void EndTogether(const Status& own) noexcept;
+  void End(const Status& why) noexcept;
+  void FailEverything() noexcept;
+  Status FirstFailure(const Status& own) noexcept;
   void Hurry();
   std::string PendingTitles() const;
 
@@ -201,7 +214,8 @@ class Engine {
   std::condition_variable finished_changed_;
   bool steered_ = false;  // somebody runs a cycle
   std::vector<OperationPointer> queue_;
-  std::unordered_set<std::string_view> in_flight_;  // names of what is queued, pending or running
+  // What is queued, pending or running, by name: whatever fails, nothing is forgotten.
+  std::unordered_map<std::string_view, OperationPointer> in_flight_;
   size_t queued_bytes_ = 0;
   bool gathering_ = false;  // the engine's thread knows that something is queued and will take it
   Deadline::Clock::time_point gathered_{};  // then

@@ -24,18 +24,21 @@ Status Engine::ExecuteOnDevice(const std::vector<Ready>& ready,
   if (!devices_.connected()) will_ = board_.LeaveWill(rank_);
   ++counters_.on_device;
   const Waiting waiting{deadline, [this] { return Trouble(); }};
-  return devices_.Run(group, waiting, [&](Bytes bytes) {
-    return execution_.Broadcast(0, bytes.data(), bytes, deadline);
-  });
+  DeviceExecution::Links links;
+  links.share = [&](Bytes bytes) { return execution_.Broadcast(0, bytes.data(), bytes, deadline); };
+  links.highest = [&](int64_t* number) { return execution_.Highest(number, deadline); };
+  return devices_.Run(group, waiting, links);
 }
 
 // While nobody else steers.
 void Engine::WatchDevice(std::unique_lock<std::mutex>& lock) {
   steered_ = true;
   lock.unlock();
-  Status status = devices_.Watch();
-  if (status.ok() && devices_.busy()) status = Trouble();
-  if (!status.ok()) End(FirstFailure(status));
+  const Status status = Guarded([this] {
+    SHVD_TRY(devices_.Watch());
+    return devices_.busy() ? Trouble() : Status();
+  });
+  if (!status.ok()) EndTogether(status);
   lock.lock();
   steered_ = false;
 }
@@ -55,7 +58,8 @@ Status Engine::Trouble() {
 // Once nothing can be submitted any more.
 void Engine::LeaveDevices() {
   const bool orderly = Failure().ok();
-  devices_.Leave(orderly);
+  devices_.Leave(orderly ? [this](Deadline deadline) { return board_.Meet(rank_, size_, deadline); }
+                         : DeviceExecution::Meet());
   board_.LookAway();
   if (will_ && orderly) will_->Withdraw();
   will_.reset();

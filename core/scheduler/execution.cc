@@ -138,6 +138,13 @@ Status Execution::Reduce(const Reduction& reduction, const std::byte* source, st
   return Status();
 }
 
+Status Execution::Highest(int64_t* number, Deadline deadline) {
+  auto* bytes = reinterpret_cast<std::byte*>(number);
+  const size_t one = 1;
+  return Reduce(Reduction{DType::kInt64, ReduceOp::kMax}, bytes, bytes, Span<const size_t>(&one, 1),
+                deadline);
+}
+
 Status Execution::ReduceAlone(const Operation& operation, Deadline deadline) {
   const size_t count = operation.count();
   return Reduce(ReductionOf(operation.request()), operation.source(), operation.target(),

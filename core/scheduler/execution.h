@@ -59,6 +59,9 @@ class Execution {
   // Gives all ranks the bytes of one. On the root the target may be the source.
   Status Broadcast(int root, const std::byte* source, Bytes target, Deadline deadline);
 
+  // Gives all ranks the highest number of any.
+  Status Highest(int64_t* number, Deadline deadline);
+
  private:
   Status Reduce(const Reduction& reduction, const std::byte* source, std::byte* target,
                 Span<const size_t> lengths, Deadline deadline);

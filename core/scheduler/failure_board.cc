@@ -33,6 +33,24 @@ Status FailureBoard::Look() const {
   return note.ok() ? DecodeFailure(note.value()).value_or(Status()) : Status();
 }
 
+// Rank 0 waits for all, and all others for it.
+Status FailureBoard::Meet(int rank, int size, Deadline deadline) const {
+  if (!store || size == 1) return Status();
+  const std::string all = scope + "/done";
+  const auto of = [&all](int one) { return all + "/" + std::to_string(one); };
+  const auto await = [&](const std::string& key) {
+    const Status status = store->Get(key, deadline).status();
+    if (!status.ok()) store->StopAsking(key);
+    return status;
+  };
+  if (rank != 0) {
+    SHVD_TRY(store->Set(of(rank), "", deadline));
+    return await(all);
+  }
+  for (int one = 1; one < size; ++one) SHVD_TRY(await(of(one)));
+  return store->Set(all, "", deadline);
+}
+
 void FailureBoard::LookAway() const {
   if (store) store->StopAsking(Key());
 }

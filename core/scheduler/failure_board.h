@@ -1,4 +1,4 @@
-// Where the ranks of one engine tell each other why they failed.
+// Where the ranks of one engine tell each other why they failed, or that they are done.
 #pragma once
 
 #include <memory>
@@ -20,6 +20,9 @@ struct FailureBoard {
 
   // The note that is on the board, if there is one; does not wait for any.
   Status Look() const;
+
+  // Waits until all `size` ranks have come to their end in good order.
+  Status Meet(int rank, int size, Deadline deadline) const;
 
   // Nobody here will look again.
   void LookAway() const;

@@ -81,14 +81,22 @@ class Operation {
     output_bytes_ = bytes;
     rows_ = std::move(rows);
   }
-  void Complete(const Status& status) {
+  void Complete(const Status& status) noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!status.ok()) status_ = status.Annotate(request_.Title());
+    if (!status.ok()) SetFailure(status);
     done_.store(true, std::memory_order_release);
     changed_.notify_all();
   }
 
  private:
+  void SetFailure(const Status& status) noexcept {
+    try {
+      status_ = status.Annotate(request_.Title());
+    } catch (...) {  // the title needs memory, too
+      status_ = AnnotateIfPossible(status, "");
+    }
+  }
+
   const Request request_;
   const size_t count_;
   std::vector<std::byte> content_;

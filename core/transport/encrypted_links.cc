@@ -1,9 +1,11 @@
 #include "transport/encrypted_links.h"
 
+#include <linux/sockios.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -18,7 +20,6 @@
 #include "base/io_status.h"
 #include "base/link_cipher.h"
 #include "base/wire.h"
-#include "rendezvous/socket.h"
 
 namespace sparkhvd {
 namespace {
@@ -27,6 +28,13 @@ constexpr size_t kLengthBytes = 4;
 constexpr size_t kContentBytes = size_t{128} << 10;
 constexpr size_t kRecordBytes = kLengthBytes + kContentBytes + kCipherTagBytes;
 constexpr std::chrono::milliseconds kFarewellTime(1000);
+constexpr std::chrono::seconds kLookInterval(1);  // at the hosts of peers
+
+// What the other host has not acknowledged.
+int BytesOnTheirWay(int fd) {
+  int bytes = 0;
+  return ::ioctl(fd, SIOCOUTQ, &bytes) == 0 ? bytes : 0;
+}
 
 // What is still to be written to a socket.
 struct Outgoing {
@@ -157,6 +165,15 @@ class EncryptedLinks::Tunnel {
     fds.push_back({link != 0 ? link_.get() : -1, link, 0});
   }
 
+  // Whether something may be on its way to the other host.
+  bool sends() const { return !done() && BytesOnTheirWay(link_.get()) > 0; }
+
+  void EndIfHostIsSilent(std::chrono::milliseconds silence) {
+    if (done() || !host_.IsSilent(link_.get(), silence)) return;
+    plain_.Reset();
+    link_.Reset();
+  }
+
   void Advance() {
     bool moved = true;
     for (int turn = 0; turn < kTurns && moved && !done(); ++turn) {
@@ -174,14 +191,15 @@ class EncryptedLinks::Tunnel {
 
   UniqueFd plain_;
   UniqueFd link_;
+  HostWatch host_;
   Sealing sealing_;
   Opening opening_;
 };
 
 class EncryptedLinks::Pump {
  public:
-  Pump(std::shared_ptr<CryptoLibrary> crypto, UniqueFd wake)
-      : library(std::move(crypto)), wake_(std::move(wake)) {}
+  Pump(std::shared_ptr<CryptoLibrary> crypto, UniqueFd wake, std::chrono::milliseconds silence)
+      : library(std::move(crypto)), wake_(std::move(wake)), silence_(silence) {}
 
   void Run() {
     pthread_setname_np(pthread_self(), "shvd-encrypt");
@@ -189,12 +207,22 @@ class EncryptedLinks::Pump {
     sigfillset(&all);
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
     std::vector<pollfd> fds;
+    fds.reserve(2 * tunnels.size() + 1);  // no allocation may fail later
+    bool quiet = false;                   // nothing happens, and nothing is on its way
+    Deadline next_look = Deadline::After(kLookInterval);
     while (!Finished()) {
       fds.clear();
       fds.push_back({leaving_seen_ ? -1 : wake_.get(), POLLIN, 0});
       for (const Tunnel& tunnel : tunnels) tunnel.AppendPollFds(fds);
-      const int timeout = leaving_seen_ ? leave_by_.RemainingMillis() : -1;
-      (void)::poll(fds.data(), fds.size(), timeout);
+      const int patience = quiet ? -1 : next_look.RemainingMillis();
+      const int timeout = leaving_seen_ ? leave_by_.RemainingMillis() : patience;
+      quiet = ::poll(fds.data(), fds.size(), timeout) == 0;
+      if (next_look.Expired()) {  // also beside links that are busy, or full
+        next_look = Deadline::After(kLookInterval);
+        for (Tunnel& tunnel : tunnels) tunnel.EndIfHostIsSilent(silence_);
+      }
+      quiet = quiet && std::none_of(tunnels.begin(), tunnels.end(),
+                                    [](const Tunnel& each) { return each.sends(); });
       if (!leaving_seen_ && (fds[0].revents & POLLIN) != 0) {
         leaving_seen_ = true;
         leave_by_ = Deadline::After(kFarewellTime);
@@ -221,19 +249,20 @@ class EncryptedLinks::Pump {
   }
 
   const UniqueFd wake_;  // an eventfd
+  const std::chrono::milliseconds silence_;
   bool leaving_seen_ = false;
   Deadline leave_by_ = Deadline::AfterSeconds(0);
 };
 
 EncryptedLinks::EncryptedLinks() = default;
 
-Result<std::unique_ptr<EncryptedLinks>> EncryptedLinks::Make() {
+Result<std::unique_ptr<EncryptedLinks>> EncryptedLinks::Make(std::chrono::milliseconds silence) {
   auto library = CryptoLibrary::Load();
   if (!library.ok()) return library.status();
   UniqueFd wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake.valid()) return IoStatus("eventfd", errno);
   std::unique_ptr<EncryptedLinks> links(new EncryptedLinks());
-  links->pump_ = std::make_unique<Pump>(library.value(), std::move(wake));
+  links->pump_ = std::make_unique<Pump>(library.value(), std::move(wake), silence);
   return links;
 }
 

@@ -1,6 +1,7 @@
 // Connections on which everything is encrypted, as plain sockets for those who use them.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "base/sha256.h"
 #include "base/status.h"
 #include "base/unique_fd.h"
+#include "rendezvous/socket.h"
 #include "transport/transport.h"
 
 namespace sparkhvd {
@@ -27,8 +29,10 @@ struct LinkKeys {
 // reason, nothing that comes after it can be trusted.
 class EncryptedLinks {
  public:
-  // Fails where OpenSSL is missing.
-  static Result<std::unique_ptr<EncryptedLinks>> Make();
+  // Fails where OpenSSL is missing. A link ends once its other host is silent for longer than
+  // `silence`.
+  static Result<std::unique_ptr<EncryptedLinks>> Make(
+      std::chrono::milliseconds silence = kSilentLink);
   // What was written before the plain sockets were closed still has a moment to leave.
   ~EncryptedLinks();
 

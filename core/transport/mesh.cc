@@ -116,8 +116,14 @@ class MeshBuilder {
   Result<Mesh> Build() {
     if (options_.size == 1) return Connect();
     SHVD_TRY(meeting_.Join());
-    auto mesh = Connect();
-    if (!mesh.ok()) return meeting_.Fail(mesh.status());
+    Mesh mesh;
+    const Status connected = Guarded([&] {
+      auto made = Connect();
+      SHVD_TRY(made.status());
+      mesh = std::move(made).value();
+      return Status();
+    });
+    if (!connected.ok()) return meeting_.Fail(connected);
     meeting_.Leave();
     return mesh;
   }
@@ -142,8 +148,10 @@ class MeshBuilder {
     }
     Mesh mesh;
     mesh.host_ranks = HostRanks();
+    for (const PeerSocket& link : links_) mesh.sockets.Add(link.stream.get());
+    for (const MemberWatch& watch : watches_) mesh.sockets.Add(watch.socket.get());
     SHVD_TRY(ShareArena(&mesh));
-    auto transport = options_.encrypt ? EncryptedTransport()
+    auto transport = options_.encrypt ? EncryptedTransport(&mesh.sockets)
                                       : MakeSocketTransport(options_.rank, std::move(links_));
     if (!transport.ok()) return transport.status();
     mesh.transport = std::move(transport).value();
@@ -154,7 +162,7 @@ class MeshBuilder {
     return "mesh/" + options_.scope + "/" + std::to_string(acceptor);
   }
 
-  Result<std::unique_ptr<Transport>> EncryptedTransport() {
+  Result<std::unique_ptr<Transport>> EncryptedTransport(OwnedSockets* sockets) {
     auto made = EncryptedLinks::Make();
     if (!made.ok()) return made.status().Annotate(RankName(options_.rank));
     std::unique_ptr<EncryptedLinks> encrypted = std::move(made).value();
@@ -163,6 +171,7 @@ class MeshBuilder {
       if (peer == options_.rank || IsUnix(stream.get())) continue;
       auto plain = encrypted->Add(std::move(stream), At(keys_, peer));
       if (!plain.ok()) return plain.status();
+      sockets->Add(plain.value().get());
       stream = std::move(plain).value();
     }
     SHVD_TRY(encrypted->Start());

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "rendezvous/key_value_store.h"
 #include "transport/arena.h"
+#include "transport/owned_sockets.h"
 #include "transport/transport.h"
 
 namespace sparkhvd {
@@ -41,6 +42,7 @@ struct Mesh {
   // All ranks by the arena that they share, the same list on every rank: ascending inside a group
   // and by the first rank. A rank without an arena is a group of its own.
   std::vector<std::vector<int>> memory_groups;
+  OwnedSockets sockets;         // those of the links and of the arena
   std::vector<int> host_ranks;  // those with this rank's host key, itself included, ascending
 };
 

@@ -37,6 +37,7 @@ constexpr int kCallsPerTurn = 8;
 // For peers that are slow to take what has been sent; nearly always it has arrived long ago.
 constexpr std::chrono::milliseconds kLingerTime(1000);
 constexpr int kLingerSliceMillis = 5;
+constexpr std::chrono::seconds kLookInterval(1);  // at the hosts of peers
 constexpr char kClosed[] = "it closed its links";
 
 struct Operation {
@@ -126,6 +127,12 @@ class Link {
     if (failure_.ok() && (process_events & POLLIN) != 0) End("its process has ended");
   }
 
+  void EndIfHostIsSilent(std::chrono::milliseconds silence) {
+    if (failure_.ok() && pending() && host_.IsSilent(socket_.stream.get(), silence)) {
+      End("its host does not answer any more");
+    }
+  }
+
   const Operation* Find(Ticket ticket, Direction* direction) const {
     for (const auto* queue : {&sends_, &receives_}) {
       for (const Operation& operation : *queue) {
@@ -142,7 +149,10 @@ class Link {
   void Close(const Status* why) {
     if (!connected()) return;
     const bool between_messages = sends_.empty() || sends_.front().done == 0;
-    if (why != nullptr && between_messages) SendFarewell(*why);
+    if (why != nullptr && between_messages) {
+      // Without memory for the reason the peer only learns of the end.
+      static_cast<void>(Guarded([&] { return SendFarewell(*why); }));
+    }
     // Only this direction: what the peer sends meanwhile would be answered with a reset, and that
     // takes with it what the peer has not received yet of operations that are over here.
     ::shutdown(socket_.stream.get(), SHUT_WR);
@@ -234,13 +244,14 @@ class Link {
     failure_ = PeerAborted(peer_, Status(header.code, text)).Annotate(Front());
   }
 
-  void SendFarewell(const Status& why) {
+  Status SendFarewell(const Status& why) {
     const std::string text = why.message().substr(0, kMaxFarewellBytes);
     const auto header = EncodeMessageHeader({true, text.size(), why.code()});
     std::string message(reinterpret_cast<const char*>(header.data()), header.size());
     message += text;
     // What does not go at once does not go: the peer then learns of the end without the reason.
     (void)!::send(socket_.stream.get(), message.data(), message.size(), MSG_NOSIGNAL);
+    return Status();
   }
 
   // The peer is gone. Its farewell may lie unread where nobody has posted a receive.
@@ -264,6 +275,7 @@ class Link {
 
   int peer_;
   PeerSocket socket_;
+  HostWatch host_;
   std::deque<Operation> sends_;
   std::deque<Operation> receives_;
   Status failure_;
@@ -271,8 +283,9 @@ class Link {
 
 class SocketTransport final : public Transport {
  public:
-  SocketTransport(int rank, std::vector<PeerSocket> peers, UniqueFd wake)
-      : rank_(rank), wake_(std::move(wake)) {
+  SocketTransport(int rank, std::vector<PeerSocket> peers, UniqueFd wake,
+                  std::chrono::milliseconds silence)
+      : rank_(rank), wake_(std::move(wake)), silence_(silence) {
     for (size_t peer = 0; peer < peers.size(); ++peer) {
       links_.emplace_back(static_cast<int>(peer), std::move(peers[peer]));
     }
@@ -384,11 +397,16 @@ class SocketTransport final : public Transport {
     }
     poll_fds_.push_back({wake_.get(), POLLIN, 0});
     lock.unlock();
-    const int ready = ::poll(poll_fds_.data(), poll_fds_.size(), deadline.RemainingMillis());
+    // At most for kLookInterval.
+    const int ready = ::poll(poll_fds_.data(), poll_fds_.size(), deadline.RemainingMillis(1000));
     const int error = errno;
     lock.lock();
     if (broken_) return *broken_;
     if (ready < 0 && error != EINTR) return Break(IoStatus("poll", error));
+    if (next_look_.Expired()) {
+      next_look_ = Deadline::After(kLookInterval);
+      for (Link* link : polled_links_) link->EndIfHostIsSilent(silence_);
+    }
     if (ready <= 0) return Status();
     // First what the peers sent before they went, then whether they are gone.
     if (AdvanceLinks()) return Status();
@@ -408,6 +426,7 @@ class SocketTransport final : public Transport {
   const int rank_;
   const UniqueFd
       wake_;  // an eventfd that only Abort writes and nobody reads: the transport is over then
+  const std::chrono::milliseconds silence_;
   std::atomic<int> aborts_waiting_{0};
   std::condition_variable aborted_;
   std::mutex mutex_;  // guards all fields below; not held while waiting for sockets
@@ -417,15 +436,17 @@ class SocketTransport final : public Transport {
   std::optional<Status> broken_;
   std::vector<pollfd> poll_fds_;
   std::vector<Link*> polled_links_;
+  Deadline next_look_ = Deadline::After(kLookInterval);
 };
 
 }  // namespace
 
-Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<PeerSocket> peers) {
+Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<PeerSocket> peers,
+                                                       std::chrono::milliseconds silence) {
   UniqueFd wake(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake.valid()) return IoStatus("eventfd", errno);
   return std::unique_ptr<Transport>(
-      std::make_unique<SocketTransport>(rank, std::move(peers), std::move(wake)));
+      std::make_unique<SocketTransport>(rank, std::move(peers), std::move(wake), silence));
 }
 
 }  // namespace sparkhvd

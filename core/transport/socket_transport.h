@@ -1,10 +1,12 @@
 // A Transport over one connected stream socket per peer.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <vector>
 
 #include "base/unique_fd.h"
+#include "rendezvous/socket.h"
 #include "transport/transport.h"
 
 namespace sparkhvd {
@@ -17,6 +19,8 @@ struct PeerSocket {
 };
 
 // `peers` has one entry per rank, the own one empty; sockets are non-blocking and authenticated.
-Result<std::unique_ptr<Transport>> MakeSocketTransport(int rank, std::vector<PeerSocket> peers);
+// A peer whose host is silent for longer than `silence` is gone; one that is only slow is not.
+Result<std::unique_ptr<Transport>> MakeSocketTransport(
+    int rank, std::vector<PeerSocket> peers, std::chrono::milliseconds silence = kSilentLink);
 
 }  // namespace sparkhvd

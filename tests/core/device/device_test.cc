@@ -77,7 +77,7 @@ TEST(Device, MemoryIsFilledMovedAndGivenBackInTheOrderOfStreams) {
     EXPECT_TRUE(device->Allocate(0).ok());
     const Result<DeviceMemory> unused = device->Allocate(8);
     EXPECT_EQ(simulated::Allocations(), 1u);
-    simulated::FailNext("cuMemAllocAsync", 2);
+    simulated::FailNext("cuMemAllocFromPoolAsync", 2);
     ExpectFailure(device->Allocate(8).status(), StatusCode::kIo,
                   "no memory for 8 bytes on CUDA device 1");
   }
@@ -158,7 +158,7 @@ TEST_F(Communicators, ARankThatNeverComesIsWaitedForUntilTheDeadline) {
 TEST_F(Communicators, FailuresAreSaidInTheWordsOfNccl) {
   std::vector<float> data(3, 1.0f);  // in use until the communicator has gone
   OnEveryRank(1, [&](Rank& self) {
-    simulated::FailNext("ncclAllReduce", 5);
+    simulated::FailNext("ncclAllReduce", 3);
     ExpectFailure(self.communicator->Together({Sum(self, data)}, Soon()), StatusCode::kIo,
                   "ncclAllReduce failed: simulated error (details)");
     EXPECT_TRUE(self.communicator->Together({Sum(self, data)}, Soon()).ok()) << "no group is open";
@@ -167,6 +167,19 @@ TEST_F(Communicators, FailuresAreSaidInTheWordsOfNccl) {
     ExpectFailure(self.communicator->Together({Sum(self, data)}, Soon()), StatusCode::kPeerLost,
                   "ncclGroupEnd failed");
   });
+}
+
+TEST_F(Communicators, FinishOnceAllIsComplete) {
+  OnEveryRank(2, [](Rank& self) {
+    std::vector<float> data(3, 1.0f);
+    EXPECT_TRUE(self.communicator->Together({Sum(self, data)}, Soon()).ok());
+    const auto finished = self.device->Record(self.device->stream());
+    ASSERT_TRUE(finished.ok());
+    while (!finished.value()->Reached()) std::this_thread::yield();
+    const Status status = NcclCommunicator::Finish(std::move(self.communicator), Soon());
+    EXPECT_TRUE(status.ok()) << status.message();
+  });
+  EXPECT_EQ(simulated::TakeMisuses(), std::vector<std::string>());
 }
 
 TEST_F(Communicators, ThatGoEndWhatOthersNeverJoined) {
@@ -179,6 +192,46 @@ TEST_F(Communicators, ThatGoEndWhatOthersNeverJoined) {
     self.communicator.reset();
     while (!finished.value()->Reached()) std::this_thread::yield();
   });
+}
+
+// Whether `turn` comes at once.
+bool Comes(LaunchOrder::Turn& turn, uint64_t ticket) {
+  const Waiting no_time{Deadline::AfterSeconds(0), [] { return Status(); }};
+  return turn.Await(ticket, no_time).ok();
+}
+
+TEST(Order, ACollectiveWaitsForWhatMayStillComeBeforeIt) {
+  LaunchOrder order;
+  auto one = order.Propose("one");
+  auto other = order.Propose("other");
+  EXPECT_LT(one->proposal(), other->proposal());
+  EXPECT_FALSE(Comes(*other, other->proposal()))
+      << "the ranks of `one` may agree on what it proposed";
+  EXPECT_FALSE(Comes(*one, other->proposal() + 5));
+  EXPECT_TRUE(Comes(*other, other->proposal()));
+  other.reset();
+  EXPECT_TRUE(Comes(*one, one->proposal()));
+  EXPECT_GT(order.Propose("third")->proposal(), one->proposal())
+      << "later than all that was agreed on";
+}
+
+TEST(Order, EqualTicketsGoByTheNamesOfTheirCommunicators) {
+  LaunchOrder order;
+  auto b = order.Propose("b");
+  auto a = order.Propose("a");
+  EXPECT_FALSE(Comes(*b, 7));
+  EXPECT_TRUE(Comes(*a, 7));
+}
+
+TEST(Order, ATurnThatIsGivenUpHoldsUpNobody) {
+  LaunchOrder order;
+  auto first = order.Propose("first");
+  auto second = order.Propose("second");
+  const Status lost(StatusCode::kPeerLost, "rank 1 is gone");
+  const Waiting waiting{Deadline::AfterSeconds(30), [&] { return lost; }};
+  EXPECT_EQ(second->Await(2, waiting).code(), StatusCode::kPeerLost);
+  first.reset();
+  EXPECT_TRUE(Comes(*second, 2));
 }
 
 TEST(NcclNumbers, AreThoseOfItsInterface) {

@@ -322,6 +322,17 @@ TEST(TcpStore, WhatIsAlteredOnTheWayIsRefused) {
   }
 }
 
+TEST(TcpStore, AClientThatMustEncryptRefusesAServerThatDoesNot) {
+  auto plain = StartServer();
+  const auto refused = TcpStoreClient::Connect({plain->address()}, "secret", Late(), {}, true);
+  EXPECT_EQ(refused.status().code(), StatusCode::kAuthentication);
+  EXPECT_NE(refused.status().message().find("does not encrypt"), std::string::npos)
+      << refused.status().message();
+  auto sealed = StartServer(true);
+  const auto taken = TcpStoreClient::Connect({sealed->address()}, "secret", Late(), {}, true);
+  EXPECT_TRUE(taken.ok()) << taken.status().message();
+}
+
 TEST(TcpStore, SaysThatAPortIsTaken) {
   auto server = StartServer();
   auto second = TcpStoreServer::Start(server->address(), "secret");

@@ -1,12 +1,18 @@
 #include "rendezvous/strangers.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
+#include <atomic>
+#include <mutex>
 #include <random>
+#include <set>
+#include <thread>
 #include <vector>
 
 #include "base/leak_check.h"
 #include "base/wire.h"
+#include "rendezvous/dial.h"
 #include "rendezvous/store_frames.h"
 #include "rendezvous/tcp_store_client.h"
 #include "rendezvous/tcp_store_server.h"
@@ -36,6 +42,40 @@ class RendezvousServer : public testing::Test {
     ASSERT_TRUE(client.ok()) << client.status().message();
     EXPECT_TRUE(client.value()->Set("alive", "yes", Late()).ok());
     EXPECT_EQ(client.value()->Get("alive", Late()).value(), "yes");
+  }
+
+  // So many members that dial in the same moment.
+  void ExpectAllGetIn(int count) {
+    AllowDescriptors(4096);
+    DialOptions options;
+    options.addresses = {server_->address()};
+    options.token = "secret";
+    options.purpose = kStorePurpose;
+    std::mutex mutex;
+    std::multiset<std::string> failures;
+    std::vector<UniqueFd> members;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < count; ++i) {
+      threads.emplace_back([&] {
+        auto dialed = Dial(options, Late());
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (dialed.ok()) {
+          members.push_back(std::move(dialed).value());
+        } else {
+          failures.insert(dialed.status().message());
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_TRUE(failures.empty()) << failures.size() << " of " << count << ": "
+                                  << *failures.begin();
+  }
+
+  static void AllowDescriptors(rlim_t count) {
+    rlimit limit{};
+    ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+    limit.rlim_cur = std::min(limit.rlim_max, std::max(limit.rlim_cur, count));
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
   }
 
   std::unique_ptr<TcpStoreServer> server_;
@@ -99,6 +139,57 @@ TEST_F(RendezvousServer, MakesRoomWhenManySayNothing) {
   }
   ExpectServes();
   EXPECT_TRUE(IsDropped(silent.front(), Late()));
+}
+
+TEST_F(RendezvousServer, LetsHundredsInThatDialAtOnce) {
+  Start();
+  ExpectAllGetIn(512);
+}
+
+TEST_F(RendezvousServer, LetsMembersPastIdleStrangers) {
+  ReceptionLimits limits;
+  limits.handshake_seconds = 600;
+  Start(limits);
+  AllowDescriptors(4096);
+  std::vector<UniqueFd> idle;
+  for (int i = 0; i < 500; ++i) {
+    auto fd = dial()();
+    ASSERT_TRUE(fd.ok()) << fd.status().message();
+    idle.push_back(std::move(fd).value());
+  }
+  ExpectAllGetIn(16);
+}
+
+// They come again as soon as they are turned away.
+TEST_F(RendezvousServer, LetsMembersPastStrangersThatComeAgainAndAgain) {
+  ReceptionLimits limits;
+  limits.strangers = 4;
+  Start(limits);
+  std::atomic<bool> enough{false};
+  std::vector<std::thread> flood;
+  for (int i = 0; i < 8; ++i) {
+    flood.emplace_back([&] {
+      while (!enough.load()) {
+        auto fd = dial()();
+        if (fd.ok()) (void)IsDropped(fd.value(), Deadline::AfterSeconds(1));
+      }
+    });
+  }
+  ExpectAllGetIn(16);
+  enough.store(true);
+  for (std::thread& thread : flood) thread.join();
+}
+
+TEST_F(RendezvousServer, TellsThoseWhoMakeRoomToComeAgain) {
+  ReceptionLimits limits;
+  limits.strangers = 1;
+  Start(limits);
+  auto first = dial()();
+  ASSERT_TRUE(first.ok());
+  ExpectServes();
+  std::array<std::byte, kWelcomeBytes> said;
+  ASSERT_TRUE(ReadExactly(first.value().get(), Bytes(said.data(), said.size()), Late()).ok());
+  EXPECT_TRUE(IsComeAgain(ConstBytes(said.data(), said.size())));
 }
 
 TEST_F(RendezvousServer, EndsTheSessionOfAMemberThatBreaksTheProtocol) {

@@ -250,24 +250,87 @@ TEST(EngineDevice, WorksBehindWhatTheProgramHasPutOnItsStream) {
   });
 }
 
-TEST(EngineDevice, EveryEngineHasACommunicatorOfItsOwn) {
-  auto store = std::make_shared<InProcessStore>();
-  std::vector<std::unique_ptr<Rank>> pair;  // ranks 1 and 2 of the job
-  for (Mesh& mesh : InProcessMeshes(OneHost(2))) {
-    pair.push_back(std::make_unique<Rank>(WithDevices(), std::move(mesh), store));
+// The engines of the job, and of pairs of its ranks; a rank's engines share its device.
+class EngineDeviceSets : public ::testing::Test {
+ protected:
+  static constexpr int kRanks = 3;
+  using Pair = std::pair<int, int>;
+
+  EngineDeviceSets() {
+    for (const Pair& pair : {Pair{0, 1}, Pair{1, 2}, Pair{0, 2}}) {
+      EngineConfig config = config_;
+      config.shares_device = true;
+      config.label = "ranks " + std::to_string(pair.first) + " and " + std::to_string(pair.second);
+      auto store = std::make_shared<InProcessStore>();
+      std::vector<Mesh> meshes = InProcessMeshes(OneHost(2));
+      pairs_[{pair.first, pair}] = std::make_unique<Rank>(config, std::move(meshes[0]), store);
+      pairs_[{pair.second, pair}] = std::make_unique<Rank>(config, std::move(meshes[1]), store);
+    }
   }
-  OnEveryDevice(OneHost(3), WithDevices(), [&pair](int rank, Rank&, Program& program) {
+
+  // `body` gets the pairs of the rank.
+  void Run(const std::function<void(int, Rank&, Program&, std::vector<Rank*>)>& body) {
+    OnEveryRank(InProcessMeshes(OneHost(kRanks)), config_, [&](int rank, Rank& self) {
+      std::vector<Rank*> own;
+      for (auto& [key, engine] : pairs_) {
+        if (key.first == rank) own.push_back(engine.get());
+      }
+      {
+        Program program(rank, self.engine);
+        body(rank, self, program, own);
+      }
+      for (Rank* pair : own) EXPECT_TRUE(pair->engine.Shutdown(Patience()).ok());
+      EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
+    });
+    pairs_.clear();
+    ExpectCleanDevices();
+  }
+
+ private:
+  const EngineConfig config_ = WithDevices();
+  std::map<std::pair<int, Pair>, std::unique_ptr<Rank>> pairs_;
+};
+
+TEST_F(EngineDeviceSets, ReduceAmongThemselvesBesideTheJob) {
+  Run([](int rank, Rank& self, Program& program, const std::vector<Rank*>& pairs) {
+    ASSERT_TRUE(self.BarrierAndWait(kShareDeviceName).ok());
     for (int round = 0; round < 10; ++round) {
       std::vector<float> data(4, 1.0f);
       const Result<Pointer> all = program.TryAllreduce("all", data);
-      if (rank > 0) {
-        Program in_pair(rank, pair[static_cast<size_t>(rank - 1)]->engine);
+      for (Rank* pair : pairs) {
+        Program in_pair(rank, pair->engine);
         std::vector<float> more(4, 1.0f);
         EXPECT_TRUE(in_pair.Finish(in_pair.TryAllreduce("all", more)).ok());
         EXPECT_EQ(more[3], 2.0f);
       }
       EXPECT_TRUE(program.Finish(all).ok());
       EXPECT_EQ(data[3], 3.0f);
+    }
+  });
+}
+
+// Every rank submits to its engines in another order, and all at once: a real device deadlocks
+// unless the ranks agree on one.
+TEST_F(EngineDeviceSets, LaunchInOneOrderWhateverTheOrderOfSubmissions) {
+  Run([](int rank, Rank& self, Program& program, const std::vector<Rank*>& pairs) {
+    ASSERT_TRUE(self.BarrierAndWait(kShareDeviceName).ok());
+    constexpr int kSteps = 40;
+    std::vector<Program*> programs{&program};
+    Program first(rank, pairs[0]->engine);
+    Program second(rank, pairs[1]->engine);
+    programs.insert(rank == 1 ? programs.begin() : programs.end(), &first);
+    programs.insert(rank == 2 ? programs.begin() : programs.end(), &second);
+    std::vector<std::vector<float>> data(3 * kSteps, std::vector<float>(3, 1.0f));
+    std::vector<std::pair<Program*, Result<Pointer>>> submitted;
+    for (size_t i = 0; i < data.size(); ++i) {
+      Program* on = programs[(i / 3) % 2 == 0 ? i % 3 : 2 - i % 3];
+      submitted.emplace_back(on, on->TryAllreduce(std::to_string(i / 3), data[i]));
+    }
+    for (size_t i = 0; i < data.size(); ++i) {
+      const auto& [on, operation] = submitted[i];
+      const Status status = on->Finish(operation);
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(data[i][0], on == &program ? 3.0f : 2.0f);
     }
   });
 }
@@ -315,6 +378,19 @@ TEST(EngineDevice, WhatCannotBeDoneIsRefusedAtOnce) {
     ExpectFailure(FailureOf(program.TryAllreduce("x", data)), StatusCode::kInvalidArgument,
                   {"without NCCL"});
   });
+}
+
+TEST(EngineDevice, TwoRanksOnOneDeviceAreRefusedWithTheWayOut) {
+  const ProgramStream shared(7);
+  OnEveryRank(InProcessMeshes(OneHost(2)), WithDevices(), [&](int, Rank& self) {
+    std::vector<float> data(4);
+    const Status status =
+        FailureOf(self.engine.Submit(RequestFor(OperationKind::kAllreduce, "x", {4}), BytesOf(data),
+                                     BytesOf(data), Start::kNow, DeviceStream{7, shared.handle()}));
+    ExpectFailure(status, StatusCode::kInvalidArgument,
+                  {"connecting NCCL", "every rank needs a GPU of its own", "gpus_per_task=1"});
+  });
+  ExpectCleanDevices();
 }
 
 void AwaitFailure(const Engine& engine, StatusCode code, const std::vector<std::string>& words) {
@@ -433,6 +509,98 @@ TEST(EngineDevice, LeavingWaitsForWhatTheDeviceStillDoes) {
       EXPECT_EQ(data[3], 2.0f);
     });
   }
+}
+
+// The root of a broadcast is done when NCCL has taken over what it gives.
+TEST(EngineDevice, ARankThatLeavesFirstDoesNotCutOffWhatOthersStillReceive) {
+  auto store = std::make_shared<InProcessStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (Mesh& mesh : InProcessMeshes(OneHost(2))) {
+    ranks.push_back(std::make_unique<Rank>(WithDevices(), std::move(mesh), store));
+  }
+  const auto run = [&](int rank) {
+    Engine& engine = ranks[static_cast<size_t>(rank)]->engine;
+    Program program(rank, engine);
+    if (rank == 0) simulated::Hold(rank);
+    std::vector<float> data(4, static_cast<float>(rank));
+    Request request = RequestFor(OperationKind::kBroadcast, "last", {4});
+    request.root = 1;
+    EXPECT_TRUE(FailureOf(program.TrySubmit(request, data.data(), data.data())).ok());
+    if (rank == 0) {
+      EXPECT_TRUE(store->Get("test/done/1", Patience()).ok()) << "the root is leaving";
+      simulated::Release(rank);
+    }
+    EXPECT_TRUE(engine.Shutdown(Patience()).ok());
+    EXPECT_EQ(data, std::vector<float>(4, 1.0f));
+  };
+  std::thread other(run, 1);
+  run(0);
+  other.join();
+  ranks.clear();
+  ExpectCleanDevices();
+}
+
+TEST(EngineDevice, ARankThatNobodyFollowsLeavesItsCommunicatorAlone) {
+  const int aborted = simulated::Calls("ncclCommAbort");
+  Gate left(2);
+  OnEveryDevice(OneHost(2), WithDevices(), [&](int rank, Rank& self, Program& program) {
+    if (rank == 1) simulated::Hold(rank);
+    std::vector<float> data(4, static_cast<float>(rank + 1));
+    const Result<Pointer> operation = program.TrySubmit(
+        RequestFor(OperationKind::kBroadcast, "last", {4}), data.data(), data.data());
+    EXPECT_TRUE(FailureOf(operation).ok());
+    if (rank == 0) {
+      EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
+    }
+    left.Meet();
+    if (rank == 1) {
+      EXPECT_EQ(simulated::Calls("ncclCommAbort"), aborted);
+      simulated::Release(rank);
+      EXPECT_TRUE(program.Finish(operation).ok());
+      EXPECT_EQ(data, std::vector<float>(4, 1.0f));
+    }
+  });
+}
+
+// As behind a long queue of the program's own work.
+TEST(EngineDevice, ADeviceThatIsStillAtWorkWhenItsRankHasLeftBringsTheResult) {
+  const int aborted = simulated::Calls("ncclCommAbort");
+  Gate left(2);
+  OnEveryDevice(OneHost(2), WithDevices(), [&](int rank, Rank& self, Program& program) {
+    simulated::Hold(rank);
+    std::vector<float> data(4, 1.0f);
+    const Result<Pointer> operation = program.TryAllreduce("last", data);
+    EXPECT_TRUE(FailureOf(operation).ok());
+    EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
+    left.Meet();
+    EXPECT_EQ(simulated::Calls("ncclCommAbort"), aborted);
+    simulated::Release(rank);
+    EXPECT_TRUE(program.Finish(operation).ok());
+    EXPECT_EQ(data, std::vector<float>(4, 2.0f));
+  });
+}
+
+TEST(EngineDevice, TensorsThatAreSubmittedTogetherShareAnEventAndEventsAreUsedAgain) {
+  OnEveryDevice(OneHost(1), WithDevices(), [](int, Rank& self, Program& program) {
+    const int before = simulated::Calls("cuEventCreate");
+    for (int round = 0; round < 20; ++round) {
+      std::vector<std::vector<float>> data(8, std::vector<float>(2, 1.0f));
+      std::vector<Engine::Submission> submissions;
+      for (size_t i = 0; i < data.size(); ++i) {
+        Request request = RequestFor(OperationKind::kAllreduce, "group." + std::to_string(i), {2});
+        request.group = "group";
+        request.group_size = static_cast<uint32_t>(data.size());
+        submissions.push_back(
+            {std::move(request), BytesOf(data[i]), BytesOf(data[i]), program.device()});
+      }
+      const auto operations = self.engine.SubmitAll(std::move(submissions));
+      ASSERT_TRUE(operations.ok());
+      for (const Pointer& operation : operations.value()) {
+        EXPECT_TRUE(program.Finish(operation).ok());
+      }
+    }
+    EXPECT_LE(simulated::Calls("cuEventCreate"), before + 4);
+  });
 }
 
 TEST(EngineDevice, ARankThatJoinsWithoutADeviceIsNamed) {

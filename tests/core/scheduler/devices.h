@@ -72,14 +72,25 @@ class Program {
   Engine& engine_;
 };
 
-// Runs `body` once per rank as OnEveryRank does; devices have nothing left afterwards.
+// Devices have nothing left, and no real one would have been misused.
+inline void ExpectCleanDevices() {
+  EXPECT_EQ(simulated::Allocations(), 0u);
+  EXPECT_EQ(simulated::Events(), 0u);
+  EXPECT_EQ(simulated::TakeMisuses(), std::vector<std::string>());
+}
+
+// Runs `body` once per rank as OnEveryRank does; devices are clean afterwards.
 inline void OnEveryDevice(const std::vector<int>& hosts, const EngineConfig& config,
                           const std::function<void(int, Rank&, Program&)>& body) {
   OnEveryRank(InProcessMeshes(hosts), config, [&](int rank, Rank& self) {
-    Program program(rank, self.engine);
-    body(rank, self, program);
+    {
+      Program program(rank, self.engine);
+      body(rank, self, program);
+    }
+    // Here and not one rank after the other: they wait for each other.
+    EXPECT_TRUE(self.engine.Shutdown(Patience()).ok());
   });
-  EXPECT_EQ(simulated::Allocations(), 0u);
+  ExpectCleanDevices();
 }
 
 }  // namespace sparkhvd

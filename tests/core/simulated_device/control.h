@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
+#include <vector>
 
 #define SIMULATED_EXPORT __attribute__((visibility("default")))
 
@@ -32,5 +34,11 @@ SIMULATED_EXPORT void BreakCommunicators(int result);
 SIMULATED_EXPORT void SetNcclVersion(int version);
 SIMULATED_EXPORT int Calls(const char* function);  // so far
 SIMULATED_EXPORT size_t Allocations();             // that were not given back
+SIMULATED_EXPORT size_t Events();                  // that were not destroyed
+
+// What a real device would punish with a deadlock, wrong results or a crash, one line each, since
+// it was last asked: launches of several communicators in different orders, communicators that end
+// before other ranks have all of theirs, and handles that are used after their end.
+SIMULATED_EXPORT std::vector<std::string> TakeMisuses();
 
 }  // namespace simulated

@@ -1,6 +1,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "simulated_device/device.h"
@@ -18,11 +19,27 @@ struct Script {
   std::mutex mutex;
   std::map<std::string, int> calls;
   std::map<std::string, int> failures;
+  std::vector<std::string> misuses;
 };
 
 Script& TheScript() {
   static Script script;
   return script;
+}
+
+Handles& TheEvents() {
+  static Handles events("an event");
+  return events;
+}
+
+Handles& TheStreams() {
+  static Handles streams("a stream");
+  return streams;
+}
+
+Handles& ThePools() {
+  static Handles pools("a memory pool");
+  return pools;
 }
 
 std::atomic<size_t> allocations{0};
@@ -58,8 +75,17 @@ Shared& TheShared() {
   return shared;
 }
 
-CUstream_st* NewStream(int ordinal) { return new CUstream_st(ordinal); }
-void DeleteStream(CUstream_st* stream) { delete stream; }
+CUstream_st* NewStream(int ordinal) {
+  auto* stream = new CUstream_st(ordinal);
+  TheStreams().Add(stream);
+  return stream;
+}
+
+void DeleteStream(CUstream_st* stream) {
+  TheStreams().Remove(stream);
+  delete stream;
+}
+
 void AwaitStream(CUstream_st* stream) { stream->AwaitEmpty(); }
 
 void Hold(int ordinal) {
@@ -86,6 +112,39 @@ int Calls(const char* function) {
 }
 
 size_t Allocations() { return allocations; }
+size_t Events() { return TheEvents().count(); }
+
+std::vector<std::string> TakeMisuses() {
+  const std::lock_guard<std::mutex> lock(TheScript().mutex);
+  return std::exchange(TheScript().misuses, {});
+}
+
+void Misused(const std::string& what) {
+  const std::lock_guard<std::mutex> lock(TheScript().mutex);
+  TheScript().misuses.push_back(what);
+}
+
+void Handles::Add(const void* handle) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  alive_.insert(handle);
+}
+
+void Handles::Remove(const void* handle) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (alive_.erase(handle) == 0) Misused(std::string(kind_) + " was ended twice");
+}
+
+bool Handles::Alive(const void* handle, const char* call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (alive_.count(handle) > 0) return true;
+  Misused(std::string(call) + ": " + kind_ + " was used after its end");
+  return false;
+}
+
+size_t Handles::count() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return alive_.size();
+}
 
 }  // namespace simulated
 
@@ -153,6 +212,26 @@ struct CUevent_st {
   std::shared_ptr<EventState> state = std::make_shared<EventState>();
 };
 
+namespace {
+
+constexpr int kHighestPriority = -5;
+constexpr int kInvalidHandle = 400;
+
+// As `CalledInContext`, for functions that use an event, a stream or both.
+int CalledWith(const char* function, const CUevent_st* event, const CUstream_st* stream) {
+  const int result = CalledInContext(function);
+  if (result != 0) return result;
+  const bool alive = (event == nullptr || simulated::TheEvents().Alive(event, function)) &&
+                     (stream == nullptr || simulated::TheStreams().Alive(stream, function));
+  return alive ? 0 : kInvalidHandle;
+}
+
+}  // namespace
+
+struct CUmemPoolHandle_st {
+  int device = 0;
+};
+
 extern "C" {
 
 SIMULATED_EXPORT int cuInit(unsigned) { return Called("cuInit"); }
@@ -190,30 +269,41 @@ SIMULATED_EXPORT int cuCtxPopCurrent_v2(CUctx_st** context) {
   return Called("cuCtxPopCurrent");
 }
 
-SIMULATED_EXPORT int cuStreamCreate(CUstream_st** stream, unsigned) {
-  const int result = CalledInContext("cuStreamCreate");
-  if (result == 0) *stream = new CUstream_st(CurrentDevice());
-  return result;
+SIMULATED_EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 0;
+  *greatest = kHighestPriority;
+  return CalledInContext("cuCtxGetStreamPriorityRange");
+}
+
+SIMULATED_EXPORT int cuStreamCreateWithPriority(CUstream_st** stream, unsigned, int priority) {
+  const int result = CalledInContext("cuStreamCreateWithPriority");
+  if (result != 0) return result;
+  if (priority != kHighestPriority) simulated::Misused("a stream that is not before the others");
+  *stream = simulated::NewStream(CurrentDevice());
+  return 0;
 }
 
 SIMULATED_EXPORT int cuStreamDestroy_v2(CUstream_st* stream) {
-  delete stream;
+  simulated::DeleteStream(stream);
   return CalledInContext("cuStreamDestroy");
 }
 
 SIMULATED_EXPORT int cuEventCreate(CUevent_st** event, unsigned) {
   const int result = CalledInContext("cuEventCreate");
-  if (result == 0) *event = new CUevent_st();
-  return result;
+  if (result != 0) return result;
+  *event = new CUevent_st();
+  simulated::TheEvents().Add(*event);
+  return 0;
 }
 
 SIMULATED_EXPORT int cuEventDestroy_v2(CUevent_st* event) {
+  simulated::TheEvents().Remove(event);
   delete event;
   return CalledInContext("cuEventDestroy");
 }
 
 SIMULATED_EXPORT int cuEventRecord(CUevent_st* event, CUstream_st* stream) {
-  const int result = CalledInContext("cuEventRecord");
+  const int result = CalledWith("cuEventRecord", event, stream);
   if (result != 0) return result;
   if (stream->ordinal != CurrentDevice()) return simulated::kInvalidValue;
   uint64_t point = 0;
@@ -229,14 +319,14 @@ SIMULATED_EXPORT int cuEventRecord(CUevent_st* event, CUstream_st* stream) {
 }
 
 SIMULATED_EXPORT int cuEventQuery(CUevent_st* event) {
-  const int result = CalledInContext("cuEventQuery");
+  const int result = CalledWith("cuEventQuery", event, nullptr);
   if (result != 0) return result;
   const std::lock_guard<std::mutex> lock(TheShared().mutex);
   return event->state->reached == event->state->recorded ? 0 : simulated::kNotReady;
 }
 
 SIMULATED_EXPORT int cuStreamWaitEvent(CUstream_st* stream, CUevent_st* event, unsigned) {
-  const int result = CalledInContext("cuStreamWaitEvent");
+  const int result = CalledWith("cuStreamWaitEvent", event, stream);
   if (result != 0) return result;
   uint64_t point = 0;
   {
@@ -250,9 +340,42 @@ SIMULATED_EXPORT int cuStreamWaitEvent(CUstream_st* stream, CUevent_st* event, u
   return 0;
 }
 
-SIMULATED_EXPORT int cuMemAllocAsync(unsigned long long* address, size_t bytes, CUstream_st*) {
-  const int result = CalledInContext("cuMemAllocAsync");
+// As the beginning of CUmemPoolProps.
+struct PoolProperties {
+  int allocation_type;
+  int handle_types;
+  int location_type;
+  int device;
+};
+
+SIMULATED_EXPORT int cuMemPoolCreate(CUmemPoolHandle_st** pool, const PoolProperties* properties) {
+  const int result = CalledInContext("cuMemPoolCreate");
   if (result != 0) return result;
+  if (properties->allocation_type != 1 || properties->location_type != 1) {
+    return simulated::kInvalidValue;
+  }
+  *pool = new CUmemPoolHandle_st{properties->device};
+  simulated::ThePools().Add(*pool);
+  return 0;
+}
+
+SIMULATED_EXPORT int cuMemPoolDestroy(CUmemPoolHandle_st* pool) {
+  simulated::ThePools().Remove(pool);
+  delete pool;
+  return CalledInContext("cuMemPoolDestroy");
+}
+
+SIMULATED_EXPORT int cuMemPoolSetAttribute(CUmemPoolHandle_st* pool, int, void*) {
+  simulated::ThePools().Alive(pool, "cuMemPoolSetAttribute");
+  return CalledInContext("cuMemPoolSetAttribute");
+}
+
+SIMULATED_EXPORT int cuMemAllocFromPoolAsync(unsigned long long* address, size_t bytes,
+                                             CUmemPoolHandle_st* pool, CUstream_st* stream) {
+  const int result = CalledWith("cuMemAllocFromPoolAsync", nullptr, stream);
+  if (result != 0) return result;
+  if (!simulated::ThePools().Alive(pool, "cuMemAllocFromPoolAsync")) return kInvalidHandle;
+  if (pool->device != CurrentDevice()) return simulated::kInvalidDevice;
   void* memory = std::malloc(bytes);
   if (bytes == 0 || memory == nullptr) return simulated::kOutOfMemory;
   ++simulated::allocations;
@@ -261,11 +384,12 @@ SIMULATED_EXPORT int cuMemAllocAsync(unsigned long long* address, size_t bytes, 
 }
 
 SIMULATED_EXPORT int cuMemFreeAsync(unsigned long long address, CUstream_st* stream) {
+  if (const int result = CalledWith("cuMemFreeAsync", nullptr, stream)) return result;
   stream->Put([address] {
     std::free(reinterpret_cast<void*>(address));
     --simulated::allocations;
   });
-  return CalledInContext("cuMemFreeAsync");
+  return 0;
 }
 
 SIMULATED_EXPORT int cuMemcpyDtoDAsync_v2(unsigned long long target, unsigned long long source,

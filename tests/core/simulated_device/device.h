@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 
@@ -26,6 +27,24 @@ struct Shared {
   std::array<bool, kDevices> held{};
 };
 Shared& TheShared();
+
+// Notes a misuse; any thread.
+void Misused(const std::string& what);
+
+// The handles of one kind that are alive.
+class Handles {
+ public:
+  explicit Handles(const char* kind) : kind_(kind) {}
+  void Add(const void* handle);
+  void Remove(const void* handle);  // a misuse where it is not alive
+  bool Alive(const void* handle, const char* call);
+  size_t count();
+
+ private:
+  const char* const kind_;
+  std::mutex mutex_;
+  std::set<const void*> alive_;
+};
 
 }  // namespace simulated
 

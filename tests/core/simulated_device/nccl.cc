@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cstring>
+#include <list>
 #include <map>
 #include <set>
 #include <utility>
@@ -11,7 +13,7 @@ namespace {
 using simulated::Called;
 using simulated::TheShared;
 
-enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
+enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kRemoteError, kInProgress };
 enum Type { kInt8, kUint8, kInt32, kInt64 = 4, kFloat16 = 6, kFloat32, kFloat64, kBfloat16 };
 enum Operator { kSum, kProduct, kMax, kMin, kAverage };
 enum class Kind { kAllReduce, kReduce, kReduceScatter, kBroadcast, kAllGather, kSend, kReceive };
@@ -212,11 +214,14 @@ class Meeting {
 struct World {
   struct Round {
     std::map<int, Parts> parts;
+    std::list<std::vector<char>> taken;  // from ranks that went on
     bool done = false;
   };
+  int number = 0;
   int size = 0;
   std::set<int> devices;
   std::set<int> ranks;
+  bool gone = false;  // one of the ranks, which all have come before
   std::map<uint64_t, Round> rounds;
   int failure = 0;
 };
@@ -229,7 +234,9 @@ struct State {
   int in_background = 0;  // how often it is still to be asked
   int failure = 0;
   bool aborted = false;
+  bool finalized = false;
   int running = 0;
+  std::set<uint64_t> left_early;  // rounds that are over here and not on all ranks
 };
 
 std::map<std::string, std::shared_ptr<World>>& Worlds() {
@@ -242,13 +249,73 @@ std::set<std::shared_ptr<State>>& Communicators() {
   return communicators;
 }
 
+simulated::Handles& TheHandles() {
+  // Never destroyed: LeakSanitizer then finds a communicator that was abandoned, which is no leak.
+  static auto* const handles = new simulated::Handles("a communicator");
+  return *handles;
+}
+
+// What devices launch, in their order; ranks must agree on that of any two groups that they share.
+// Guarded by the shared mutex.
+class Launches {
+ public:
+  using Group = std::pair<int, uint64_t>;  // world and round
+
+  void Add(int device, const Group& group) {
+    for (const auto& [other, launched] : by_device_) {
+      if (other == device) continue;
+      const auto same = std::find(launched.begin(), launched.end(), group);
+      if (same == launched.end()) continue;
+      for (const Group& before : by_device_[device]) {
+        if (std::find(same, launched.end(), before) == launched.end()) continue;
+        simulated::Misused("devices " + std::to_string(device) + " and " + std::to_string(other) +
+                           " launch the collectives of two communicators in different orders");
+        return;
+      }
+    }
+    by_device_[device].push_back(group);
+  }
+
+  void Forget(int world) {
+    for (auto& [device, launched] : by_device_) {
+      const auto gone = [world](const Group& group) { return group.first == world; };
+      launched.erase(std::remove_if(launched.begin(), launched.end(), gone), launched.end());
+    }
+  }
+
+ private:
+  std::map<int, std::vector<Group>> by_device_;
+};
+
+Launches& TheLaunches() {
+  static Launches launches;
+  return launches;
+}
+
 std::atomic<int> version{22907};
+
+// Whether nothing but what others receive keeps this rank: NCCL has taken it over then.
+bool OnlyGives(const Parts& parts, int rank) {
+  return std::all_of(parts.begin(), parts.end(), [rank](const Part& part) {
+    return part.kind == Kind::kBroadcast && part.peer == rank;
+  });
+}
 
 // On a stream: meets the other ranks' groups of the same number.
 void Run(const std::shared_ptr<State>& state, uint64_t number, Parts parts) {
   std::unique_lock<std::mutex> lock(TheShared().mutex);
   World& world = *state->world;
   World::Round& round = world.rounds[number];
+  const bool gives = world.size > 1 && OnlyGives(parts, state->rank);
+  if (gives) {  // the program may write to its source from here on
+    for (Part& part : parts) {
+      const size_t bytes = part.count * SizeOf(part.type);
+      if (part.target != part.source) Copy(part.target, part.source, bytes);
+      round.taken.emplace_back(part.source, part.source + bytes);
+      part.source = round.taken.back().data();
+      part.target = round.taken.back().data();
+    }
+  }
   if (!state->aborted) round.parts[state->rank] = std::move(parts);
   if (!round.done && static_cast<int>(round.parts.size()) == world.size && world.failure == 0) {
     std::vector<Parts> by_rank;
@@ -257,8 +324,12 @@ void Run(const std::shared_ptr<State>& state, uint64_t number, Parts parts) {
     round.done = true;
     TheShared().changed.notify_all();
   }
-  TheShared().changed.wait(lock, [&] { return round.done || state->aborted; });
-  if (!round.done) round.parts.erase(state->rank);
+  if (gives && !round.done && !state->aborted) {
+    state->left_early.insert(number);
+  } else {
+    TheShared().changed.wait(lock, [&] { return round.done || state->aborted; });
+    if (!round.done) round.parts.erase(state->rank);
+  }
   --state->running;
   TheShared().changed.notify_all();
 }
@@ -287,6 +358,7 @@ Group& TheGroup() {
 int Add(const char* function, ncclComm* communicator, CUstream_st* stream, const Part& part) {
   const int result = Called(function);
   if (result != 0) return result;
+  if (!TheHandles().Alive(communicator, function)) return kInvalidArgument;
   Group& group = TheGroup();
   if (group.depth == 0 || stream->ordinal != communicator->state->ordinal) return kInvalidUsage;
   if (part.count == 0 || part.type > kBfloat16) return kInvalidArgument;
@@ -310,6 +382,8 @@ void SetNcclVersion(int number) { version = number; }
 }  // namespace simulated
 
 extern "C" {
+
+SIMULATED_EXPORT int ncclCommAbort(ncclComm* communicator);
 
 SIMULATED_EXPORT int ncclGetVersion(int* number) {
   *number = version;
@@ -338,12 +412,17 @@ SIMULATED_EXPORT int ncclCommInitRankConfig(ncclComm** communicator, int size, I
   }
   const std::lock_guard<std::mutex> lock(TheShared().mutex);
   std::shared_ptr<World>& world = Worlds()[id.bytes];
-  if (!world) world = std::make_shared<World>();
+  if (!world) {
+    world = std::make_shared<World>();
+    world->number = static_cast<int>(Worlds().size());
+  }
   world->size = size;
   if (!world->devices.insert(device).second || !world->ranks.insert(rank).second) {
+    world->failure = kInvalidUsage;  // all ranks hear of it
     return kInvalidUsage;
   }
   *communicator = new ncclComm();
+  TheHandles().Add(*communicator);
   State& state = *(*communicator)->state;
   state.world = world;
   state.rank = rank;
@@ -353,11 +432,46 @@ SIMULATED_EXPORT int ncclCommInitRankConfig(ncclComm** communicator, int size, I
   return kInProgress;
 }
 
+SIMULATED_EXPORT int ncclCommFinalize(ncclComm* communicator) {
+  const int result = Called("ncclCommFinalize");
+  if (result != 0) return result;
+  if (!TheHandles().Alive(communicator, "ncclCommFinalize")) return kInvalidArgument;
+  const std::lock_guard<std::mutex> lock(TheShared().mutex);
+  communicator->state->finalized = true;
+  communicator->state->in_background = 2;
+  return kInProgress;
+}
+
+SIMULATED_EXPORT int ncclCommDestroy(ncclComm* communicator) {
+  if (!TheHandles().Alive(communicator, "ncclCommDestroy")) return kInvalidArgument;
+  {
+    const std::lock_guard<std::mutex> lock(TheShared().mutex);
+    if (!communicator->state->finalized || communicator->state->in_background > 0) {
+      simulated::Misused("ncclCommDestroy waits for ncclCommFinalize");
+    }
+  }
+  const int aborted = ncclCommAbort(communicator);
+  return aborted == 0 ? Called("ncclCommDestroy") : aborted;
+}
+
 SIMULATED_EXPORT int ncclCommAbort(ncclComm* communicator) {
+  if (!TheHandles().Alive(communicator, "ncclCommAbort")) return kInvalidArgument;
+  TheHandles().Remove(communicator);
   {
     std::unique_lock<std::mutex> lock(TheShared().mutex);
     State& state = *communicator->state;
     state.aborted = true;
+    for (const uint64_t number : state.left_early) {
+      World::Round& round = state.world->rounds[number];
+      if (round.done) continue;
+      round.parts.erase(state.rank);
+      if (state.world->failure == 0) state.world->failure = kRemoteError;
+      simulated::Misused("rank " + std::to_string(state.rank) +
+                         " ended its communicator while others still received from it");
+    }
+    state.world->ranks.erase(state.rank);
+    state.world->gone = true;
+    if (state.world->ranks.empty()) TheLaunches().Forget(state.world->number);
     Communicators().erase(communicator->state);
     TheShared().changed.notify_all();
     // What a held stream has not begun ends when it does.
@@ -370,12 +484,14 @@ SIMULATED_EXPORT int ncclCommAbort(ncclComm* communicator) {
 }
 
 SIMULATED_EXPORT int ncclCommGetAsyncError(ncclComm* communicator, int* result) {
+  if (!TheHandles().Alive(communicator, "ncclCommGetAsyncError")) return kInvalidArgument;
   const std::lock_guard<std::mutex> lock(TheShared().mutex);
   State& state = *communicator->state;
   const World& world = *state.world;
   if (state.failure != 0 || world.failure != 0) {
     *result = state.failure != 0 ? state.failure : world.failure;
-  } else if (static_cast<int>(world.ranks.size()) < world.size || state.in_background > 0) {
+  } else if ((static_cast<int>(world.ranks.size()) < world.size && !world.gone) ||
+             state.in_background > 0) {
     if (state.in_background > 0) --state.in_background;
     *result = kInProgress;
   } else {
@@ -400,6 +516,7 @@ SIMULATED_EXPORT int ncclGroupEnd() {
   {
     const std::lock_guard<std::mutex> lock(TheShared().mutex);
     number = state->groups++;
+    TheLaunches().Add(state->ordinal, {state->world->number, number});
     ++state->running;
     state->in_background = 2;
   }

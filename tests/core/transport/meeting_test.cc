@@ -102,7 +102,7 @@ TEST(ConnectMesh, ARankThatDiesAfterItsAddressIsKnownEndsTheWaitOfTheOthersAtOnc
     }
     // Rank 0 has got so far that it accepts.
     const AddressRecord own = DecodeAddressRecord(two.Get("address/0").value()).value();
-    DialOptions dial{own.tcp, "", "secret", "mesh/test/0", (uint64_t{1} << 32) | 1, 0, {}};
+    DialOptions dial{own.tcp, "", "secret", "mesh/test/0", (uint64_t{1} << 32) | 1, 0, {}, false};
     ASSERT_TRUE(Dial(dial, Late()).ok());
   }
   EXPECT_EQ(zero.get().message(),
@@ -156,14 +156,14 @@ TEST(Dial, PassesByAddressesThatRefuseSwallowOrDoNotKnowTheToken) {
   const HostPort mute = LocalAddress(silent.value().get()).value();
   HostPort refusing = mute;
   refusing.host = "127.0.0.3";
-  const DialOptions options{{refusing, mute, member.address()}, "", "secret", "p", 7, 0, {}};
+  const DialOptions options{{refusing, mute, member.address()}, "", "secret", "p", 7, 0, {}, false};
   auto fd = Dial(options, Late());
   ASSERT_TRUE(fd.ok()) << fd.status().message();
   EXPECT_EQ(ToText(PeerAddress(fd.value().get()).value()), ToText(member.address()));
   done.set_value();
   server.join();
 
-  const DialOptions hopeless{{refusing, mute}, "", "secret", "p", 7, 0, {}};
+  const DialOptions hopeless{{refusing, mute}, "", "secret", "p", 7, 0, {}, false};
   const Status status = Dial(hopeless, Deadline::AfterSeconds(0.3)).status();
   EXPECT_EQ(status.message(), ToText(refusing) + ": connect: Connection refused; " + ToText(mute) +
                                   ": connected, but no answer before the deadline");
@@ -173,12 +173,13 @@ TEST(Dial, FindsAllAddressesOfAName) {
   Member member("127.0.0.1");
   std::promise<void> done;
   std::thread server([&] { member.Serve(done.get_future()); });
-  const DialOptions options{{{"localhost", member.address().port}}, "", "secret", "p", 7, 0, {}};
+  const DialOptions options{
+      {{"localhost", member.address().port}}, "", "secret", "p", 7, 0, {}, false};
   const auto fd = Dial(options, Late());
   EXPECT_TRUE(fd.ok()) << fd.status().message();
   done.set_value();
   server.join();
-  const DialOptions unknown{{{"no-such-host.invalid", 1}}, "", "secret", "p", 7, 0, {}};
+  const DialOptions unknown{{{"no-such-host.invalid", 1}}, "", "secret", "p", 7, 0, {}, false};
   EXPECT_NE(Dial(unknown, Late()).status().message().find("host 'no-such-host.invalid'"),
             std::string::npos);
 }

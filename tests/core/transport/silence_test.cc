@@ -1,0 +1,148 @@
+// A peer whose host is silent is gone; one that is slow, stopped or does not read is not.
+#include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "rendezvous/socket.h"
+#include "transport/encrypted_links.h"
+#include "transport/meshes.h"
+#include "transport/socket_transport.h"
+
+namespace sparkhvd {
+namespace {
+
+// The kernel answers probes of a full window at most every half second.
+constexpr std::chrono::milliseconds kSilence(2500);
+constexpr size_t kMuch = size_t{64} << 20;  // more than the buffers of both sockets take
+
+// Both ends of a TCP connection.
+std::array<UniqueFd, 2> Connection() {
+  auto listener = ListenTcp({"127.0.0.1", 0});
+  EXPECT_TRUE(listener.ok()) << listener.status().message();
+  const HostPort address = LocalAddress(listener.value().get()).value();
+  auto dialed = ConnectTcp(address, Late());
+  EXPECT_TRUE(dialed.ok()) << dialed.status().message();
+  EXPECT_TRUE(AwaitEvents(listener.value().get(), POLLIN, Late()).ok());
+  UniqueFd accepted(
+      ::accept4(listener.value().get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  TuneStream(accepted.get());
+  return {std::move(dialed).value(), std::move(accepted)};
+}
+
+std::unique_ptr<Transport> TransportOver(int rank, UniqueFd link) {
+  std::vector<PeerSocket> peers(2);
+  peers[static_cast<size_t>(1 - rank)].stream = std::move(link);
+  return std::move(MakeSocketTransport(rank, std::move(peers), kSilence)).value();
+}
+
+// As a host without power: the kernel sees nothing of what comes, and so acknowledges nothing.
+void Silence(int fd) {
+  sock_filter nothing = {BPF_RET | BPF_K, 0, 0, 0};
+  const sock_fprog program = {1, &nothing};
+  ASSERT_EQ(::setsockopt(fd, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof(program)), 0);
+}
+
+TEST(SilentHost, EndsTheLinkOfThoseWhoSend) {
+  auto [near, far] = Connection();
+  Silence(far.get());
+  const auto transport = TransportOver(0, std::move(near));
+  const std::vector<std::byte> data(100);
+  const auto ticket = transport->PostSend(1, ConstBytes(data.data(), data.size()));
+  ASSERT_TRUE(ticket.ok());
+  std::vector<std::byte> answer(100);
+  const auto received = transport->PostReceive(1, Bytes(answer.data(), answer.size()));
+  ASSERT_TRUE(received.ok());
+  const Status status = transport->Wait(Span<const Ticket>(&received.value(), 1), Late());
+  EXPECT_EQ(status.code(), StatusCode::kPeerLost) << status.message();
+  EXPECT_NE(status.message().find("rank 1 is gone: its host does not answer any more"),
+            std::string::npos)
+      << status.message();
+}
+
+TEST(SilentHost, IsNotOneWhoseProcessDoesNotRead) {
+  auto [near, far] = Connection();
+  const auto sender = TransportOver(0, std::move(near));
+  const auto receiver = TransportOver(1, std::move(far));
+  std::vector<std::byte> data(kMuch, std::byte{7});
+  const auto ticket = sender->PostSend(1, ConstBytes(data.data(), data.size()));
+  ASSERT_TRUE(ticket.ok());
+  std::vector<std::byte> received(kMuch);
+  std::thread frozen([&] {
+    // Nothing is read for much longer than a host may be silent, and the window is full.
+    std::this_thread::sleep_for(3 * kSilence);
+    const auto theirs = receiver->PostReceive(0, Bytes(received.data(), received.size()));
+    ASSERT_TRUE(theirs.ok());
+    const Status status = receiver->Wait(Span<const Ticket>(&theirs.value(), 1), Late());
+    EXPECT_TRUE(status.ok()) << status.message();
+  });
+  const Status status = sender->Wait(Span<const Ticket>(&ticket.value(), 1), Late());
+  frozen.join();
+  EXPECT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(received, data);
+}
+
+TEST(SilentHost, EndsAnEncryptedLinkBesideOneThatIsFullAndOneThatIsBusy) {
+  auto made = EncryptedLinks::Make(kSilence);
+  ASSERT_TRUE(made.ok()) << made.status().message();
+  std::array<UniqueFd, 3> plain;
+  std::array<UniqueFd, 3> far;
+  for (size_t i = 0; i < plain.size(); ++i) {
+    auto [near, other] = Connection();
+    auto end = made.value()->Add(std::move(near), LinkKeys());
+    ASSERT_TRUE(end.ok()) << end.status().message();
+    plain[i] = std::move(end).value();
+    far[i] = std::move(other);
+  }
+  const UniqueFd& full = plain[0];
+  const UniqueFd& busy = plain[1];
+  const UniqueFd& silent = plain[2];
+  Silence(far[2].get());
+  ASSERT_TRUE(made.value()->Start().ok());
+  const std::vector<std::byte> data(100'000, std::byte{7});
+  std::atomic<bool> over{false};
+  std::thread others([&] {
+    std::vector<std::byte> read(data.size());
+    while (!over) {
+      (void)WriteSome(full.get(), ConstBytes(data.data(), data.size()));
+      (void)WriteSome(busy.get(), ConstBytes(data.data(), 10));
+      (void)ReadSome(far[1].get(), Bytes(read.data(), read.size()));
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  EXPECT_TRUE(WriteExactly(silent.get(), ConstBytes(data.data(), 100), Late()).ok());
+  std::byte answer{};
+  const Status ended = ReadExactly(silent.get(), Bytes(&answer, 1), Deadline::After(4 * kSilence));
+  over = true;
+  others.join();
+  EXPECT_EQ(ended.code(), StatusCode::kPeerLost) << ended.message();
+  for (const UniqueFd* each : {&full, &busy}) {
+    EXPECT_TRUE(ReadSome(each->get(), Bytes(&answer, 1)).ok()) << "its host is there";
+  }
+}
+
+TEST(SilentHost, IsNotMeasuredByTheKernelWhichWouldEndFullLinksToo) {
+  auto [near, far] = Connection();
+  NoticeLostHost(near.get());
+  for (const UniqueFd* end : {&near, &far}) {
+    int milliseconds = -1;
+    socklen_t size = sizeof(milliseconds);
+    ASSERT_EQ(::getsockopt(end->get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, &size), 0);
+    EXPECT_EQ(milliseconds, 0);
+    int on = 0;
+    ASSERT_EQ(::getsockopt(end->get(), SOL_SOCKET, SO_KEEPALIVE, &on, &size), 0);
+    EXPECT_NE(on, 0);
+  }
+  EXPECT_FALSE(HostWatch().IsSilent(near.get(), std::chrono::milliseconds(0)));
+}
+
+}  // namespace
+}  // namespace sparkhvd
