@@ -64,6 +64,13 @@ __all__ = [
     "run",
 ]
 
+# `from sparkhvd import *` brings what the installed frameworks have; importing nothing, this only looks for them.
+_PACKAGES = {"Keras": ("keras",), "Lightning": ("lightning", "pytorch_lightning"), "Torch": ("torch",)}
+for _framework, _packages in _PACKAGES.items():
+    if not any(map(find_spec, _packages)):
+        for _kind in ("Estimator", "Model"):
+            __all__.remove(f"{_framework}{_kind}")
+
 
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:

@@ -71,10 +71,13 @@ class RendezvousServer:
 class RendezvousClient:
     """Connection to a ``RendezvousServer``; both sides prove that they know ``token`` before anything is parsed.
 
-    ``addresses`` are tried in order until one answers. Safe for use from several threads.
+    ``addresses`` are tried in order until one answers. Safe for use from several threads. With ``encrypt`` a server
+    that does not encrypt is refused with ``authentication``.
     """
 
-    def __init__(self, addresses: Sequence[tuple[str, int]], token: bytes, timeout_s: float) -> None: ...
+    def __init__(
+        self, addresses: Sequence[tuple[str, int]], token: bytes, timeout_s: float, encrypt: bool = False
+    ) -> None: ...
     def set(self, key: str, value: bytes, timeout_s: float) -> None: ...
     def get(self, key: str, timeout_s: float) -> bytes:
         """The value of ``key``, waiting until somebody sets it. Wakes with ``peer_lost`` when the server goes away."""
@@ -117,8 +120,8 @@ class DeviceLibraries:
 def nccl_version(path: str) -> int:
     """The version of the NCCL there, such as 22907; fails with ``io`` where it is missing or too old."""
 
-def check_cuda(path: str) -> None:
-    """Fail with ``io`` where CUDA's driver cannot be loaded or has no device."""
+SHARE_DEVICE_NAME: str
+"""A barrier of this name tells the ranks of an engine that from then on other engines use their devices, too."""
 
 class Autotune:
     """How an engine looks for its fastest settings; rank 0 writes what it tried into ``log`` unless that is empty."""
@@ -136,6 +139,8 @@ class Engine:
     (equal on all ranks) say whether these use the memory of every host where the ranks are on several.
     ``processor_core`` is the core that the engine's thread runs on, any by default. ``autotune`` tunes
     ``fusion_threshold`` and ``hierarchical_allreduce`` where they are None, and the switch points of shared memory.
+    ``device_libraries`` (the same object for all engines of a process) lets it take memory of CUDA devices;
+    ``shares_device`` says that other engines use these devices, too, so that all launch in one order.
     The timeline of ``recorded_with`` is this engine's, too, where its tensors carry ``timeline_label``.
     Construction connects to every peer within ``timeout_s`` and is collective.
     """
@@ -162,6 +167,7 @@ class Engine:
         processor_core: int | None = None,
         autotune: Autotune | None = None,
         device_libraries: DeviceLibraries | None = None,
+        shares_device: bool = False,
         recorded_with: Engine | None = None,
         timeline_label: str = "",
     ) -> None: ...
@@ -281,6 +287,9 @@ class Engine:
 
     def tuning(self) -> dict[str, int]:
         """``fusion_threshold``, ``small_allreduce``, ``allreduce_chunk``, ``hierarchical_allreduce``, ``searching``."""
+
+    def close_copies(self) -> None:
+        """In a forked child, where every other method fails: close the child's copies of the links."""
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts by name.

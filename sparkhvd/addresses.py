@@ -1,4 +1,4 @@
-"""Which address of this machine a server binds."""
+"""Addresses of machines: how they are written, and which one of this machine a server binds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import socket
 from collections.abc import Sequence
 
 LOOPBACK = "127.0.0.1"
+_DISCARD_PORT = 9
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def is_loopback(host: str) -> bool:
@@ -19,41 +21,77 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_ipv6(host: str) -> bool:
+    """Whether ``host`` is an IPv6 address, without brackets; it may name its scope (``fe80::1%eth0``)."""
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def is_ipv6_only(host: str) -> bool:
+    """Whether ``host`` is an IPv6 address, or a name that stands for such addresses alone."""
+    families = {family for family, _ in _resolve(host)}
+    return families == {socket.AF_INET6}
+
+
+def without_brackets(host: str) -> str:
+    """The host of a text in which IPv6 addresses stand in brackets, as in URLs and in Spark's settings."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def with_port(host: str, port: int) -> str:
+    """``host:port``, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def address_to_bind(own_host: str, peer_hosts: Sequence[str]) -> str:
     """The one local address that peers on ``peer_hosts`` can reach.
 
     Loopback when all peers are on ``own_host``; else what ``own_host`` resolves to, if that is an address of this
     machine; else (behind address translation, say) the one from which packets towards the peers would leave.
     """
-    if all(host == own_host for host in peer_hosts):
+    elsewhere = [host for host in peer_hosts if host != own_host]
+    if not elsewhere:
         return LOOPBACK
-    own_address = _resolve(own_host)
-    if own_address is not None and _can_bind(own_address):
-        return own_address
-    elsewhere = next(host for host in peer_hosts if host != own_host)
-    return outgoing_address(elsewhere)
+    for _, address in _resolve(own_host):
+        if _can_bind(address):
+            return address
+    outgoing = (outgoing_address(host) for host in elsewhere)
+    return next((address for address in outgoing if address != LOOPBACK), LOOPBACK)
 
 
 def outgoing_address(towards: str) -> str:
     """The local address from which packets towards a host would leave; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((towards, 9))
-        except OSError:
-            return LOOPBACK
-        address: str = probe.getsockname()[0]
-        return address
+    for family, address in _resolve(towards):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((address, _DISCARD_PORT))
+            except OSError:
+                continue
+            own: str = probe.getsockname()[0]
+            return own
+    return LOOPBACK
 
 
-def _resolve(host: str) -> str | None:
+def _resolve(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """The addresses of a host, those of IPv4 first; without those of IPv6 that mean something on one link only."""
     try:
-        return socket.gethostbyname(host)
+        found = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError:
-        return None
+        return []
+    addresses = [(family, str(address[0])) for family, _, _, _, address in found if family in _FAMILIES]
+    usable = [one for one in addresses if not _needs_scope(one[1])]
+    return sorted(usable, key=lambda one: _FAMILIES.index(one[0]))
+
+
+def _needs_scope(address: str) -> bool:
+    return is_ipv6(address) and ipaddress.ip_address(address).is_link_local
 
 
 def _can_bind(address: str) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, 0))
         except OSError:

@@ -107,9 +107,14 @@ def timeline_file(text: str) -> str:
 def gpu_operations(text: str) -> str:
     """What moves CUDA tensors between the ranks."""
     word = text.strip().lower()
-    if word in {"nccl", "staged"}:
+    if word in {"automatic", "nccl", "staged"}:
         return word
-    raise ValueError("is neither nccl nor staged")
+    raise ValueError("is not one of automatic, nccl, staged")
+
+
+def horovod_gpu_operations(text: str) -> str:
+    """The same from Horovod's option, whose other values (``MPI``, ``DDL``) copy tensors to the host."""
+    return "nccl" if text.strip().lower() == "nccl" else "staged"
 
 
 @dataclass(frozen=True)
@@ -220,10 +225,11 @@ class Config:
         "driver. Needs OpenSSL on every host.",
     )
     gpu_operations: str = setting(
-        "staged",
+        "automatic",
         gpu_operations,
         "How CUDA tensors travel: `staged` through pinned memory of the CPU, or by `nccl` in the order of CUDA "
-        "streams; equal on all ranks.",
+        "streams; equal on all ranks. `automatic` stages them, and one line at the first one names the alternative.",
+        differing={"HOROVOD_GPU_OPERATIONS": horovod_gpu_operations},
     )
     network_interfaces: str = setting(
         "",
@@ -288,11 +294,10 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "the collectives do not run over MPI",
     "HOROVOD_CONTROLLER": "there is one controller",
     "HOROVOD_CPU_OPERATIONS": "there is one implementation of the collectives",
-    "HOROVOD_GPU_OPERATIONS": "it is an option of Horovod's build; SPARKHVD_GPU_OPERATIONS=nccl asks for NCCL here",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "SPARKHVD_COLLECTIVE_TIMEOUT bounds the wait for ranks that live, and those that "
     "do not are noticed at once",
     "HOROVOD_CCL_CACHE": "oneCCL is not used",
-    "HOROVOD_NUM_NCCL_STREAMS": "NCCL gets one stream per process set",
+    "HOROVOD_NUM_NCCL_STREAMS": "NCCL gets one stream per GPU",
     "HOROVOD_BATCH_D2D_MEMCOPIES": "nothing is copied within a GPU to travel together",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges",
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "with NCCL results always come in the order of streams",
@@ -336,6 +341,12 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
                 values[name] = _read(variable, text, reader)
                 break
     return Config(**values)
+
+
+def java_home(environment: Mapping[str, str] | None = None) -> str | None:
+    """The folder of Java that Spark will use; None where no variable says it."""
+    env = os.environ if environment is None else environment
+    return env.get("JAVA_HOME") or None
 
 
 def notice_without_effect(environment: Mapping[str, str] | None = None) -> None:
@@ -401,11 +412,24 @@ def yarn_container() -> str:
     return os.environ.get("CONTAINER_ID", "")
 
 
+def keep_nccl_to(interfaces: str) -> None:
+    """Keep NCCL's own connections to network interfaces, unless the environment has named some for it already.
+
+    Args:
+        interfaces: names with commas between them; empty leaves the choice to NCCL.
+    """
+    names = ",".join(name.strip() for name in interfaces.split(",") if name.strip())
+    if names and not os.environ.get(NCCL_INTERFACES):
+        export({NCCL_INTERFACES: f"={names}"})  # without the sign, eth1 would mean eth10, too
+
+
 def visible_devices() -> str | None:
     """The GPUs to which this process is restricted, as CUDA reads them; None when it is not."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+# Read by NCCL when it makes its first communicator.
+NCCL_INTERFACES = "NCCL_SOCKET_IFNAME"
 # Names the launch context of the rank that a program is part of, see ``comm.inherited``.
 INHERITED_CONTEXT = "SPARKHVD_LAUNCH_CONTEXT"
 

@@ -42,6 +42,8 @@ def missing(module: str, name: str, known: Iterable[str]) -> str:
     """What to say of an attribute that a module does not have, but maybe one of ``known``."""
     if name in {"elastic", "run_elastic"}:
         return ELASTIC
+    if name == "Adasum":
+        return f"Adasum is for PyTorch only: sparkhvd.torch has it, {module} has Average, Sum, Min, Max and Product."
     if name in _AT_THE_TOP:
         return f"{name} comes from sparkhvd itself: from sparkhvd import {name}."
     return f"module {module!r} has no attribute {name!r}. {did_you_mean(name, known)}".rstrip()

@@ -7,18 +7,21 @@ import functools
 import logging
 import math
 import os
+import shutil
 import socket
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import sparkhvd
 from sparkhvd.background import in_background
 from sparkhvd.cli.flags import Parser, add_interfaces
+from sparkhvd.config import java_home
 from sparkhvd.driver.arguments import check_counts, check_seconds
 from sparkhvd.driver.preflight import preflight
 from sparkhvd.errors import ConfigError, LaunchError, SparkHvdError
@@ -122,6 +125,8 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
     own = SparkSession.getActiveSession() is None
     if own:
         _check_hosts(flags)
+        if flags.remote is None:
+            _check_java()
         sys.stderr.write(f"sparkhvd: waiting at most {flags.timeout:g} s for a Spark session of {_place(flags)}\n")
     with tempfile.TemporaryFile() as log:
         try:
@@ -136,6 +141,24 @@ def _session(flags: argparse.Namespace) -> tuple[SparkSession, bool]:
             if not hasattr(error, "java_exception"):  # one of those says it all
                 why = f"{why.removesuffix('.')}.{_last_line(log)}"
             raise LaunchError(f"There is no Spark session of {_place(flags)}: {why}") from error
+
+
+def _check_java() -> None:
+    """Look for the Java that Spark starts.
+
+    Raises:
+        LaunchError: there is none.
+    """
+    home = java_home()
+    if home is not None and not os.access(Path(home, "bin", "java"), os.X_OK):
+        raise LaunchError(
+            f"JAVA_HOME is {home!r}, but there is no program bin/java in that folder, so Spark cannot start. Set "
+            "JAVA_HOME to the folder of a Java 17 or later, or unset it to use the java on PATH."
+        )
+    if home is None and shutil.which("java") is None:
+        raise LaunchError(
+            "There is no java on PATH, so Spark cannot start. Install Java 17 or later, or set JAVA_HOME."
+        )
 
 
 def _check_hosts(flags: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from sparkhvd.addresses import is_ipv6
 from sparkhvd.cli.check_build import check_build
 from sparkhvd.cli.flags import MPI_ARGS, parser
 from sparkhvd.cli.settings import notices, read_file, variables
@@ -193,7 +194,12 @@ def mpirun_words(
     more = words_of("--mpi-args", flags.mpi_args)
     included = interface_parameters(",".join(flags.nics), parameters_of(more, environment)) if flags.nics else {}
     names = [name for name in environment if not name.startswith(_OF_OPEN_MPI)]
-    where = ",".join(f"{host.name}:{host.slots}" for host in used) or f"{socket.gethostname()}:{count}"
+    if addresses := [host.name for host in used if is_ipv6(host.name)]:
+        raise ConfigError(
+            f"mpirun takes no IPv6 address for a host, got {addresses[0]}. Give the host a name (/etc/hosts), or leave "
+            "out --mpi."
+        )
+    where = ",".join(host.text for host in used) or f"{socket.gethostname()}:{count}"
     return [
         *(["--allow-run-as-root"] if root else []),
         *(["-np", str(count), "-H", where] if count is not None else []),

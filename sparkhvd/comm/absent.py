@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
+
+_log = logging.getLogger(__name__)
 
 INIT = "init()"
 _KEY = "absent"
@@ -49,6 +55,52 @@ def told(rendezvous: RendezvousClient) -> Absent | None:
         return None
 
 
+@contextmanager
+def warning_of_absent(
+    rendezvous: RendezvousClient | None, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
+) -> Iterator[None]:
+    """Within this block, log the ranks that have not come after ``stall_check_seconds``, then after twice the time...
+
+    Args:
+        rendezvous: where each rank that comes sets its key; None where nobody else comes.
+        context: of this rank.
+        keys: those of all of them.
+        ranks: whose keys these are.
+        what: they come to.
+    """
+    if rendezvous is None or len(ranks) == 1 or not context.config.stall_check:
+        yield
+        return
+    came = threading.Event()
+
+    def watch() -> None:
+        index = ranks.index(context.world.rank)
+        began, pause = time.monotonic(), max(context.config.stall_check_seconds, _LOOK_SECONDS)
+        while not came.wait(pause):
+            waited, pause = round(time.monotonic() - began), 2 * pause
+            with suppress(SparkHvdError):  # who waits gets the error, too
+                missing = _missing(rendezvous, keys, came)
+                if missing and not came.is_set() and speaks(index, missing):
+                    _log.warning(
+                        "Rank %d has waited %d s for %s to come to %s. It gives up after start_timeout=%g s.",
+                        *(ranks[index], waited, _named(missing, ranks), what, context.config.start_timeout),
+                    )
+
+    watcher = threading.Thread(target=watch, name="sparkhvd-absent", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        came.set()
+        watcher.join()
+
+
+def speaks(index: int, missing: Sequence[int]) -> bool:
+    """Whether the rank at ``index`` is the one to warn: the first that waits, as far as ``missing`` tells."""
+    before = list(range(min(index, _MOST_NAMED)))
+    return list(missing[: len(before)]) == before
+
+
 def late(
     rendezvous: RendezvousClient, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
 ) -> DeadlineExceededError | None:
@@ -66,21 +118,28 @@ def late(
         missing = _missing(rendezvous, keys) if _is_set(rendezvous, keys[ranks.index(own)]) else []
         if not missing:
             return None
-        named = f"rank{'s' if len(missing) > 1 else ''} {', '.join(str(ranks[index]) for index in missing)}"
-        waited = f"waited start_timeout={context.config.start_timeout:g} s for {named} to come to {what}"
+        waited = (
+            f"waited start_timeout={context.config.start_timeout:g} s for {_named(missing, ranks)} to come to {what}"
+        )
         tell(rendezvous, Absent(context.rank_in_job(ranks[missing[0]]), f"rank {own} {waited}", joined=what != INIT))
     except SparkHvdError:  # the rendezvous is gone; the first error says more
         return None
     return DeadlineExceededError(f"Rank {own} {waited}. See what it does instead, or raise SPARKHVD_START_TIMEOUT.")
 
 
-def _missing(rendezvous: RendezvousClient, keys: Sequence[str]) -> list[int]:
-    """The places of the first keys that nobody has set."""
+def _missing(rendezvous: RendezvousClient, keys: Sequence[str], stop: threading.Event | None = None) -> list[int]:
+    """The indices of the first keys that nobody has set; ``stop`` ends the search."""
     missing: list[int] = []
     for index, key in enumerate(keys):
-        if len(missing) < _MOST_NAMED and not _is_set(rendezvous, key):
+        if len(missing) == _MOST_NAMED or (stop is not None and stop.is_set()):
+            break
+        if not _is_set(rendezvous, key):
             missing.append(index)
     return missing
+
+
+def _named(missing: Sequence[int], ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(missing) > 1 else ''} {', '.join(str(ranks[index]) for index in missing)}"
 
 
 def _is_set(rendezvous: RendezvousClient, key: str) -> bool:

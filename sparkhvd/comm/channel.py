@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from sparkhvd import _core
 from sparkhvd.comm import nccl
-from sparkhvd.comm.absent import INIT, late
+from sparkhvd.comm.absent import INIT, late, warning_of_absent
 from sparkhvd.comm.failures import translated
 from sparkhvd.comm.handle import Handle, Pending, Waits
 from sparkhvd.comm.launch_context import LaunchContext
@@ -19,9 +19,15 @@ from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.routes import addresses_to_offer
 from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
+from sparkhvd.descriptors import allow_files
 from sparkhvd.errors import ConfigError, DeadlineExceededError
 
 T = TypeVar("T")
+
+
+# Open files per peer: the link, or what tunnels it where it is encrypted; on this host the link, the watch over the
+# peer and two to see its process end.
+_FILES_OF_LINK, _FILES_OF_TUNNEL, _FILES_OF_NEIGHBOUR = 1, 3, 4
 
 
 def _counters() -> defaultdict[str, Iterator[int]]:
@@ -37,12 +43,14 @@ class Channel:
         ranks: the ranks of the job that these are.
         waits: how long its handles wait.
         on_devices: whether it takes memory of CUDA devices.
+        suggestion: to be made at the first CUDA tensor that is staged.
     """
 
     engine: _core.Engine
     ranks: tuple[int, ...]
     waits: Waits
     on_devices: bool = False
+    suggestion: nccl.Suggestion = field(default_factory=nccl.Suggestion, repr=False)
     counts: defaultdict[str, Iterator[int]] = field(default_factory=_counters, repr=False)  # by kind, of unnamed ones
 
     @property
@@ -91,7 +99,7 @@ def connect_rendezvous(context: LaunchContext, deadline: Deadline) -> Rendezvous
             f"Rank {context.world.rank} of {context.world.size} knows no rendezvous address; "
             "the launcher must give one."
         )
-    return RendezvousClient(context.rendezvous, context.token, deadline)
+    return RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt)
 
 
 def processor_core_of(context: LaunchContext) -> int | None:
@@ -130,6 +138,7 @@ def open_channel(
     label: str = "",
     recorded_with: tuple[Channel, str] | None = None,
     tuned: bool = False,
+    device_libraries: _core.DeviceLibraries | None = None,
 ) -> Channel:
     """Connect ``ranks``, of which this rank is one; collective among them.
 
@@ -142,11 +151,14 @@ def open_channel(
         label: stands in messages about failures.
         recorded_with: the channel whose timeline is this one's, too, and what it is called there.
         tuned: whether the configuration's autotuning is for this channel.
+        device_libraries: for CUDA tensors, the same for all channels of a process; None stages them.
     """
     config = context.config
-    device_libraries = nccl.libraries(config)
+    peers, files_of_link = len(ranks) - 1, _FILES_OF_TUNNEL if config.encrypt else _FILES_OF_LINK
+    allow_files(files_of_link * peers, _FILES_OF_NEIGHBOUR * peers, f"A connection to {peers} other ranks")
+    keys = [f"{scope}/address/{index}" for index in range(len(ranks))]  # of ConnectMesh in the core
     try:
-        with translated():
+        with warning_of_absent(rendezvous, context, keys, ranks, label or INIT), translated():
             offered = addresses_to_offer(context.bind_host, config.network_interfaces, _core.local_addresses())
             engine = _core.Engine(
                 ranks.index(context.world.rank),
@@ -170,10 +182,11 @@ def open_channel(
                 timeline_label="" if recorded_with is None else recorded_with[1],
                 autotune=_autotune(config) if tuned and config.autotune else None,
                 device_libraries=device_libraries,
+                shares_device=bool(label),
             )
     except DeadlineExceededError as error:
         if rendezvous is None:
             raise
-        keys = [f"{scope}/address/{place}" for place in range(len(ranks))]  # of ConnectMesh in the core
         raise late(rendezvous, context, keys, ranks, label or INIT) or error from None
-    return Channel(engine, ranks, Waits(config.collective_timeout), device_libraries is not None)
+    suggestion = nccl.Suggestion(config.gpu_operations == "automatic" and engine.rank == 0 and not label)
+    return Channel(engine, ranks, Waits(config.collective_timeout), device_libraries is not None, suggestion)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from itertools import count
 from threading import Lock
@@ -10,7 +11,8 @@ from typing import NoReturn, Self
 
 import numpy as np
 
-from sparkhvd.comm import arrays, direct, raw
+from sparkhvd import _core
+from sparkhvd.comm import arrays, direct, nccl, raw
 from sparkhvd.comm.buffers import buffer_of
 from sparkhvd.comm.channel import Channel, connect_rendezvous, open_channel
 from sparkhvd.comm.doctor import HangDoctor
@@ -53,10 +55,19 @@ class Communicator:
         self._sets = {0: self.everybody.ranks}
         self._sets_lock = Lock()  # one change of what follows at a time
         self._next_set = 1  # every rank counts alike
+        self._device_libraries = nccl.libraries(context.config)
         deadline = Deadline.after(context.config.start_timeout)
         self._rendezvous = connect_rendezvous(context, deadline)
         try:
-            world = open_channel(context, self.everybody.ranks, self._rendezvous, deadline, scope=scope, tuned=True)
+            world = open_channel(
+                context,
+                self.everybody.ranks,
+                self._rendezvous,
+                deadline,
+                scope=scope,
+                tuned=True,
+                device_libraries=self._device_libraries,
+            )
         except BaseException:
             if self._rendezvous is not None:
                 self._rendezvous.close()
@@ -64,6 +75,7 @@ class Communicator:
         self._engine = world.engine
         self._channels = {0: world}  # of the sets that this rank is in
         self._closed = False
+        self._process = os.getpid()
         self._doctor: HangDoctor | None = None
         try:
             self._doctor = self._hang_doctor()
@@ -220,6 +232,8 @@ class Communicator:
                 raise ConfigError(f"{asked} is registered already.")
             proposals = self._exchange(asked.proposal(self._world.rank))
             mine: Registration | None = None
+            if self._next_set == 1 and self._channels[0].on_devices:
+                self.barrier(name=_core.SHARE_DEVICE_NAME)
             for ranks in agreed_sets(proposals, self._sets, self._world.size):
                 registration = Registration(self._next_set, ranks, self._world.rank)
                 self._next_set += 1
@@ -271,6 +285,9 @@ class Communicator:
         """
         if self._closed:
             return
+        if self._process != os.getpid():
+            self.leave_to_parent()
+            return
         self._closed = True
         try:
             with translated():
@@ -282,6 +299,14 @@ class Communicator:
                 self._rendezvous.close()
             if self._doctor is not None:
                 self._doctor.close()
+
+    def leave_to_parent(self) -> None:
+        """After a fork, in the child: close its copies of the links, without a word to the peers of the parent."""
+        self._closed = True
+        for channel in self._channels.values():
+            channel.engine.close_copies()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
 
     def __enter__(self) -> Self:
         return self
@@ -304,6 +329,11 @@ class Communicator:
         return bool((numbers == number).all())
 
     def _refused_channel(self, process_set: ProcessSet | None) -> NoReturn:
+        if self._process != os.getpid():
+            raise NotInitializedError(
+                f"This process was forked from rank {self._world.rank} and is no rank itself; use collectives in the "
+                "rank's own process only."
+            )
         if self._closed:
             raise NotInitializedError("This communicator is closed; open a new one (init() again) before a collective.")
         if process_set is None or process_set.process_set_id not in self._sets:
@@ -327,5 +357,6 @@ class Communicator:
             Deadline.after(self._context.config.start_timeout),
             scope=f"{self._scope}/process-set-{number}",
             recorded_with=(self._channels[0], f"process set {number}"),
+            device_libraries=self._device_libraries,
             label=f"process set {number}, whose ranks 0..{len(ranks) - 1} are ranks {list(ranks)} of the job",
         )

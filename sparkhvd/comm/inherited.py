@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,22 @@ from sparkhvd.world import World
 
 
 @contextmanager
-def bequeathed(context: LaunchContext) -> Iterator[str]:
-    """Within this block, the path under which child processes find ``context``."""
+def in_memory(content: bytes) -> Iterator[str]:
+    """Within this block, the path under which processes of the same user on this host find ``content``.
+
+    For secrets of child processes: their environment can be read as long as they live, and is inherited.
+    """
     descriptor = os.memfd_create("sparkhvd-launch-context")
     try:
-        os.write(descriptor, to_json(context))
+        os.write(descriptor, content)
         yield f"/proc/{os.getpid()}/fd/{descriptor}"
     finally:
         os.close(descriptor)
+
+
+def bequeathed(context: LaunchContext) -> AbstractContextManager[str]:
+    """Within this block, the path under which child processes find ``context``."""
+    return in_memory(to_json(context))
 
 
 def inherited() -> LaunchContext | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -15,13 +16,15 @@ from sparkhvd.addresses import address_to_bind
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.config import Config
-from sparkhvd.errors import CollectiveError, ConfigError
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import CollectiveError, ConfigError, DeadlineExceededError
 from sparkhvd.world import layout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _TOKEN_BYTES = 32
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-5, 1e-2
 
 
 def available() -> bool:
@@ -81,12 +84,32 @@ def meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, Re
     Returns:
         This rank's place and the way to its peers; and, on rank 0 of several, the server where they meet, which the
         caller closes after the job.
+
+    Raises:
+        DeadlineExceededError: not all ranks came within ``config.start_timeout``.
     """
+    _wait_for_all(communicator, config.start_timeout)
     own = communicator.Dup()  # keeps what is said here apart from what the program says
     try:
         return _meet(own, config)
     finally:
         own.Free()
+
+
+def _wait_for_all(communicator: MPI.Intracomm, seconds: float) -> None:
+    """Wait until all ranks of the communicator are here: MPI's own collectives wait without a limit."""
+    deadline, pause = Deadline.after(seconds), _FIRST_PAUSE_SECONDS
+    barrier = communicator.Ibarrier()
+    while not barrier.Test():
+        if deadline.expired():
+            rank, size = communicator.Get_rank(), communicator.Get_size()
+            raise DeadlineExceededError(
+                f"Rank {rank} waited start_timeout={seconds:g} s in init() for all {size} ranks that MPI "
+                "started, and at least one of them did not call it. See which rank does not print a line right after "
+                "init(), or raise SPARKHVD_START_TIMEOUT."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 def _meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, RendezvousServer | None]:

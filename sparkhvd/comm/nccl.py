@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from sparkhvd import _core
-from sparkhvd.config import Config
+from sparkhvd.config import Config, keep_nccl_to, visible_devices
 from sparkhvd.errors import ConfigError
 
 # The name under which NVIDIA's driver installs it, wherever the linker looks.
 _CUDA = "libcuda.so.1"
 _NCCL = "libnccl.so.2"
+_MANAGEMENT = "libnvidia-ml.so.1"
+
+_log = logging.getLogger(__name__)
 
 
 def library() -> str:
@@ -35,12 +41,14 @@ def libraries(config: Config) -> _core.DeviceLibraries | None:
             "SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl exclude each other: NCCL's own connections are not "
             "encrypted. Unset one of them; without NCCL, CUDA tensors go through the CPU and the links of the ranks."
         )
+    keep_nccl_to(config.network_interfaces)
     try:
         return _core.DeviceLibraries(_CUDA, library())
     except _core.CoreError as error:
         raise ConfigError(
             f"SPARKHVD_GPU_OPERATIONS=nccl does not work on this host: {error.args[1]}. Install NVIDIA's driver and "
-            "the nvidia-nccl package of its CUDA version, or unset the variable: CUDA tensors then go through the CPU."
+            "the nvidia-nccl package of its CUDA version, or unset the variable (HOROVOD_GPU_OPERATIONS counts, too): "
+            "CUDA tensors then go through the CPU."
         ) from error
 
 
@@ -53,9 +61,45 @@ def version() -> int:
 
 
 def has_cuda() -> bool:
-    """Whether there are CUDA's driver and a device."""
-    try:
-        _core.check_cuda(_CUDA)
-    except _core.CoreError:
+    """Whether there are NVIDIA's driver and a device that this process may see.
+
+    CUDA itself is not asked: a process that has initialized CUDA cannot use it in children that it forks.
+    """
+    visible = visible_devices()
+    if visible is not None and visible.strip() in {"", "-1"}:
         return False
-    return True
+    try:
+        return count_devices(ctypes.CDLL(_MANAGEMENT)) > 0
+    except (OSError, AttributeError):  # no driver, or a library of this name without the functions
+        return False
+
+
+def count_devices(management: ctypes.CDLL) -> int:
+    """Return how many devices NVIDIA's management library (NVML) knows; 0 where it does not work."""
+    if management.nvmlInit_v2() != 0:
+        return 0
+    try:
+        count = ctypes.c_uint(0)
+        return count.value if management.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+    finally:
+        management.nvmlShutdown()
+
+
+@dataclass(slots=True)
+class Suggestion:
+    """One line, at the first CUDA tensor, on how it travels and how else it could.
+
+    Attributes:
+        is_due: whether the line is still to be logged here.
+    """
+
+    is_due: bool = False
+
+    def make(self) -> None:
+        """Log the line, once."""
+        if self.is_due:
+            self.is_due = False
+            _log.warning(
+                "CUDA tensors travel through the CPU. Set SPARKHVD_GPU_OPERATIONS=nccl on all ranks to let NCCL move "
+                "them from GPU to GPU, or SPARKHVD_GPU_OPERATIONS=staged to keep this way without this line."
+            )

@@ -68,16 +68,19 @@ class RendezvousClient(Closing):
         addresses: where the server may be reached, tried in order.
         token: the job's secret; the server has to know it too.
         deadline: when to give up connecting.
+        encrypt: whether a server that does not encrypt is refused.
 
     Raises:
-        AuthenticationError: the other side doesn't know the secret.
+        AuthenticationError: the other side doesn't know the secret, or does not encrypt.
         CollectiveError: no address answers.
         DeadlineExceededError: none answered in time.
     """
 
-    def __init__(self, addresses: Sequence[tuple[str, int]], token: bytes, deadline: Deadline) -> None:
+    def __init__(
+        self, addresses: Sequence[tuple[str, int]], token: bytes, deadline: Deadline, *, encrypt: bool = False
+    ) -> None:
         with translated():
-            self.core = _core.RendezvousClient(list(addresses), token, deadline.remaining())
+            self.core = _core.RendezvousClient(list(addresses), token, deadline.remaining(), encrypt)
 
     def set(self, key: str, value: bytes, deadline: Deadline) -> None:
         """Store ``value`` and wake everybody who waits for ``key``."""

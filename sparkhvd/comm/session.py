@@ -6,6 +6,7 @@ This holds the one mutable variable of the package, because ``hvd.init()`` and `
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.inherited import inherited
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
-from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.comm.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.stall_report import StallReport
 from sparkhvd.comm.subset import subset
 from sparkhvd.config import Config, from_environment, notice_one_of_several, notice_without_effect, started_by_mpi
-from sparkhvd.errors import ConfigError, NotInitializedError
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import ConfigError, DeadlineExceededError, NotInitializedError, SparkHvdError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,9 +38,13 @@ class _Session:
     everybody: ProcessSet = field(default_factory=lambda: ProcessSet([0]))  # registered while initialized
     server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
     from_mpi: bool = False
-    # How often each choice of ranks was connected. Its members count alike, so it names the scope in which they meet.
+    # How often the ranks of each choice met. All of them count alike, so it names the scope of their next meeting.
     inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    watches_forks: bool = False
+    forked: bool = False  # this process is a child of the one that was initialized
 
+
+_ASK_SECONDS = 0.5  # for what the rendezvous knows or does not know
 
 _session = _Session()
 
@@ -62,6 +68,7 @@ def offer(context: LaunchContext, joined: Callable[[], None] | None = None) -> N
         _session.context = context
         _session.joined = joined
         _session.inits.clear()
+        _session.forked = False
 
 
 def offered() -> LaunchContext:
@@ -79,7 +86,8 @@ def init(
     installed), else this process is a job of one rank.
 
     Collective: every rank must call it. Calling it again without ``shutdown()`` does nothing; after ``shutdown()`` the
-    ranks connect anew.
+    ranks connect anew. A rank on which it failed may call it again: ranks that still wait, or come later, join
+    it there.
 
     Args:
         comm: makes a job of its own of some ranks: a list of ranks of the launcher's job or of MPI's world, which
@@ -88,7 +96,8 @@ def init(
             so that Horovod's word "dynamic" means none here.
 
     Raises:
-        ConfigError: ``comm`` does not hold this rank, or a process set cannot be registered.
+        ConfigError: ``comm`` does not hold this rank, a process set cannot be registered, or this process was forked
+            from a rank.
         DeadlineExceededError: not all ranks came within the configured ``start_timeout``.
         AuthenticationError: a peer doesn't know the job's secret.
     """
@@ -101,25 +110,100 @@ def init(
             return
         if _session.context is None:
             _session.context = inherited()
-        _session.inits[ranks or ()] += 1
         _session.from_mpi = _is_of_mpi(comm)
-        # Ranks that MPI brings together meet at a server of their own each time.
-        number = 1 if _session.from_mpi else _session.inits[ranks or ()]
-        scope = "-".join(["init", str(number), *map(str, ranks or ())])
-        context, server = _meet(comm, ranks, scope)
-        try:
-            if context.config.log_level is not None:
-                logging.getLogger("sparkhvd").setLevel(context.config.log_level)
-            communicator = _connected(context, scope, sets)
-        except BaseException:
-            if server is not None:
-                server.close()
-            raise
+        if _session.forked and (_session.from_mpi or _session.context is not None):
+            raise ConfigError(
+                "This process was forked from a rank, whose place in the job it cannot take. Call hvd.init() in the "
+                "rank's own process only."
+            )
+        communicator, server = _connected_sometime(comm, ranks, sets)
         _session.communicator = communicator
         _session.everybody.register(communicator.everybody)
         _session.server = server
+        if not _session.watches_forks:
+            _session.watches_forks = True
+            os.register_at_fork(after_in_child=_leave_to_parent)
         if _session.joined is not None:
             _session.joined()
+
+
+def _leave_to_parent() -> None:
+    """After a fork, in the child: the job is the parent's."""
+    _session.lock = Lock()  # a thread of the parent may have held it
+    if _session.communicator is not None:
+        _session.forked = True
+        _session.communicator.leave_to_parent()
+
+
+def _connected_sometime(
+    comm: Sequence[int] | MPI.Intracomm | None,
+    ranks: tuple[int, ...] | None,
+    sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
+) -> tuple[Communicator, RendezvousServer | None]:
+    """The communicator of the next meeting of these ranks that does not fail before this rank comes."""
+    whole = _session.context or LaunchContext()
+    place = whole.world.rank if ranks is None else (*ranks, whole.world.rank).index(whole.world.rank)
+    deadline = Deadline.after(whole.config.start_timeout)
+    while True:
+        # Ranks that MPI brings together meet at a server of their own each time.
+        number = 1 if _session.from_mpi else _session.inits[ranks or ()] + 1
+        scope, following = ("-".join(["init", str(n), *map(str, ranks or ())]) for n in (number, number + 1))
+        try:
+            if number > 1:
+                _tell(whole, f"{scope}/begun")
+            connected = _connected_once(comm, ranks, scope, sets)
+        except BaseException as error:
+            # A rank that failed before it came to the meeting is still awaited there.
+            if _session.from_mpi or not _is_known(whole, f"{scope}/address/{place}", f"{scope}/connect-failure"):
+                raise
+            _session.inits[ranks or ()] = number
+            if not isinstance(error, SparkHvdError) or deadline.expired() or not _is_known(whole, f"{following}/begun"):
+                raise
+        else:
+            _session.inits[ranks or ()] = number
+            return connected
+
+
+def _tell(context: LaunchContext, key: str) -> None:
+    if context.rendezvous:
+        deadline = Deadline.after(context.config.start_timeout)
+        with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
+            store.set(key, b"", deadline)
+
+
+def _is_known(context: LaunchContext, *keys: str) -> bool:
+    """Whether the rendezvous has one of ``keys``."""
+    if not context.rendezvous:
+        return False
+    deadline = Deadline.after(_ASK_SECONDS)
+    try:
+        with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
+            for key in keys:
+                try:
+                    store.get(key, Deadline.after(_ASK_SECONDS))
+                except DeadlineExceededError:
+                    continue
+                return True
+    except SparkHvdError:
+        return False  # nobody can meet there
+    return False
+
+
+def _connected_once(
+    comm: Sequence[int] | MPI.Intracomm | None,
+    ranks: tuple[int, ...] | None,
+    scope: str,
+    sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
+) -> tuple[Communicator, RendezvousServer | None]:
+    context, server = _meet(comm, ranks, scope)
+    try:
+        if context.config.log_level is not None:
+            logging.getLogger("sparkhvd").setLevel(context.config.log_level)
+        return _connected(context, scope, sets), server
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
 
 
 def _connected(

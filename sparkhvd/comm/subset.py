@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sparkhvd.comm.absent import INIT, late
+from sparkhvd.comm.absent import INIT, late, warning_of_absent
 from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.mpi import require_member
 from sparkhvd.comm.rendezvous import RendezvousClient
@@ -31,11 +31,12 @@ def subset(context: LaunchContext, ranks: Sequence[int], scope: str) -> LaunchCo
     if len(ranks) == 1:
         return dataclasses.replace(context, world=World(), rendezvous=())
     deadline = Deadline.after(context.config.start_timeout)
-    with RendezvousClient(context.rendezvous, context.token, deadline) as store:
+    with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
         store.set(f"{scope}/host/{mine}", context.host_key.encode(), deadline)
         keys = [f"{scope}/host/{index}" for index in range(len(ranks))]
         try:
-            hosts = [store.get(key, deadline).decode() for key in keys]
+            with warning_of_absent(store, context, keys, ranks, INIT):
+                hosts = [store.get(key, deadline).decode() for key in keys]
         except DeadlineExceededError as error:
             raise late(store, context, keys, ranks, INIT) or error from None
     return dataclasses.replace(context, world=layout(hosts)[mine], members=tuple(ranks))

@@ -31,6 +31,8 @@ class ArrowWrite:
         store: where the files go.
         folder: the folder in it.
         write_id: no other write has it.
+        names: of the columns, in their order; in Spark they have others on the way, as ``mapInArrow`` takes a dot for
+            that of a field.
         row_group_bytes: bytes of a row group in memory.
         split: the column whose values decide on a folder ``<column>=<value>``; it is not written. None is one folder.
     """
@@ -38,6 +40,7 @@ class ArrowWrite:
     store: Store
     folder: str
     write_id: str
+    names: tuple[str, ...]
     row_group_bytes: int
     split: str | None = None
 
@@ -60,8 +63,9 @@ def write(
     Raises:
         StoreError: from a task that could not write, as the Spark error's cause.
     """
-    job = ArrowWrite(store, folder, uuid.uuid4().hex, row_group_bytes, split)
-    written = rows.mapInArrow(partial(write_partition, job), "path string, rows long").collect()
+    job = ArrowWrite(store, folder, uuid.uuid4().hex, tuple(rows.columns), row_group_bytes, split)
+    numbered = rows.toDF(*(f"c{place}" for place in range(len(job.names))))
+    written = numbered.mapInArrow(partial(write_partition, job), "path string, rows long").collect()
     rows_of = {row["path"]: row["rows"] for row in sorted(written)}
     for other in set(store.list(folder)) - set(rows_of):
         store.delete(other)
@@ -79,7 +83,8 @@ def write_partition(job: ArrowWrite, batches: Iterator[pa.RecordBatch]) -> Itera
     files: dict[str, _File] = {}
     with ExitStack() as opened:
         for batch in batches:
-            for value, part in _by_split(batch, job.split):
+            named = pa.RecordBatch.from_arrays(batch.columns, names=job.names)
+            for value, part in _by_split(named, job.split):
                 if value not in files:
                     inside = f"{job.split}={value}/{name}" if job.split else name
                     files[value] = _File(job, f"{job.folder}/{inside}", part.schema, opened)

@@ -14,6 +14,11 @@ from sparkhvd.data.schema import DataSchema
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
+def first_row(rows: Arrays) -> Arrays:
+    """The first row of some, in memory of its own."""
+    return {name: array[:1].copy() for name, array in rows.items()}
+
+
 @dataclass(frozen=True)
 class Batch:
     """The rows of one rank in one step.

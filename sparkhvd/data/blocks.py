@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
 from sparkhvd.data.manifest import DataFile, Split
-from sparkhvd.data.plan import Piece
+from sparkhvd.data.shards import Piece
 from sparkhvd.errors import DataError, SparkHvdError, StoreError
 from sparkhvd.store.protocol import Store
 

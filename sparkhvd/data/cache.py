@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.data.blocks import Blocks
-from sparkhvd.data.plan import Piece
+from sparkhvd.data.shards import Piece
 from sparkhvd.data.spool import unnamed_file
 from sparkhvd.errors import StoreError
 

@@ -3,7 +3,8 @@
 The driver deals the rows out, one partition per rank. Each Spark task writes its partition to a local file
 (``sparkhvd.data.spool``), and its rank trains on that. A shuffle delivers rows in any order, so every partition is
 sorted by a seeded hash of its rows: the same rows in the same partitions, seed and number of ranks give the same order.
-Which rank gets a row depends on the partition that it comes from.
+Which rank gets a row depends on the partition that it comes from: the rows of a partition, ordered by a hash of their
+content, are assigned to the ranks in turn, so each rank has a fair sample whatever the DataFrame's order.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ from sparkhvd.data.facts import (
     rows_of,
 )
 from sparkhvd.data.manifest import SplitName
-from sparkhvd.data.plan import OwnBlocks, Piece, Plan
+from sparkhvd.data.plan import Plan
 from sparkhvd.data.prepare import as_written, prepared
 from sparkhvd.data.readers import Reading, RowSource
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, source
-from sparkhvd.errors import DataError
+from sparkhvd.data.shards import OwnBlocks, Piece
+from sparkhvd.data.spark_settings import with_own_settings
+from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.world import World
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
+
+# Whether Spark orders the rows of a partition by their hash before it assigns them in turn; true by default.
+_SORTED_FIRST = "spark.sql.execution.sortBeforeRepartition"
 
 
 def dealt(df: DataFrame, selection: Selection, *, num_proc: int, seed: int) -> DataFrame:
@@ -49,7 +55,26 @@ def dealt(df: DataFrame, selection: Selection, *, num_proc: int, seed: int) -> D
     place = functions.xxhash64(functions.lit(seed % 2**63).cast("long"), functions.lit("order"), *names)
     sent = _sent(selection.schema)
     chosen = [source(name).alias(sent.get(name, name)) for name in rows.columns]
-    return rows.repartition(num_proc).sortWithinPartitions(place).select(*chosen)
+    return _ordered_by_hash(rows).repartition(num_proc).sortWithinPartitions(place).select(*chosen)
+
+
+def _ordered_by_hash(rows: DataFrame) -> DataFrame:
+    """The same rows, which ``repartition`` orders by a hash before it assigns them in turn.
+
+    Otherwise rows whose classes alternate would give each rank one class.
+
+    Raises:
+        ConfigError: the session does not order them, and its setting cannot be changed here.
+    """
+    if rows.sparkSession.conf.get(_SORTED_FIRST, "true") == "true":
+        return rows
+    found = with_own_settings(rows, {_SORTED_FIRST: "true"})
+    if found is None:
+        raise ConfigError(
+            f"{_SORTED_FIRST} is false, so each rank could get rows of one class only. Set it to true for this "
+            "session (it is the default), or train through a Store (data='store')."
+        )
+    return found
 
 
 class GivenRows:
@@ -92,6 +117,7 @@ class GivenRows:
         shuffle: bool,
         steps_per_epoch: int | None,
         reading: Reading,
+        pair_last_row: bool = False,
     ) -> RowSource:
         """The rows of one split as this rank sees them.
 
@@ -105,11 +131,12 @@ class GivenRows:
             shuffle: whether every epoch has an order of its own.
             steps_per_epoch: None means one pass over the rows.
             reading: how to read.
+            pair_last_row: see ``Plan``.
         """
         own = self._blocks.get(split)
         counts = tuple(rows_of([one for one in facts if one.place[0] == rank], split) for rank in range(world.size))
         shards = OwnBlocks(() if own is None else _rows(own), counts)
-        plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch)
+        plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
         blocks: Blocks = _Nothing() if own is None else own
         return RowSource(schema, plan, world.rank, lambda: blocks, reading)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.data import arrow_types, codecs, columns, leases, unischema
 from sparkhvd.data.facts import too_few_rows
 from sparkhvd.data.footers import Footer, LeafFacts, read_footers
+from sparkhvd.data.layouts import partition_columns, shown_files, visible_files
 from sparkhvd.data.located import Access, locate
 from sparkhvd.data.manifest import DataFile, Manifest, Split, load
 from sparkhvd.data.prepared import chosen
@@ -25,8 +26,7 @@ from sparkhvd.data.schema import NUMBERS, ColumnSpec, DataSchema, Fill, Role
 from sparkhvd.data.selection import RESERVED_PREFIX, completed, no_such_column
 from sparkhvd.data.spark_types import checked_fill
 from sparkhvd.errors import DataError, SchemaError, StoreError
-from sparkhvd.store import layout
-from sparkhvd.store.protocol import Store
+from sparkhvd.store import Store, layout, store_at
 from sparkhvd.store.read_only import ReadOnlyFolder
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
+_PATTERN = re.compile(r"[*?{\[]")
 _SOME_ROWS = 16  # read at once where one that is not NULL is looked for
-_FOLDER = re.compile(r"([^/=]+)=[^/]*/")  # of a value, as partitionBy of Spark's writers names it
 # What lies in the folder of a table, whose log tells which of the Parquet files beside it are rows of it.
 _TABLES = (
     ("delta", re.compile(r"(^|/)_delta_log/")),
@@ -99,8 +99,8 @@ def open_existing(
     """The Parquet files at a path or URL, as a dataset to train on.
 
     Args:
-        train: a folder (its files in the order of their names; names that start with ``_`` or a dot do not count), or
-            one file, with the rows to train on.
+        train: a folder with the rows to train on, or one file. Of a folder, the files that Spark shows rows of (see
+            ``sparkhvd.data.layouts``), in the order of their names.
         validation: the same for the rows to validate on; it has to lie on the same file system.
         feature_cols: columns, or ``struct.field``; None means all but the others.
         label_cols: columns to learn.
@@ -128,22 +128,23 @@ def open_data(
     names: Sequence[str] | None,
     fill: Mapping[str, Fill] | None = None,
     *,
-    store: Store | None = None,
+    store: Store | str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExistingFiles:
     """The rows that a loader goes over, with columns of any type.
 
     Args:
-        data: a manifest, or a URL (with ``store``: a path in it) of a Parquet file, of a folder with such files in any
-            depth, or of a prepared dataset.
+        data: a manifest, or a URL (with ``store``: a path in it) of a Parquet file, of a folder with such files (see
+            ``sparkhvd.data.layouts``), or of a prepared dataset.
         names: the columns in their order; None means all.
         fill: by column, what to put where the data have NULL.
-        store: the Store in which ``data`` lies; needed for a manifest.
+        store: the Store in which ``data`` lies, or its URL; needed for a manifest.
         storage_options: of the Store of a URL.
 
     Raises:
         SparkHvdError: see ``open_existing``.
     """
+    store = None if store is None else store_at("store", store)
     wanted = Wanted(names, fill=fill, transformed=True)
     if isinstance(data, Manifest):
         if store is None:
@@ -194,8 +195,8 @@ def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
     first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
     if first is None:
         raise DataError(f"There are no rows to train on in {store.url}/{places[0]}: its files are empty.")
-    folders = {name for path in listed[0] for name in _FOLDER.findall(path.removeprefix(places[0]))}
-    _refuse_in_folders(folders - set(first.schema.names), wanted, f"{store.url}/{places[0]}")
+    in_folders = partition_columns([path.removeprefix(places[0]) for path in listed[0]])
+    _refuse_in_folders(in_folders, first.schema.names, wanted, f"{store.url}/{places[0]}")
     schema = _schema(store, places[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
     for footer in (footer for group in footers for footer in group if any(footer.row_groups)):
         _check(store, footer, first, schema)
@@ -237,12 +238,24 @@ def selected(manifest: Manifest, wanted: Wanted) -> Manifest:
 
 def _visible_files(store: Store, place: str) -> list[str]:
     found = store.list(place)
-    for path in found:
-        _refuse_table(path.removeprefix(place), f"{store.url}/{place}")
-    files = [path for path in found if _is_visible(path.removeprefix(place))]
-    if not files:
-        raise DataError(f"There are no Parquet files in {store.url}/{place}; check the path.")
-    return files
+    inside = {path.removeprefix(place).lstrip("/"): path for path in found}
+    for name in inside:
+        _refuse_table(name, f"{store.url}/{place}")
+    shown = [inside[name] for name in shown_files(list(inside))]
+    if not shown:
+        pattern = " Patterns are not expanded; give a folder." if _PATTERN.search(place) else ""
+        raise DataError(f"There are no Parquet files in {store.url}/{place}; check the path.{pattern}")
+    left_out = sorted({inside[name] for name in visible_files(list(inside))} - set(shown))
+    if left_out:
+        logger.warning(
+            "%s/%s has %d files that are not read, because Spark does not read them either, such as %s. Read their "
+            "folders one by one, or name all folders by values (day=1).",
+            store.url,
+            place,
+            len(left_out),
+            left_out[0],
+        )
+    return shown
 
 
 def _refuse_table(inside: str, url: str) -> None:
@@ -255,18 +268,18 @@ def _refuse_table(inside: str, url: str) -> None:
             )
 
 
-def _is_visible(inside: str) -> bool:
-    return not any(part.startswith(("_", ".")) for part in inside.split("/") if part)
-
-
-def _refuse_in_folders(names: Iterable[str], wanted: Wanted, url: str) -> None:
-    others = {*wanted.labels, wanted.weight}
-    for name in sorted(names):
-        if name.startswith(RESERVED_PREFIX) or not (wanted.features is None or name in {*wanted.features, *others}):
+def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: Wanted, url: str) -> None:
+    """Refuse columns that Spark reads from the names of folders, also where the files have other values for them."""
+    stored = {name.lower(): name for name in in_files}
+    selected = None if wanted.features is None else {*wanted.features, *wanted.labels, wanted.weight}
+    for folder in sorted(names):
+        name = stored.get(folder.lower(), folder)
+        if name.startswith(RESERVED_PREFIX) or not (selected is None or name in selected):
             continue
+        where = "in the files of {} and also" if folder.lower() in stored else "not in the files of {} but"
         raise SchemaError(
-            f"Column {name!r} is not in the files of {url} but in the names of their folders ({name}=...), which are "
-            "not read. Select the other columns by name, or write the rows without partitionBy."
+            f"Column {name!r} is {where.format(url)} in the names of their folders ({folder}=...), which are not read. "
+            "Select the other columns by name, or write the rows without partitionBy."
         )
 
 
@@ -285,51 +298,42 @@ def _selected(arrow: pa.Schema, wanted: Wanted, packed: Mapping[str, unischema.F
     roles: list[tuple[str, Role]] = [(name, "feature") for name in features]
     roles += [(name, "label") for name in wanted.labels]
     roles += [(name, "weight") for name in others[len(wanted.labels) :]]
-    return DataSchema(tuple(column for name, role in roles for column in _columns(arrow, name, role, packed)))
+    stored = dict(zip(arrow.names, arrow.types, strict=True))
+    return DataSchema(tuple(column for name, role in roles for column in _columns(stored, name, role, packed)))
 
 
-def _columns(arrow: pa.Schema, name: str, role: Role, packed: Mapping[str, unischema.Field]) -> list[ColumnSpec]:
-    if name in packed and name in arrow.names and packed[name].codec is not None:
+def _columns(
+    stored: Mapping[str, pa.DataType], name: str, role: Role, packed: Mapping[str, unischema.Field]
+) -> list[ColumnSpec]:
+    if name in packed and name in stored and packed[name].codec is not None:
         field = packed[name]
         return [ColumnSpec(name, field.dtype, field.shape, role, "array", codec=field.codec)]
-    found = [
-        ColumnSpec(
-            ".".join(leaf.path),
-            leaf.dtype,
-            () if leaf.kind == "scalar" else None,
-            role,
-            leaf.kind,
-            source=leaf.path if len(leaf.path) > 1 else (),
-            depth=leaf.depth,
-        )
-        for top in _tops(arrow, name)
-        for leaf in arrow_types.leaves((top,), arrow.field(top).type)
-    ]
+    found = [leaf.column(role) for top in _tops(stored, name) for leaf in arrow_types.leaves((top,), stored[top])]
     if len(found) == 1 and name in packed:
-        found = [_as_declared(found[0], packed[name], arrow)]
+        found = [_as_declared(found[0], packed[name], stored[found[0].name])]
     found = [column for column in found if column.name == name or column.name.startswith(f"{name}.")]
     if not found:
-        raise no_such_column(name, role, arrow.names, "The files have")
+        raise no_such_column(name, role, [*stored], "The files have")
     return found
 
 
-def _as_declared(column: ColumnSpec, field: unischema.Field, arrow: pa.Schema) -> ColumnSpec:
+def _as_declared(column: ColumnSpec, field: unischema.Field, arrow: pa.DataType) -> ColumnSpec:
     """A number of petastorm in the type that its schema says, which Spark may have no column for."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
-    is_plain = column.kind == "scalar" and column.is_number and not pa.types.is_decimal(arrow.field(column.name).type)
+    is_plain = column.kind == "scalar" and column.is_number and not pa.types.is_decimal(arrow)
     if not is_plain or field.dtype not in NUMBERS or field.dtype == column.dtype:
         return column
     return replace(column, dtype=field.dtype, codec="scalar")
 
 
-def _tops(arrow: pa.Schema, name: str) -> list[str]:
+def _tops(stored: Mapping[str, pa.DataType], name: str) -> list[str]:
     """The columns of the files that hold ``name``: its own, those of its fields, or that of its struct."""
-    if name in arrow.names:
+    if name in stored:
         return [name]
     # What prepare_data wrote has the fields of a struct as columns of their own.
-    fields = [other for other in arrow.names if other.startswith(f"{name}.")]
-    return fields or [other for other in arrow.names if name.startswith(f"{other}.")]
+    fields = [other for other in stored if other.startswith(f"{name}.")]
+    return fields or [other for other in stored if name.startswith(f"{other}.")]
 
 
 def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) -> DataSchema:

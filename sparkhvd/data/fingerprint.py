@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Raise when the same plan would be written differently.
-_WRITING = 1
+_WRITING = 2
 
 # In groups: names and values; arithmetic and comparison; NULL and choice; numbers; texts; arrays and structs; times;
 # aggregates and windows.
@@ -108,21 +108,29 @@ class Fingerprint:
     caches: tuple[str, ...] = ()
 
 
-def fingerprint(df: DataFrame, *parts: object, caches: bool = True) -> Fingerprint | None:
+def _log(reason: str) -> None:
+    logger.debug("The rows of this DataFrame cannot be recognised later: %s", reason)
+
+
+def fingerprint(
+    df: DataFrame, *parts: object, caches: bool = True, report: Callable[[str], None] = _log
+) -> Fingerprint | None:
     """What identifies the rows of a DataFrame.
 
     Args:
         df: the rows.
         parts: what else decides what is written; their ``repr`` counts.
         caches: whether rows of a cache have a fingerprint, which means something in this application only.
+        report: receives the reason where there is none; by default it is logged at level debug.
 
     Returns:
-        None where that cannot be known; the reason is logged (at level debug).
+        None where that cannot be known.
 
     Raises:
         PySparkException: a cache was asked for that is not filled yet, and a stage below it failed.
     """
-    if is_connect(df.sparkSession):  # the client sees neither the plan nor the files
+    if is_connect(df.sparkSession):
+        report("the client of Spark Connect sees neither its plan nor its files")
         return None
     try:
         plan, found = _plan(df, caches=caches)
@@ -130,7 +138,7 @@ def fingerprint(df: DataFrame, *parts: object, caches: bool = True) -> Fingerpri
         if f'"{_SAMPLE}"' in str(plan[0]):
             identity.append(df.sparkSession.sparkContext.defaultParallelism)
     except _UnknownError as reason:
-        logger.debug("The rows of this DataFrame cannot be recognised later: %s", reason)
+        report(str(reason))
         return None
     return Fingerprint(hashlib.sha256(json.dumps(identity).encode()).hexdigest(), found)
 
@@ -252,7 +260,8 @@ def _refuse_unknown(nodes: list[dict[str, object]]) -> None:
             or name.endswith("UDT")  # a type, not an expression
         )
         if not known:
-            raise _UnknownError(f"{name} is not known to be the same every time")
+            what = f"the function {node['name']!r} ({short})" if isinstance(node.get("name"), str) else short
+            raise _UnknownError(f"{what} is not known to give the same every time")
         # Arrays, maps and binary values are not shown in full.
         if short == "Literal" and node.get("value") is not None:
             kind = node.get("dataType")

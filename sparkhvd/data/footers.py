@@ -62,6 +62,8 @@ def _read(store: Store, path: str) -> Footer:
     try:
         filesystem, place = store.arrow(path)
         with filesystem.open_input_file(place) as file:
+            if not file.size():  # what a writer that was killed leaves; Spark reads over it, too
+                return Footer(path, (), (), pa.schema([]))
             opened = parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
             return _footer(path, opened.metadata, opened.schema_arrow)
     except (OSError, pa.ArrowException) as error:

@@ -26,6 +26,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from typing import Protocol
 
 from sparkhvd.data.processes import machine, process_start
 from sparkhvd.errors import SparkHvdError, StoreError
@@ -125,6 +126,15 @@ class Lease:
             remove_unused(self.store, self.dataset_id, now)
 
 
+class Renewable(Protocol):
+    """Something that is held until it is released, and renewed meanwhile."""
+
+    @property
+    def store(self) -> Store: ...
+    def renew(self) -> None: ...
+    def release(self) -> None: ...
+
+
 class Hold:
     """A lease that a thread renews every ``RENEW_SECONDS`` (a failure is logged and tried again), until ``close``.
 
@@ -135,7 +145,7 @@ class Hold:
     """
 
     def __init__(
-        self, lease: Lease, *, look_seconds: float = _LOOK_SECONDS, renew_seconds: float = RENEW_SECONDS
+        self, lease: Renewable, *, look_seconds: float = _LOOK_SECONDS, renew_seconds: float = RENEW_SECONDS
     ) -> None:
         self._lease = lease
         self._look_seconds, self._renew_seconds = look_seconds, renew_seconds
@@ -162,12 +172,12 @@ class Hold:
         renewed = time.time()
         while not self._is_closed():
             now = time.time()
-            if now - renewed < self._renew_seconds:
+            if 0 <= now - renewed < self._renew_seconds:  # a clock may be set back
                 continue
             try:
                 self._lease.renew()
             except (SparkHvdError, OSError) as error:  # the training may well end before anybody minds
-                logger.warning("Could not renew the hold on the prepared rows: %s", error)
+                logger.warning("Could not renew a hold in %s: %s", self._lease.store.url, error)
             else:
                 renewed = now
         let_go(self._lease)
@@ -181,12 +191,12 @@ class Hold:
         return True
 
 
-def let_go(lease: Lease) -> None:
+def let_go(lease: Renewable) -> None:
     """Release a lease, and log it where that fails: it may neither hide an error nor make one of a success."""
     try:
         lease.release()
     except SparkHvdError as error:
-        logger.warning("Could not let go of the prepared rows in %s: %s", lease.store.url, error)
+        logger.warning("Could not release a hold in %s: %s", lease.store.url, error)
 
 
 def take(store: Store, dataset_id: str, keep_seconds: float, caches: tuple[str, ...] = ()) -> Lease:
@@ -271,13 +281,15 @@ def _record(keep_seconds: float) -> bytes:
 
 
 def _forget(store: Store, dataset_id: str, manifest: bytes) -> None:
-    """Remove the note that leads from a fingerprint to the dataset."""
+    """Remove the notes that lead from a fingerprint and a name to the dataset."""
     try:
-        fingerprint = json.loads(manifest).get("fingerprint")
+        content = json.loads(manifest)
     except ValueError:
         return
-    if fingerprint:
+    if fingerprint := content.get("fingerprint"):
         store.delete(layout.fingerprint_path(str(fingerprint), dataset_id))
+    if name := content.get("name"):
+        store.delete(layout.name_path(str(name), dataset_id))
 
 
 def _leased(store: Store) -> list[str]:

@@ -37,7 +37,7 @@ class Loading:
     batch_size: int
     columns: Sequence[str] | None = None
     split: SplitName = "train"
-    store: Store | None = None
+    store: Store | str | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     rank: int | None = None
     size: int | None = None
@@ -99,7 +99,7 @@ def torch_loader(data: str | Manifest, batch_size: int, **options: Any) -> Torch
 
             - ``columns``: the columns to read, also ``struct.field``; all by default.
             - ``split``: of a prepared dataset, ``"train"`` (the default) or ``"validation"``.
-            - ``store``: the Store in which ``data`` lies, if it is a manifest or a path in that Store.
+            - ``store``: the Store in which ``data`` lies, or its URL, if it is a manifest or a path in that Store.
             - ``storage_options``: of the Store of a URL.
             - ``rank`` and ``size``: whose rows; those of ``hvd.init()`` by default, else 0 of 1.
             - ``shuffle`` (True) and ``seed`` (0): whether each epoch has an order of its own.

@@ -63,6 +63,7 @@ class Manifest:
         validated_by: the fraction or the column that made the split; None without validation.
         fingerprint: what a later preparation compares its own with; None where the rows cannot be recognised.
         labels: the smallest and the largest value of labels that are numbers, by their names.
+        name: what the user calls it; None where no one gave it a name.
     """
 
     dataset_id: str
@@ -74,6 +75,7 @@ class Manifest:
     validated_by: float | str | None
     fingerprint: str | None = None
     labels: LabelRanges = ()
+    name: str | None = None
 
     @property
     def path(self) -> str:
@@ -104,6 +106,7 @@ class Manifest:
             "validated_by": self.validated_by,
             "fingerprint": self.fingerprint,
             "labels": self.labels,
+            "name": self.name,
         }
         return json.dumps(content, indent=1).encode()
 
@@ -154,6 +157,7 @@ def _from_json(content: dict, folder: str) -> Manifest:  # type: ignore[type-arg
         validated_by=content["validated_by"],
         fingerprint=content.get("fingerprint"),
         labels=tuple((str(name), low, high) for name, low, high in content.get("labels", ())),
+        name=content.get("name"),
     )
 
 

@@ -19,14 +19,20 @@ _SMALL_BYTES = 8
 _COLUMNS = 4
 
 
-def mixed(parts: Sequence[Arrays], order: RowIds, schema: DataSchema, threads: Executor) -> Arrays:
-    """The rows of all parts at these places, as arrays of their own; what is in ``parts`` is let go on the way."""
+def mixed(
+    parts: Sequence[Arrays], order: RowIds, schema: DataSchema, threads: Executor, *, release: bool = True
+) -> Arrays:
+    """Return the rows of all parts at these places as arrays of their own.
+
+    With ``release``, each column leaves ``parts`` as soon as it is picked, to free its memory.
+    """
     if not len(order):  # fewer rows than ranks
         return {column.name: columns.empty(column, 0) for column in schema.columns}
     rows = RowOrder(order, sum(len(next(iter(part.values()))) for part in parts))
 
     def pick(some: Sequence[ColumnSpec]) -> Arrays:
-        from_parts = {column.name: [part.pop(column.name) for part in parts] for column in some}
+        take = dict.pop if release else dict.__getitem__
+        from_parts = {column.name: [take(part, column.name) for part in parts] for column in some}
         if some[0].dtype in OBJECTS:
             return {name: np.concatenate(arrays)[order] for name, arrays in from_parts.items()}
         into = {column.name: arrow_memory.empty(column, len(order)) for column in some}

@@ -49,9 +49,10 @@ def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Pac
         spark_schema: ``df.schema``.
         columns: from ``select``.
     """
+    types = {field.name: field.dataType for field in spark_schema.fields}
     alike: dict[str, list[int]] = {}
     for place, column in enumerate(columns):
-        kind = spark_schema[column.name].dataType.simpleString() if column.path == (column.name,) else ""
+        kind = types[column.name].simpleString() if column.path == (column.name,) else ""
         if kind in _ELEMENTS:
             alike.setdefault(kind, []).append(place)
     arrays = tuple(tuple(places) for places in alike.values() if len(places) > 1)

@@ -1,9 +1,13 @@
 """Which rows a rank reads in which step: a pure function of integers that every rank computes for itself.
 
-Every rank has a shard of the rows. Of rows that all ranks can read, rank ``r`` has the ``r``-th contiguous part of the
-blocks' sequence, cut by rows, so that the shards' sizes differ by at most one. With ``shuffle`` the sequence is another
-one in every epoch: the blocks are permuted, and where it begins is drawn. Without, it is the dataset's own order.
-Either way a rank decodes its own part only. Rows that were dealt out before (one partition per rank) stay there.
+Every rank has a shard of the rows; the shards' sizes differ by at most one. Without ``shuffle``, rank ``r`` has the
+``r``-th contiguous part of the dataset. With it, every epoch has other shards, and each is a fair sample of the dataset
+whatever the dataset's order: neighbouring parts of the dataset go to different ranks and windows, at random.
+
+- Rows that fit into one window are read by every rank, each block once; a rank takes its share by runs of rows.
+- Other rows are assigned by whole blocks, so that a rank decodes its shard only. Blocks are cut where there would be
+  fewer than ``shards.SLICES`` per rank.
+- Rows that one rank alone can read (one partition per rank) stay there, and are read in small slices.
 
 In step ``s`` a rank has the rows ``s * B`` to ``(s + 1) * B`` of its shard, as far as there are any, so a pass has as
 many steps as the largest shard needs, on every rank. Every row comes exactly once. With ``shuffle`` the rows of a shard
@@ -16,31 +20,22 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, count, pairwise
-from typing import Protocol
+from itertools import accumulate, chain, count, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.data.shards import DRAW_BY_ALL, WINDOW_ORDER, Draw, Piece, Pieces, Shards, SharedBlocks, joined
+from sparkhvd.data.spreading import in_portions, part_in_portions
 from sparkhvd.errors import ConfigError
 
 RowIds = npt.NDArray[np.int64]
 
-# What a random stream is for; part of its seed, so that two purposes never share numbers.
-_SEQUENCE, _WINDOW_ORDER, _SHARD_ORDER = range(3)
+# Counts the rules by which rows are shuffled: an interrupted epoch continues under its own rules only.
+_RULES = 2
 
-
-@dataclass(frozen=True)
-class Piece:
-    """The rows ``start`` to ``stop`` (exclusive) of one block."""
-
-    block: int
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        return self.stop - self.start
+# Rows that are permuted together: what a processor has in its cache is permuted several times as fast.
+PORTION_ROWS = 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,14 @@ class Window:
         order: the places, among the rows of ``pieces``, of the rows to deliver; None delivers all as they are read.
         rows: this rank's rows in each step of the window.
         global_rows: the rows of all ranks in each of these steps.
+        portion: steps whose rows are picked together.
     """
 
     pieces: tuple[Piece, ...]
     order: RowIds | None
     rows: tuple[int, ...]
     global_rows: tuple[int, ...]
+    portion: int = 1
 
     def first(self, steps: int) -> Window:
         """The same window, ending after ``steps`` steps."""
@@ -72,95 +69,6 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """The random numbers of one pass over the rows: which seed, which epoch, which pass of it."""
-
-    seed: int
-    epoch: int
-    number: int
-
-    def random(self, purpose: int, rank: int = 0, window: int = 0) -> np.random.Generator:
-        """A generator of its own for every purpose."""
-        key = (purpose, self.epoch, self.number, rank, window)
-        return np.random.default_rng(np.random.SeedSequence(self.seed % 2**64, spawn_key=key))
-
-
-class Shards(Protocol):
-    """Who has which rows."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The rows of every rank."""
-
-    def pieces(self, rank: int, draw: Draw | None) -> tuple[Piece, ...]:
-        """A rank's rows, in the order of reading; without ``draw`` that is the order in which they lie."""
-
-
-@dataclass(frozen=True)
-class SharedBlocks:
-    """Blocks that every rank can read.
-
-    Attributes:
-        block_rows: rows of every block (row group), in row order.
-        size: number of ranks.
-        keep: whether a rank has the same rows in every epoch, to keep them near it; their order still changes.
-    """
-
-    block_rows: tuple[int, ...]
-    size: int
-    keep: bool = False
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"size is {self.size}; it must be at least 1.")
-        if min(self.block_rows, default=0) < 0:
-            raise ConfigError("A block with less than no rows cannot be planned for; prepare the dataset again.")
-
-    @cached_property
-    def rows(self) -> tuple[int, ...]:
-        each, remainder = divmod(sum(self.block_rows), self.size)
-        return tuple(each + (rank < remainder) for rank in range(self.size))
-
-    def pieces(self, rank: int, draw: Draw | None) -> tuple[Piece, ...]:
-        blocks = np.arange(len(self.block_rows))
-        start = sum(self.rows[:rank])
-        if draw is None:
-            return self._sequence(blocks).between(start, start + self.rows[rank])
-        dealing = Draw(draw.seed, 0, 0) if self.keep else draw
-        random = dealing.random(_SEQUENCE)
-        sequence = self._sequence(random.permutation(blocks))
-        total = sum(self.block_rows)
-        # The sequence ends and begins again where a block does, so no rank comes back to one, but to an only one.
-        start += int(random.integers(total)) if self.size > 1 else 0
-        stop = start + self.rows[rank]
-        found = (
-            *sequence.between(min(start, total), min(stop, total)),
-            *sequence.between(max(start - total, 0), max(stop - total, 0)),
-        )
-        return _permuted(found, draw, rank) if self.keep else found
-
-    def _sequence(self, blocks: npt.NDArray[np.integer]) -> _Pieces:
-        return _Pieces([Piece(int(block), 0, self.block_rows[block]) for block in blocks])
-
-
-@dataclass(frozen=True)
-class OwnBlocks:
-    """Blocks that one rank was given; the others cannot read them.
-
-    Attributes:
-        block_rows: rows of this rank's blocks.
-        rows: the rows of every rank.
-    """
-
-    block_rows: tuple[int, ...]
-    rows: tuple[int, ...]
-
-    def pieces(self, rank: int, draw: Draw | None) -> tuple[Piece, ...]:
-        found = tuple(Piece(block, 0, rows) for block, rows in enumerate(self.block_rows) if rows)
-        return found if draw is None else _permuted(found, draw, rank)
-
-
-@dataclass(frozen=True)
 class Plan:
     """The division of a split's rows into steps and ranks; the module's text states the rules.
 
@@ -172,6 +80,8 @@ class Plan:
         window_rows: rows that a rank may hold in memory to shuffle them.
         steps_per_epoch: None means one pass over the rows. Fewer steps leave out the pass's last rows (without
             shuffling the same ones in every epoch), more go on with further passes, each with an order of its own.
+        pair_last_row: whether a rank's last batch, where it would be a single row, takes one from the batch before it.
+            Batch normalization cannot train on a single row.
 
     Raises:
         ConfigError: there are no rows, or a number is too small.
@@ -183,6 +93,7 @@ class Plan:
     shuffle: bool
     window_rows: int
     steps_per_epoch: int | None = None
+    pair_last_row: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "window_rows", "steps_per_epoch"):
@@ -202,11 +113,12 @@ class Plan:
         """Number of ranks."""
         return len(self.shards.rows)
 
-    def order(self) -> tuple[bool | int, ...]:
+    def order(self) -> tuple[bool | int | str, ...]:
         """What decides, besides seed, ranks and batch size, which rows come when."""
+        paired = ("paired",) if self.pair_last_row else ()
         if not self.shuffle:
-            return (False,)
-        return (True, isinstance(self.shards, SharedBlocks) and self.shards.keep, self.window_rows)
+            return (False, *paired)
+        return (_RULES, isinstance(self.shards, SharedBlocks) and self.shards.keep, self.window_rows, *paired)
 
     def steps(self) -> int:
         """Steps per epoch, the same on every rank and in every epoch."""
@@ -216,23 +128,27 @@ class Plan:
         """The rows that a rank has in a step, in every epoch."""
         return self._rows(self.shards.rows[rank], step % self._steps_per_pass)
 
+    def has_single_row(self) -> bool:
+        """Whether some rank has a batch of exactly one row."""
+        return any(
+            self._rows(shard, step) == 1
+            for shard in self._sizes
+            for step in range(max(0, shard // self.batch_size - 1), min(self._steps_per_pass, self.steps()))
+        )
+
+    @property
+    def read_by_all(self) -> bool:
+        """Whether every rank reads all rows and takes its share of them."""
+        return self.shuffle and self.shards.read_by_all(self.window_rows)
+
     def shard(self, rank: int) -> tuple[Piece, ...]:
-        """All of a rank's rows, where it has the same ones in every epoch."""
-        return self.shards.pieces(rank, Draw(self.seed, 0, 0) if self.shuffle else None)
+        """All that a rank reads, where it reads the same rows in every epoch."""
+        return tuple(joined(sorted(self._read(rank, Draw(self.seed, 0, 0)), key=Piece.place)))
 
     def pieces(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Piece]:
-        """What ``windows`` will read, in the same order; neighbours within a block may be joined."""
-        last: Piece | None = None
-        for window in self._windows(rank, epoch, first_step, ordered=False):
-            for piece in window.pieces:
-                if last is not None and (last.block, last.stop) == (piece.block, piece.start):
-                    last = replace(last, stop=piece.stop)
-                    continue
-                if last is not None:
-                    yield last
-                last = piece
-        if last is not None:
-            yield last
+        """What ``windows`` will read, in the same order; neighbours within a block are joined."""
+        windows = self._windows(rank, epoch, first_step, ordered=False)
+        return joined(chain.from_iterable(window.pieces for window in windows))
 
     def windows(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Window]:
         """What ``rank`` reads in ``epoch`` (from 0), window by window.
@@ -268,13 +184,23 @@ class Plan:
     def _steps_per_pass(self) -> int:
         return -(-max(self.shards.rows) // self.batch_size)
 
+    @property
+    def _portion(self) -> int:
+        return max(1, PORTION_ROWS // self.batch_size)
+
     @cached_property
     def _sizes(self) -> Counter[int]:
         return Counter(self.shards.rows)
 
     def _rows(self, shard: int, step: int) -> int:
         """The rows of one step that a shard of so many rows has."""
-        return min(max(shard - step * self.batch_size, 0), self.batch_size)
+        return self._before(shard, step + 1) - self._before(shard, step)
+
+    def _before(self, shard: int, step: int) -> int:
+        """The rows of all steps before this one that a shard of so many rows has."""
+        full, rest = divmod(shard, self.batch_size)
+        moved = self.pair_last_row and self.batch_size > 2 and full > 0 and rest == 1 and step == full
+        return min(step * self.batch_size, shard) - moved
 
     def _global_rows(self, step: int) -> int:
         return sum(ranks * self._rows(shard, step) for shard, ranks in self._sizes.items())
@@ -293,42 +219,33 @@ class Plan:
                 return
 
     def _windows_of_pass(self, rank: int, draw: Draw, skipped: int, *, ordered: bool) -> Iterator[Window]:
-        sequence = _Pieces(self.shards.pieces(rank, draw if self.shuffle else None))
+        sequence, stride = Pieces(self._read(rank, draw)), self._stride
         shard = self.shards.rows[rank]
-        # Windows end where steps end, so that no batch needs two of them.
-        stride = max(1, self.window_rows // self.batch_size)
         for index in range(skipped // stride, -(-self._steps_per_pass // stride)):
             steps = range(index * stride, min((index + 1) * stride, self._steps_per_pass))
             rows = tuple(self._rows(shard, step) for step in steps)
-            start = min(steps.start * self.batch_size, shard)
-            order = None
-            if self.shuffle and ordered:
-                order = draw.random(_WINDOW_ORDER, rank, index).permutation(sum(rows))
-            pieces = sequence.between(start, start + sum(rows))
-            window = Window(pieces, order, rows, tuple(self._global_rows(step) for step in steps))
+            start = self._before(shard, steps.start)
+            pieces = self.shards.whole if self.read_by_all else sequence.between(start, start + sum(rows))
+            order = self._order(rank, draw, index, sum(rows)) if self.shuffle and ordered else None
+            global_rows = tuple(self._global_rows(step) for step in steps)
+            window = Window(pieces, order, rows, global_rows, self._portion)
             yield window.after(skipped - steps.start) if skipped > steps.start else window
 
+    def _read(self, rank: int, draw: Draw) -> tuple[Piece, ...]:
+        if self.read_by_all:
+            return self.shards.whole
+        return self.shards.pieces(rank, draw if self.shuffle else None, self._stride * self.batch_size)
 
-def _permuted(pieces: tuple[Piece, ...], draw: Draw, rank: int) -> tuple[Piece, ...]:
-    return tuple(pieces[place] for place in draw.random(_SHARD_ORDER, rank).permutation(len(pieces)))
+    @cached_property
+    def _stride(self) -> int:
+        """The steps of a window: windows are of one size, and end where steps end, so that no batch needs two."""
+        if self.read_by_all:
+            return self._steps_per_pass
+        windows = -(-self._steps_per_pass // max(1, self.window_rows // self.batch_size))
+        return -(-self._steps_per_pass // windows)
 
-
-class _Pieces:
-    """The rows of some pieces, one after the other."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._ends = np.cumsum([piece.rows for piece in pieces], dtype=np.int64)
-
-    def between(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """The parts of pieces that make up the rows ``start`` to ``stop`` (exclusive)."""
-        found = []
-        place = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            piece = self._pieces[place]
-            begin = int(self._ends[place]) - piece.rows
-            end = min(begin + piece.rows, stop)
-            if end > start:
-                found.append(Piece(piece.block, piece.start + start - begin, piece.start + end - begin))
-            start, place = max(start, end), place + 1
-        return tuple(found)
+    def _order(self, rank: int, draw: Draw, window: int, rows: int) -> RowIds:
+        random, portion = draw.random(WINDOW_ORDER, rank, window), self._portion * self.batch_size
+        if not self.read_by_all:
+            return in_portions(rows, portion, random)
+        return part_in_portions(self.shards.rows, rank, portion, draw.random(DRAW_BY_ALL), random)

@@ -23,6 +23,7 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
+from sparkhvd.data import split
 from sparkhvd.data.facts import (
     SPLIT,
     ColumnFacts,
@@ -37,7 +38,7 @@ from sparkhvd.data.facts import (
 from sparkhvd.data.fingerprint import Fingerprint
 from sparkhvd.data.footers import Footer, read_footers
 from sparkhvd.data.manifest import DataFile, Manifest, Split
-from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import RESERVED_PREFIX, Selection, expressions, quoted, source
 from sparkhvd.data.spark_job import counting, is_connect, run_job
 from sparkhvd.data.spark_settings import spark_can_write, with_own_settings
@@ -50,15 +51,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Small enough that a rank reads little more than its shard and that windows mix many row groups, large enough for
+# Small enough that a rank reads little more than its shard and that windows mix several row groups, large enough for
 # sequential reading.
-ROW_GROUP_BYTES = 16 * 1024 * 1024
+ROW_GROUP_BYTES = 8 * 1024 * 1024
 SMALLEST_ROW_GROUP_BYTES = 1024 * 1024
 
 _ROW = RESERVED_PREFIX + "row"
 _SPLIT_FILES = 4  # files that a task has open: of both splits, and of the rows that will be refused
 # Spark names files by task and by their number within the task; tasks are in DataFrame order.
 _PART = re.compile(r"part-(\d+)-.*[.-]c(\d+)\.(?:\w+\.)?parquet")
+_MICROSECONDS = "TIMESTAMP_MICROS"
 _VECTOR_LEAVES = 4  # Parquet columns of a vector: type, size, indices, values
 
 
@@ -105,6 +107,7 @@ def prepare(
     *,
     writing: Writing,
     dataset_id: str | None = None,
+    name: str | None = None,
     fingerprint: Fingerprint | None = None,
     identify: Callable[[], Fingerprint | None] = lambda: None,
 ) -> Manifest:
@@ -118,9 +121,10 @@ def prepare(
         df: the rows; their order is kept.
         selection: what ``select(df.schema, ...)`` returned.
         store: where the dataset goes.
-        writing: how. A fraction is held out by a hash of the row's content and the seed, whatever the partitioning, so
-            equal rows fall on the same side.
+        writing: how. A fraction is held out by a hash of the features' and labels' values and the seed (see
+            ``sparkhvd.data.split``), so equal rows fall on the same side.
         dataset_id: from ``new_dataset_id``; None makes one.
+        name: what the user calls the dataset.
         fingerprint: what identified the rows of ``df`` just now.
         identify: tells it again; the manifest has it if the rows are still the same after they have been written.
 
@@ -150,6 +154,7 @@ def prepare(
             validated_by=selection.validation,
             labels=label_ranges(selection.schema, files),
             fingerprint=fingerprint.text if fingerprint is not None and fingerprint == identify() else None,
+            name=name,
         )
         store.publish(layout.manifest_path(dataset_id), manifest.to_json())
     except BaseException:
@@ -186,10 +191,11 @@ def prepared(df: DataFrame, selection: Selection, seed: int, *, compress: bool =
     if selection.validation is None:
         rows = df.select(*chosen)
     elif isinstance(selection.validation, str):
-        rows = df.select(*chosen, _split_by_column(df, selection.validation).alias(SPLIT))
+        rows = df.select(*chosen, split.by_column(df, selection.validation).alias(SPLIT))
     else:
-        rows = df.select(*chosen)
-        rows = rows.select("*", _split_by_fraction(columns, selection.validation, seed).alias(SPLIT))
+        side = split.by_fraction(columns, selection.validation, seed)
+        read = dict.fromkeys(column.path[0] for column in columns)
+        rows = df.select(*map(quoted, read), side.alias(SPLIT)).select(*chosen, SPLIT)
     sizes = [_measured(measure, functions).alias(measure.name) for measure in size_columns(columns)]
     rest = rows.columns[len(columns) :]
     return rows.select(*(quoted(column.name) for column in columns), *sizes, *map(quoted, rest))
@@ -234,14 +240,22 @@ def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writi
     rows = prepared(df, selection, writing.seed, compress=writing.compress)
     group_bytes = row_group_bytes(rows, writing)
     url = store.spark_url(folder)
-    if url is not None and spark_can_write(df.sparkSession, url):
+    if url is not None and spark_can_write(df.sparkSession, url) and not _changes_times(df, selection.schema):
         options = {"parquet.block.size": str(group_bytes), **store.spark_options()}
         return _write_by_spark(rows, url, options, divided=selection.validation is not None)
     from sparkhvd.data import arrow_writer  # noqa: PLC0415  (heavy)
 
-    split = None if selection.validation is None else SPLIT
-    write = partial(arrow_writer.write, rows, store, folder, row_group_bytes=group_bytes, split=split)
+    by = None if selection.validation is None else SPLIT
+    write = partial(arrow_writer.write, rows, store, folder, row_group_bytes=group_bytes, split=by)
     return sum(run_job(df.sparkSession, write).values())
+
+
+def _changes_times(df: DataFrame, schema: DataSchema) -> bool:
+    """Whether Spark's writer stores timestamps other than it has them: cut to milliseconds, or without statistics."""
+    if not any(column.dtype == "datetime64[us]" for column in schema.columns):
+        return False
+    name = "spark.sql.parquet.outputTimestampType"
+    return df.sparkSession.conf.get(name, _MICROSECONDS) != _MICROSECONDS
 
 
 def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, divided: bool) -> int:
@@ -267,25 +281,6 @@ def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, 
         writer = writer.partitionBy(SPLIT)
     run_job(rows.sparkSession, lambda: writer.parquet(url))
     return counted()
-
-
-def _split_by_fraction(columns: Sequence[ColumnSpec], fraction: float, seed: int) -> Column:
-    from pyspark.sql import functions  # noqa: PLC0415
-
-    values = [source(column.name) for column in columns]
-    place = functions.xxhash64(functions.lit(seed % 2**63).cast("long"), *values)
-    held_out = place < functions.lit(int(fraction * 2**64) - 2**63).cast("long")
-    return functions.when(held_out, "validation").otherwise("train")
-
-
-def _split_by_column(df: DataFrame, name: str) -> Column:
-    from pyspark.sql import functions  # noqa: PLC0415
-
-    value = source(name)
-    unknown = functions.when(value.isNull(), "null")
-    if df.schema[name].dataType.simpleString() == "boolean":
-        return unknown.when(value, "validation").otherwise("train")
-    return unknown.when(value == 1, "validation").when(value == 0, "train").otherwise("other")
 
 
 def as_written(schema: DataSchema) -> DataSchema:

@@ -24,9 +24,10 @@ from sparkhvd.data.batches import Arrays, Batch
 from sparkhvd.data.blocks import Blocks, ParquetBlocks
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.mixing import mixed
-from sparkhvd.data.plan import Piece, Plan, SharedBlocks, Window
+from sparkhvd.data.plan import Plan, Window
 from sparkhvd.data.row_stream import RowStream
 from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.shards import Piece, SharedBlocks
 from sparkhvd.errors import ConfigError, DataError
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
@@ -40,8 +41,8 @@ PREFETCH_BYTES = 256 * 1024 * 1024
 READ_TIMEOUT = 600.0  # seconds that a rank waits for one batch before it calls the Store stuck
 THREADS = 2
 _CHUNK_BYTES = 8 * 1024 * 1024
-# More rows mix no better, and what a processor has in its cache is shuffled several times as fast.
-_WINDOW_ROWS = 128 * 1024
+# More rows mix no better, and the numbers that say their order take memory, too.
+_WINDOW_ROWS = 1024 * 1024
 # Batches are handed over in groups of so many bytes: every hand-over costs two threads some time.
 _GROUP_BYTES = 1024 * 1024
 
@@ -53,7 +54,7 @@ class Reading:
     Attributes:
         prefetch_bytes: decoded bytes that a rank holds, including what the trainer works on; a quarter of it is the
             window within which rows are shuffled, one waits, one is in the making and one in use.
-        window_bytes: the window's own size, where it is not the less of a quarter of ``prefetch_bytes`` and 131,072
+        window_bytes: the window's own size, where it is not the less of a quarter of ``prefetch_bytes`` and 1,048,576
             rows; the same on every rank.
         threads: how many threads decode, and mix columns.
         timeout: seconds to wait for one batch.
@@ -61,7 +62,7 @@ class Reading:
         made: the columns that the transformation makes, where they are known: what a batch without rows has then, for
             which it cannot be called.
         cache: ``memory`` or ``disk`` keeps this rank's rows near it after they were read once; it then has the same
-            rows in every epoch.
+            rows in every epoch, unless all rows fit into one window.
         cache_folder: where files of the cache go; empty takes the first of Spark's local folders that takes files.
     """
 
@@ -203,6 +204,7 @@ class ParquetSource(RowSource):
         steps_per_epoch: None means one pass over the rows. Fewer steps cut the pass short, more continue with
             further passes.
         reading: how to read.
+        pair_last_row: see ``Plan``.
 
     Raises:
         ConfigError: a number is below 1.
@@ -221,19 +223,22 @@ class ParquetSource(RowSource):
         shuffle: bool,
         steps_per_epoch: int | None = None,
         reading: Reading | None = None,
+        pair_last_row: bool = False,
     ) -> None:
         reading = Reading() if reading is None else reading
         files, schema = manifest.split(split), manifest.schema
         shards = SharedBlocks(files.block_rows(), world.size, keep=reading.cache is not None)
-        plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch)
+        plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
         kept: dict[Piece, Sequence[pa.RecordBatch]] = {}
+        # What every rank decodes whole fits into a window; decoded once, it costs less than a shard in every epoch.
+        where = reading.cache or ("memory" if plan.read_by_all else None)
 
         def blocks() -> Blocks:
             found = ParquetBlocks(store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema))
-            if reading.cache is None:
+            if where is None:
                 return found
             folders = (reading.cache_folder,) if reading.cache_folder else local_folders()
-            keep = cache.in_memory if reading.cache == "memory" else cache.on_disk(folders)
+            keep = cache.in_memory if where == "memory" else cache.on_disk(folders)
             return cache.CachedBlocks(found, plan.shard(world.rank), keep, kept)
 
         super().__init__(schema, plan, world.rank, blocks, reading)
@@ -320,10 +325,15 @@ def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor)
         for count, global_rows in zip(window.rows, window.global_rows, strict=True):
             yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
         return
-    shuffled = mixed(list(rows.parts(sum(piece.rows for piece in window.pieces))), window.order, schema, threads)
-    ends = np.cumsum([0, *window.rows]).tolist()
-    for (start, stop), global_rows in zip(pairwise(ends), window.global_rows, strict=True):
-        yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
+    parts = list(rows.parts(sum(piece.rows for piece in window.pieces)))
+    ends = np.cumsum([0, *window.rows])
+    for first in range(0, len(window.rows), window.portion):
+        last = min(first + window.portion, len(window.rows))
+        order = window.order[ends[first] : ends[last]]
+        shuffled = mixed(parts, order, schema, threads, release=last == len(window.rows))
+        bounds = (ends[first : last + 1] - ends[first]).tolist()
+        for (start, stop), global_rows in zip(pairwise(bounds), window.global_rows[first:last], strict=True):
+            yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
 
 
 def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:

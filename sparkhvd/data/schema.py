@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Role = Literal["feature", "label", "weight"]
@@ -83,7 +84,17 @@ class DataSchema:
         return [column.name for column in self.columns]
 
     def __getitem__(self, name: str) -> ColumnSpec:
-        return next(column for column in self.columns if column.name == name)
+        return self._by_name[name]
+
+    def fields_of(self, name: str) -> list[str]:
+        """The columns that a column of the DataFrame became: itself, or one per field of a struct."""
+        if name in self._by_name:
+            return [name]
+        return [other for other in self._by_name if other.startswith(f"{name}.")]
+
+    @cached_property
+    def _by_name(self) -> dict[str, ColumnSpec]:
+        return {column.name: column for column in self.columns}
 
     def replaced(self, columns: Sequence[ColumnSpec]) -> DataSchema:
         """The same schema with the columns of these names exchanged (to fill in shapes that the data told)."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from sparkhvd.data.schema import ColumnSpec, DataSchema, Fill, Role
@@ -49,7 +50,8 @@ def select(
 
     Args:
         spark_schema: ``df.schema``.
-        feature_cols: None means every column but the labels, the weight and the validation column.
+        feature_cols: columns, or ``struct.field``; None means every column but the labels, the weight and the
+            validation column.
         label_cols: may be empty where there is nothing to learn (transform).
         weight_col: the rows' weights: one number per row.
         validation: a fraction in [0, 1), where 0 means none, or the name of a boolean or 0/1 column.
@@ -62,21 +64,22 @@ def select(
         SchemaError: a column is missing, appears twice, or has a type that cannot be used, the fraction is out of
             range, or a fill is not of the column's type. Raised before any Spark job.
     """
+    table = _Table(spark_schema)
     labels = _names("label_cols", label_cols)
     others = [*labels, *([weight_col] if weight_col is not None else [])]
-    held_out = _validation(spark_schema, validation)
+    held_out = _validation(table, validation)
     if feature_cols is None:
         left_out = {*others, held_out}
         features = [field.name for field in spark_schema.fields if field.name not in left_out]
     else:
         features = _names("feature_cols", feature_cols)
     if not features:
-        raise SchemaError(f"No feature column is selected; feature_cols is empty. {_there_are(spark_schema)}")
+        raise SchemaError(f"No feature column is selected; feature_cols is empty. {table.contents()}")
     _refuse_duplicates([*features, *others, *([held_out] if isinstance(held_out, str) else [])])
     columns = [
-        *(column for name in features for column in _columns(spark_schema, name, "feature")),
-        *(column for name in labels for column in _columns(spark_schema, name, "label")),
-        *(column for name in others[len(labels) :] for column in _columns(spark_schema, name, "weight")),
+        *(column for name in features for column in table.columns(name, "feature")),
+        *(column for name in labels for column in table.columns(name, "label")),
+        *(column for name in others[len(labels) :] for column in table.columns(name, "weight")),
     ]
     schema = completed(DataSchema(tuple(columns)), sparse_cols, fill or {}, transformed=transformed)
     return Selection(schema, held_out)
@@ -105,6 +108,31 @@ def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) ->
     shown = ", ".join(repr(other) for other in names[:30])
     more = f" and {len(names) - 30} more" if len(names) > 30 else ""
     return SchemaError(f"There is no column {name!r} (asked for as {use}).{hint} {there_are} {shown}{more}.")
+
+
+def columns_by_name(spark_schema: StructType, names: Sequence[str], role: Role) -> list[list[ColumnSpec]]:
+    """What each of these columns becomes: itself, or one column per field of a struct.
+
+    Raises:
+        SchemaError: see ``select``.
+    """
+    table = _Table(spark_schema)
+    return [table.columns(name, role) for name in names]
+
+
+def with_fields(spark_schema: StructType, names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with the fields of a struct in its place (``struct.field``); unknown names stay.
+
+    Raises:
+        SchemaError: a field cannot be used.
+    """
+    types = {field.name: field.dataType for field in spark_schema.fields}
+    found: list[str] = []
+    for name in names:
+        path_and_type = ((name,), types[name]) if name in types else _field(types, name)
+        is_struct = path_and_type is not None and path_and_type[1].typeName() == "struct"
+        found += [".".join(leaf.path) for leaf in leaves(*path_and_type)] if path_and_type and is_struct else [name]
+    return tuple(found)
 
 
 def schema_of(
@@ -148,14 +176,20 @@ def expressions(columns: Iterable[ColumnSpec], *, compress: bool = False) -> lis
 def _expression(column: ColumnSpec, compress: bool) -> Column:
     from pyspark.sql import functions  # noqa: PLC0415  (this module is also read where Spark is not)
 
-    first, *fields = column.path
-    value = source(first)
-    for field in fields:
-        value = value.getField(field)
+    value = value_of(column)
     if column.kind != "vector":
         return value
     vector = functions.unwrap_udt(value)
     return functions.when(vector["type"] == 1, _sparse_form(vector)).otherwise(vector) if compress else vector
+
+
+def value_of(column: ColumnSpec) -> Column:
+    """The column of the user's DataFrame, or the field of its struct, that a column is read from."""
+    first, *fields = column.path
+    value = source(first)
+    for field in fields:
+        value = value.getField(field)
+    return value
 
 
 def _sparse_form(vector: Column) -> Column:
@@ -192,7 +226,7 @@ def _names(parameter: str, names: Sequence[str]) -> list[str]:
 
 
 def _refuse_duplicates(names: list[str]) -> None:
-    repeated = sorted({name for name in names if names.count(name) > 1})
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
         raise SchemaError(
             f"Column {repeated[0]!r} is selected more than once among features, labels, weight and validation. "
@@ -200,55 +234,79 @@ def _refuse_duplicates(names: list[str]) -> None:
         )
 
 
-def _there_are(spark_schema: StructType) -> str:
-    names = spark_schema.names
-    shown = ", ".join(repr(name) for name in names[:30])
-    more = f" and {len(names) - 30} more" if len(names) > 30 else ""
-    return f"The DataFrame has {shown}{more}." if names else "The DataFrame has no column."
+class _Table:
+    """The columns of a DataFrame by name; every look-up takes the same time, however many there are."""
+
+    def __init__(self, spark_schema: StructType) -> None:
+        self._names = spark_schema.names
+        self._types = {field.name: field.dataType for field in spark_schema.fields}
+        self._spellings = Counter(name.lower() for name in self._names)
+
+    def contents(self) -> str:
+        """The names, for an error message."""
+        shown = ", ".join(repr(name) for name in self._names[:30])
+        more = f" and {len(self._names) - 30} more" if len(self._names) > 30 else ""
+        return f"The DataFrame has {shown}{more}." if self._names else "The DataFrame has no column."
+
+    def find(self, name: str, use: str) -> tuple[tuple[str, ...], DataType]:
+        """The path and the type of a column, or of a field as ``struct.field``."""
+        if not isinstance(name, str):
+            raise SchemaError(f"The {use} column {name!r} is not a string; columns are given by their names.")
+        found = ((name,), self._types[name]) if name in self._types else _field(self._types, name)
+        if found is None:
+            raise no_such_column(name, use, self._names, "The DataFrame has")
+        top = found[0][0]
+        if self._spellings[top.lower()] > 1:
+            same = ", ".join(repr(other) for other in self._names if other.lower() == top.lower())
+            raise SchemaError(
+                f"Column {top!r} (asked for as {use}) is ambiguous: the DataFrame has {same}, and Spark does not tell "
+                "upper from lower case. Rename or drop all but one."
+            )
+        if top.lower().startswith(RESERVED_PREFIX):
+            raise SchemaError(f"Column {top!r} cannot be used: names that start with {RESERVED_PREFIX!r} are reserved.")
+        return found
+
+    def columns(self, name: str, role: Role) -> list[ColumnSpec]:
+        """What a column becomes: itself, or one column per field of a struct."""
+        path, spark_type = self.find(name, role)
+        columns = [leaf.column(role) for leaf in leaves(path, spark_type)]
+        _refuse_spellings(name, [column.name for column in columns])
+        if role == "weight" and [(c.kind, c.is_number and c.dtype != "bool") for c in columns] != [("scalar", True)]:
+            text = spark_type.simpleString()
+            raise SchemaError(f"Column {name!r} has the type {text}; a weight is one number per row.")
+        return columns
 
 
-def _type_of(spark_schema: StructType, name: str, use: str) -> DataType:
-    if not isinstance(name, str):
-        raise SchemaError(f"The {use} column {name!r} is not a string; columns are given by their names.")
-    same = [other for other in spark_schema.names if other.lower() == name.lower()]
-    if name not in same:
-        raise no_such_column(name, use, spark_schema.names, "The DataFrame has")
-    if len(same) > 1:
+def _field(types: Mapping[str, DataType], name: str) -> tuple[tuple[str, ...], DataType] | None:
+    """The path and the type of ``struct.field``; either may have dots in its own name."""
+    for place in (place for place, letter in enumerate(name) if letter == "."):
+        top, rest = name[:place], name[place + 1 :]
+        if top in types and types[top].typeName() == "struct":
+            fields = {field.name: field.dataType for field in types[top].fields}  # type: ignore[attr-defined]
+            inside = ((rest,), fields[rest]) if rest in fields else _field(fields, rest)
+            if inside is not None:
+                return (top, *inside[0]), inside[1]
+    return None
+
+
+def _refuse_spellings(name: str, fields: Sequence[str]) -> None:
+    counts = Counter(field.lower() for field in fields)
+    same = [field for field in fields if counts[field.lower()] > 1]
+    if same:
         raise SchemaError(
-            f"Column {name!r} (asked for as {use}) is ambiguous: the DataFrame has {', '.join(map(repr, same))}, and "
-            "Spark does not tell upper from lower case. Rename or drop all but one."
+            f"Column {name!r} has the fields {', '.join(map(repr, same))}, and Spark does not tell upper from lower "
+            "case. Rename or drop all but one."
         )
-    if name.lower().startswith(RESERVED_PREFIX):
-        raise SchemaError(f"Column {name!r} cannot be used: names that start with {RESERVED_PREFIX!r} are reserved.")
-    return spark_schema[name].dataType
-
-
-def _columns(spark_schema: StructType, name: str, role: Role) -> list[ColumnSpec]:
-    spark_type = _type_of(spark_schema, name, role)
-    columns = [
-        ColumnSpec(
-            ".".join(leaf.path),
-            leaf.dtype,
-            () if leaf.kind == "scalar" else None,
-            role,
-            leaf.kind,
-            source=leaf.path if len(leaf.path) > 1 else (),
-            depth=leaf.depth,
-        )
-        for leaf in leaves(name, spark_type)
-    ]
-    if role == "weight" and [(c.kind, c.is_number and c.dtype != "bool") for c in columns] != [("scalar", True)]:
-        text = spark_type.simpleString()
-        raise SchemaError(f"Column {name!r} has the type {text}; a weight is one number per row.")
-    return columns
 
 
 def _with_sparse(columns: list[ColumnSpec], sparse_cols: Sequence[str]) -> list[ColumnSpec]:
     wanted = set(_names("sparse_cols", sparse_cols))
+    vectors = {column.name: column for column in columns if column.kind == "vector"}
     for name in sorted(wanted):
-        if name not in {column.name for column in columns if column.kind == "vector"}:
-            vectors = [column.name for column in columns if column.kind == "vector"]
-            raise SchemaError(f"sparse_cols names {name!r}, which is no selected vector column; those are {vectors}.")
+        if name not in vectors:
+            raise SchemaError(
+                f"sparse_cols names {name!r}, which is not a selected vector column; those are {[*vectors]}."
+            )
     return [replace(column, sparse=column.name in wanted) for column in columns]
 
 
@@ -268,20 +326,26 @@ def _filled(columns: list[ColumnSpec], fill: Mapping[str, Fill]) -> list[ColumnS
     ]
 
 
-def _validation(spark_schema: StructType, validation: object) -> float | str | None:
+def _validation(table: _Table, validation: object) -> float | str | None:
     if validation is None:
         return None
     if isinstance(validation, str):
-        text = _type_of(spark_schema, validation, "validation").simpleString()
+        path, spark_type = table.find(validation, "validation")
+        if len(path) > 1:
+            raise SchemaError(
+                f"Validation column {validation!r} is a field of a struct. Select it as a column of its own "
+                "(df.withColumn)."
+            )
+        text = spark_type.simpleString()
         if text not in _SWITCHES and not text.startswith("decimal"):
             raise SchemaError(
                 f"Validation column {validation!r} has the type {text}; it must be boolean, or a number that is 1 for "
                 "the rows to hold out and 0 for the others."
             )
         return validation
-    if isinstance(validation, bool) or not isinstance(validation, (int, float)):
+    if isinstance(validation, bool) or not isinstance(validation, Real):
         raise SchemaError(f"validation is {validation!r}; give a fraction in [0, 1), the name of a column, or None.")
-    if math.isnan(validation) or not 0 <= validation < 1:
+    if not 0 <= float(validation) < 1:
         raise SchemaError(
             f"The validation fraction {validation!r} is not in [0, 1); 0.1 holds out a tenth of the rows."
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sparkhvd.data.columns import decimal_dtype
-from sparkhvd.data.schema import ColumnSpec, Fill, Kind
+from sparkhvd.data.schema import ColumnSpec, Fill, Kind, Role
 from sparkhvd.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -68,14 +68,37 @@ class Leaf:
     kind: Kind
     depth: int
 
+    def column(self, role: Role) -> ColumnSpec:
+        """Return it as a column; the shape of an array is not known yet."""
+        return ColumnSpec(
+            ".".join(self.path),
+            self.dtype,
+            () if self.kind == "scalar" else None,
+            role,
+            self.kind,
+            source=self.path if len(self.path) > 1 else (),
+            depth=self.depth,
+        )
 
-def leaves(name: str, spark_type: DataType) -> list[Leaf]:
-    """What a column of this type holds, in the order of its fields.
+
+def leaves(path: tuple[str, ...], spark_type: DataType) -> list[Leaf]:
+    """What a column (or a field of a struct) of this type holds, in the order of its fields.
 
     Raises:
         SchemaError: the type cannot be used; the message says why.
     """
-    return _leaves((name,), spark_type)
+    text = spark_type.simpleString()
+    if text == "vector":
+        return [Leaf(path, "float64", "vector", 1)]
+    if spark_type.typeName() == "struct":
+        fields = spark_type.fields  # type: ignore[attr-defined]
+        if not fields:
+            raise _refused(path, text, "it has no fields")
+        return [leaf for field in fields for leaf in leaves((*path, field.name), field.dataType)]
+    element, depth = spark_type, 0
+    while element.typeName() == "array":
+        element, depth = element.elementType, depth + 1  # type: ignore[attr-defined]
+    return [Leaf(path, _dtype(path, element, text), "array" if depth else "scalar", depth)]
 
 
 def numbers_only(column: ColumnSpec) -> None:
@@ -137,21 +160,6 @@ def _is_time(text: str, dtype: str) -> bool:
 def _is_integer(fill: float, dtype: str) -> bool:
     limits = np.iinfo(dtype)
     return bool(np.isfinite(fill)) and fill == int(fill) and limits.min <= fill <= limits.max
-
-
-def _leaves(path: tuple[str, ...], spark_type: DataType) -> list[Leaf]:
-    text = spark_type.simpleString()
-    if text == "vector":
-        return [Leaf(path, "float64", "vector", 1)]
-    if spark_type.typeName() == "struct":
-        fields = spark_type.fields  # type: ignore[attr-defined]
-        if not fields:
-            raise _refused(path, text, "it has no fields")
-        return [leaf for field in fields for leaf in _leaves((*path, field.name), field.dataType)]
-    element, depth = spark_type, 0
-    while element.typeName() == "array":
-        element, depth = element.elementType, depth + 1  # type: ignore[attr-defined]
-    return [Leaf(path, _dtype(path, element, text), "array" if depth else "scalar", depth)]
 
 
 def _dtype(path: tuple[str, ...], element: DataType, text: str) -> str:

@@ -192,6 +192,8 @@ class LoaderSource:
         with closing(_generator(self._loader)) as found:
             for step in range(self._steps):
                 batch = next(found, None)
+                if step == self._steps - 1:
+                    self._refuse_more(found)
                 if step < first_step:
                     continue
                 arrays = self._nothing() if batch is None else self._checked(batch)
@@ -201,6 +203,14 @@ class LoaderSource:
                 )
                 if total[0] > 0:
                     yield Batch(arrays, rows, int(total[0]))
+
+    def _refuse_more(self, found: Iterator[Columns]) -> None:
+        if next(found, None) is not None:
+            raise DataError(
+                f"The data module's {self._split} loader gave more than {self._steps} batches in an epoch, although "
+                f"its len() is {len(self._loader)} and the longest of all ranks has {self._steps}. The rest would not "
+                "be used: return the number of batches from __len__, or end _iterate after that many."
+            )
 
     def _checked(self, batch: Columns) -> dict[str, npt.NDArray[np.generic]]:
         missing = [name for name in self._schema.names() if name not in batch]

@@ -6,32 +6,40 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sparkhvd.addresses import is_ipv6, with_port, without_brackets
 from sparkhvd.errors import ConfigError, SlotsError
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+# "name:slots", where a name that is an IPv6 address stands in brackets.
+_ENTRY = re.compile(r"(?:\[(?P<address>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::(?P<slots>[^:\[\]]*))?")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many ranks it may run."""
+    """A machine and how many ranks it may run; ``name`` is a name or an address, without brackets."""
 
     name: str
     slots: int
 
+    @property
+    def text(self) -> str:
+        """The entry of a list of hosts that stands for this one."""
+        return with_port(self.name, self.slots)
+
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of ``host1:2,host2:4``; a name without a number has one slot.
+    """Return the hosts of ``host1:2,host2:4,[fd00::5]:2``; an entry without a number has one slot.
 
     Raises:
         ConfigError: the text is not such a list, or names a host twice.
     """
     if not isinstance(text, str):
         raise ConfigError(f"hosts={text!r} is not one text like 'host1:2,host2:2'.")
-    return _checked([_host(*part.strip().rpartition(":")[::2]) for part in text.split(",") if part.strip()], text)
+    return _checked([_entry(part.strip()) for part in text.split(",") if part.strip()], text)
 
 
 def parse_hostfile(text: str) -> tuple[Host, ...]:
-    """The hosts of a file with lines like ``host1 slots=2``; empty lines and comments (``#``) are skipped.
+    """Return the hosts of a file with lines like ``host1 slots=2``; empty lines and comments (``#``) are skipped.
 
     Raises:
         ConfigError: a line is none of these, or a host is named twice.
@@ -44,7 +52,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
         options = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
         if len(words) != 1 + len(options) or len(options) > 1:
             raise ConfigError(f"The host file has the line {raw!r}; lines look like 'host1 slots=2'.")
-        hosts.append(_host(words[0], options[0] if options else "1"))
+        hosts.append(_host(without_brackets(words[0]), options[0] if options else "1"))
     return _checked(hosts, text)
 
 
@@ -57,7 +65,7 @@ def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
     there = sum(host.slots for host in hosts)
     left = there if num_proc is None else num_proc
     if left > there:
-        shown = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        shown = ",".join(host.text for host in hosts)
         raise SlotsError(
             f"num_proc={num_proc} ranks were asked for, but the hosts have {there} slots ({shown}). Give hosts more "
             "slots, or ask for fewer ranks."
@@ -71,10 +79,20 @@ def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
     return tuple(taken)
 
 
+def _entry(text: str) -> Host:
+    if is_ipv6(text):
+        raise ConfigError(f"{text!r} may end in an address or in slots; write [{text}] or [ADDRESS]:SLOTS.")
+    parts = _ENTRY.fullmatch(text)
+    if parts is None:
+        raise ConfigError(f"{text!r} is not a host; hosts look like 'host1:2' or '[fd00::5]:2'.")
+    address, name, slots = parts["address"], parts["name"], parts["slots"]
+    if address is not None and not is_ipv6(address):
+        raise ConfigError(f"{address!r} in {text!r} is not an IPv6 address; only those stand in brackets.")
+    return _host(name if address is None else address, "1" if slots is None else slots)
+
+
 def _host(name: str, slots: str) -> Host:
-    if not name:  # rpartition found no colon
-        name, slots = slots, "1"
-    if not _NAME.fullmatch(name) or name.startswith("-"):
+    if not is_ipv6(name) and (not _NAME.fullmatch(name) or name.startswith("-")):
         raise ConfigError(f"{name!r} is not the name of a host.")
     if not slots.isdecimal() or int(slots) < 1:
         raise ConfigError(f"Host {name} has {slots!r} slots; give a number above 0.")

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import cloudpickle
-
-from sparkhvd.driver.pickling import by_value
-from sparkhvd.errors import LaunchError
+from sparkhvd.driver.importable import importable_elsewhere
+from sparkhvd.driver.pickling import Importable, dumps
+from sparkhvd.errors import LaunchError, SparkHvdError
 
 # A larger closure is refused by Spark Connect (128 MB) and slow everywhere.
 PAYLOAD_CAP_BYTES = 100 * 1024 * 1024
 
 
-def pickle_call(fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> bytes:
+def pickle_call(
+    fn: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    importable: Importable = importable_elsewhere,
+) -> bytes:
     """``(fn, args, kwargs)`` as bytes that a worker can unpickle.
 
-    A function from a module that is no installed package (a script's neighbour, a test) is pickled with its module's
-    code, because workers elsewhere could not import it.
+    Code of modules that the workers cannot import, such as a script's neighbours, is pickled with them.
+
+    Args:
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        importable: tells which modules the workers can import.
 
     Raises:
         LaunchError: it cannot be pickled, or is too large.
     """
     call = (fn, tuple(args), dict(kwargs))
     try:
-        with by_value([fn]):
-            payload = bytes(cloudpickle.dumps(call))
+        payload = dumps(call, importable)
+    except SparkHvdError:
+        raise
     except Exception as error:
         raise LaunchError(
             f"{_name(fn)} and its arguments cannot be sent to the workers: {type(error).__name__}: {error}. "

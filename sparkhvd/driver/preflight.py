@@ -30,6 +30,7 @@ from sparkhvd.driver.spark_errors import spark_failure
 from sparkhvd.driver.stage import BarrierStage
 from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError, StoreError
 from sparkhvd.rpc.protection import why_not_on
+from sparkhvd.store import store_at
 from sparkhvd.store.probe import Probe, new_probe
 from sparkhvd.store.protocol import Store
 from sparkhvd.task.examine import Examination, Question, examine_task, versions
@@ -88,7 +89,7 @@ def preflight(
     spark: SparkSession | None = None,
     num_proc: int | None = None,
     *,
-    store: Store | None = None,
+    store: Store | str | None = None,
     estimator: Tryable | None = None,
     df: DataFrame | None = None,
     gpus_per_task: float | None = None,
@@ -110,7 +111,7 @@ def preflight(
     Args:
         spark: the session to use; None takes the active one.
         num_proc: the ranks that the job will have; None takes the estimator's, or all slots.
-        store: the Store to check; None takes the estimator's.
+        store: the Store to check, or its URL; None takes the estimator's.
         estimator: tells ranks, Store, and the resources and networks of a task (of its ``backend``), and, with ``df``,
             has its model tried.
         df: five of its rows go through the model of ``estimator`` on the driver.
@@ -139,7 +140,7 @@ def preflight(
     check_seconds("timeout", timeout)
     session = spark if spark is not None else active_session()
     if store is not None:
-        store = told_by_spark(store, session)
+        store = told_by_spark(store_at("store", store), session)
     resources = TaskResources(cpus_per_task, gpus_per_task)
     asked = _Asked(session, num_proc, resources, store, tuple(nics or ()), encrypt, timeout)
     # Beside the stage: both wait, the one for executors, the other for imports and Spark's first query.

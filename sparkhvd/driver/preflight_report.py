@@ -83,7 +83,13 @@ def task_table(tasks: Sequence[Examination], driver: Mapping[str, str]) -> list[
 
 def cluster_checks(tasks: Sequence[Examination], driver: Mapping[str, str]) -> list[Check]:
     """What follows from what the tasks found."""
-    return [_network(tasks), _devices(tasks), _versions(tasks, driver), _shared_memory(tasks)]
+    return [
+        _network(tasks),
+        _devices(tasks),
+        _versions(tasks, driver),
+        *frameworks_check(driver),
+        _shared_memory(tasks),
+    ]
 
 
 def _network(tasks: Sequence[Examination]) -> Check:
@@ -142,6 +148,18 @@ def _versions(tasks: Sequence[Examination], driver: Mapping[str, str]) -> Check:
     shown = ", ".join(f"{name} {' and '.join(there)}" for name, there in differing.items())
     verdict = Verdict.FAIL if {"python", "sparkhvd"} & set(differing) else Verdict.WARN
     return Check("versions", verdict, f"There are {shown}. Install the same versions on the driver and on every node.")
+
+
+def frameworks_check(driver: Mapping[str, str]) -> list[Check]:
+    """A warning where the driver has both TensorFlow and PyTorch; nothing otherwise."""
+    if not {"tensorflow", "torch"} <= driver.keys():
+        return []
+    says = (
+        "The driver has both TensorFlow and PyTorch: a program that imports TensorFlow (or Keras with it) first can "
+        "crash with a segmentation fault in PyTorch's triton, so write `import torch._dynamo` before `import keras` "
+        "where one program uses both."
+    )
+    return [Check("frameworks", Verdict.WARN, says)]
 
 
 def _shared_memory(tasks: Sequence[Examination]) -> Check:

@@ -8,19 +8,24 @@ import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TextIO, TypeVar
 
 import cloudpickle
 
+from sparkhvd.brief import brief_errors
 from sparkhvd.config import changed_environment, from_environment, notice_without_effect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, words_of
 from sparkhvd.driver.encryption import readable_secret
 from sparkhvd.driver.hosts import parse_hosts
+from sparkhvd.driver.importable import importable_here, importable_nowhere, importable_on
 from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose, launcher_for
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.payload import pickle_call
+from sparkhvd.driver.pickling import Importable
 from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.resources import TaskResources
 from sparkhvd.errors import CollectiveError, LaunchError
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
+@brief_errors
 def run(  # noqa: PLR0917 - the order of the arguments is Horovod's
     fn: Callable[..., Result],
     args: Sequence[Any] = (),
@@ -210,21 +216,21 @@ def run_with(  # noqa: PLR0917
     chosen = launcher_for(launcher, request)
     environment = changed_environment(changes)
     config = from_environment(environment)
+    if options.start_timeout is not None:
+        config = replace(config, start_timeout=float(options.start_timeout))  # the ranks' init() waits as long
     notice_without_effect(environment)
     if config.encrypt and launcher != "local":
         require_encryption(socket.gethostname())
         if launcher != "ssh" and (said := readable_secret(request.session())):
             logger.warning(said)
-    timeout = config.start_timeout if options.start_timeout is None else float(options.start_timeout)
-    payload = pickle_call(fn, args, kwargs or {})
-    deadline = Deadline.after(timeout)
+    payload = pickle_call(fn, args, kwargs or {}, _importable(launcher, request, options))
+    deadline = Deadline.after(config.start_timeout)
     job = Job(
         payload=payload,
         num_proc=chosen.reserve(deadline),
         env=tuple(changes.items()),
         preload=tuple(options.preload),
         config=config,
-        start_timeout=timeout,
         secret=secrets.token_bytes(32),
         streamed=_streamed(options),
         log_files=_log_files(stdout=options.stdout, stderr=options.stderr),
@@ -237,6 +243,13 @@ def run_with(  # noqa: PLR0917
     with closing(_stream(options, job.num_proc)) as stream, closing(_launched(chosen, job, stream)) as handle:
         handle.wait_started(deadline)
         return [cloudpickle.loads(content) for content in handle.results()]
+
+
+def _importable(launcher: str, request: LaunchRequest, options: RunOptions) -> Importable:
+    """What tells which of the user's modules the ranks can import."""
+    if launcher == "ssh" or options.executable:  # another Python may lack what the modules import
+        return importable_nowhere
+    return importable_here if launcher == "local" else partial(importable_on, request.session())
 
 
 def _stream(options: RunOptions, num_proc: int) -> LogStream:

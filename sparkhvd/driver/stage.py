@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 
+from sparkhvd.addresses import without_brackets
 from sparkhvd.background import in_background, is_done_within, is_set_within
 from sparkhvd.data.spark_job import add_tag, cancel, is_connect, new_tag
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StartTimeoutError
 from sparkhvd.task.job import RESULT_SCHEMA
+from sparkhvd.task.place import host_of
 
 if TYPE_CHECKING:
     from pyspark import SparkStageInfo
@@ -85,8 +87,9 @@ class BarrierStage:
             return ""
         try:
             store = self._spark.sparkContext._jsc.sc().statusStore()  # noqa: SLF001 - PySpark has no other way
-            return str(store.executorSummary(executor).hostPort()).rpartition(":")[0]
-        except Exception:  # noqa: BLE001 - a sentence without the host is better than none
+            return host_of(str(store.executorSummary(executor).hostPort()))
+        except Exception as error:  # noqa: BLE001 - a sentence without the host is better than none
+            logger.debug("Spark does not name the host of executor %s: %s", executor, error)
             return ""
 
     def task_hosts(self) -> dict[int, str]:
@@ -98,8 +101,13 @@ class BarrierStage:
             tasks = [
                 task for stage in self._stages() if stage.numTasks == self._num_tasks for task in self._tasks_of(stage)
             ]
-            return {int(task.index()): str(task.host()) for task in tasks if str(task.status()) != "SUCCESS"}
-        except Exception:  # noqa: BLE001 - a sentence without the hosts is better than none
+            return {
+                int(task.index()): without_brackets(str(task.host()))
+                for task in tasks
+                if str(task.status()) != "SUCCESS"
+            }
+        except Exception as error:  # noqa: BLE001 - a sentence without the hosts is better than none
+            logger.debug("Spark does not name the hosts of the tasks: %s", error)
             return {}
 
     def wait_started(

@@ -121,6 +121,12 @@ class SparkBackend:
         return nics
 
     @property
+    def asked_ranks(self) -> int | None:
+        """The number of ranks as given; None for all that there is room for."""
+        num_proc: int | None = self._options["num_proc"]
+        return num_proc
+
+    @property
     def shows_output(self) -> bool:
         """Whether it leaves open where the ranks' stdout goes."""
         return self._options.get("stdout") is None

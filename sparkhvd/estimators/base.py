@@ -6,16 +6,18 @@ import logging
 import secrets
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast, overload
 
-import cloudpickle
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLWritable
 
+from sparkhvd.brief import brief_errors
+from sparkhvd.data.batches import Arrays, first_row
 from sparkhvd.data.direct import dealt
 from sparkhvd.data.facts import with_extreme_labels
 from sparkhvd.data.located import Access
@@ -24,34 +26,43 @@ from sparkhvd.data.prepare import Writing
 from sparkhvd.data.prepared import PreparedData, acquire
 from sparkhvd.data.readers import Reading, head
 from sparkhvd.data.schema import DataSchema
-from sparkhvd.data.selection import Selection, select
+from sparkhvd.data.selection import Selection, select, with_fields
 from sparkhvd.data.spark_settings import told_by_spark
 from sparkhvd.data.store_check import check_store
 from sparkhvd.data.transformed import transformed
 from sparkhvd.data.user_loaders import DataModule, loads_rows
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.pickling import by_value
+from sparkhvd.driver.pickling import dumps
 from sparkhvd.driver.preflight import AskedTasks
 from sparkhvd.driver.slots import describe_cluster
-from sparkhvd.errors import ParamError
-from sparkhvd.estimators import checkpoint, files
+from sparkhvd.errors import ParamError, SparkHvdError
+from sparkhvd.estimators import checkpoint, files, finished
 from sparkhvd.estimators.backend import asked_tasks, reserve_ranks, run_ranks, shows_output, spark_backend
 from sparkhvd.estimators.checkpoint import Checkpoint
 from sparkhvd.estimators.continued import check_continued
-from sparkhvd.estimators.contradictions import cache_of, check, check_alone, check_existing, check_watched
+from sparkhvd.estimators.contradictions import (
+    cache_of,
+    check,
+    check_alone,
+    check_existing,
+    check_outputs,
+    check_watched,
+)
 from sparkhvd.estimators.describe import description
 from sparkhvd.estimators.existing import existing_rows
-from sparkhvd.estimators.identity import run_id_by_content
+from sparkhvd.estimators.features import with_sources
+from sparkhvd.estimators.identity import note_run, run_id_by_content
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.named_inputs import columns_of
 from sparkhvd.estimators.outputs import check_types, names_of_outputs, refuse_taken
 from sparkhvd.estimators.params import EstimatorParams
-from sparkhvd.estimators.persistence import FolderReader, FolderWriter, pickled, read_estimator, write_estimator
+from sparkhvd.estimators.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
 from sparkhvd.estimators.plugin import TrainSpec
 from sparkhvd.estimators.progress import ProgressOutput, somebody_looks
 from sparkhvd.estimators.raised import with_stop
+from sparkhvd.estimators.run_lease import held
 from sparkhvd.estimators.sample import refuse_other_tables, sampled
-from sparkhvd.estimators.tracking import active_run, track
+from sparkhvd.estimators.tracking import active_run, part_of_search, track
 from sparkhvd.estimators.trained import Trained, output_specs
 from sparkhvd.estimators.worker import (
     SAMPLE_ROWS,
@@ -87,6 +98,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     preload: ClassVar[tuple[str, ...]]  # what the ranks import while they wait for each other; first the framework
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
+    _part: str | None = None  # of a CrossValidator that the copy is for
+    _mapped: frozenset[str] = frozenset()  # the parameters that a copy has from a parameter map
 
     @overload
     def fit(
@@ -96,6 +109,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
     def fit(
         self, dataset: DataFrame, params: list[ParamMap] | tuple[ParamMap], *, resume: Literal["auto"] | None = ...
     ) -> list[TrainedModel]: ...
+    @brief_errors
     def fit(
         self,
         dataset: DataFrame,
@@ -120,36 +134,43 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return copied.fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TrainedModel:
-        params = self._checked_values()
+        params = self._checked_values_for(dataset)
         check_alone(params["run_id"])
         check_watched(params, held_out=bool(params["validation"]))
         selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
         spark = dataset.sparkSession
         if params["resume"] == "auto":
+            params["store"] = told_by_spark(params["store"], spark)
             params["run_id"] = self._run_of(dataset)
+            if (result := finished.find(params["store"], params["run_id"], params["epochs"])) is not None:
+                return self._model(params, result)
         # A split by a seed that nobody chose is another one every time.
         keeps = params["random_seed"] is not None or not isinstance(selection.validation, float)
-        self._settle(spark, params)
-        if params["data"] == "direct":
-            return self._fit_direct(dataset, selection, params)
-        writing = Writing(
-            params["division_proc"],
-            params["random_seed"],
-            params["partitions_per_process"],
-            compress=params["compress_sparse_cols"],
-        )
-        keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
-        with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
-            return self._fit_rows(spark, params, data.store, data.manifest, params["reader"])
+        with self._settled(spark, params):
+            if params["data"] == "direct":
+                return self._fit_direct(dataset, selection, params)
+            writing = Writing(
+                params["division_proc"],
+                params["random_seed"],
+                params["partitions_per_process"],
+                compress=params["compress_sparse_cols"],
+            )
+            keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
+            with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
+                return self._fit_rows(spark, params, data.store, data.manifest, params["reader"])
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
         """A copy with these parameters, as ``fit(df, params)`` and Spark ML's tuning make one for every fit.
 
         Their fits run in threads; the copy knows in which MLflow run the thread was that wanted them.
         """
-        copied: Self = super().copy(extra)  # type: ignore[arg-type]
+        copied: Self = super().copy(extra)
         copied._mlflow_run = active_run() or self._mlflow_run
+        copied._part = part_of_search() or self._part
+        copied._mapped = self._mapped | {
+            param.name for param in map(self._own, extra or ()) if param.parent == self.uid
+        }
         return copied
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
@@ -159,7 +180,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             ParamError: the model does not take these rows.
             DataError: they cannot be trained on.
         """
-        params, plugin = self._checked_values(), find_plugin(self.plugin)
+        params, plugin = self._checked_values_for(dataset), find_plugin(self.plugin)
         check_watched(params, held_out=bool(params["validation"]))
         selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
@@ -175,13 +196,14 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """What the ranks will need; for ``sparkhvd.preflight``."""
         return asked_tasks(self.values())
 
+    @brief_errors
     def describe(self, df: DataFrame) -> None:
         """Print which columns go to which input and output, and what the model makes of five rows; trains nothing.
 
         Raises:
             SparkHvdError: as ``fit`` would, where the rows cannot be trained on.
         """
-        params = self._checked_values()
+        params = self._checked_values_for(df)
         sys.stdout.write(description(type(self).__name__, self.plugin, params, df, self._selection(df, params)))
 
     def write(self) -> FolderWriter:
@@ -193,6 +215,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """A reader of what ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_estimator, cls))
 
+    @brief_errors
     def fit_on_parquet(  # the first two as Horovod has them
         self,
         params: dict[Any, Any] | None = None,
@@ -210,7 +233,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
         Args:
             params: parameters for this fit alone, as in ``fit``.
-            dataset_idx: what ``prepare_data`` returned, or its ``dataset_id``.
+            dataset_idx: what ``prepare_data`` returned, its ``dataset_id``, or the name that it was given.
             path: a folder of Parquet files, or one file; written by Spark, pandas, pyarrow or petastorm.
             validation_path: the same, of the rows to validate on.
             reader: in place of the parameter of this name.
@@ -231,17 +254,21 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         if values["resume"] is not None:
             raise ParamError("resume='auto' recognises a run by its DataFrame; fit_on_parquet continues by run_id.")
         spark = SparkSession.active()
-        self._settle(spark, values)
-        access = Access(values["store"], told=partial(told_by_spark, spark=spark))
-        with existing_rows(
-            values, dataset_idx, path, validation_path, reader, access=access, any_type=self._any_type(values)
-        ) as files:
-            check_watched(values, held_out=files.manifest.validation is not None)
-            self._check_schema(values, files.manifest.schema)
-            return self._fit_rows(spark, values, files.store, files.manifest, reader)
+        any_type = self._any_type(values)
+        with self._settled(spark, values):
+            access = Access(values["store"], told=partial(told_by_spark, spark=spark))
+            with existing_rows(
+                values, dataset_idx, path, validation_path, reader, access=access, any_type=any_type
+            ) as files:
+                values["label_cols"] = tuple(column.name for column in files.manifest.schema.of("label"))
+                check_outputs(values)
+                check_watched(values, held_out=files.manifest.validation is not None)
+                self._check_schema(values, files.manifest.schema)
+                return self._fit_rows(spark, values, files.store, files.manifest, reader)
 
-    def _settle(self, spark: SparkSession, params: dict[str, Any]) -> None:
-        """Decide what was left open: ranks, run and seed."""
+    @contextmanager
+    def _settled(self, spark: SparkSession, params: dict[str, Any]) -> Iterator[None]:
+        """Fill in defaults (ranks, run and seed), and hold the run inside ``with``."""
         params["num_proc"] = reserve_ranks(params, spark)
         if params["store"] is not None:
             params["store"] = told_by_spark(params["store"], spark)
@@ -249,10 +276,17 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params["run_id"] = params["run_id"] or self._new_run_id()
         if params["store"] is not None:
             params["facts"] = find_plugin(self.plugin).facts(params)
-        last = _last_checkpoint(params)
-        params["division_proc"] = params["num_proc"] if last is None or last.within is None else last.within.num_proc
-        if params["random_seed"] is None:
-            params["random_seed"] = secrets.randbelow(2**31) if last is None else last.seed
+        keeps_runs = params["store"] is not None and params["store"].save_runs
+        with held(params["store"], params["run_id"]) if keeps_runs else nullcontext() as params["lease"]:
+            last = _last_checkpoint(params)
+            if params["resume"] == "auto":
+                _refuse_longer(params, last)
+                note_run(params["store"], params["run_id"])
+            within = None if last is None else last.within
+            params["division_proc"] = params["num_proc"] if within is None else within.num_proc
+            if params["random_seed"] is None:
+                params["random_seed"] = secrets.randbelow(2**31) if last is None else last.seed
+            yield
 
     def _check_store(self, spark: SparkSession, store: Store) -> None:
         backend = spark_backend(self.values())
@@ -264,7 +298,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         if params["transformation_fn"] is None:
             logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
         rows = dealt(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
-        return self._model(params, self._train(dataset.sparkSession, params, selection.schema, selection, rows))
+        result = self._train(dataset.sparkSession, params, selection.schema, selection, given=rows)
+        return self._kept_model(params, result)
 
     def _fit_rows(
         self,
@@ -284,8 +319,15 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         shapes = plugin.check(params, schema, sample)
         _check_types(params, schema, shapes)
         logger.info("run %s: %s", params["run_id"], plugin.mapping(params, schema))
-        result = self._train(spark, params, schema, StoredRows(rows, manifest, reader))
-        return self._model(params, replace(result, shapes=shapes))
+        result = self._train(spark, params, schema, StoredRows(rows, manifest, reader), sample=sample)
+        return self._kept_model(params, replace(result, shapes=shapes))
+
+    def _checked_values_for(self, dataset: DataFrame) -> dict[str, Any]:
+        """The parameters for the rows of a DataFrame, in which the fields of a struct are labels of their own."""
+        labels = self.values()["label_cols"]
+        if labels is None or not hasattr(dataset, "sparkSession"):  # which _selection refuses
+            return self._checked_values()
+        return self._checked_values(label_cols=with_fields(dataset.schema, labels))
 
     def _checked_values(self, **instead: Any) -> dict[str, Any]:
         params = {**self.values(), **instead}
@@ -302,8 +344,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _run_of(self, dataset: DataFrame) -> str:
         """The id of the run that fits with the content of this one share."""
-        params = self._checked_values()
-        return run_id_by_content(type(self).__name__, dataset, self._selection(dataset, params), params)
+        params = self._checked_values_for(dataset)
+        selection = self._selection(dataset, params)
+        return run_id_by_content(type(self).__name__, dataset, selection, params, self._mapped)
 
     def _check_schema(self, params: Mapping[str, Any], schema: DataSchema) -> None:
         """Refuse what the columns tell; those that a transformation makes are not known yet."""
@@ -337,7 +380,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _pickled(self, objects: dict[str, Any]) -> bytes:
         """Parameters that JSON does not know, to be saved; ``cloudpickle.loads`` opens them."""
-        return pickled(objects)
+        return dumps(objects)
 
     def _imports(self) -> tuple[str, ...]:
         """What the ranks import while they wait for each other."""
@@ -353,9 +396,14 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         params: Mapping[str, Any],
         schema: DataSchema,
         rows: StoredRows | Selection,
+        *,
         given: DataFrame | None = None,
+        sample: Arrays | None = None,
     ) -> TrainResult:
         plugin = find_plugin(self.plugin)
+        normalization = plugin.normalization(params)
+        if remark := normalization.remark(params["num_proc"], params["batch_size"]):
+            logger.warning("run %s: %s", params["run_id"], remark)
         packed = plugin.pack({**params, "schema": schema})
         path = f"{layout.run_folder(params['run_id'])}/payload-{uuid.uuid4().hex[:16]}"
         job = TrainJob(
@@ -364,11 +412,12 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             rows=rows,
             run_id=params["run_id"],
             payload=files.payload(params["store"], path, packed),
-            spec=_train_spec(params, schema),
+            spec=replace(_train_spec(params, schema), normalization=normalization, sample=sample and first_row(sample)),
             start_method=params["mp_start_method"],
             transformation=_pickled(params["transformation_fn"], "transformation_fn"),
             data_module=_pickled(_loader_of_rows(params), "data_module"),
             progress=params["verbose"] > 0 and shows_output(params) and somebody_looks(),
+            holder=None if params["lease"] is None else params["lease"].holder,
         )
         environment = {**self._environment(), **(params["backend_env"] or {})}
         shown = ProgressOutput(params["run_id"]) if job.progress else None
@@ -392,11 +441,19 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         result: TrainResult | Refused = next(result for result in results if result is not None)
         if isinstance(result, Refused):
             raise result.error
+        if params["lease"] is not None:
+            params["lease"].check()
         return result
+
+    def _kept_model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
+        if params["resume"] == "auto":
+            finished.keep(params["store"], params["run_id"], params["epochs"], result)
+        return self._model(params, result)
 
     def _model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
         outputs = output_specs(result.shapes, result.schema.of("label"))
-        trained = Trained(result.kept or params["store"], result.files, result.schema, outputs, result.history)
+        schema = with_sources(result.schema, params["feature_cols"])
+        trained = Trained(result.kept or params["store"], result.files, schema, outputs, result.history)
         model = self.model_class(
             trained,
             feature_columns=params["feature_cols"],
@@ -405,7 +462,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             output_types=params["output_types"],
             run_id=params["run_id"],
         )
-        track(model, params, self._mlflow_run)
+        track(model, {name: params[name] for name in self.declarations}, self._mlflow_run, self._part)
         return model
 
 
@@ -432,8 +489,9 @@ def _pickled(value: Any, name: str) -> bytes:
     if value is None:
         return b""
     try:
-        with by_value([value]):
-            return bytes(cloudpickle.dumps(value))
+        return dumps(value)
+    except SparkHvdError:
+        raise
     except Exception as error:
         raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_stop(error)}") from error
 
@@ -452,6 +510,16 @@ def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:
     if found.model is not None:
         check_continued(params["run_id"], f"{store.url}/{path}", found.model, params["facts"])
     return found
+
+
+def _refuse_longer(params: Mapping[str, Any], last: Checkpoint | None) -> None:
+    """Raise ``ParamError`` where a run that ``resume="auto"`` found was trained for more epochs than are asked for."""
+    trained = 0 if last is None else last.epoch + 1
+    if trained > params["epochs"]:
+        raise ParamError(
+            f"resume='auto' found run {params['run_id']!r}, which was trained for {trained} epochs, more than "
+            f"epochs={params['epochs']}. Set epochs={trained} to get its model, or pass a run_id for a run of its own."
+        )
 
 
 def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:

@@ -17,6 +17,7 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.continued import ModelFacts, facts_from_json
 from sparkhvd.estimators.history import EpochRecord, record_from_json
+from sparkhvd.estimators.run_lease import Fence, belonging
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -84,30 +85,39 @@ def division(manifest: Manifest, order: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def save(store: Store, run_id: str, checkpoint: Checkpoint, keep: int = 1, also: Collection[int] = ()) -> None:
+def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[int] = ()) -> None:
     """Publish a checkpoint and then delete the earlier ones of the run, but those to keep.
 
     Args:
-        store: where.
-        run_id: the run.
+        fence: the run, and the right to publish in it.
         checkpoint: what.
         keep: how many of the last epochs' ends stay, this one included.
         also: epochs whose ends stay whatever comes later.
+
+    Raises:
+        StoreError: the Store cannot be written, or another fit has taken the run over.
     """
+    store, run_id = fence.store, fence.run_id
+    fence.check()
     within = checkpoint.within
-    path = layout.checkpoint_path(run_id, checkpoint.epoch, None if within is None else within.step)
+    path = layout.checkpoint_path(run_id, checkpoint.epoch, None if within is None else within.step, fence.token)
     store.publish(path, _content(checkpoint))
+    fence.check()  # what is deleted now may be another's to go on from
     ended = checkpoint.epoch if within is None else checkpoint.epoch - 1
     wanted = {*also, *range(ended - keep + 1, ended + 1)}
-    for other in _paths(store, run_id):
+    there = store.list(layout.checkpoints_folder(run_id))
+    ours = set(belonging(store, run_id, there))
+    for other in _checkpoints(there):
         place = layout.checkpoint_place(other)
-        if other != path and place is not None and (place[1] < float("inf") or place[0] not in wanted):
+        is_wanted = other in ours and place is not None and place[1] == float("inf") and place[0] in wanted
+        if other != path and not is_wanted and layout.token_of(other) <= fence.token:
             store.delete(other)
 
 
-def save_end(store: Store, run_id: str, checkpoint: Checkpoint) -> None:
+def save_end(fence: Fence, checkpoint: Checkpoint) -> None:
     """Publish what a run has ended with, from which nothing is trained any more."""
-    store.publish(layout.ended_path(run_id), _content(checkpoint))
+    fence.check()
+    fence.store.publish(layout.ended_path(fence.run_id, fence.token), _content(checkpoint))
 
 
 def path_of(store: Store, run_id: str, epoch: int) -> str:
@@ -116,23 +126,24 @@ def path_of(store: Store, run_id: str, epoch: int) -> str:
     Raises:
         StoreError: it is not kept.
     """
+    for path in _checkpoints(_paths(store, run_id)):
+        if layout.checkpoint_place(path) == (epoch, float("inf")):
+            return path
     path = layout.checkpoint_path(run_id, epoch)
-    if path not in _paths(store, run_id):
-        raise StoreError(f"{store.url}/{path}, the best epoch of run {run_id!r}, is not there any more. Train anew.")
-    return path
+    raise StoreError(f"{store.url}/{path}, the best epoch of run {run_id!r}, is not there any more. Train anew.")
 
 
 def ended(store: Store, run_id: str) -> frozenset[int]:
     """The epochs of a run whose ends are kept."""
-    places = map(layout.checkpoint_place, _paths(store, run_id))
+    places = map(layout.checkpoint_place, _checkpoints(_paths(store, run_id)))
     return frozenset(place[0] for place in places if place is not None and place[1] == float("inf"))
 
 
 def latest(store: Store, run_id: str) -> str | None:
     """The path of a run's last checkpoint; None where there is none."""
-    found = store.list(layout.checkpoints_folder(run_id))
-    if layout.ended_path(run_id) in found:
-        return layout.ended_path(run_id)
+    found = _paths(store, run_id)
+    if ends := [path for path in found if layout.is_end(path)]:
+        return ends[-1]
     return max(_checkpoints(found), key=layout.checkpoint_place, default=None)  # type: ignore[arg-type]  # none is None
 
 
@@ -154,7 +165,7 @@ def load(store: Store, path: str) -> Checkpoint:
 
 
 def _paths(store: Store, run_id: str) -> list[str]:
-    return _checkpoints(store.list(layout.checkpoints_folder(run_id)))
+    return belonging(store, run_id, store.list(layout.checkpoints_folder(run_id)))
 
 
 def _checkpoints(found: Sequence[str]) -> list[str]:

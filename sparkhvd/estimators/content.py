@@ -3,48 +3,51 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import hashlib
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from sparkhvd.driver.pickling import is_installed
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.surroundings import globals_of, imports_of, module_is_installed, names_in
 
 # Keras' at the end of a name, or of one in the path of a variable.
 AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
-def described(value: Any, name: str = "a parameter") -> Any:
-    """What JSON can say of a value, the same in every process.
+def described(value: Any, name: str = "a parameter", *, weights: bool = False) -> Any:
+    """Return what JSON can say of a value, the same in every process.
 
-    Of models count structure, code, plain attributes and the shapes of weights, not the weights themselves; of
-    optimizers what they keep of the steps that they have taken, too.
+    A model counts with its structure, code and plain attributes and the shapes of its weights; an optimizer also with
+    what it keeps of the steps that it has taken.
 
     Args:
         value: the value.
         name: what it is called in the message.
+        weights: whether the values of a model's weights count, too.
 
     Raises:
         ParamError: it holds something that cannot be told.
     """
-    return _Description(name).of(value)
+    return _Description(name, weights=weights).of(value)
 
 
 class _Description:
     """One description; what comes in it a second time is named by its place."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, weights: bool) -> None:
         self._name = name
+        self._weights = weights
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # an id is one object's own only while that lives
+        self._taken: set[tuple[int, str]] = set()  # names of the user's modules, by the module's id
 
     def of(self, value: Any) -> Any:
         """The description of a value."""
@@ -63,14 +66,21 @@ class _Description:
 
     def _of_mapping(self, value: Mapping[Any, Any]) -> Any:
         pairs = [(key if isinstance(key, str) else json.dumps(self.of(key)), item) for key, item in value.items()]
-        return ["mapping", [(key, self.of(item)) for key, item in sorted(pairs, key=lambda pair: pair[0])]]
+        content = [(key, self.of(item)) for key, item in sorted(pairs, key=lambda pair: pair[0])]
+        factory = getattr(value, "default_factory", None)
+        return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._of_own_kind(value)]
 
     def _of_set(self, value: set[Any]) -> Any:
         # Each by itself: the order in which they come differs between processes.
-        return ["set", sorted(json.dumps(described(item, self._name)) for item in value)]
+        return ["set", sorted(json.dumps(described(item, self._name, weights=self._weights)) for item in value)]
 
     def _of_sequence(self, value: Sequence[Any]) -> Any:
-        return [self.of(item) for item in value]
+        return [*(self.of(item) for item in value), *self._of_own_kind(value)]
+
+    def _of_own_kind(self, value: Any) -> list[Any]:
+        """What a collection of a class of the user's has beside its items: code and attributes."""
+        kind = type(value)
+        return [] if module_is_installed(kind.__module__) else [["kind", self.of(kind), self.of(_attributes(value))]]
 
     def _of_array(self, value: Any) -> Any:
         """Numbers, by their digest; a scalar as it is."""
@@ -123,24 +133,35 @@ class _Description:
                 f"which cannot be told what is in it ({type(error).__name__}: {error}). Give the run a run_id instead."
             ) from error
         if isinstance(parts, str):
-            return [_name(type(value)), parts]
+            wrapped = getattr(value, "__wrapped__", None)  # of a function with an lru_cache
+            return [_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
         items = [list(part) if isinstance(part, Iterator) else part for part in parts]
         return [self.of(type(value)), self.of(items)]
 
     def _of_function(self, value: FunctionType) -> Any:
-        code = value.__code__
-        # What its code takes from its module: numbers, texts, and what the user wrote; all else counts by name.
-        found = {name: value.__globals__.get(name) for name in _names(code) if not name.startswith("__")}
-        taken = {name: item for name, item in found.items() if _is_plain(item) or _is_written(item)}
+        """The name of what is installed; of the user's the code and everything that it takes from around it."""
+        code: list[Any] = []
+        if not module_is_installed(value.__module__):
+            taken = {name: self._of_global(item, value.__code__) for name, item in globals_of(value).items()}
+            code = [_code(value.__code__), sorted(taken.items()), imports_of(value)]
         return [
             value.__module__,
             value.__qualname__,
-            _code(code),
-            self.of(taken),
+            code,
             self.of(value.__defaults__),
             self.of(value.__kwdefaults__),
             [self._of_cell(cell) for cell in value.__closure__ or ()],
         ]
+
+    def _of_global(self, value: Any, code: CodeType) -> Any:
+        """What code takes by a name of its module; of a module of the user's, what the code may take from that."""
+        if not isinstance(value, ModuleType) or module_is_installed(value.__name__):
+            return self.of(value)
+        described_module = self.of(value)
+        named = [name for name in names_in(code) if name in vars(value)]
+        found = {name: vars(value)[name] for name in named if (id(value), name) not in self._taken}
+        self._taken |= {(id(value), name) for name in found}
+        return [described_module, [(name, self._of_global(item, code)) for name, item in sorted(found.items())]]
 
     def _of_cell(self, cell: CellType) -> Any:
         try:
@@ -151,29 +172,50 @@ class _Description:
 
     def _of_class(self, value: type) -> Any:
         """The name of what is installed, the code of what the user wrote."""
-        if _is_installed(value.__module__):
+        if module_is_installed(value.__module__):
             return _name(value)
         parts: list[Any] = []
         for name, item in sorted(vars(value).items()):
-            found = [getattr(item, "__func__", item), *(getattr(item, each, None) for each in _ACCESSORS)]
-            ours = [part for part in found if part is not None and (_is_plain(part) or isinstance(part, FunctionType))]
-            parts += [[name, self.of(part)] for part in ours if callable(part) or not name.startswith("__")]
-        return [_name(value), parts, [self.of(base) for base in value.__bases__]]
+            found = [part for each in _ACCESSORS if (part := getattr(item, each, None)) is not None]
+            for part in found if found and isinstance(item, _HOLDERS) else [item]:
+                if isinstance(part, FunctionType) or not name.startswith("__"):
+                    parts += [[name, told] for told in self._if_told(part)]
+        kind = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
+        return [_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
+
+    def _if_told(self, value: Any) -> list[Any]:
+        """The description of what lies beside: a lock or a cache that cannot be told does not count."""
+        try:
+            return [self.of(value)]
+        except ParamError:
+            return []
 
     def _of_torch_module(self, value: Any) -> Any:
-        weights = [(name, list(w.shape), str(w.dtype), w.requires_grad) for name, w in value.named_parameters()]
+        weights = [
+            (name, self._of_tensor(weight, exact=self._weights), weight.requires_grad)
+            for name, weight in value.named_parameters()
+        ]
         # A loss has no weights, and numbers that matter; a model's may be drawn anew whenever a script starts.
-        exact = not weights
+        exact = self._weights or not weights
         buffers = [(name, self._of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
         modules = [(name, self._of_one_module(module, exact=exact)) for name, module in value.named_modules()]
         return [modules, weights, buffers]
 
     def _of_one_module(self, module: Any, *, exact: bool) -> Any:
-        found = {}
+        found: dict[str, Any] = {}
+        inner = _names_of_frameworks(type(module))
         for name, item in sorted(vars(module).items()):
-            if name == "training" or (name.startswith("_") and name != "_hparams" and not _is_plain(item)):
+            if name == "training" or (name in inner and name != "_hparams" and not _is_plain(item)):
                 continue
-            found[name] = self._of_tensor(item, exact=exact) if _is_tensor(item) else self.of(item)
+            if _is_tensor(item):
+                found[name] = self._of_tensor(item, exact=exact)
+            elif name.startswith("_"):
+                found[name] = self._if_told(item)
+            else:
+                found[name] = self.of(item)
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            if hooks := list(getattr(module, name, {}).values()):
+                found[name] = [self._if_told(hook) for hook in hooks]
         script = getattr(module, "code", None)
         forward = getattr(type(module), "forward", None)
         code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None
@@ -198,10 +240,27 @@ class _Description:
             self.of(_numbered({"class_name": type(value).__name__, "config": config})),
             [self.of(own.get(name)) for name in ("fn", "_fn", "_fn_kwargs", "function")],
             [self.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
-            [[self.of(type(each)), self.of(vars(each).get("function"))] for each in layers],
-            [(list(each.shape), str(each.dtype), bool(each.trainable)) for each in getattr(value, "weights", ())],
+            [[self.of(type(each)), self.of(vars(each).get("function")), self._of_written(each)] for each in layers],
+            self._of_written(value),
+            self.of(getattr(own.get("_compile_metrics"), "_user_metrics", None)),
+            [
+                (self._of_tensor(each, exact=self._weights), bool(each.trainable))
+                for each in getattr(value, "weights", ())
+            ],
             *self._of_keras_state(value),
         ]
+
+    def _of_written(self, value: Any) -> list[Any]:
+        """What the user wrote for an object of Keras, of which a configuration has the name at most."""
+        found = {name: item for name, item in sorted(vars(value).items()) if _is_written(item)}
+        if not module_is_installed(type(value).__module__):
+            inner = _names_of_frameworks(type(value))
+            found |= {
+                name: item
+                for name, item in sorted(vars(value).items())
+                if not name.startswith("_") and name not in inner and _is_plain(item)
+            }
+        return [(name, self._if_told(item)) for name, item in sorted(found.items())]
 
     def _of_keras_state(self, value: Any) -> list[Any]:
         """The variables of an optimizer, once it has trained; nothing before."""
@@ -223,7 +282,19 @@ class _Description:
     }
 
 
-_ACCESSORS = ("fget", "fset", "func")  # of a property, and of functools' cached one
+# What holds functions in a class, and where; the functions count by themselves.
+_HOLDERS = (property, classmethod, staticmethod, functools.cached_property)
+_ACCESSORS = ("__func__", "fget", "fset", "fdel", "func")
+
+
+def _names_of_frameworks(kind: type) -> frozenset[str]:
+    """The attributes that installed base classes give their objects."""
+    codes = (
+        found.__code__
+        for base in kind.__mro__
+        if module_is_installed(base.__module__) and isinstance(found := vars(base).get("__init__"), FunctionType)
+    )
+    return frozenset(name for code in codes for name in (*names_in(code), *code.co_consts) if isinstance(name, str))
 
 
 def _numbered(config: Any) -> Any:
@@ -260,6 +331,23 @@ def _automatic_names(part: Any) -> Iterator[tuple[str, str]]:
         yield from _automatic_names(item)
 
 
+def _attributes(value: Any) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _is_written(value: Any) -> bool:
+    """Whether the user wrote the code of a value; a layer of Keras counts by itself."""
+    if isinstance(value, functools.partial):
+        return _is_written(value.func)
+    if isinstance(value, list | tuple):
+        return any(map(_is_written, value))
+    if isinstance(value, dict):
+        return any(map(_is_written, value.values()))
+    if isinstance(value, FunctionType | type):
+        return not module_is_installed(value.__module__)
+    return not module_is_installed(type(value).__module__) and not hasattr(value, "_flatten_layers")
+
+
 def _layers(value: Any) -> list[Any]:
     found = getattr(value, "_flatten_layers", None)  # Keras has no public way to walk
     return list(found()) if callable(found) else []
@@ -275,11 +363,6 @@ def _constant(value: Any) -> Any:
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
-def _names(code: CodeType) -> list[str]:
-    inner = [name for item in code.co_consts if isinstance(item, CodeType) for name in _names(item)]
-    return [*code.co_names, *inner]
-
-
 def _is_plain(value: Any) -> bool:
     """Whether it is a number or a text, or made of such."""
     if isinstance(value, list | tuple):
@@ -289,26 +372,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _is_written(value: Any) -> bool:
-    """Whether it is a function or a class of the user's."""
-    return isinstance(value, FunctionType | type) and not _is_installed(value.__module__)
-
-
 def _is_tensor(value: Any) -> bool:
     """Whether it is a tensor of torch or TensorFlow, or a variable of Keras."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in ("numpy", "dtype", "shape"))
-
-
-def _is_installed(module: str) -> bool:
-    """Whether a module comes with Python, from a package, or from here; its version counts no more than theirs."""
-    package = module.partition(".")[0]
-    found = sys.modules.get(module) or sys.modules.get(package)
-    if found is None or module == "__main__":
-        return False
-    file = getattr(found, "__file__", None)
-    if file is None or package == __name__.partition(".")[0]:
-        return True
-    return is_installed(Path(file))
 
 
 def _name(kind: type) -> str:

@@ -31,13 +31,8 @@ def check(params: Mapping[str, Any]) -> None:
     """
     check_backend(params)
     cache_of(params)
-    for name in ("output_cols", "output_types"):
-        given, labels = params[name], params["label_cols"]
-        if given and labels and len(given) != len(labels):
-            raise ParamError(
-                f"{name} has {len(given)} entries {list(given)} but label_cols has {len(labels)}: {list(labels)}. Give "
-                "one per label."
-            )
+    if params["data"] != "files":  # in which a label may be a struct
+        check_outputs(params)
     if params["store"] is None or not params["store"].save_runs:
         _refuse_what_needs_a_store(params)
     if params["resume"] is not None and params["run_id"] is not None:
@@ -50,6 +45,21 @@ def check(params: Mapping[str, Any]) -> None:
         _refuse_what_needs_own_readers(params, "reader='petastorm'", "reader")
     if loads_rows(params["data_module"]):
         _refuse_what_needs_own_readers(params, "data_module", "data_module")
+
+
+def check_outputs(params: Mapping[str, Any]) -> None:
+    """Refuse other numbers of outputs than of labels.
+
+    Raises:
+        ParamError: the message names both.
+    """
+    for name in ("output_cols", "output_types"):
+        given, labels = params[name], params["label_cols"]
+        if given and labels and len(given) != len(labels):
+            raise ParamError(
+                f"{name} has {len(given)} entries {list(given)} but label_cols has {len(labels)}: {list(labels)}. Give "
+                "one per label."
+            )
 
 
 def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:

@@ -11,15 +11,18 @@ gives ``MyParams(batch_size=64)``, ``setBatchSize(64)`` (which returns ``self``)
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast, dataclass_transform, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, dataclass_transform, overload
 
 from pyspark.ml.param import Param, Params
 
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.plain import plain
 from sparkhvd.nearest import did_you_mean
 
 T = TypeVar("T")
+_SHOWN_ITEMS = 6
 Converter = Callable[[str, Any], Any]  # (parameter's name, what the user gave) -> what is kept, or ParamError
 
 
@@ -48,6 +51,7 @@ class Declared(Param[T], Generic[T]):
     def _converted(self, value: Any) -> Any:
         if value is None:
             return self.default
+        value = plain(value)
         return value if self.convert is None else self.convert(self.name, value)
 
     if TYPE_CHECKING:  # what dataclass_transform needs to see: assigning a T, reading the Param
@@ -97,6 +101,16 @@ def _add_accessor(cls: type, method: str, function: Callable[..., object], decla
         setattr(cls, method, function)
 
 
+def _shown(value: object) -> str:
+    """A value in a few words, without what may be a secret: what is in dicts and in other objects."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return reprlib.repr(value)
+    if isinstance(value, list | tuple):
+        more = [", ..."] if len(value) > _SHOWN_ITEMS else []
+        return f"[{', '.join(map(_shown, value[:_SHOWN_ITEMS]))}{''.join(more)}]"
+    return str(getattr(value, "url", None) or getattr(value, "__name__", None) or f"<{type(value).__name__}>")
+
+
 @dataclass_transform(kw_only_default=True, field_specifiers=(declared,))
 class Declarations(Params):
     """Base of classes whose parameters are ``declared``."""
@@ -124,7 +138,9 @@ class Declarations(Params):
         self.setParams(**values)
 
     def setParams(self, **values: Any) -> Declarations:  # noqa: N802  (pyspark's name)
-        """Set several parameters by keyword; ``TypeError`` for a name that is not one."""
+        """Set several parameters by keyword, None for their defaults; ``TypeError`` for a name that is not one."""
+        retired = type(self).retired.keys() - type(self).declarations.keys()
+        values = {name: value for name, value in values.items() if value is not None or name not in retired}
         for name in values:
             if name not in type(self).declarations:
                 if name in type(self).retired:
@@ -141,6 +157,23 @@ class Declarations(Params):
                 self._paramMap.pop(self.getParam(name), None)
         return super()._set(**{name: value for name, value in values.items() if value is not None})
 
+    def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
+        """A copy with other values; ``extra`` may name parameters by the class, as ``TorchEstimator.batch_size``."""
+        return super().copy({self._own(param): value for param, value in (extra or {}).items()})
+
+    def _resolveParam(self, param: str | Param[Any]) -> Param[Any]:  # noqa: N802  (pyspark's name)
+        return super()._resolveParam(self._own(param))
+
+    def _own(self, param: Any) -> Any:
+        """The parameter of this object for one of its class; pyspark would ignore that."""
+        is_of_class = isinstance(param, Declared) and type(self).declarations.get(param.name) is param
+        return self.getParam(param.name) if is_of_class else param
+
+    def __repr__(self) -> str:
+        given = {param.name: value for param, value in self._paramMap.items()}
+        shown = [f"{name}={_shown(given[name])}" for name in type(self).declarations if name in given]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def values(self) -> dict[str, Any]:
         """Every parameter's value by name."""
         return {name: self.getOrDefault(name) for name in type(self).declarations}
@@ -148,10 +181,22 @@ class Declarations(Params):
     def _retired(self, name: str) -> str:
         return f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}"
 
+    def _setter_of_retired(self, name: str) -> Callable[[object], Declarations]:
+        """A setter that takes None, the default, as the keyword does, and says of other values what to do instead."""
+
+        def set_default(value: object) -> Declarations:
+            if value is not None:
+                raise ParamError(self._retired(name))
+            return self
+
+        return set_default
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Only for what is not there: setX and getX of a retired name tell what to do instead."""
         accessor = name[3:].lower() if name.startswith(("set", "get")) else ""
         for retired in type(self).retired:
             if accessor == retired.replace("_", ""):
+                if name.startswith("set"):
+                    return self._setter_of_retired(retired)
                 raise AttributeError(self._retired(retired))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

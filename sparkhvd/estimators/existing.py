@@ -10,7 +10,8 @@ from sparkhvd.data.existing import ExistingFiles, Wanted, open_existing, selecte
 from sparkhvd.data.facts import too_few_rows
 from sparkhvd.data.located import Access
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.prepared import PreparedData, fields_of, hold, open_here
+from sparkhvd.data.names import id_of
+from sparkhvd.data.prepared import PreparedData, hold, open_here
 from sparkhvd.data.spark_types import numbers_only
 from sparkhvd.errors import DataError, ParamError, SchemaError
 from sparkhvd.estimators.params import READERS
@@ -55,7 +56,7 @@ def existing_rows(
             _refuse_dense(files.manifest, params)
             yield files
         return
-    with hold(store, dataset_id) as data:
+    with hold(store, id_of(store, dataset_id)) as data:
         yield ExistingFiles(store, _trainable(data.manifest, params, any_type))
 
 
@@ -74,7 +75,7 @@ def _trainable(manifest: Manifest, params: Mapping[str, Any], any_type: bool) ->
 
 def _refuse_dense(manifest: Manifest, params: Mapping[str, Any]) -> None:
     for name in params["sparse_cols"] or ():
-        if not all(manifest.schema[field].sparse for field in fields_of(manifest.schema, name)):
+        if not all(manifest.schema[field].sparse for field in manifest.schema.fields_of(name)):
             raise SchemaError(
                 f"sparse_cols names {name!r}, which these rows deliver as a dense array. Whether a column is sparse is "
                 "decided when its rows are prepared: prepare_data(sparse_cols=...)."

@@ -113,7 +113,8 @@ def history_of(records: Iterable[EpochRecord]) -> History:
 def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
     if not values:
         return {}
-    return {"loss": values["loss"], "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}
+    loss = {"loss": values["loss"]} if "loss" in values else {}  # Lightning's validation_step may return none
+    return {**loss, "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}
 
 
 def _flat(groups: Mapping[str, Any]) -> dict[str, float]:
@@ -121,7 +122,7 @@ def _flat(groups: Mapping[str, Any]) -> dict[str, float]:
     if not groups:
         return {}
     metrics = {name: value for group in groups["all_metrics"] for name, value in group.items()}
-    return {"loss": groups["loss"], **metrics}
+    return {**({"loss": groups["loss"]} if "loss" in groups else {}), **metrics}
 
 
 def record_from_json(content: dict[str, Any]) -> EpochRecord:
@@ -163,10 +164,11 @@ def averaged(
 
 
 def _means(names: list[str], pairs: Any, before: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """The means of (sum, rows) pairs, with what was before."""
+    """The means of (sum, rows) pairs, with what was before; what no row has counted for is left out."""
     means = {}
     for name, (total, rows) in zip(names, pairs, strict=True):
         earlier, earlier_rows = before.get(name, (0.0, 0.0))
         count = rows + earlier_rows
-        means[name] = float((total + earlier) / count) if count else float("nan")
+        if count:
+            means[name] = float((total + earlier) / count)
     return means

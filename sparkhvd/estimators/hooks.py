@@ -19,6 +19,7 @@ from sparkhvd.estimators import checkpoint, files, run_log
 from sparkhvd.estimators.checkpoint import Checkpoint, Within
 from sparkhvd.estimators.history import EpochRecord, averaged
 from sparkhvd.estimators.plugin import EpochReport, StepReport, Trainer, TrainSpec
+from sparkhvd.estimators.run_lease import Fence
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -36,12 +37,20 @@ class RunHooks:
         spec: how to train.
         communicator: with the other ranks.
         division: of the rows that are trained on, see ``checkpoint.Within``; empty where there is no telling.
+        token: of rank 0, see ``sparkhvd.estimators.run_lease``; 0 where nobody else can train the run.
     """
 
-    def __init__(
-        self, store: Store | None, run_id: str, spec: TrainSpec, communicator: Communicator, division: str = ""
+    def __init__(  # noqa: PLR0917
+        self,
+        store: Store | None,
+        run_id: str,
+        spec: TrainSpec,
+        communicator: Communicator,
+        division: str = "",
+        token: int = 0,
     ) -> None:
         self._store = store if store is not None and store.save_runs else None
+        self._fence = None if self._store is None else Fence(self._store, run_id, token)
         self._run_id = run_id
         self._spec = spec
         self._communicator = communicator
@@ -115,13 +124,14 @@ class RunHooks:
         due = report.step < report.steps and _is_due(spec.checkpoints.every_steps, report, self._last_whole)
         self._last_whole = report.step
         redealt_now = self._redealt and report.epoch == self.within_epoch
-        if due and self._store is not None and not redealt_now:
-            self._keep_within(self._store, report, trainer)
+        if due and self._fence is not None and not redealt_now:
+            self._keep_within(self._fence, report, trainer)
 
     def keep_file(self, path: Path) -> None:
         """See ``TrainHooks``."""
-        if self._store is not None:
-            files.replace_file(self._store, layout.saved_path(self._run_id, path.name), path)
+        if self._fence is not None:
+            self._fence.check()
+            files.replace_file(self._fence.store, layout.saved_path(self._run_id, path.name), path)
 
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
         """See ``TrainHooks``."""
@@ -144,11 +154,11 @@ class RunHooks:
 
     def on_train_end(self, trainer: Trainer) -> None:
         """See ``TrainHooks``."""
-        if self._store is None or self._at_end is None:
+        if self._fence is None or self._at_end is None:
             return
         content = self._checkpoint(self.history[-1].epoch, trainer)
         if _digest(content.state) != self._at_end:
-            checkpoint.save_end(self._store, self._run_id, content)
+            checkpoint.save_end(self._fence, content)
 
     def _look_for_no_number(self, loss: float | None, where: str, whose: str = "") -> None:
         """Warn once, where everybody sees it; weights that are no numbers are hardly ever numbers again."""
@@ -214,10 +224,11 @@ class RunHooks:
 
     def _keep(self, epoch: int, best: int | None, trainer: Trainer) -> None:
         policy = self._spec.checkpoints
-        if self._store is not None:
-            run_log.write(self._store, self._run_id, self.history)
+        if self._fence is not None:
+            self._fence.check()
+            run_log.write(self._fence.store, self._run_id, self.history)
             content, also = self._checkpoint(epoch, trainer), () if best is None else (best,)
-            checkpoint.save(self._store, self._run_id, content, policy.keep, also)
+            checkpoint.save(self._fence, content, policy.keep, also)
             self._at_end = _digest(content.state) if self._ended else None
         elif best == epoch and policy.best is not None:
             self._best = (epoch, trainer.state())
@@ -226,8 +237,9 @@ class RunHooks:
         spec, history = self._spec, tuple(self.history)
         return Checkpoint(epoch, spec.seed, history, trainer.state(), model=spec.model, ended=self._ended)
 
-    def _keep_within(self, store: Store, report: StepReport, trainer: Trainer) -> None:
+    def _keep_within(self, fence: Fence, report: StepReport, trainer: Trainer) -> None:
         communicator = self._communicator
+        report.synchronize()
         before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
         sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
         own = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
@@ -243,7 +255,7 @@ class RunHooks:
             policy = self._spec.checkpoints
             best = self._best_epoch()
             content = replace(self._checkpoint(report.epoch, trainer), within=within)
-            checkpoint.save(store, self._run_id, content, policy.keep, () if best is None else (best,))
+            checkpoint.save(fence, content, policy.keep, () if best is None else (best,))
 
 
 def _digest(state: bytes) -> bytes:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import cloudpickle
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLWritable
 
+from sparkhvd.brief import brief_errors
 from sparkhvd.data.packing import packed, plan_packing
-from sparkhvd.data.schema import ColumnSpec, Fill
-from sparkhvd.data.selection import RESERVED_PREFIX, schema_of
-from sparkhvd.driver.pickling import by_value
-from sparkhvd.errors import ParamError, SchemaError
+from sparkhvd.data.schema import Fill
+from sparkhvd.data.selection import RESERVED_PREFIX
+from sparkhvd.data.user_defined import as_rows
+from sparkhvd.driver.pickling import dumps
+from sparkhvd.errors import ParamError, SparkHvdError
+from sparkhvd.estimators.features import matched
 from sparkhvd.estimators.files import KeptFiles
 from sparkhvd.estimators.history import History, history_of
 from sparkhvd.estimators.named_inputs import columns_of, named_inputs
@@ -26,7 +27,7 @@ from sparkhvd.estimators.predict import PredictSpec, arrow_function, field_of
 from sparkhvd.estimators.sample import refuse_other_tables
 from sparkhvd.estimators.spare import SpareFiles
 from sparkhvd.estimators.trained import Trained, wrapped
-from sparkhvd.store import Store
+from sparkhvd.store import Store, store_at
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,6 +89,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         return self.getHistory().plot()
 
     @classmethod
+    @brief_errors
     def from_model(
         cls,
         model: Any,
@@ -100,7 +102,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         sparse_cols: Sequence[str] = (),
         fill: Mapping[str, Fill] | None = None,
         custom_objects: Mapping[str, Any] | None = None,
-        store: Store | None = None,
+        store: Store | str | None = None,
         **params: Any,
     ) -> Self:
         """A Transformer of a model that has been trained elsewhere.
@@ -120,7 +122,8 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             sparse_cols: as for the estimator.
             fill: as for the estimator.
             custom_objects: as for ``KerasEstimator``.
-            store: where the model's files go; without one, this process keeps them and sends them with the session.
+            store: where the model's files go, a Store or its URL; without one, this process keeps them and sends them
+                with the session.
             params: parameters of the Transformer, such as ``output_cols`` and ``prediction_fn``.
 
         Raises:
@@ -130,6 +133,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         Example:
             >>> TorchModel.from_model(net, df, feature_cols=["pixels"]).transform(df)  # doctest: +SKIP
         """
+        store = None if store is None else store_at("store", store)
         named = None if inputs is None else named_inputs("inputs", inputs)
         feature_cols = columns_of(named) if feature_cols is None and named is not None else feature_cols
         if feature_cols is None:
@@ -141,7 +145,8 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             "custom_objects": custom_objects,
         }
         trained = wrapped(cls.plugin, estimated, df, feature_cols, label_cols, sparse_cols, fill or {}, store)
-        names = {"feature_columns": feature_cols, "label_columns": label_cols or None}
+        labels = [column.name for column in trained.schema.of("label")]
+        names = {"feature_columns": feature_cols, "label_columns": labels or None}
         return cls(trained, **names, **params)
 
     @property
@@ -159,6 +164,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         """The columns that ``transform`` adds: ``<label>__output`` unless ``setOutputCols`` was called."""
         return self.output_names
 
+    @brief_errors
     def _transform(self, dataset: DataFrame) -> DataFrame:
         from pyspark.sql.pandas.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
         from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
@@ -169,6 +175,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         spec = self._predict_spec(dataset, columns, fields)
         kind = fields[0].dataType if len(fields) == 1 else StructType(fields)
         predict = arrow_udf(arrow_function(spec), kind)  # type: ignore[call-overload]  # it takes tuples
+        dataset = as_rows(dataset, [column.path[0] for column in spec.features])
         arrays, others = packed(spec.features, spec.packing)
         names = [f"{_unused_prefix(dataset)}{place}" for place in range(len(arrays))]
         if arrays:
@@ -220,32 +227,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415
 
         trained = self._trained.schema.of("feature")
-        chosen: Sequence[str] = self.getOrDefault("feature_columns")
-        given = schema_of(dataset.schema, chosen, (), transformed=True).columns
-        if len(given) != len(trained):
-            raise ParamError(
-                f"feature_columns names {len(given)} columns {[column.name for column in given]} but the model was "
-                f"trained on {len(trained)}: {[column.name for column in trained]}."
-            )
-        features = []
-        for column, known in zip(given, trained, strict=True):
-            if (column.kind == "scalar") != (known.kind == "scalar"):
-                raise SchemaError(
-                    f"Feature column {column.name!r} is {_article(column)}; the model was trained on "
-                    f"{_article(known)} ({known.name!r})."
-                )
-            if known.dtype == "str" != column.dtype:
-                raise SchemaError(
-                    f"Feature column {column.name!r} is no text; the model was trained on texts ({known.name!r}). Cast "
-                    'it: df.withColumn(..., column.cast("string")).'
-                )
-            if known.is_number and not column.is_number:
-                raise SchemaError(
-                    f"Feature column {column.name!r} holds {_values(column)}; the model takes numbers. What a "
-                    "transformation_fn made of them in the training has to be in the DataFrame here: transform() does "
-                    "not call transformation_fn."
-                )
-            features.append(replace(column, shape=known.shape, fill=known.fill, sparse=known.sparse))
+        features = matched(dataset.schema, self.getOrDefault("feature_columns"), trained)
         store = self._trained.store
         return PredictSpec(
             plugin=self.plugin,
@@ -261,16 +243,6 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         )
 
 
-def _article(column: ColumnSpec) -> str:
-    scalar = "a text" if column.dtype == "str" else "a number"
-    return {"scalar": scalar, "array": "an array", "vector": "a vector"}[column.kind]
-
-
-def _values(column: ColumnSpec) -> str:
-    others = {"str": "texts", "bytes": "bytes", "decimal": "decimals that no number type holds exactly"}
-    return others.get(column.dtype, "dates or times")
-
-
 def pickled_function(function: Callable[..., Any] | None) -> bytes:
     """A prediction function for the executors; empty where there is none.
 
@@ -280,8 +252,9 @@ def pickled_function(function: Callable[..., Any] | None) -> bytes:
     if function is None:
         return b""
     try:
-        with by_value([function]):
-            return bytes(cloudpickle.dumps(function))
+        return dumps(function)
+    except SparkHvdError:
+        raise
     except Exception as error:
         raise ParamError(f"prediction_fn cannot be pickled to send it to the executors: {error}") from error
 

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ def columns_of(inputs: Mapping[str, NamedInput]) -> tuple[str, ...]:
 def in_order(
     inputs: Mapping[str, NamedInput], names: Sequence[str], needed: int, columns: Sequence[ColumnSpec]
 ) -> list[tuple[str, NamedInput, list[ColumnSpec]]]:
-    """The inputs in the order of the model's own, each with its columns.
+    """The inputs in the order of the model's own, each with its columns; of a struct, with all of its fields.
 
     Args:
         inputs: what was given.
@@ -71,11 +71,22 @@ def in_order(
     missing = [name for place, name in enumerate(names) if name not in inputs and place < max(needed, len(used))]
     if missing:
         raise ParamError(f"inputs gives no column to the model's input {missing[0]!r}; its inputs are {list(names)}.")
-    specs = {column.name: column for column in columns}
-    wrong = [column for each in inputs.values() for column in each.columns if column not in specs]
-    if wrong:
-        raise ParamError(f"inputs names the column {wrong[0]!r}, which is no feature column: {list(specs)}.")
-    return [(name, inputs[name], [specs[column] for column in inputs[name].columns]) for name in used]
+    found = [(name, _specs(inputs[name].columns, columns)) for name in used]
+    return [
+        (name, replace(inputs[name], columns=tuple(column.name for column in specs)), specs) for name, specs in found
+    ]
+
+
+def _specs(names: Sequence[str], columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
+    """The feature columns of these names; of a struct, all of its fields."""
+    by_name = {column.name: column for column in columns}
+    found: list[ColumnSpec] = []
+    for name in names:
+        fields = [column for column in columns if column.name.startswith(f"{name}.")] if name not in by_name else []
+        if name not in by_name and not fields:
+            raise ParamError(f"inputs names the column {name!r}, which is not a feature column: {list(by_name)}.")
+        found += fields or [by_name[name]]
+    return found
 
 
 def refuse_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparkhvd.data import columns as columns_of
 from sparkhvd.data.schema import ColumnSpec
-from sparkhvd.errors import DataError, SchemaError
+from sparkhvd.errors import SchemaError
+from sparkhvd.estimators.features import names_in_tables
 from sparkhvd.estimators.outputs import OutputColumn, encoded, spark_type
 from sparkhvd.estimators.plugin import Inference, Predicted, Predictor
+from sparkhvd.estimators.tables import array_of
 from sparkhvd.estimators.worker import find_plugin
 
 if TYPE_CHECKING:
@@ -40,12 +41,11 @@ def write_folder(model: TrainedModel, folder: Path) -> None:
     for file in model.trained.files:
         with (folder / _MODEL / file.path.rpartition("/")[2]).open("wb") as target:
             file.copy_to(target, model.trained.store)
-    features = model.trained.schema.of("feature")
-    chosen, outputs = model.getOrDefault("feature_columns"), model.output_columns()
+    features, outputs = model.trained.schema.of("feature"), model.output_columns()
     content = {
         "plugin": model.plugin,
         "features": [asdict(column) for column in features],
-        "columns": list(chosen) if len(chosen) == len(features) else [column.name for column in features],
+        "columns": names_in_tables(model.getOrDefault("feature_columns"), features),
         "outputs": [asdict(column) for column in outputs],
         "batch_size": model.getOrDefault("inference_batch_size"),
     }
@@ -81,7 +81,8 @@ class PandasModel:
 
     Attributes:
         predictor: the framework's model.
-        features: the columns as the table has them, and as the model knows them.
+        features: the columns as the table has them (``column.field`` is also found in a column of dicts or Rows), and
+            as the model knows them.
         outputs: the columns that it gives.
         types: their types in Arrow.
         batch_size: rows that are predicted at once.
@@ -104,10 +105,7 @@ class PandasModel:
         """
         import pandas as pd  # noqa: PLC0415
 
-        missing = [name for name, _ in self.features if name not in model_input]
-        if missing:
-            raise SchemaError(f"There is no column {missing[0]!r}; the table has {list(model_input.columns)}.")
-        arrays = {column.name: _array(model_input[name], column) for name, column in self.features}
+        arrays = {column.name: array_of(_found(model_input, name), column) for name, column in self.features}
         found: dict[str, list[Any]] = {}
         for start in range(0, max(1, len(model_input)), self.batch_size):
             piece = {name: array[start : start + self.batch_size] for name, array in arrays.items()}
@@ -116,6 +114,33 @@ class PandasModel:
                     found.setdefault(title, []).append(values)
         joined = {title: np.concatenate(parts) for title, parts in found.items()}
         return pd.DataFrame({title: _series(array) for title, array in joined.items()}, index=model_input.index)
+
+
+def _found(table: pd.DataFrame, name: str) -> pd.Series[Any]:
+    """A column, or the field of a column of dicts or Rows.
+
+    Raises:
+        SchemaError: there is none.
+    """
+    if name in table:
+        return table[name]
+    for place in (place for place, letter in enumerate(name) if letter == "."):
+        if (top := name[:place]) in table:
+            return table[top].map(lambda value, field=name[place + 1 :], top=top: _field(value, field, top))
+    raise SchemaError(f"There is no column {name!r}; the table has {list(table.columns)}.")
+
+
+def _field(value: Any, field: str, top: str) -> Any:
+    """The value of a field, which may lie in a struct inside; NULL of a struct that is NULL."""
+    if not hasattr(value, "keys") and not hasattr(value, "asDict"):
+        return None
+    fields = value if hasattr(value, "keys") else value.asDict()
+    if field in fields:
+        return fields[field]
+    for place in (place for place, letter in enumerate(field) if letter == "."):
+        if field[:place] in fields:
+            return _field(fields[field[:place]], field[place + 1 :], top)
+    raise SchemaError(f"Column {top!r} has no field {field!r}; it has {list(fields)}.")
 
 
 def _tuples(content: dict[str, Any]) -> dict[str, Any]:
@@ -145,6 +170,13 @@ def _columns(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict
     return {column.name: _numpy(found)}
 
 
+def titles(column: OutputColumn, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
+    """The columns of a table that an output becomes, with their types."""
+    if pa.types.is_struct(kind):
+        return [(f"{column.name}.{kind.field(i).name}", kind.field(i).type) for i in range(kind.num_fields)]
+    return [(column.name, kind)]
+
+
 def _numpy(found: pa.Array) -> npt.NDArray[Any]:
     """Rows of numbers as one block."""
     sizes, element = [len(found)], found
@@ -153,66 +185,6 @@ def _numpy(found: pa.Array) -> npt.NDArray[Any]:
         sizes.append(len(element) // max(1, math.prod(sizes)))
     values: npt.NDArray[Any] = element.to_numpy(zero_copy_only=False)
     return values.reshape(sizes)
-
-
-def _array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
-    """A column as the model gets it; NULL becomes the column's fill.
-
-    Raises:
-        DataError: it holds NULL without a fill.
-    """
-    known = replace(column, shape=column.shape or (), entries=None)
-    null = _null(series, column)
-    if null.any() and column.fill is None:
-        raise DataError(
-            f"Feature column {column.name!r} holds NULL in {null.sum()} of {len(series)} rows, for which there is no "
-            "prediction. Drop these rows first, or fill them (table.fillna)."
-        )
-    present = series[~null]
-    if column.sparse:
-        return _sparse(present, np.flatnonzero(~null), len(series), known)
-    array = columns_of.empty(known, len(series))
-    if column.fill is not None:
-        array[null] = column.fill
-    if len(present):
-        rows = np.stack([_dense(value) for value in present])
-        array[~null] = rows.astype(array.dtype).reshape(len(present), *array.shape[1:])
-    return array
-
-
-def _null(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.bool_]:
-    """Which rows are NULL; pandas has NaN for it too, which is a number as long as nothing else is to be put there."""
-    if column.fill is None and column.dtype.startswith("float") and series.dtype.kind == "f":
-        return np.zeros(len(series), bool)
-    return series.isna().to_numpy(bool)
-
-
-def _sparse(
-    present: pd.Series[Any], places: npt.NDArray[np.integer], count: int, column: ColumnSpec
-) -> npt.NDArray[np.generic]:
-    """A sparse column of so many rows, of which those at ``places`` have entries."""
-    found = [_stored(value) for value in present]
-    lengths = [len(indices) for indices, _ in found]
-    return columns_of.from_entries(
-        count,
-        np.repeat(places, lengths),
-        np.concatenate([np.empty(0, np.int64), *(indices for indices, _ in found)]),
-        np.concatenate([np.empty(0), *(values for _, values in found)]),
-        column,
-        "the table",
-    )
-
-
-def _stored(value: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The entries of a vector, with their places; of a dense one, those that are not 0."""
-    if hasattr(value, "indices"):
-        return np.asarray(value.indices, np.int64), np.asarray(value.values, np.float64)
-    dense = _dense(value)
-    return np.flatnonzero(dense), dense[np.flatnonzero(dense)]
-
-
-def _dense(value: Any) -> npt.NDArray[Any]:
-    return np.asarray(value.toArray() if hasattr(value, "toArray") else value)
 
 
 def _series(array: npt.NDArray[Any]) -> Any:

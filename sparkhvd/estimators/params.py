@@ -12,7 +12,7 @@ from sparkhvd.estimators.backend import Backend, a_backend
 from sparkhvd.estimators.declare import Declarations, Declared, declared
 from sparkhvd.estimators.named_inputs import named_inputs
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
-from sparkhvd.store import Store
+from sparkhvd.store import Store, store_at
 
 DATA_WAYS = ("auto", "direct", "store")
 READERS = ("native", "petastorm")
@@ -21,9 +21,9 @@ COMPRESSIONS = ("none", "fp16", "bf16")
 
 # Horovod's parameters without a meaning here, and what to say to those who set them.
 RETIRED = {
-    "shuffle_buffer_size": "rows are shuffled within windows of 64 MB or 131,072 rows; shuffle=False keeps their "
+    "shuffle_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
     "order.",
-    "shuffling_buffer_size": "rows are shuffled within windows of 64 MB or 131,072 rows; shuffle=False keeps their "
+    "shuffling_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
     "order.",
     "reader_pool_type": "rows are always decoded by threads, which need no second process; train_reader_num_workers "
     "says how many.",
@@ -187,21 +187,12 @@ def validation_choice(name: str, value: Any) -> float | str:
     """A part of the rows (0 <= x < 1), or the name of a column that says which."""
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, float) and 0 <= value < 1:
-        return value
+    if isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < 1:
+        return float(value)
     raise ParamError(
-        f"{name}={value!r} must be a float within 0 <= x < 1 (the part of the rows to hold out) or the name of a "
+        f"{name}={value!r} must be a number within 0 <= x < 1 (the part of the rows to hold out) or the name of a "
         "column that is true or 1 for the rows to validate with."
     )
-
-
-def a_store(name: str, value: Any) -> Store:
-    """A Store."""
-    if not isinstance(value, Store):
-        raise ParamError(
-            f"{name}={value!r} is not a Store; make one with sparkhvd.Store.create('file:///some/folder')."
-        )
-    return value
 
 
 def objects(name: str, value: Any) -> list[Any]:
@@ -270,7 +261,7 @@ class EstimatorParams(Declarations):
     )
     store: Declared[Store | None] = declared(
         "Where prepared data, checkpoints and the trained model are kept; None trains without them.",
-        a_store,
+        store_at,
         default=None,
     )
     data: Declared[str] = declared(

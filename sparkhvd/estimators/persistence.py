@@ -7,20 +7,20 @@
 ``model/``                  of a model: the framework's own files, which open without Spark
 ==========================  =================================================================================
 
-The metadata is written last: a folder without it is no saved object. Loading runs the code that was saved with it: open
-only what you trust. Of a Store are written its URL, its other paths and ``save_runs``; its options (credentials among
-them) never are. Of the ranks' environment (``backend_env``) the names are written, never the values.
+The metadata is written last: a folder without it is no saved object (see ``saved_folder``). Loading runs the code that
+was saved with it: open only what you trust. Of a Store are written its URL, its other paths and ``save_runs``; its
+options (credentials among them) never are. Of the ranks' environment (``backend_env``) the names are written, never the
+values.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
-import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import cloudpickle
@@ -28,16 +28,17 @@ from pyspark.ml.util import MLReader, MLWriter
 
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.data.spark_settings import in_default_file_system, told_by_spark
-from sparkhvd.driver.pickling import by_value
-from sparkhvd.errors import ParamError, StoreError
+from sparkhvd.driver.pickling import dumps
+from sparkhvd.errors import ParamError, SparkHvdError, StoreError
+from sparkhvd.estimators import saved_folder
 from sparkhvd.estimators.backend import SparkBackend
 from sparkhvd.estimators.declare import Declarations
-from sparkhvd.estimators.files import PIECE_BYTES, StoredFile
+from sparkhvd.estimators.files import StoredFile
 from sparkhvd.estimators.history import record_from_json
 from sparkhvd.estimators.outputs import OutputSpec
 from sparkhvd.estimators.spare import SpareFiles, is_part
 from sparkhvd.estimators.trained import Trained
-from sparkhvd.store import Store
+from sparkhvd.store import Store, store_at
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,25 +50,25 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT = 1
-_METADATA, _OBJECTS, _TRAINED, _MODEL = "metadata/part-00000", "objects.pkl", "trained.json", "model"
+_OBJECTS, _TRAINED, _MODEL = "objects.pkl", "trained.json", "model"
 
 
 class FolderWriter(MLWriter):
     """Writes an object into a new folder.
 
     Args:
-        write: what does it, given the Store of the folder's parent, the folder's name and Spark's version.
+        write: writes the files, given the Store of the folder's parent, the folder's name and Spark's version, and
+            returns the metadata.
     """
 
-    def __init__(self, write: Callable[[Store, str, str], None]) -> None:
+    def __init__(self, write: Callable[[Store, str, str], saved_folder.Metadata]) -> None:
         super().__init__()
         self._write = write
         self._store: Store | None = None
 
-    def within(self, store: Store) -> Self:
+    def within(self, store: Store | str) -> Self:
         """Write into a Store, with what it knows of access: ``save`` then takes a path in it."""
-        self._store = store
+        self._store = store_at("store", store)
         return self
 
     def save(self, path: str) -> None:
@@ -77,20 +78,17 @@ class FolderWriter(MLWriter):
             StoreError: there is something already, and ``overwrite()`` was not called.
         """
         store, name = _place(path, self.sparkSession, self._store)
+        version = self.sparkSession.version
+
+        def write(store: Store, folder: str) -> saved_folder.Metadata:
+            return self._write(store, folder, version)
+
         if not store.list(name):
-            self._write(store, name, self.sparkSession.version)
+            saved_folder.write_new(store, name, write)
             return
         if not self.shouldOverwrite:
             raise StoreError(f"{path} exists already. Choose another path, or write().overwrite().save(path).")
-        # The old folder goes when the new content is complete: a model that was loaded from it still reads it, and what
-        # cannot be written must not cost what was there.
-        complete = f"{name}.{uuid.uuid4().hex}"
-        try:
-            self._write(store, complete, self.sparkSession.version)
-            store.delete(name)
-            _copy(store, complete, name)
-        finally:
-            store.delete(complete)
+        saved_folder.overwrite(store, name, write)
 
 
 class FolderReader(MLReader[Any]):
@@ -105,9 +103,9 @@ class FolderReader(MLReader[Any]):
         self._read = read
         self._store: Store | None = None
 
-    def within(self, store: Store) -> Self:
+    def within(self, store: Store | str) -> Self:
         """Read from a Store, with what it knows of access: ``load`` then takes a path in it."""
-        self._store = store
+        self._store = store_at("store", store)
         return self
 
     def load(self, path: str) -> Any:
@@ -120,18 +118,10 @@ class FolderReader(MLReader[Any]):
         return self._read(*_place(path, self.sparkSession, self._store))
 
 
-def _copy(store: Store, source: str, target: str) -> None:
-    """Copy a folder; the metadata last, as they make a saved object of it."""
-    for path in sorted(store.list(source), key=lambda path: path.endswith(_METADATA)):
-        with (
-            store.open(path, "rb") as content,
-            store.open(f"{target}/{path.removeprefix(source).lstrip('/')}", "wb") as copied,
-        ):
-            shutil.copyfileobj(content, copied, PIECE_BYTES)
-
-
-def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, spark_version: str) -> None:
-    """Write an estimator and all its parameters but secrets, see above."""
+def write_estimator(
+    estimator: DistributedEstimator, store: Store, folder: str, spark_version: str
+) -> saved_folder.Metadata:
+    """Write an estimator and all its parameters but secrets, see above; returns the metadata."""
     given = {param.name: value for param, value in estimator._paramMap.items()}  # noqa: SLF001  (pyspark's own way)
     own_store = given.pop("store", None)
     names = set(given.pop("backend_env", ()))
@@ -144,13 +134,15 @@ def write_estimator(estimator: DistributedEstimator, store: Store, folder: str, 
         "store_settings": {} if own_store is None else _settings_of(own_store),
         "environment": sorted(names),
     }
-    store.publish(f"{folder}/{_METADATA}", _metadata(estimator, spark_version, plain, extra))
+    return _metadata(estimator, spark_version, plain, extra)
 
 
 def read_estimator(kind: type[DistributedEstimator], store: Store, folder: str) -> Any:
     """The estimator of ``write_estimator``. Its Store is opened anew by its URL; set it where that needs options."""
-    metadata = _read_metadata(kind, store, folder)
-    estimator = kind(**metadata["paramMap"], **_read_objects(store, folder))
+    metadata, objects = saved_folder.read(
+        store, folder, kind.__name__, lambda metadata, content: (metadata, _read_objects(store, content))
+    )
+    estimator = kind(**metadata["paramMap"], **objects)
     extra = metadata["sparkhvd"]
     if (url := extra["store"]) is not None:
         estimator.setParams(store=Store.create(url, **extra.get("store_settings", {})))
@@ -172,8 +164,8 @@ def _settings_of(store: Store) -> dict[str, Any]:
     return kept if store.save_runs else {**kept, "save_runs": False}
 
 
-def write_model(model: TrainedModel, store: Store, folder: str, spark_version: str) -> None:
-    """Write a model; its files are copied piece by piece, whatever their size."""
+def write_model(model: TrainedModel, store: Store, folder: str, spark_version: str) -> saved_folder.Metadata:
+    """Write a model; its files are copied piece by piece, whatever their size. Returns the metadata."""
     trained = model.trained
     digests = {}
     for source in trained.files:
@@ -190,12 +182,15 @@ def write_model(model: TrainedModel, store: Store, folder: str, spark_version: s
     store.publish(f"{folder}/{_TRAINED}", json.dumps(content).encode())
     given = {param.name: value for param, value in model._paramMap.items()}  # noqa: SLF001
     plain = _write_objects(given, store, folder)
-    store.publish(f"{folder}/{_METADATA}", _metadata(model, spark_version, plain, {}))
+    return _metadata(model, spark_version, plain, {})
 
 
 def read_model(kind: type[TrainedModel], store: Store, folder: str) -> Any:
     """The model of ``write_model``; its files stay where they are and are read by its users."""
-    metadata = _read_metadata(kind, store, folder)
+    return saved_folder.read(store, folder, kind.__name__, partial(_read_model, kind, store))
+
+
+def _read_model(kind: type[TrainedModel], store: Store, metadata: dict[str, Any], folder: str) -> Any:
     with store.open(f"{folder}/{_TRAINED}", "rb") as file:
         content = json.loads(file.read())
     trained = Trained(
@@ -207,33 +202,21 @@ def read_model(kind: type[TrainedModel], store: Store, folder: str) -> Any:
     )
     model = kind(trained, **metadata["paramMap"], **_read_objects(store, folder))
     model._resetUid(metadata["uid"])  # noqa: SLF001
-    if is_part(f"{store.url}/{folder}"):
+    if is_part(f"{store.url}/{folder}") or saved_folder.is_elsewhere(folder):
         model.spare = SpareFiles(store, trained.files)
     return model
 
 
-def pickled(
-    objects: Mapping[str, Any], dumps: Callable[[Any], bytes] = cloudpickle.dumps, also: Iterable[object] = ()
-) -> bytes:
-    """Parameters as bytes that ``cloudpickle.loads`` opens, with the code of the user's modules.
-
-    Args:
-        objects: the parameters by name.
-        dumps: makes the bytes.
-        also: what else is in them whose code may be the user's.
-    """
-    with by_value([*_parts(dict(objects)), *also]):
-        return dumps(dict(objects))
-
-
 def _write_objects(
-    given: Mapping[str, Any], store: Store, folder: str, pickle: Callable[[dict[str, Any]], bytes] = pickled
+    given: Mapping[str, Any], store: Store, folder: str, pickle: Callable[[dict[str, Any]], bytes] = dumps
 ) -> dict[str, Any]:
     """Write the parameters that JSON does not know; the others."""
     plain = {name: value for name, value in given.items() if _is_json(value)}
     objects = {name: value for name, value in given.items() if name not in plain}
     try:
         content = pickle(objects)
+    except SparkHvdError:
+        raise
     except Exception as error:
         raise ParamError(f"The parameters {sorted(objects)} cannot be pickled to be saved: {error}") from error
     store.publish(f"{folder}/{_OBJECTS}", content)
@@ -259,33 +242,18 @@ def _place(path: str, spark: SparkSession, given: Store | None) -> tuple[Store, 
     return told_by_spark(Store.create(parent or ("/" if url.startswith("/") else ".")), spark), name
 
 
-def _metadata(instance: Declarations, spark_version: str, plain: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
-    content = {
+def _metadata(
+    instance: Declarations, spark_version: str, plain: Mapping[str, Any], extra: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
         "class": f"{type(instance).__module__}.{type(instance).__name__}",
         "timestamp": time.time_ns() // 1_000_000,
         "sparkVersion": spark_version,
         "uid": instance.uid,
         "paramMap": dict(plain),
         "defaultParamMap": {},  # the defaults are those of the class that reads this
-        "sparkhvd": {"format": FORMAT, **extra},
+        "sparkhvd": dict(extra),
     }
-    return json.dumps(content).encode() + b"\n"
-
-
-def _read_metadata(kind: type, store: Store, folder: str) -> dict[str, Any]:
-    if not store.exists(f"{folder}/{_METADATA}"):
-        raise StoreError(f"{store.url}/{folder} holds no saved {kind.__name__}: {_METADATA} is missing.")
-    with store.open(f"{folder}/{_METADATA}", "rb") as file:
-        content: dict[str, Any] = json.loads(file.read())
-    found = content["class"].rpartition(".")[2]
-    if found != kind.__name__:
-        raise ParamError(f"{store.url}/{folder} holds a {found}, not a {kind.__name__}; load it with {found}.load.")
-    if content["sparkhvd"]["format"] > FORMAT:
-        raise ParamError(
-            f"{store.url}/{folder} was saved in format {content['sparkhvd']['format']}; this version reads up to "
-            f"{FORMAT}. Install a newer sparkhvd."
-        )
-    return content
 
 
 def _is_json(value: Any) -> bool:
@@ -294,16 +262,6 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _parts(value: Any) -> list[Any]:
-    """Everything that may come from a module of the user's."""
-    if isinstance(value, dict):
-        return [part for item in value.values() for part in _parts(item)]
-    if isinstance(value, list | tuple):
-        return [part for item in value for part in _parts(item)]
-    modules = getattr(value, "modules", None)  # of a torch module: its layers
-    return [value, *(modules() if callable(modules) else ())]
 
 
 def _from_json(kind: type[T], content: Mapping[str, Any]) -> T:

@@ -11,9 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.data.batches import Arrays, BatchSource
+from sparkhvd.data.facts import LabelRanges
 from sparkhvd.data.readers import Reading
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.estimators.continued import ModelFacts
+from sparkhvd.estimators.normalization import Normalization
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.world import World
 
@@ -23,7 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What every framework's trainer needs to know, the same on every rank."""
+    """What every framework's trainer needs to know, the same on every rank.
+
+    Attributes:
+        labels: the ranges of labels, as far as they are known.
+        sample: a real row by column, for ranks that have had none; None where no row is known.
+    """
 
     schema: DataSchema
     epochs: int
@@ -42,7 +49,10 @@ class TrainSpec:
     terminate_on_nan: bool = False
     log_every_n_steps: int | None = None
     use_gpu: bool = True
+    normalization: Normalization = field(default_factory=Normalization)
     model: ModelFacts | None = None
+    labels: LabelRanges = ()
+    sample: Arrays | None = field(default=None, compare=False, repr=False)
 
     def seed_of(self, epoch: int, rank: int) -> int:
         """Of a rank's random numbers in an epoch, so that a resumed run draws what an undisturbed one would."""
@@ -68,6 +78,9 @@ class StepTimes:
 class EpochReport:
     """What a trainer tells the hooks at the end of an epoch. Values are this rank's sums, not yet averaged over ranks.
 
+    Before its validation the trainer has given all ranks the same of what each rank changes for itself (running
+    statistics): the model that is measured is the one that rank 0 keeps.
+
     Attributes:
         epoch: from 0.
         train: metric name -> (sum over this rank's rows, rows); ``loss`` is always there.
@@ -86,6 +99,10 @@ class EpochReport:
     on_record: Callable[[EpochRecord], bool] | None = None
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True)
 class StepReport:
     """What a trainer tells the hooks after a training step.
@@ -98,6 +115,8 @@ class StepReport:
         sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``.
         rank_state: what this rank has of its own and needs to go on from here, such as the state of random numbers.
         whole: whether the trainer's state is all there is; not where gradients wait for those of further batches.
+        synchronize: gives all ranks the same of what each rank changes for itself, such as running statistics;
+            collective, called before a checkpoint within the epoch.
     """
 
     epoch: int
@@ -107,6 +126,7 @@ class StepReport:
     sums: Callable[[], Mapping[str, tuple[float, int]]]
     rank_state: Callable[[], bytes]
     whole: bool = True
+    synchronize: Callable[[], None] = _nothing
 
 
 class TrainHooks(Protocol):
@@ -234,6 +254,9 @@ class FrameworkPlugin(Protocol):
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """What a checkpoint must have in common with the model and optimizer to go on with them."""
+
+    def normalization(self, params: Mapping[str, object]) -> Normalization:
+        """Which layers of the model normalize by their batch."""
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer: ...
 

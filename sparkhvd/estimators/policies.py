@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.plain import plain
 from sparkhvd.nearest import did_you_mean
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class EarlyStopping:
     mode: Mode = "min"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "patience", plain(self.patience))
+        object.__setattr__(self, "min_delta", plain(self.min_delta))
         _check_mode("EarlyStopping", self.mode)
         if self.patience < 1 or not self.min_delta >= 0:
             raise ParamError(
@@ -67,6 +70,8 @@ class Checkpoints:
     mode: Mode = "min"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", plain(self.keep))
+        object.__setattr__(self, "every_steps", plain(self.every_steps))
         _check_mode("Checkpoints", self.mode)
         if self.keep < 1 or (self.every_steps is not None and self.every_steps < 1):
             raise ParamError(

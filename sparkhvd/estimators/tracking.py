@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,11 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+    from mlflow.models import ModelSignature
+
+    from sparkhvd.data.schema import ColumnSpec
+    from sparkhvd.estimators import native
     from sparkhvd.estimators.history import EpochRecord
     from sparkhvd.estimators.model import TrainedModel
 
 logger = logging.getLogger(__name__)
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _TEXT_LIMIT = 500  # MLflow refuses parameters that are longer
 _PART_SIGNS = (("", "train"), ("val_", "validation"))
 _TAG = "sparkhvd.run_id"  # marks an MLflow run that holds a training
@@ -32,7 +40,22 @@ def active_run() -> str | None:
     return None if found is None else str(found.info.run_id)
 
 
-def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = None) -> None:
+def part_of_search() -> str | None:
+    """Which part of a ``CrossValidator`` the call comes from, such as ``fold 1 of 3``; None outside of one.
+
+    Spark says it nowhere but in the variables of its loop; where these are others, the runs have MLflow's names.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001  (the way to look at callers)
+    while frame is not None and not (
+        frame.f_code.co_name == "_fit" and frame.f_globals.get("__name__") == "pyspark.ml.tuning"
+    ):
+        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
+    if frame is None or not isinstance(fold := frame.f_locals.get("i"), int):
+        return None
+    return "all rows" if "bestIndex" in frame.f_locals else f"fold {fold + 1} of {frame.f_locals.get('nFolds')}"
+
+
+def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = None, name: str | None = None) -> None:
     """Write a training to the active MLflow run; nothing happens without one.
 
     Every further training in one run (the fits of a CrossValidator) gets a run of its own inside it. A server that
@@ -42,6 +65,7 @@ def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = N
         model: what was trained.
         params: with what.
         parent: the run of another thread that this training is part of, where this thread has none.
+        name: of a run that is made for this training; None leaves it to MLflow.
     """
     mlflow = sys.modules.get("mlflow")
     if mlflow is None or (parent is None and active_run() is None):
@@ -49,10 +73,10 @@ def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = N
     shown = {name: _shown(name, value) for name, value in params.items() if value is not None}
     with _warned(), ExitStack() as opened:
         if active_run() is not None:
-            opened.enter_context(_run_for(mlflow, shown))
+            opened.enter_context(_run_for(mlflow, shown, name))
         elif (found := mlflow.get_run(parent).info).status == "RUNNING":
             tags = {_PARENT_TAG: found.run_id}
-            opened.enter_context(mlflow.start_run(experiment_id=found.experiment_id, tags=tags))
+            opened.enter_context(mlflow.start_run(experiment_id=found.experiment_id, tags=tags, run_name=name))
         else:
             return
         mlflow.set_tag(_TAG, params.get("run_id") or "")
@@ -65,12 +89,12 @@ def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = N
                 write()
 
 
-def _run_for(mlflow: Any, shown: Mapping[str, str]) -> AbstractContextManager[object]:
+def _run_for(mlflow: Any, shown: Mapping[str, str], name: str | None) -> AbstractContextManager[object]:
     """The active run, or one inside it where that holds a training or other values of the parameters already."""
     known = mlflow.get_run(mlflow.active_run().info.run_id).data
     differs = any(known.params.get(name, value) != value for name, value in shown.items())
     if _TAG in known.tags or differs:
-        return cast("AbstractContextManager[object]", mlflow.start_run(nested=True))
+        return cast("AbstractContextManager[object]", mlflow.start_run(nested=True, run_name=name))
     return nullcontext()
 
 
@@ -92,18 +116,58 @@ def log_model(model: TrainedModel, name: str = "model") -> None:
     """Write a model to the active MLflow run, as one that ``mlflow.pyfunc.load_model`` opens without Spark."""
     import mlflow.pyfunc  # noqa: PLC0415  (optional)
 
-    from sparkhvd.estimators.native import write_folder  # noqa: PLC0415
+    from sparkhvd.estimators import native  # noqa: PLC0415  (it needs pyarrow)
 
     with tempfile.TemporaryDirectory(prefix="sparkhvd-mlflow-") as folder:
         data = Path(folder, "sparkhvd")
         data.mkdir()
-        write_folder(model, data)
-        mlflow.pyfunc.log_model(
-            name=name,
-            loader_module="sparkhvd.estimators.native",
-            data_path=str(data),
-            pip_requirements=requirements(model.plugin),
-        )
+        native.write_folder(model, data)
+        signature = _signature(native.load(data))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*An input example was not provided")  # there are no rows to show
+            mlflow.pyfunc.log_model(
+                name=name,
+                loader_module="sparkhvd.estimators.native",
+                data_path=str(data),
+                pip_requirements=requirements(model.plugin),
+                signature=signature,
+            )
+
+
+def _signature(model: native.PandasModel) -> ModelSignature:
+    """The columns that the model takes and gives.
+
+    A column of numbers takes numbers of any type, as ``transform`` does; MLflow would refuse whole numbers for a column
+    of real ones. The field of a struct may also come in a column of dicts.
+    """
+    from mlflow.models import ModelSignature  # noqa: PLC0415  (optional)
+    from mlflow.types import ColSpec, DataType, Schema  # noqa: PLC0415
+    from mlflow.types.schema import AnyType  # noqa: PLC0415
+
+    from sparkhvd.estimators.native import titles  # noqa: PLC0415
+
+    def kind(column: ColumnSpec) -> Any:
+        return DataType.string if column.dtype == "str" and column.kind == "scalar" else AnyType()  # type: ignore[no-untyped-call]
+
+    inputs: list[Any] = [ColSpec(kind(column), name, required="." not in name) for name, column in model.features]
+    outputs: list[Any] = [
+        ColSpec(_output_type(of), name)
+        for column, arrow in zip(model.outputs, model.types, strict=True)
+        for name, of in titles(column, arrow)
+    ]
+    return ModelSignature(Schema(inputs), Schema(outputs))
+
+
+def _output_type(arrow: pa.DataType) -> Any:
+    """MLflow's type of an output column."""
+    import pyarrow as pa  # noqa: PLC0415  (heavy)
+    from mlflow.types import DataType  # noqa: PLC0415
+    from mlflow.types.schema import Array  # noqa: PLC0415
+
+    if pa.types.is_list(arrow):
+        return Array(_output_type(arrow.value_type))
+    names = {"double": "double", "float": "float", "bool": "boolean", "int64": "long", "string": "string"}
+    return DataType[names.get(str(arrow), "integer")]
 
 
 def requirements(plugin: str) -> list[str]:
@@ -124,5 +188,17 @@ def _shown(name: str, value: Any) -> str:
     """A parameter as text; of a network, what it is rather than all its layers, and of an environment the names."""
     if name == "backend_env":
         return ", ".join(sorted(value))
-    text = getattr(value, "url", None) or (type(value).__name__ if hasattr(value, "parameters") else str(value))
+    text = _text(value)
     return text if len(text) <= _TEXT_LIMIT else f"{text[: _TEXT_LIMIT - 3]}..."
+
+
+def _text(value: Any) -> str:
+    """A value without addresses in memory."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if (url := getattr(value, "url", None)) is not None:
+        return str(url)
+    if hasattr(value, "parameters"):
+        return type(value).__name__
+    text = str(value)
+    return getattr(value, "__qualname__", type(value).__name__) if _ADDRESS.search(text) else text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import ColumnSpec, DataSchema, Fill
 from sparkhvd.data.selection import Selection, select
 from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.estimators.features import with_sources
 from sparkhvd.estimators.files import Source, StoredFile, keep_folder, write_folder
 from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.made_up import with_ones
 from sparkhvd.estimators.outputs import OutputSpec
 from sparkhvd.estimators.raised import described
 from sparkhvd.estimators.sample import sampled
@@ -28,6 +30,8 @@ from sparkhvd.store import Store, layout
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
+
+    from sparkhvd.estimators.plugin import Predictor
 
 _SAMPLE_ROWS = 2
 
@@ -39,7 +43,7 @@ class Trained:
     Attributes:
         store: where the model lies: a Store, or this process where it was trained without one.
         files: its files.
-        schema: the columns that it was trained on.
+        schema: the columns that it was trained on; ``source`` says which features are fields of a struct.
         outputs: what it gives, one per label column.
         history: one record per epoch.
     """
@@ -88,19 +92,20 @@ def wrapped(  # noqa: PLR0917
     )
     features, labels = DataSchema(tuple(selection.schema.of("feature"))), tuple(selection.schema.of("label"))
     if isinstance(rows, StructType) or rows.isStreaming:
-        sample = _made_up(features)
+        samples = _made_up(features)
+        advice = " If it refuses rows of zeros and of ones for their values, pass a DataFrame with real rows."
     else:
         features, sample = sampled(rows, Selection(features), _SAMPLE_ROWS)
+        samples, advice = [sample], ""
     schema = DataSchema((*features.columns, *labels))
     with tempfile.TemporaryDirectory(prefix="sparkhvd-wrap-") as folder:
         plugin.export(params, schema, Path(folder))
         try:
-            writable = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is not
-            outputs = plugin.predictor(Path(folder)).predict(writable)
+            outputs = _first_outputs(lambda: plugin.predictor(Path(folder)), samples)
         except Exception as error:
             raise ModelOutputError(
                 f"The model cannot take the feature columns ({plugin.mapping(params, schema)}): "
-                f"{described(error)} Choose other feature_cols or input_shapes."
+                f"{described(error)} Choose other feature_cols or input_shapes.{advice}"
             ) from error
         shapes = [np.asarray(output).shape[1:] for output in outputs]
         if labels and len(labels) != len(shapes):
@@ -108,17 +113,31 @@ def wrapped(  # noqa: PLR0917
         by_output = labels or (None,) * len(shapes)
         specs = output_specs(shapes, by_output)
         source, files = _placed(Path(folder), store)
-    return Trained(source, files, schema, specs, ())
+    return Trained(source, files, with_sources(schema, feature_cols), specs, ())
 
 
-def _made_up(features: DataSchema) -> Arrays:
+def _first_outputs(predictor: Callable[[], Predictor], samples: Sequence[Arrays]) -> Sequence[Any]:
+    """What the model makes of the first sample that it takes; the error about the first one where it takes none."""
+    errors: list[Exception] = []
+    for sample in samples:
+        writable = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is not
+        try:
+            return predictor().predict(writable)
+        except Exception as error:  # noqa: BLE001 - the user's model may raise anything; the first one is raised below
+            errors.append(error)
+    raise errors[0]
+
+
+def _made_up(features: DataSchema) -> list[Arrays]:
+    """Rows of zeros and rows of ones: a model may refuse one or the other by their values."""
     unknown = [column.name for column in features.columns if column.shape is None]
     if unknown:
         raise ParamError(
             f"Only the schema of the rows is given, which does not tell the length of {unknown[0]!r}. Pass a DataFrame "
             "with at least one row (not a streaming one)."
         )
-    return {column.name: columns.blank(column, _SAMPLE_ROWS) for column in features.columns}
+    zeros = {column.name: columns.blank(column, _SAMPLE_ROWS) for column in features.columns}
+    return [zeros, with_ones(zeros)]
 
 
 def _placed(folder: Path, store: Store | None) -> tuple[Source, tuple[StoredFile, ...]]:

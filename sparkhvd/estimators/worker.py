@@ -16,12 +16,12 @@ import cloudpickle
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.config import given_rows, scratch_folder
-from sparkhvd.data.batches import BatchSource
+from sparkhvd.data.batches import Arrays, BatchSource, first_row
 from sparkhvd.data.direct import GivenRows, checked
 from sparkhvd.data.facts import LabelRanges, label_ranges, with_extreme_labels
 from sparkhvd.data.manifest import Manifest, SplitName
 from sparkhvd.data.petastorm_reader import PetastormSource
-from sparkhvd.data.readers import ParquetSource, Reading
+from sparkhvd.data.readers import ParquetSource, Reading, RowSource
 from sparkhvd.data.rest import RestOfEpoch
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.selection import Selection
@@ -34,6 +34,7 @@ from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.hooks import RunHooks
 from sparkhvd.estimators.plugin import FrameworkPlugin, TrainSpec
 from sparkhvd.estimators.progress import ReportingSource
+from sparkhvd.estimators.run_lease import Holder, fence_of_rank
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
@@ -69,6 +70,7 @@ class TrainJob:
         transformation: a pickled function that makes other columns of those that are read; empty for none.
         data_module: a pickled ``DataModule`` class that gives the batches; empty for none.
         progress: whether somebody watches a bar on the driver.
+        holder: the fit that holds the run; None where the Store keeps no runs.
     """
 
     plugin: str
@@ -81,6 +83,7 @@ class TrainJob:
     transformation: bytes = b""
     data_module: bytes = b""
     progress: bool = False
+    holder: Holder | None = None
 
 
 @dataclass(frozen=True)
@@ -118,16 +121,20 @@ class Rows:
         train: the rows to train on.
         validation: the rows to validate with.
         shapes: see ``TrainResult``.
+        labels: see ``TrainSpec``.
         division: see ``checkpoint.division``; empty where rows were dealt out before.
         opened: to be closed after the training.
+        sample: a real row, where only ranks have the rows.
     """
 
     schema: DataSchema
     train: BatchSource
     validation: BatchSource | None
     shapes: list[tuple[int, ...]]
+    labels: LabelRanges
     division: str = ""
     opened: ExitStack = field(default_factory=ExitStack)
+    sample: Arrays | None = None
 
 
 def find_plugin(name: str) -> FrameworkPlugin:
@@ -154,9 +161,16 @@ def train_worker(job: TrainJob) -> TrainResult | Refused | None:
         if isinstance(job.rows, StoredRows):
             raise
         return Refused(error)  # it is the same on all ranks
-    spec = replace(job.spec, schema=rows.schema)
+    if job.spec.normalization.pairs and isinstance(rows.train, RowSource) and rows.train.plan.has_single_row():
+        return Refused(job.spec.normalization.refuse_single_rows(job.spec.batch_size, communicator.world.size))
+    labels = () if job.transformation else rows.labels
+    spec = replace(job.spec, schema=rows.schema, labels=labels, sample=rows.sample or job.spec.sample)
     trainer = find_plugin(job.plugin).trainer(payload, spec, communicator.world)
-    hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division)
+    fence = None
+    if job.store is not None and job.holder is not None and communicator.world.rank == 0:
+        fence = fence_of_rank(job.store, job.run_id, job.holder)
+    token = 0 if fence is None else fence.token
+    hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division, token)
     if hooks.resumed is not None:
         trainer.restore(hooks.resumed.state)
     train = _continued(job, rows, hooks, communicator.world)
@@ -166,6 +180,8 @@ def train_worker(job: TrainJob) -> TrainResult | Refused | None:
     if communicator.world.rank != 0:
         return None
     hooks.restore_best(trainer)
+    if fence is not None:
+        fence.check()
     with tempfile.TemporaryDirectory(prefix="sparkhvd-export-", dir=scratch_folder()) as folder:
         trainer.export(Path(folder))
         written, kept = _brought_home(job, Path(folder))
@@ -199,13 +215,16 @@ class _Part:
     shuffle: bool
     steps: int | None
     reading: Reading
+    pair_last_row: bool = False
 
 
 def _parts(spec: TrainSpec) -> tuple[_Part, _Part]:
     # What a transformation makes of the columns is the schema that the model is trained on.
     reading, val_reading = replace(spec.reading, made=spec.schema), replace(spec.val_reading, made=spec.schema)
     return (
-        _Part("train", spec.batch_size, spec.shuffle, spec.train_steps_per_epoch, reading),
+        _Part(
+            "train", spec.batch_size, spec.shuffle, spec.train_steps_per_epoch, reading, bool(spec.normalization.pairs)
+        ),
         _Part("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, val_reading),
     )
 
@@ -239,7 +258,7 @@ def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], co
     loader = module.val_data() if held_out else None
     validation = None if loader is None else LoaderSource(loader, manifest.schema, "validation", communicator)
     return Rows(
-        spec.schema, train, validation, [], checkpoint.division(manifest, ("data module", spec.shuffle)), opened
+        spec.schema, train, validation, [], (), checkpoint.division(manifest, ("data module", spec.shuffle)), opened
     )
 
 
@@ -249,7 +268,8 @@ def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> Rows:
     validation = None if manifest.validation is None else _stored_part(stored, held_out, spec.seed, world)
     source = _stored_part(stored, train, spec.seed, world)
     # The driver has found out what a transformation makes of the columns.
-    return Rows(spec.schema, source, validation, [], checkpoint.division(manifest, _order(source, spec)))
+    division = checkpoint.division(manifest, _order(source, spec))
+    return Rows(spec.schema, source, validation, [], manifest.labels, division)
 
 
 def _order(source: BatchSource, spec: TrainSpec) -> tuple[object, ...]:
@@ -273,6 +293,7 @@ def _stored_part(stored: StoredRows, part: _Part, seed: int, world: World) -> Ba
         shuffle=part.shuffle,
         steps_per_epoch=part.steps,
         reading=part.reading,
+        pair_last_row=part.pair_last_row,
     )
 
 
@@ -321,7 +342,7 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
     tried = objects.broadcast_object(communicator, found, first, name="shapes of the outputs")
     if isinstance(tried, SparkHvdError):
         raise tried
-    trained_on, shapes = cast("tuple[DataSchema, list[tuple[int, ...]]]", tried)
+    trained_on, shapes, sample = cast("tuple[DataSchema, list[tuple[int, ...]], Arrays]", tried)
 
     def source(part: _Part) -> BatchSource:
         return given.source(
@@ -334,22 +355,24 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
             shuffle=part.shuffle,
             steps_per_epoch=part.steps,
             reading=part.reading,
+            pair_last_row=part.pair_last_row,
         )
 
     train, validation = _parts(replace(job.spec, schema=trained_on))
-    return Rows(trained_on, source(train), None if selection.validation is None else source(validation), shapes)
+    held_out = None if selection.validation is None else source(validation)
+    return Rows(trained_on, source(train), held_out, shapes, ranges, sample=sample)
 
 
 def _tried(
     job: TrainJob, payload: bytes, schema: DataSchema, given: GivenRows, ranges: LabelRanges
-) -> tuple[DataSchema, list[tuple[int, ...]]] | SparkHvdError:
-    """The columns that the model gets and the shapes of its outputs; or why it cannot be trained on these rows."""
+) -> tuple[DataSchema, list[tuple[int, ...]], Arrays] | SparkHvdError:
+    """Return the columns that the model gets, the shapes of its outputs and a row; or why it takes no such rows."""
     rows, function = given.head(schema, SAMPLE_ROWS), job.spec.reading.transformation
     try:
         if function is not None:
             schema, rows = transformed(schema, function, rows)
         else:
             rows = with_extreme_labels(rows, ranges)
-        return schema, find_plugin(job.plugin).try_out(payload, schema, rows)
+        return schema, find_plugin(job.plugin).try_out(payload, schema, rows), first_row(rows)
     except (DataError, ParamError) as error:
         return error

@@ -6,7 +6,8 @@ Names and meanings follow Horovod's. The collectives are those of the backend th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -36,6 +37,8 @@ _OF_BACKEND = (
     "join",
     "reducescatter",
 )
+# Those of one tensor, which Horovod's scripts call with numbers: hvd.allreduce(model.evaluate(...)).
+_OF_VALUES = frozenset({"allgather", "allreduce", "broadcast", "reducescatter"})
 
 __all__ = [
     "DistributedOptimizer",
@@ -76,7 +79,18 @@ def __getattr__(name: str) -> Any:
         raise ConfigError(f"sparkhvd.keras has no collectives for the Keras backend {backend!r}.")
     if name == "SyncBatchNormalization" and backend != "tensorflow":
         raise ConfigError(f"SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on {backend!r}.")
-    return getattr(import_module(f"sparkhvd.{backend}"), name)
+    function = getattr(import_module(f"sparkhvd.{backend}"), name)
+    return _of_values(function) if backend == "torch" and name in _OF_VALUES else function
+
+
+def _of_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a collective of PyTorch's take numbers, lists and arrays, as TensorFlow's do."""
+
+    @wraps(function)
+    def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(keras.ops.convert_to_tensor(tensor), *args, **kwargs)
+
+    return call
 
 
 def __dir__() -> list[str]:

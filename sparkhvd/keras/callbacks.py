@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Starts all ranks from the weights and the optimizer of ``root_rank``; what is local to a rank stays.
 
+    They are broadcast before the first step. A model that gets its variables from its first batch (a ``Sequential``
+    without an ``Input``, a subclass that has not been called) has none by then: its ranks continue from the state of
+    ``root_rank`` after the first step.
+
     Args:
         root_rank: the rank whose variables count.
     """
@@ -30,9 +34,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Broadcast before the first step; Keras has built the model by then."""
-        if self._done:
-            return
+        """Broadcast before the first step, if the model has all its variables."""
+        if not self._done and _is_built(self.model):
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Broadcast after the first step what was built in it."""
+        if not self._done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
         self._done = True
         optimizer = self.model.optimizer
         if optimizer is not None and not optimizer.built:
@@ -42,6 +53,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         local = plain.local_variables() if isinstance(plain, ExchangingOptimizer) else []
         own = {id(variable) for variable in local}
         broadcast_variables([variable for variable in variables if id(variable) not in own], self._root_rank)
+
+
+def _is_built(model: Any) -> bool:
+    # A subclass may say that it is built while its layers are not.
+    return all(layer.built for layer in model._flatten_layers())  # noqa: SLF001  (no public way to walk)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -28,6 +28,8 @@ def gradient_exchange(  # noqa: PLR0917
         ConfigError: the settings contradict each other, or Keras runs on a backend other than TensorFlow and PyTorch.
     """
     backend = keras.config.backend()
+    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:  # Adasum combines steps, which is for sparkhvd.torch only
+        raise ConfigError(f"Gradients can be combined with op=Average or op=Sum, not {op}.")
     if backend == "tensorflow":
         from sparkhvd.tensorflow.compression import Compression  # noqa: PLC0415  (only the backend in use is imported)
         from sparkhvd.tensorflow.gradients import GradientExchange  # noqa: PLC0415

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
 from sparkhvd.lightning.normalization import ReplacedNormalizations
 from sparkhvd.lightning.reductions import SharedMetrics, reduced, stacked
+from sparkhvd.torch.buffers import synchronize_buffers
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.gradients import GradientExchange
 from sparkhvd.torch.parameters import members_of
@@ -70,6 +71,7 @@ class RankStrategy:
         self._metrics: SharedMetrics | None = None
         self._normalizations: ReplacedNormalizations | None = None
         self._blocked = False
+        self._fitting = False
 
     # Who is who.
 
@@ -141,12 +143,14 @@ class RankStrategy:
         tensors = [*self.lightning_module.named_parameters(), *self.lightning_module.named_buffers()]
         hvd.broadcast_parameters(tensors, root_rank=0)
         self._metrics = SharedMetrics(self.lightning_module)
+        self._fitting = fitting
         if fitting:
             self._refuse_what_cannot_work()
             self._begin_exchange()
 
     def teardown(self) -> None:
         """Take everything off the module that the strategy put on it; the ranks stay connected."""
+        self._fitting = False
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -231,6 +235,32 @@ class RankStrategy:
         for parameter, gradient in aside:
             parameter.grad = gradient
 
+    # Buffers, such as running statistics.
+
+    def weight_of_buffers(self) -> float:
+        """What this rank's buffers count in the mean over ranks."""
+        return 1.0
+
+    def synchronize_buffers(self) -> None:
+        """Give all ranks the same buffers, so that what is validated is what is saved; collective."""
+        if self._fitting and not self._is_ending():
+            synchronize_buffers(self.lightning_module, self.weight_of_buffers())
+
+    def on_validation_start(self) -> None:
+        """Validate the model that a checkpoint would hold."""
+        super().on_validation_start()  # type: ignore[misc]
+        self.synchronize_buffers()
+
+    def on_train_end(self) -> None:
+        """Leave the same model on all ranks."""
+        super().on_train_end()  # type: ignore[misc]
+        self.synchronize_buffers()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights for a checkpoint, which Lightning makes on all ranks."""
+        self.synchronize_buffers()
+        return cast("dict[str, Any]", super().lightning_module_state_dict())  # type: ignore[misc]
+
     # Values of all ranks.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -238,7 +268,9 @@ class RankStrategy:
         return reduced(tensor, reduce_op, group) if isinstance(tensor, torch.Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  (Lightning's name)
-        """Whether all ranks, or any of them, say yes."""
+        """Whether all ranks, or any of them, say yes; this rank alone where an exception ends it."""
+        if self._is_ending():
+            return decision
         yes = int(reduced(torch.tensor(int(decision)), "sum"))
         return yes == self.world.size if all else yes > 0
 
@@ -247,12 +279,18 @@ class RankStrategy:
         return stacked(tensor, group, sync_grads=sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank ``src``."""
-        return hvd.broadcast_object(obj, root_rank=src)
+        """The object of rank ``src``; of an exception's callbacks, this rank's."""
+        return obj if self._is_ending() else hvd.broadcast_object(obj, root_rank=src)
 
     def barrier(self, name: str | None = None) -> None:  # noqa: ARG002  (Lightning's signature)
-        """Return once every rank has called it."""
-        hvd.barrier()
+        """Return once every rank has called it; at once where an exception ends this rank."""
+        if not self._is_ending():
+            hvd.barrier()
+
+    def _is_ending(self) -> bool:
+        """Whether an exception ends this rank, whose callbacks may save checkpoints; the others are elsewhere."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return trainer is not None and bool(trainer.interrupted)
 
     def model_to_device(self) -> None:
         self.model.to(self.root_device)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
 from collections.abc import Sequence
 
+from sparkhvd.addresses import with_port
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError
 from sparkhvd.rpc.frames import FrameSocket, TurnedAwayError, connect_handshake, notice_lost_peer
 from sparkhvd.rpc.messages import Message, decode, encode
 
 _SECONDS_PER_ADDRESS = 3.0
-_AGAIN_SECONDS = 0.1
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Client:
@@ -50,8 +53,16 @@ class Client:
         self._frames.close()
 
 
-def connect(addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadline) -> Client:
+def connect(
+    addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadline, *, encrypt: bool = False
+) -> Client:
     """Connect to the first of ``addresses`` where a server answers that knows ``secret``.
+
+    Args:
+        addresses: tried in order.
+        secret: the shared secret.
+        deadline: when to give up.
+        encrypt: whether a server that does not encrypt is refused.
 
     Raises:
         DeadlineExceededError: none did; the message says what happened at each.
@@ -61,33 +72,38 @@ def connect(addresses: Sequence[tuple[str, int]], secret: bytes, deadline: Deadl
     for number, address in enumerate(addresses, start=1):
         try:
             last = number == len(addresses)
-            return Client(_open(address, secret, deadline if last else deadline.capped(_SECONDS_PER_ADDRESS)))
+            until = deadline if last else deadline.capped(_SECONDS_PER_ADDRESS)
+            return Client(_open(address, secret, until, encrypt))
         except ConfigError:
             raise
         except (OSError, ValueError, OverflowError) as error:  # the last two: there can be no such host or port
-            attempts.append(f"{address[0]}:{address[1]} ({error})")
+            attempts.append(f"{with_port(*address)} ({error})")
         if deadline.expired():
             break
     raise DeadlineExceededError(f"No server answered; tried {', '.join(attempts) or 'no address'}.")
 
 
-def _open(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameSocket:
+def _open(address: tuple[str, int], secret: bytes, deadline: Deadline, encrypt: bool) -> FrameSocket:
+    pause = _FIRST_PAUSE_SECONDS
     while True:
         try:
-            return _open_once(address, secret, deadline)
+            return _open_once(address, secret, deadline, encrypt)
         except TurnedAwayError:
-            if deadline.remaining() < _AGAIN_SECONDS:
+            # Those who were turned away together must not come together again.
+            seconds = pause * random.uniform(0.5, 1.5)  # noqa: S311 - nothing to guess
+            if deadline.remaining() < seconds:
                 raise
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(seconds)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _open_once(address: tuple[str, int], secret: bytes, deadline: Deadline) -> FrameSocket:
+def _open_once(address: tuple[str, int], secret: bytes, deadline: Deadline, encrypt: bool) -> FrameSocket:
     reaching = deadline.capped(_SECONDS_PER_ADDRESS).remaining()
     connection = socket.create_connection(address, timeout=max(reaching, 0.001))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         notice_lost_peer(connection)
-        return connect_handshake(connection, secret, deadline)
+        return connect_handshake(connection, secret, deadline, encrypt=encrypt)
     except BaseException:
         connection.close()
         raise

@@ -21,6 +21,7 @@ import math
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import AuthenticationError, DeadlineExceededError
@@ -33,8 +34,8 @@ MAX_FRAME_BYTES = 1 << 20
 _HELLO = MAGIC + struct.pack(">H", VERSION)
 _NONCE_BYTES = 32
 _PLAIN, _ENCRYPTED = b"\0", b"\1"
-_TURNED_AWAY = MAGIC + struct.pack(">H", 0)  # in place of the hello
 _PROOF_BYTES = 32
+_TURNED_AWAY_PROOF = (MAGIC * _PROOF_BYTES)[:_PROOF_BYTES]  # in place of the server's proof
 _HEADER = struct.Struct(">I")
 
 
@@ -98,9 +99,16 @@ class FrameSocket:
 
 
 def accept_handshake(
-    connection: socket.socket, secret: bytes, deadline: Deadline, *, encrypt: bool = False
+    connection: socket.socket,
+    secret: bytes,
+    deadline: Deadline,
+    *,
+    encrypt: bool = False,
+    admit: Callable[[], None] = lambda: None,
 ) -> FrameSocket:
     """The server's side of the handshake; it decides whether frames are encrypted.
+
+    ``admit`` is called once the other side has proved that it knows the secret, and before it is told so.
 
     Raises:
         AuthenticationError: the other side does not know the secret.
@@ -116,23 +124,27 @@ def accept_handshake(
     proof = tag(secret, b"client" + agreed)
     if not answer.startswith(_HELLO) or not hmac.compare_digest(answer[-_PROOF_BYTES:], proof):
         raise AuthenticationError("A client could not prove that it knows the job's secret.")
+    admit()
     send_all(connection, tag(secret, b"server" + agreed), deadline)
     keys = tag(secret, b"to client" + agreed), tag(secret, b"to server" + agreed)
     return FrameSocket(connection, *protection(encrypt, *keys))
 
 
 def turn_away(connection: socket.socket) -> None:
-    """What a server does instead of a handshake when it has no place; never waits."""
+    """Tell a client that has to make room for others, in place of the server's proof, to come again; never waits."""
     connection.setblocking(False)
     with contextlib.suppress(OSError), connection:
-        connection.send(_TURNED_AWAY)
+        connection.send(_TURNED_AWAY_PROOF)
 
 
-def connect_handshake(connection: socket.socket, secret: bytes, deadline: Deadline) -> FrameSocket:
-    """The client's side of the handshake; raises as ``accept_handshake`` does, and ``TurnedAwayError``."""
+def connect_handshake(
+    connection: socket.socket, secret: bytes, deadline: Deadline, *, encrypt: bool = False
+) -> FrameSocket:
+    """The client's side of the handshake; raises as ``accept_handshake`` does, and ``TurnedAwayError``.
+
+    With ``encrypt`` a server that does not encrypt is refused with an ``AuthenticationError``.
+    """
     hello = receive_exactly(connection, len(_HELLO), deadline)
-    if hello == _TURNED_AWAY:
-        raise TurnedAwayError("The server has no place for another handshake at the moment.")
     if hello != _HELLO:
         raise AuthenticationError(f"The server does not speak version {VERSION} of this protocol.")
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -144,8 +156,14 @@ def connect_handshake(connection: socket.socket, secret: bytes, deadline: Deadli
         raise AuthenticationError(
             "The server hung up when it had our proof of the job's secret: it belongs to another job."
         ) from error
+    if hmac.compare_digest(proof, _TURNED_AWAY_PROOF):
+        raise TurnedAwayError("The server had no room for this handshake.")
     if not hmac.compare_digest(proof, tag(secret, b"server" + agreed)):
         raise AuthenticationError("The server could not prove that it knows the job's secret.")
+    if encrypt and not agreed.startswith(_ENCRYPTED):
+        raise AuthenticationError(
+            "The server does not encrypt, but this side must (SPARKHVD_ENCRYPT). Set it for both sides."
+        )
     keys = tag(secret, b"to server" + agreed), tag(secret, b"to client" + agreed)
     return FrameSocket(connection, *protection(agreed.startswith(_ENCRYPTED), *keys))
 

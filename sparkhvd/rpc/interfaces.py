@@ -1,4 +1,4 @@
-"""The network interfaces of this machine and their IPv4 addresses."""
+"""The network interfaces of this machine and their addresses."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ import socket
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from sparkhvd.addresses import is_loopback
+from sparkhvd.addresses import is_ipv6, is_ipv6_only, is_loopback
 from sparkhvd.errors import LaunchError
 
 # The requests of netdevice(7), which say the same on every architecture that Linux runs on.
 _SIOCGIFADDR = 0x8915
 _SIOCGIFNETMASK = 0x891B
 _NAME_BYTES = 16
+_IF_INET6 = Path("/proc/net/if_inet6")
+# IPV6_ADDR_LINKLOCAL of the kernel's net/ipv6.h; IFA_F_TENTATIVE and IFA_F_DADFAILED of linux/if_addr.h.
+_LINK_SCOPE = 0x20
+_NOT_YET_OURS = 0x40 | 0x08
 
 
 @dataclass(frozen=True)
 class Interface:
-    """One interface that has an address.
+    """One address of a network interface.
 
     Attributes:
         name: the kernel's.
-        address: its IPv4 address.
-        network: the network that it belongs to, like ``10.1.0.0/16``.
+        address: one of its addresses.
+        network: the network that the address belongs to, like ``10.1.0.0/16``.
     """
 
     name: str
@@ -34,7 +39,28 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """All interfaces of this network namespace that have an IPv4 address, loopback included."""
+    """Return the addresses of all interfaces of this network namespace, loopback included, those of IPv4 first."""
+    return _with_ipv4() + parse_if_inet6(_IF_INET6.read_text() if _IF_INET6.exists() else "")
+
+
+def parse_if_inet6(text: str) -> list[Interface]:
+    """Return the addresses that the kernel's list ``/proc/net/if_inet6`` has and that a server can bind.
+
+    A line has the address in hexadecimal digits, the interface's number, the length of the network's prefix, the scope,
+    flags and the interface's name. An address of one link means nothing on other hosts.
+    """
+    found = []
+    for line in text.splitlines():
+        digits, _, prefix, scope, flags, name = line.split()
+        address = ipaddress.IPv6Address(int(digits, 16))
+        if int(scope, 16) == _LINK_SCOPE or int(flags, 16) & _NOT_YET_OURS:
+            continue
+        network = ipaddress.ip_network((address, int(prefix, 16)), strict=False)
+        found.append(Interface(name, str(address), str(network)))
+    return found
+
+
+def _with_ipv4() -> list[Interface]:
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -64,13 +90,22 @@ def candidates(nics: Sequence[str], host: str, peer_hosts: Sequence[str]) -> lis
     """
     there = interfaces()
     if nics:
-        chosen = [one for one in there if one.name in nics]
+        chosen = _preferred([one for one in there if one.name in nics], host)
         if not chosen:
             raise LaunchError(
                 f"None of the network interfaces {list(nics)} has an address on host {host}; "
-                f"it has {[one.name for one in there]}."
+                f"it has {list(dict.fromkeys(one.name for one in there))}."
             )
         return chosen
     if is_loopback(host) and all(is_loopback(peer) for peer in peer_hosts):
         return [one for one in there if is_loopback(one.address)]
-    return [one for one in there if not is_loopback(one.address)] or there
+    return _preferred([one for one in there if not is_loopback(one.address)] or there, host)
+
+
+def _preferred(addresses: list[Interface], host: str) -> list[Interface]:
+    """Those of IPv4, unless there are none or the cluster knows this machine by IPv6 alone.
+
+    Hosts often have IPv6 addresses that no other one reaches, and it takes long to find out.
+    """
+    wanted = [one for one in addresses if is_ipv6(one.address) == is_ipv6_only(host)]
+    return wanted or addresses

@@ -8,12 +8,14 @@ import math
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
 from sparkhvd.closing import Closing
 from sparkhvd.deadline import Deadline
+from sparkhvd.descriptors import allow_more_files
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import (
@@ -29,9 +31,12 @@ from sparkhvd.rpc.messages import Attending, Message, decode, encode
 
 logger = logging.getLogger(__name__)
 
-# Strangers can hold no more than this many threads, for no longer than the handshake may take.
+# Strangers can hold no more than this many threads, for no longer than the handshake may take. The oldest makes room
+# for another one when it had its undisturbed time; others wait in the kernel's queue.
 _MAX_UNPROVEN = 32
 _HANDSHAKE_SECONDS = 5.0
+_UNDISTURBED_SECONDS = 0.25
+_QUEUE = 4096  # the kernel cuts it down to net.core.somaxconn
 _REPLY_SECONDS = 30.0
 _LAST_ANSWER_SECONDS = 2.0
 _SHORT_OF_FILES_SECONDS = 0.1
@@ -79,14 +84,16 @@ class Server(Closing):
         self._on_lost = on_lost
         self._handler = handler
         self._name = name
-        self._unproven = threading.BoundedSemaphore(_MAX_UNPROVEN)
         self._lock = threading.Lock()
+        self._proven = threading.Condition(self._lock)  # somebody has left _unproven
+        self._unproven: dict[socket.socket, float] = {}  # since when; oldest first; guarded by _lock
+        self._turned_away: set[socket.socket] = set()  # guarded by _lock
         self._connections: dict[socket.socket, threading.Thread] = {}  # guarded by _lock
         self._closing = threading.Event()  # set while _lock is held
         self._short_of_files = False  # of the acceptor
         self._last_encoded: tuple[Message, bytes] | None = None  # of any thread: it is replaced as a whole
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self._listener = socket.create_server((host, port), family=family, backlog=_QUEUE)
         self.port: int = self._listener.getsockname()[1]
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._acceptor.start()
@@ -95,6 +102,7 @@ class Server(Closing):
         """Stop serving, end all connections and join the threads. May be called again."""
         with self._lock:
             self._closing.set()
+            self._proven.notify_all()
             open_connections = dict(self._connections)
         shut_down(self._listener)
         for connection in open_connections:
@@ -114,20 +122,30 @@ class Server(Closing):
             except OSError as error:
                 if self._closing.is_set():
                     return
+                if error.errno == errno.EMFILE and allow_more_files():
+                    continue
                 if error.errno in {errno.EMFILE, errno.ENFILE}:
                     self._say_that_files_are_short()
                     self._closing.wait(_SHORT_OF_FILES_SECONDS)
                 continue  # else the client went away before it was accepted
-            if not self._unproven.acquire(blocking=False):
-                turn_away(connection)
-                continue
             thread = threading.Thread(target=self._serve, args=(connection,), name=f"{self._name}-peer", daemon=True)
             with self._lock:
+                self._make_room()
                 if self._closing.is_set():
                     connection.close()
                     return
+                self._unproven[connection] = time.monotonic()
                 self._connections[connection] = thread
                 thread.start()
+
+    def _make_room(self) -> None:
+        while len(self._unproven) >= _MAX_UNPROVEN and not self._closing.is_set():
+            oldest, since = next(iter(self._unproven.items()))
+            seconds = since + _UNDISTURBED_SECONDS - time.monotonic()
+            if seconds <= 0 and oldest not in self._turned_away:
+                self._turned_away.add(oldest)
+                stop_receiving(oldest)  # its thread ends the handshake
+            self._proven.wait(max(seconds, _UNDISTURBED_SECONDS))
 
     def _say_that_files_are_short(self) -> None:
         if not self._short_of_files:
@@ -143,12 +161,7 @@ class Server(Closing):
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            try:
-                frames = accept_handshake(
-                    connection, self._secret, Deadline.after(_HANDSHAKE_SECONDS), encrypt=self._encrypt
-                )
-            finally:
-                self._unproven.release()
+            frames = self._authenticated(connection)
             notice_lost_peer(connection)
             self._converse(frames)
         except MessageError as error:
@@ -164,6 +177,29 @@ class Server(Closing):
             with self._lock:
                 del self._connections[connection]
             connection.close()
+
+    def _authenticated(self, connection: socket.socket) -> FrameSocket:
+        deadline = Deadline.after(_HANDSHAKE_SECONDS)
+
+        def admit() -> None:
+            with self._lock:  # from here on nobody turns it away
+                if connection in self._turned_away:
+                    raise ConnectionResetError("It had to make room.")
+                del self._unproven[connection]
+                self._proven.notify_all()
+
+        try:
+            return accept_handshake(connection, self._secret, deadline, encrypt=self._encrypt, admit=admit)
+        except (OSError, SparkHvdError):
+            # A member whose host has been slow comes again.
+            if connection in self._turned_away or deadline.expired():
+                turn_away(connection)
+            raise
+        finally:
+            with self._lock:
+                self._unproven.pop(connection, None)
+                self._turned_away.discard(connection)
+                self._proven.notify_all()
 
     def _send_late(self, frames: FrameSocket, reply: Message) -> None:
         """Answer a peer that waits, so that its connection's own thread sends nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sparkhvd.errors import ParamError
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -25,6 +26,22 @@ _SERVES = {
 }
 
 __all__ = ["DBFSLocalStore", "DBFSStore", "FilesystemStore", "HDFSStore", "LocalStore", "S3Store", "Store"]
+
+
+def store_at(name: str, value: object) -> Store:
+    """Return a Store, or the one at a URL or path, for the argument ``name``.
+
+    Raises:
+        ParamError: the value is neither.
+        StoreError: there cannot be a Store at this URL.
+    """
+    if isinstance(value, str):
+        return Store.create(value)
+    if not isinstance(value, Store):
+        raise ParamError(
+            f"{name} is of type {type(value).__name__}; it must be a Store or a URL, such as 'file:///some/folder'."
+        )
+    return value
 
 
 def __getattr__(name: str) -> object:

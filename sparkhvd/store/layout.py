@@ -6,13 +6,16 @@
     datasets/<dataset id>/rows/...              its Parquet files, never changed once written
     leases/<dataset id>/...                     who uses a dataset, and until when it is kept
     fingerprints/<fingerprint>/<dataset id>     which dataset was prepared from which data
-    runs/<run id>/checkpoints/epoch-00003       the trainer's state after epoch 3 (epochs count from 0)
-    runs/<run id>/checkpoints/epoch-00004-step-00000120     the same within epoch 4, after 120 of its steps
+    alike/<digest>/<run id>                     which runs of resume="auto" differ in the first weights alone
+    runs/<run id>/checkpoints/epoch-00003-by-00000002   the trainer's state after epoch 3 (epochs count from 0)
+    runs/<run id>/checkpoints/epoch-00004-step-00000120-by-00000002     the same within epoch 4, after 120 of its steps
     runs/<run id>/history.json                  one record per epoch so far
     runs/<run id>/logs/train/..., validation    the same for TensorBoard
+    runs/<run id>/holders/...                   which fit trains the run: claims by number, see estimators.run_lease
     runs/<run id>/checkpoints/ended             what callbacks made of it at the end of a run that one of them has ended
     runs/<run id>/saved/...                     files of the user's checkpoint callback, under their own names
     runs/<run id>/model/...                     the trained model's files
+    runs/<run id>/result.json                   which of these a fit with resume="auto" gave at the run's end
     probes/<probe id>/...                       a check that all machines reach the Store; removed after it
 
 A name keeps its meaning for good: what has to mean something else gets another name. Formats that can change carry
@@ -26,7 +29,10 @@ import re
 
 from sparkhvd.errors import StoreError
 
-_CHECKPOINT = re.compile(r"epoch-(\d+)(?:-step-(\d+))?")
+_AUTO = "auto-"
+_CHECKPOINT = re.compile(r"epoch-(\d+)(?:-step-(\d+))?(?:-by-\d+)?")
+_ENDED = re.compile(r"ended(?:-by-\d+)?")
+_TOKEN = re.compile(r"(?:-by-|/claims/)(\d+)(?:-inherits)?$")
 
 
 def dataset_folder(dataset_id: str) -> str:
@@ -78,9 +84,39 @@ def fingerprint_path(fingerprint: str, dataset_id: str) -> str:
     return f"{fingerprint_folder(fingerprint)}/{_component('dataset id', dataset_id)}"
 
 
+def name_folder(name: str) -> str:
+    """The folder that says which dataset has a name of the user's."""
+    return f"names/{_component('name', name)}"
+
+
+def name_path(name: str, dataset_id: str) -> str:
+    """The note that a dataset has a name."""
+    return f"{name_folder(name)}/{_component('dataset id', dataset_id)}"
+
+
 def run_folder(run_id: str) -> str:
     """The folder that belongs to one training run."""
     return f"runs/{_component('run id', run_id)}"
+
+
+def auto_run(content: str, weights: str) -> str:
+    """The id of a run that is recognised by its content: digests of everything, without and with the first weights."""
+    return f"{_AUTO}{content[:24]}-{weights[:24]}"
+
+
+def alike_folder(run_id: str) -> str:
+    """The folder that names the runs which ``auto_run`` gives the same first digest."""
+    return f"alike/{run_id.removeprefix(_AUTO).partition('-')[0]}"
+
+
+def alike_path(run_id: str) -> str:
+    """The note that such a run exists."""
+    return f"{alike_folder(run_id)}/{_component('run id', run_id)}"
+
+
+def noted_run(path: str) -> str:
+    """The run that a note is about, whose path this is."""
+    return path.rpartition("/")[2]
 
 
 def checkpoints_folder(run_id: str) -> str:
@@ -88,19 +124,60 @@ def checkpoints_folder(run_id: str) -> str:
     return f"{run_folder(run_id)}/checkpoints"
 
 
-def checkpoint_path(run_id: str, epoch: int, step: int | None = None) -> str:
-    """The checkpoint written at the end of ``epoch`` (from 0), or within it after ``step`` steps."""
+def checkpoint_path(run_id: str, epoch: int, step: int | None = None, token: int = 0) -> str:
+    """The checkpoint written at the end of ``epoch`` (from 0), or within it after ``step`` steps, by a writer."""
     if not 0 <= epoch < 100_000:
         raise StoreError(
             f"Epoch {epoch} of run {run_id!r} is not within 0..99999; checkpoints are numbered up to there."
         )
     within = "" if step is None else f"-step-{step:08d}"
-    return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}{within}"
+    return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}{within}{_by(token)}"
 
 
-def ended_path(run_id: str) -> str:
+def ended_path(run_id: str, token: int = 0) -> str:
     """The checkpoint of a run that a callback has ended, after what callbacks do then."""
-    return f"{checkpoints_folder(run_id)}/ended"
+    return f"{checkpoints_folder(run_id)}/ended{_by(token)}"
+
+
+def is_end(path: str) -> bool:
+    """Whether ``ended_path`` made a path."""
+    return _ENDED.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def token_of(path: str) -> int:
+    """The token of the writer that a checkpoint, a claim or an inheritance is of; 0 for any other path."""
+    match = _TOKEN.search(path)
+    return int(match[1]) if match else 0
+
+
+def holders_folder(run_id: str) -> str:
+    """The folder of what tells which fit trains a run."""
+    return f"{run_folder(run_id)}/holders"
+
+
+def claims_folder(run_id: str) -> str:
+    """The folder of the tokens that writers of a run have claimed; the highest owns the run."""
+    return f"{holders_folder(run_id)}/claims"
+
+
+def claim_path(run_id: str, token: int) -> str:
+    """The claim of one token."""
+    return f"{claims_folder(run_id)}/{token:08d}"
+
+
+def inheritance_path(run_id: str, token: int) -> str:
+    """The checkpoints that the owner of a token took over."""
+    return f"{claim_path(run_id, token)}-inherits"
+
+
+def is_inheritance(path: str) -> bool:
+    """Whether ``inheritance_path`` made a path."""
+    return path.endswith("-inherits")
+
+
+def beat_path(run_id: str, holder: str) -> str:
+    """What a fit renews as long as it lives."""
+    return f"{holders_folder(run_id)}/beats/{_component('holder', holder)}"
 
 
 def checkpoint_place(path: str) -> tuple[int, float] | None:
@@ -132,9 +209,18 @@ def model_folder(run_id: str) -> str:
     return f"{run_folder(run_id)}/model"
 
 
+def result_path(run_id: str) -> str:
+    """The note of what a run has ended with."""
+    return f"{run_folder(run_id)}/result.json"
+
+
 def probe_folder(probe_id: str) -> str:
     """The folder of one check that a Store is shared; it is removed after the check."""
     return f"probes/{_component('probe id', probe_id)}"
+
+
+def _by(token: int) -> str:
+    return f"-by-{token:08d}" if token else ""
 
 
 def _component(what: str, name: str) -> str:

@@ -42,8 +42,8 @@ class LocalStore(Store):
 
     Attributes:
         prefix_path: the folder, as a path (relative ones are resolved now, on the driver) or a ``file://`` URL, which
-            is taken literally, without percent-decoding, as Spark does. It is made if it is missing. None where the
-            paths below say enough: the Store then lies in the deepest folder that holds them all.
+            is taken literally, without percent-decoding, as Spark does. If it is missing, the first file makes it. None
+            where the paths below say enough: the Store then lies in the deepest folder that holds them all.
         train_path: existing Parquet files to train on, for ``fit_on_parquet``.
         val_path: existing Parquet files to validate on.
         test_path: existing Parquet files to test on.
@@ -81,12 +81,11 @@ class LocalStore(Store):
                 raise StoreError(
                     f"file://{folder} is a file, and a Store is a folder: give another path, or remove the file."
                 )
-            with _reporting("use the folder", f"file://{folder}"):
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                raise StoreError(
-                    f"The Store file://{folder} is not readable and writable for this user; choose another folder."
-                )
+            with _reporting("use the folder", f"file://{folder}"), _made(Path(folder)):
+                if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                    raise StoreError(
+                        f"The Store file://{folder} is not readable and writable for this user; choose another folder."
+                    )
 
     @property
     def root(self) -> str:
@@ -118,9 +117,11 @@ class LocalStore(Store):
             if path and Path(top).is_file():
                 return [path]
             with _reporting("list", f"file://{top}"):
-                for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
-                    inside = Path(stands_for, Path(folder).relative_to(top))
-                    found |= {(inside / name).as_posix() for name in names if not name.endswith(UNFINISHED)}
+                found |= {
+                    Path(stands_for, file.relative_to(top)).as_posix()
+                    for file in files_below(Path(top))
+                    if not file.name.endswith(UNFINISHED)
+                }
         return sorted(found)
 
     def publish(self, path: str, content: bytes) -> None:
@@ -257,6 +258,18 @@ def absolute_path(path_or_url: str) -> str:
     return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111  (Path.absolute keeps '..')
 
 
+def files_below(top: Path) -> Iterator[Path]:
+    """All files in a folder and below it, also through links; a link that leads to a folder above it is left out."""
+    for folder, folders, names in os.walk(top, onerror=_raise_unless_missing, followlinks=True):
+        here = Path(folder)
+        folders[:] = [name for name in folders if not _is_loop(here / name)]
+        yield from (file for name in names if not (file := here / name).is_symlink() or file.exists())
+
+
+def _is_loop(folder: Path) -> bool:
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+
+
 def _insisting(write: Callable[[], T]) -> T:
     """Write again when others removed the folder meanwhile."""
     for _ in range(_TRIES - 1):
@@ -314,6 +327,19 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A folder that is there for a while; what had to be made of it goes again, unless others have begun to use it."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for place in missing:
+                place.rmdir()
 
 
 def _raise_unless_missing(error: OSError) -> None:

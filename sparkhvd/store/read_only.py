@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from sparkhvd.errors import StoreError
-from sparkhvd.store.local import absolute_path
+from sparkhvd.store.local import absolute_path, files_below
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -42,8 +41,10 @@ class ReadOnlyFolder(Store):
         top = Path(self.root, path)
         if top.is_file():
             return [path]
-        found = [Path(folder, name) for folder, _, names in os.walk(top) for name in names]
-        return sorted(file.relative_to(self.root).as_posix() for file in found)
+        try:
+            return sorted(file.relative_to(self.root).as_posix() for file in files_below(top))
+        except OSError as error:
+            raise StoreError(f"Cannot list {self.url}/{path}: {error.strerror or error}.") from error
 
     def publish(self, path: str, content: bytes) -> None:  # noqa: ARG002
         raise self._refused()

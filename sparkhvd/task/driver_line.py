@@ -106,7 +106,8 @@ class DriverLine:
 
     def _open(self) -> Client | None:
         try:
-            client = connect(self._job.driver_addresses, self._job.secret, Deadline.after(_CONNECT_SECONDS))
+            deadline, encrypt = Deadline.after(_CONNECT_SECONDS), self._job.config.encrypt
+            client = connect(self._job.driver_addresses, self._job.secret, deadline, encrypt=encrypt)
         except OSError:
             return None
         with self._lock:

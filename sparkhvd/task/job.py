@@ -28,7 +28,6 @@ class Job:
         env: changes to the workers' environment; None removes a variable.
         preload: modules that workers import while they wait for each other.
         config: settings of the core, the same on every rank.
-        start_timeout: seconds within which the workers must be ready for ``fn``.
         driver_addresses: where the driver listens; empty leaves the workers' output in the executors' logs.
         driver_line: whether every task keeps a line to the driver: they meet over it, and notice when either is gone.
         secret: proves to the driver that a connection comes from this job, and what the ranks prove to each other
@@ -47,7 +46,6 @@ class Job:
     env: tuple[tuple[str, str | None], ...] = field(default=(), repr=False)
     preload: tuple[str, ...] = ()
     config: Config = field(default_factory=Config)
-    start_timeout: float = 600.0
     driver_addresses: tuple[tuple[str, int], ...] = ()
     driver_line: bool = False
     secret: bytes = field(default=b"", repr=False)
@@ -58,6 +56,11 @@ class Job:
     nics: tuple[str, ...] = ()
     gives_rows: bool = False
     versions: tuple[str, ...] = ()
+
+    @property
+    def start_timeout(self) -> float:
+        """Seconds within which the workers must be ready for ``fn``, and within which ``init()`` must connect them."""
+        return self.config.start_timeout
 
     def with_driver_addresses(self, addresses: tuple[tuple[str, int], ...]) -> Job:
         """The same job, with the places where the driver listens."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sparkhvd.errors import StoreError
-from sparkhvd.store.protocol import Store
+from sparkhvd.store import Store, store_at
 
 # What a rank may write before a file is made of it; more is never in memory.
 _PART_BYTES = 4 * 1024 * 1024
@@ -24,12 +24,15 @@ class LogFiles:
     files already the numbers go on, so nothing is replaced when Spark runs a stage again.
 
     Attributes:
-        store: a Store that the executors reach.
+        store: a Store that the executors reach, or its URL.
         folder: where in it.
     """
 
     store: Store
     folder: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "store", store_at("store", self.store))
 
 
 class LogFileWriter:

@@ -145,7 +145,7 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
     first = next(task for task in tasks if task.offer.task_index == 0)
     rendezvous = (first.offer.bind_host, first.port)
     slots = assign([task.offer for task in tasks])
-    return Plan(tuple(slots), (rendezvous,), _token(job, first.attempt)), unknown, by_spark
+    return Plan(tuple(slots), (rendezvous,), _token(job, first.attempt), job.config.encrypt), unknown, by_spark
 
 
 def _token(job: Job, attempt: int) -> bytes:

@@ -158,7 +158,10 @@ class DriverLog:
             try:
                 if self._client is None:
                     self._client = connect(
-                        self._job.driver_addresses, self._job.secret, Deadline.after(_CONNECT_SECONDS)
+                        self._job.driver_addresses,
+                        self._job.secret,
+                        Deadline.after(_CONNECT_SECONDS),
+                        encrypt=self._job.config.encrypt,
                     )
                 self._client.send(message, Deadline.after(_SEND_SECONDS))
             except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from sparkhvd.addresses import without_brackets
 from sparkhvd.config import visible_devices
 from sparkhvd.task.devices import cuda_names, device_kind
 
@@ -56,5 +57,4 @@ def place_of_task() -> TaskPlace:
 
 def host_of(address: str) -> str:
     """``host`` of ``host:port``; an IPv6 host stands in brackets."""
-    host = address.rpartition(":")[0] or address
-    return host.strip("[]")
+    return without_brackets(address.rpartition(":")[0] or address)

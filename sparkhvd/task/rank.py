@@ -39,11 +39,21 @@ class Plan:
         slots: one per rank, in rank order.
         rendezvous: where the ranks and those who watch over them meet; tried in order.
         token: the job's secret.
+        encrypt: whether they insist on encryption there.
     """
 
     slots: tuple[Slot, ...]
     rendezvous: tuple[tuple[str, int], ...]
     token: bytes = field(repr=False)
+    encrypt: bool = False
+
+    def connect(self, deadline: Deadline) -> RendezvousClient:
+        """Connect to the rendezvous.
+
+        Raises:
+            SparkHvdError: no address answers in time, or what answers is not this job's.
+        """
+        return RendezvousClient(self.rendezvous, self.token, deadline, encrypt=self.encrypt)
 
 
 def worker_spec(job: Job, plan: Plan, slot: Slot, given: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
@@ -67,7 +77,7 @@ def await_rows(plan: Plan, slot: Slot) -> None:
         SparkHvdError: infrastructure was lost.
     """
     size, whole = slot.world.size, Deadline.after(JOB_SECONDS)
-    with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
+    with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         client.set(f"rows/{slot.world.rank}", b"", Deadline.after(NOTE_SECONDS))
         if slot.world.rank == 0:
             for rank in range(size):
@@ -106,10 +116,7 @@ def accompany(
     # One connection waits for the outcome all the time, the other one speaks. The server is there already: what bounds
     # the connecting is the network, and ``deadline`` is for the worker, however little of it is left.
     connecting = Deadline.after(NOTE_SECONDS)
-    with (
-        RendezvousClient(plan.rendezvous, plan.token, connecting) as listening,
-        RendezvousClient(plan.rendezvous, plan.token, connecting) as client,
-    ):
+    with plan.connect(connecting) as listening, plan.connect(connecting) as client:
         watcher = watch_outcome(listening, worker.events)
         try:
             own_parent = os.getppid() if parent is None else parent

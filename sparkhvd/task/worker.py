@@ -25,6 +25,7 @@ from sparkhvd.errors import CollectiveError, DeadlineExceededError, MismatchErro
 from sparkhvd.frameworks import while_importing
 from sparkhvd.task.command import CommandEndedError
 from sparkhvd.task.import_path import IMPORT_PATH
+from sparkhvd.task.pickling import dumps
 from sparkhvd.task.report import ENDED, STARTING
 from sparkhvd.task.scratch import remove_scratch
 from sparkhvd.task.worker_spec import Joined, Leave, Packing, Raised, Ready, Returned, WorkerSpec
@@ -122,7 +123,7 @@ def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Re
         result = None
     on_end()
     try:
-        return Returned(cloudpickle.dumps(result))
+        return Returned(dumps(result))
     except Exception as error:  # noqa: BLE001 - pickling runs the user's code
         return _raised(error, f"returned a {type(result).__name__} that cannot be pickled: {error}", ENDED)
 
@@ -132,7 +133,15 @@ def _ended(error: BaseException) -> Raised:
         return Raised(str(error), traceback="", secondary=False, phase="")  # what the program wrote to stderr says it
     if isinstance(error, SystemExit):
         return _raised(error, f"called sys.exit({error.code!r})")
-    return _raised(error, f"raised {type(error).__name__}: {error}")
+    return _raised(error, f"raised {type(error).__name__}: {str(error).strip() or _raising_line(error)}")
+
+
+def _raising_line(error: BaseException) -> str:
+    """Where an error without a message was raised, with the source line if it is known here."""
+    steps = traceback.extract_tb(error.__traceback__)
+    if not steps:
+        return "no message"
+    return f"line {steps[-1].lineno} of {os.path.basename(steps[-1].filename)}: {steps[-1].line or steps[-1].name}"  # noqa: PTH119
 
 
 def _raised(error: BaseException, cause: str, phase: str | None = None) -> Raised:

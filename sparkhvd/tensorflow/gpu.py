@@ -44,11 +44,13 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 def by_nccl(tensors: Sequence[tf.Tensor], op: ReduceOp, process_set: ProcessSet | None) -> bool:
     """Whether NCCL reduces these eager tensors. Ranks whose tensors are on the same kinds of devices decide alike."""
-    if op is ReduceOp.ADASUM or not session.current().channel(process_set).on_devices:
+    if op is ReduceOp.ADASUM or not all(":GPU:" in each.device for each in tensors):
         return False
-    return all(":GPU:" in each.device and each.dtype.name in _TAKEN for each in tensors) and (
-        len({each.device for each in tensors}) == 1
-    )
+    channel = session.current().channel(process_set)
+    if not channel.on_devices:
+        channel.suggestion.make()
+        return False
+    return all(each.dtype.name in _TAKEN for each in tensors) and (len({each.device for each in tensors}) == 1)
 
 
 def allreduce(  # noqa: PLR0917

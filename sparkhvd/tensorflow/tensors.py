@@ -45,9 +45,17 @@ def outside_graph(
         function: takes the tensors, returns one array or tensor per entry of ``like``.
         tensors: the arguments.
         like: dtype and static shape of every result.
+
+    Raises:
+        ConfigError: the graph is one of TensorFlow 1, whose sessions run operations in no order that ranks share.
     """
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(result) for result in function(*tensors)]
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise ConfigError(
+            "Collectives work in eager mode and inside tf.function, not in the graphs and sessions of TensorFlow 1 "
+            "(tf.compat.v1): move the training step into a tf.function."
+        )
     results = tf.py_function(
         lambda *eager: [tf.convert_to_tensor(result) for result in function(*eager)],
         list(tensors),

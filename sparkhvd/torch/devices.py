@@ -27,7 +27,11 @@ def by_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op:
 
     All others are staged through the CPU. Ranks whose tensors are on the same kinds of devices decide alike.
     """
-    if not tensors[0].is_cuda or not session.current().channel(process_set).on_devices:
+    if not tensors[0].is_cuda:
+        return False
+    channel = session.current().channel(process_set)
+    if not channel.on_devices:
+        channel.suggestion.make()
         return False
     first = tensors[0].device
     return all(

@@ -55,11 +55,11 @@ class LocalHandle:
         self._deadline = Deadline.after(job.start_timeout)
         with ExitStack() as stack:
             token = secrets.token_bytes(32)
-            self._server = RendezvousServer(token)
+            self._server = RendezvousServer(token, encrypt=job.config.encrypt)
             stack.callback(self._server.close)
             host = socket.gethostname()
             offers = [TaskOffer(index, host_hash(), host, LOOPBACK) for index in range(job.num_proc)]
-            self._plan = Plan(tuple(assign(offers)), ((LOOPBACK, self._server.port),), token)
+            self._plan = Plan(tuple(assign(offers)), ((LOOPBACK, self._server.port),), token, job.config.encrypt)
             workers = self._start(stream, stack)
             self._contents = in_background(
                 lambda: run_ranks(self._plan, workers, self._deadline, parent=0), "sparkhvd-job"

@@ -21,7 +21,14 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.driver_address import driver_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.mpi.command import find_mpirun, is_root, mpirun_arguments, mpirun_settings, parameters_of
+from sparkhvd.driver.mpi.command import (
+    find_mpirun,
+    is_root,
+    mpirun_arguments,
+    mpirun_settings,
+    network_parameter,
+    parameters_of,
+)
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.ring import linked
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
@@ -272,7 +279,7 @@ class MpiHandle:
         if mixed := mixed_devices([task.offer for task in tasks], self._job):
             raise LaunchError(mixed)
         warn_of_versions(self._job, [task.offer for task in tasks])
-        links = linked(tasks, self._job.secret)
+        links = linked(tasks, self._job.secret, encrypt=self._job.config.encrypt)
         offers = [replace(task.offer, bind_host=link.server.address) for task, link in zip(tasks, links, strict=True)]
         try:
             for link in links:
@@ -287,12 +294,13 @@ class MpiHandle:
         by_index = {offer.task_index: link.server for offer, link in zip(offers, links, strict=True)}
         hosts = mpi_hosts(offers)
         self._service.serve_hosts({host.name: by_index[min(host.tasks)] for host in hosts})
-        networks = [server.network for server in by_index.values()]
-        networks += [one.network for one in interfaces() if one.address == self._setup.bind_host != LOOPBACK]
+        networks = [network_parameter(server.interface, server.network) for server in by_index.values()]
+        own = [one for one in interfaces() if one.address == self._setup.bind_host != LOOPBACK]
+        networks += [network_parameter(one.name, one.network) for one in own]
         arguments = mpirun_arguments(hosts, self._setup.extra_args, is_root())
         given = parameters_of(self._setup.extra_args, changed_environment(dict(self._job.env)))
         settings = mpirun_settings(hosts, networks, given)
-        service = ServiceAddress(self._addresses, self._job.secret)
+        service = ServiceAddress(self._addresses, self._job.secret, self._job.config.encrypt)
         try:
             self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)
         except OSError as error:  # none of a task that could be tried again

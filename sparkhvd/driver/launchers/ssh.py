@@ -133,7 +133,7 @@ class SshHandle:
         offers: list[TaskOffer] = [offer for one in ready for offer in one.offers]
         warn_of_versions(self._job, offers)
         rendezvous = (ready[0].offers[0].bind_host, ready[0].rendezvous_port)
-        return Plan(tuple(assign(offers)), (rendezvous,), self._token)
+        return Plan(tuple(assign(offers)), (rendezvous,), self._token, self._job.config.encrypt)
 
     def _when(self, number: int) -> str:
         """How far the job was on a host."""

@@ -76,12 +76,17 @@ def interface_parameters(interfaces: str, given: Container[str]) -> dict[str, st
     }
 
 
+def network_parameter(interface: str, network: str) -> str:
+    """Return how Open MPI's parameters name the network of an address: it reads networks of IPv4 only."""
+    return interface if ":" in network else network
+
+
 def mpirun_settings(hosts: Sequence[MpiHost], networks: Sequence[str], given: Container[str]) -> dict[str, str]:
     """Parameters of Open MPI for ``mpirun``'s environment, where the user's arguments can still change them.
 
     Args:
         hosts: of the job.
-        networks: those in which tasks and driver reach each other; Open MPI's own connections keep to them.
+        networks: networks or interfaces over which tasks and driver reach each other, for Open MPI's connections.
         given: names of the parameters that the user has set.
     """
     settings = {

@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sparkhvd.comm.inherited import in_memory
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import mpirun_defaults
-from sparkhvd.driver.rsh import DRIVER_ADDRESSES, DRIVER_SECRET
+from sparkhvd.driver.rsh import DRIVER_ADDRESSES, DRIVER_ENCRYPTS, DRIVER_SECRET
 from sparkhvd.task.import_path import IMPORT_PATH, import_path
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class ServiceAddress:
 
     addresses: tuple[tuple[str, int], ...]
     secret: bytes = field(repr=False)
+    encrypt: bool = False  # whether they insist on that
 
 
 class Mpirun:
@@ -62,17 +64,20 @@ class Mpirun:
         on_end: Callable[[int, str], None],
     ) -> None:
         self._folder = tempfile.mkdtemp(prefix="sparkhvd-")  # a killed mpirun does not remove its files
-        own = {
-            "TMPDIR": self._folder,
-            DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
-            DRIVER_SECRET: service.secret.hex(),
-            IMPORT_PATH: import_path(),
-            **settings,
-        }
         self._on_end = on_end
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._secret = ExitStack()
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            stack.callback(self._secret.close)
+            own = {
+                "TMPDIR": self._folder,
+                DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
+                DRIVER_SECRET: self._secret.enter_context(in_memory(service.secret)),
+                DRIVER_ENCRYPTS: "1" if service.encrypt else "",
+                IMPORT_PATH: import_path(),
+                **settings,
+            }
             self._process = subprocess.Popen(
                 ["mpirun", *arguments],  # noqa: S607 - called by a path, it would prescribe that path on all hosts
                 executable=path,
@@ -108,6 +113,7 @@ class Mpirun:
                 os.kill(pid, signal.SIGKILL)
         self._thread.join()
         self._reader.join()
+        self._secret.close()
         if self._remover.stdin is not None:
             self._remover.stdin.close()
         try:

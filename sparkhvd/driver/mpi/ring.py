@@ -26,17 +26,17 @@ class Link:
     client: Client
 
 
-def linked(tasks: Sequence[Registration], secret: bytes) -> list[Link]:
+def linked(tasks: Sequence[Registration], secret: bytes, *, encrypt: bool = False) -> list[Link]:
     """A connection to every task, over an address where it is reached from the task before it and from here.
 
-    Everything is tried at the same time.
+    Everything is tried at the same time. With ``encrypt`` a task that does not encrypt is refused.
 
     Raises:
         LaunchError: a task has no such address.
         OSError: a task is not reached from here at all, or was lost.
     """
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="sparkhvd-probe") as pool:
-        attempts = [[pool.submit(_link, server, secret) for server in task.servers] for task in tasks]
+        attempts = [[pool.submit(_link, server, secret, encrypt) for server in task.servers] for task in tasks]
         tried = [[attempt.result() for attempt in row] for row in attempts]
         links = [[one for one in row if isinstance(one, Link)] for row in tried]
         chosen: list[Link] = []
@@ -92,9 +92,10 @@ def _chosen(tasks: Sequence[Registration], usable: Sequence[Sequence[Link]]) -> 
     return [next(one for one in row if one.server == server) for row, server in zip(usable, servers, strict=True)]
 
 
-def _link(server: TaskServer, secret: bytes) -> Link | OSError:
+def _link(server: TaskServer, secret: bytes, encrypt: bool) -> Link | OSError:
+    deadline = Deadline.after(_CONNECT_SECONDS)
     try:
-        return Link(server, connect([(server.address, server.port)], secret, Deadline.after(_CONNECT_SECONDS)))
+        return Link(server, connect([(server.address, server.port)], secret, deadline, encrypt=encrypt))
     except OSError as error:
         return error
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from sparkhvd.driver.pickling import by_value
+from sparkhvd.driver.pickling import dumps
 from sparkhvd.estimators.keras.inputs import Port, Ports
 
 MODEL, OBJECTS, PORTS = "model.keras", "objects.pkl", "ports.json"
@@ -28,18 +28,19 @@ def save(folder: Path, model: Any, objects: Mapping[str, Any], inputs: Ports, ou
     import keras  # noqa: PLC0415  (reading needs Keras only once its backend is known)
 
     keras.saving.save_model(model, folder / MODEL)
-    with by_value(objects.values()):
-        (folder / OBJECTS).write_bytes(cloudpickle.dumps(dict(objects)))
+    (folder / OBJECTS).write_bytes(dumps(dict(objects)))
     content = {"backend": keras.config.backend(), "inputs": asdict(inputs), "outputs": asdict(outputs)}
     (folder / PORTS).write_text(json.dumps(content))
 
 
 def load_model(folder: Path, *, compiled: bool) -> Any:
     """The model of ``save``. Runs the code in ``objects.pkl``: open only what you trust."""
-    import keras  # noqa: PLC0415
+    from sparkhvd.estimators.keras.package import load, register_names  # noqa: PLC0415  (imports Keras)
 
     objects = cloudpickle.loads((folder / OBJECTS).read_bytes())
-    return keras.saving.load_model(folder / MODEL, custom_objects=objects, compile=compiled, safe_mode=False)
+    model = load(folder / MODEL, objects, compiled=compiled)
+    register_names(objects)
+    return model
 
 
 def load_backend(folder: Path) -> str:

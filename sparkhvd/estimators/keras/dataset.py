@@ -30,15 +30,19 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         inputs: how columns become inputs.
         outputs: how columns become targets.
         passes: batches that make an optimizer step; the last one of an epoch may have fewer.
+        sample: a row that stands for none while this rank has had no row of its own; zeros may be impossible values.
     """
 
-    def __init__(self, source: BatchSource, inputs: Ports, outputs: Ports, passes: int = 1) -> None:
+    def __init__(
+        self, source: BatchSource, inputs: Ports, outputs: Ports, passes: int = 1, sample: Arrays | None = None
+    ) -> None:
         super().__init__()
         self.epoch = 0
         self.first_step = 0  # where the epoch begins
         self.rows = 0  # of this rank, delivered in the epoch so far
         self._batches_left: int | None = None
         self._ready: list[float] = []  # when every batch of the epoch was there, by the monotonic clock
+        self._rows_of_all: list[int] = []  # rows of all ranks in every batch of the epoch
         self._counts: list[int] = []  # rows of this rank after every batch of the epoch
         self._source = source
         self._inputs = inputs
@@ -54,8 +58,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._ends = True
         self._empty: set[int] = set()
         # What stands for no rows: the last row, because a made-up one might not be possible.
-        self._row: Arrays | None = None
-        self._made_up = {column.name: columns.blank(column, 1) for column in source.schema.columns}
+        self._row = sample or {column.name: columns.blank(column, 1) for column in source.schema.columns}
 
     def __len__(self) -> int:
         if self._batches_left is not None:
@@ -71,6 +74,12 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         with self._lock:
             return self._counts[batch]
 
+    def rows_of(self, batch: int) -> tuple[int, int]:
+        """The rows of this rank and of all ranks in a batch of the epoch."""
+        with self._lock:
+            before = self._counts[batch - 1] if batch else 0
+            return self._counts[batch] - before, self._rows_of_all[batch]
+
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         with self._lock:
             if index == 0:
@@ -82,10 +91,11 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
             arrays, rows = batch.columns, batch.rows
             self.rows += rows
             self._counts.append(self.rows)
+            self._rows_of_all.append(batch.global_rows)
             self._shares.append((rows / self._rows_of_step, not self._read))
             if rows == 0:
                 self._empty.add(index)
-                arrays, rows = self._row or self._made_up, 1
+                arrays, rows = self._row, 1
             self._row = {name: array[:1] for name, array in arrays.items()}
             arranged = self._arranged(arrays, rows)
             self._ready.append(time.monotonic())
@@ -138,6 +148,7 @@ class BatchDataset(keras.utils.PyDataset):  # type: ignore[misc]  # keras has no
         self._batches = iter(self._source.epoch(self.epoch, self.first_step))
         self._next = self.rows = 0
         self._counts.clear()
+        self._rows_of_all.clear()
         self._ready.clear()
         self._read.clear()
         self._shares.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparkhvd.errors import ParamError
@@ -14,7 +13,6 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import use_backend
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.params import objects, objects_or_named, positive_integer, shapes
-from sparkhvd.estimators.persistence import pickled
 
 if TYPE_CHECKING:
     import keras
@@ -127,7 +125,7 @@ class KerasEstimator(DistributedEstimator):
         from sparkhvd.estimators.keras.package import custom_objects_of, dumps_params  # noqa: PLC0415  (imports Keras)
 
         custom = custom_objects_of(objects["model"], objects.get("custom_objects"))
-        return pickled(objects, partial(dumps_params, custom), custom.values())
+        return dumps_params(custom, objects)
 
     def _environment(self) -> dict[str, str | None]:
         import keras  # noqa: PLC0415  (the user's model is here, so it has been imported)

@@ -42,7 +42,8 @@ class Port:
         name: the model's name for it.
         columns: the columns that it is made of; several are put side by side.
         shape: shape of one row; None keeps the column's own.
-        dtype: what the values are cast to; None keeps the column's own.
+        dtype: what the values are cast to; None keeps the column's own, but casts floating-point values to Keras'
+            default (``keras.config.floatx()``), as ``model.fit`` does.
         sparse: length of the rows of a sparse column; None for any other.
     """
 
@@ -67,6 +68,10 @@ class Port:
             return joined if self.shape is None else tf.reshape(joined, (rows, *self.shape))
         if self.dtype is not None:
             joined = joined.astype(self.dtype, copy=False)
+        elif joined.dtype.kind == "f":
+            import keras  # noqa: PLC0415
+
+            joined = joined.astype(keras.config.floatx(), copy=False)
         return joined if self.shape is None else joined.reshape(rows, *self.shape)
 
     def __str__(self) -> str:

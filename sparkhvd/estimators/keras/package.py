@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -17,10 +18,11 @@ import numpy.typing as npt
 import sparkhvd.keras as hvd
 from sparkhvd.config import scratch_folder
 from sparkhvd.data.schema import DataSchema
-from sparkhvd.driver.pickling import by_value
-from sparkhvd.errors import ParamError
+from sparkhvd.driver.pickling import dumps
+from sparkhvd.errors import ParamError, SparkHvdError
 from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
 from sparkhvd.estimators.raised import with_stop
+from sparkhvd.keras.optimizer import ExchangingOptimizer
 
 _CONFIGURED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
 
@@ -75,11 +77,10 @@ class Package:
         Raises:
             ParamError: something in it cannot be pickled.
         """
-        own = [*self.objects.values(), *_leaves(self.loss), *_leaves(self.metrics), *self.callbacks]
-        own += _leaves(self.checkpoint_callback)
         try:
-            with by_value(own):
-                return bytes(cloudpickle.dumps(self))
+            return dumps(self)
+        except SparkHvdError:
+            raise
         except Exception as error:
             raise ParamError(
                 f"The loss, metrics, callbacks or custom objects cannot be pickled to send them to the ranks: "
@@ -102,6 +103,7 @@ class Package:
 
     def build(self) -> Any:
         """The model with its optimizer, compiled."""
+        register_names(self.objects)
         model = model_of(self.model, self.objects)
         with keras.saving.custom_object_scope(self.objects):
             optimizer = thawed(self.optimizer)
@@ -114,6 +116,30 @@ class Package:
             optimizer=optimizer, loss=loss, loss_weights=self.loss_weights, metrics=metrics, jit_compile=False
         )
         return model
+
+
+def refuse_own_optimizers(model: Any) -> None:
+    """Refuse optimizers in a ``train_step`` of the user's that would take the steps of one rank alone.
+
+    Raises:
+        ParamError: the model has such optimizers, as those of two networks that train against each other.
+    """
+    if type(model).train_step is keras.Model.train_step:
+        return
+    # TensorFlow keeps everything a second time under names of its own.
+    own = {name: value for name, value in vars(model).items() if not name.startswith("_self_")}
+    others = {name: [x for x in _leaves(value) if x is not model.optimizer] for name, value in own.items()}
+    alone = [name for name, values in others.items() if any(map(_steps_alone, values))]
+    if alone:
+        raise ParamError(
+            f"The model has optimizers of its own ({', '.join(alone)}), which would train every rank's weights with "
+            "that rank's gradients alone. Wrap each of them where the model makes it: "
+            "sparkhvd.keras.DistributedOptimizer(keras.optimizers.Adam())."
+        )
+
+
+def _steps_alone(value: Any) -> bool:
+    return isinstance(value, keras.optimizers.Optimizer) and not isinstance(value, ExchangingOptimizer)
 
 
 def bytes_of(model: Any) -> bytes:
@@ -129,30 +155,77 @@ def model_of(content: bytes, objects: Mapping[str, Any]) -> Any:
     with tempfile.TemporaryDirectory(prefix="sparkhvd-keras-", dir=scratch_folder()) as folder:
         path = Path(folder, "model.keras")
         path.write_bytes(content)
-        return keras.saving.load_model(path, custom_objects=dict(objects), compile=False, safe_mode=False)
+        return load(path, objects, compiled=False)
+
+
+def load(path: Path, objects: Mapping[str, Any], *, compiled: bool) -> Any:
+    """Return the model in a ``.keras`` file, made of ``objects`` even where this process knows others by their names.
+
+    Runs the code in its Lambda layers: open only what you trust.
+    """
+    with keras.saving.custom_object_scope(dict(objects)):  # goes before what the process has registered
+        return keras.saving.load_model(path, compile=compiled, safe_mode=False)
 
 
 def custom_objects_of(model: Any, given: Mapping[str, Any] | None, used: Sequence[Any] = ()) -> dict[str, Any]:
-    """The classes of a model, its layers and what else is used that Keras does not know, by name, and the user's own.
+    """Return the classes and functions that a saved model refers to by name and Keras does not know.
 
     Args:
-        model: whose layers.
-        given: what the user gave.
+        model: the model, whose layers are searched.
+        given: the user's ``custom_objects``, which Keras looks up by name as well.
         used: losses, metrics and optimizers, also in lists and dicts.
+
+    Raises:
+        ParamError: one name stands for two objects.
     """
-    found: dict[str, Any] = {}
-    layers = model._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to walk)
-    others = [each for each in _leaves(list(used)) if isinstance(each, _CONFIGURED)]
-    for kind in map(type, [model, *layers, *others]):
-        if not kind.__module__.startswith(("keras.", "keras_hub.")):
-            found[kind.__name__] = kind
-            found[keras.saving.get_registered_name(kind)] = kind
-    return {**found, **(given or {})}
+    found = dict(given or {})
+    layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to walk)
+    measures = _leaves(list(used))
+    classes: list[Any] = [*map(type, layers), *(type(each) for each in measures if isinstance(each, _CONFIGURED))]
+    functions = [each for each in measures if isinstance(each, FunctionType)]
+    in_layers = [value for layer in layers for value in vars(layer).values() if isinstance(value, FunctionType)]
+    # Most functions of a layer are not in its configuration; those that are have to be given.
+    functions += [each for each in in_layers if keras.saving.get_registered_name(each) in found]
+    for each in (*classes, *functions):
+        _add(found, each)
+    return found
+
+
+def _add(found: dict[str, Any], each: Any) -> None:
+    if each.__module__.startswith(("keras.", "keras_hub.")) or each.__name__ == "<lambda>":
+        return
+    name = keras.saving.get_registered_name(each)
+    known = found.setdefault(name, each)
+    if known is not each:
+        kind, remedy = ("classes", "one of the classes") if isinstance(each, type) else ("functions", "one of them")
+        raise ParamError(
+            f"The name {name!r} stands for two different {kind}, {_where(known)} and {_where(each)}. A saved Keras "
+            f"model refers to them by name, so one would take the place of the other. Rename {remedy}, or register "
+            "both under different packages with @keras.saving.register_keras_serializable(package=...)."
+        )
+
+
+def _where(each: Any) -> str:
+    return f"{getattr(each, '__module__', '?')}.{getattr(each, '__qualname__', repr(each))}"
+
+
+def register_names(objects: Mapping[str, Any]) -> None:
+    """Register classes and functions that arrived in a pickle under the names that they had where they were pickled.
+
+    A class that is pickled by value loses its registration, and a model that is saved again would refer to it by its
+    bare name. A name that this process has registered already stays as it is.
+    """
+    for registered, each in objects.items():
+        package, separator, name = registered.partition(">")
+        if not separator or keras.saving.get_registered_object(registered) is not None:
+            continue
+        if keras.saving.get_registered_name(each) == each.__name__:
+            keras.saving.register_keras_serializable(package, name)(each)
 
 
 def dumps_params(custom: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
     """An estimator's parameters as bytes for ``cloudpickle.loads``, which know the classes that Keras does not."""
-    return bytes(cloudpickle.dumps(_Scoped(dict(custom), cloudpickle.dumps(params))))
+    return dumps(_Scoped(dict(custom), dumps(params)))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.config import export
-from sparkhvd.data import columns
 from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
@@ -27,7 +26,9 @@ from sparkhvd.estimators.continued import ModelFacts
 from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
+from sparkhvd.estimators.made_up import tried_without_rows
 from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.estimators.normalization import Normalization
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.policies import check_measured
 from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.keras.package import Package
     from sparkhvd.estimators.keras.trainer import KerasTrainer
 
-_MADE_UP_ROWS = 2
 _MEANS = ("sum_over_batch_size", "mean")  # over the rows; a third one divides by the sum of their weights
 
 
@@ -54,9 +54,11 @@ class KerasPlugin:
             ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
         """
         package = _unpack(self.pack({**params, "schema": schema}))
-        if rows is None and any(column.shape is None for column in schema.columns):
+        if rows is not None:
+            return _try_out(package, schema, rows, params)
+        if any(column.shape is None for column in schema.columns):
             return []
-        return _try_out(package, schema, _made_up(schema) if rows is None else rows, params)
+        return tried_without_rows(schema, lambda made_up: _try_out(package, schema, made_up, params))
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -78,6 +80,15 @@ class KerasPlugin:
         shapes = [tuple(variable.shape) for variable in model.weights]
         optimizer = _optimizer(params, model)
         return ModelFacts("Keras", type(optimizer).__name__, dict(zip(numbered, shapes, strict=True)))
+
+    def normalization(self, params: Mapping[str, object]) -> Normalization:
+        """See ``FrameworkPlugin.normalization``; Keras' layers train on single rows."""
+        import keras  # noqa: PLC0415
+
+        layers = _built(params["model"])._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to walk)
+        found = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+        local = tuple(layer.name for layer in found if type(layer).__name__ != "SyncBatchNormalization")
+        return Normalization(local, "sparkhvd.tensorflow.SyncBatchNormalization (TensorFlow backend)")
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> KerasTrainer:
         """The trainer of one rank."""
@@ -322,10 +333,6 @@ def _shapes(params: Mapping[str, object], name: str) -> Sequence[Sequence[int]] 
     return cast("Sequence[Sequence[int]] | None", params.get(name))
 
 
-def _made_up(schema: DataSchema) -> Arrays:
-    return {column.name: columns.blank(column, _MADE_UP_ROWS) for column in schema.columns}
-
-
 def _try_out(
     package: Package, schema: DataSchema, sample: Arrays, params: Mapping[str, object] | None = None
 ) -> list[tuple[int, ...]]:
@@ -355,6 +362,7 @@ def _try_out(
             )
     targets = package.outputs.arrays(sample, rows)
     try:
+        targets = _tensors(targets)  # which own losses and metrics get in training
         model.compute_loss(features, targets, predicted)
         metrics = model.compute_metrics(features, targets, predicted)
     except Exception as error:
@@ -374,6 +382,12 @@ def _try_out(
     if params is not None and not _steps_by_itself(model):
         check_measured(params, metrics)
     return [tuple(output.shape[1:]) for output in package.outputs.by_label(outputs)]
+
+
+def _tensors(arrays: Any) -> Any:
+    import keras  # noqa: PLC0415
+
+    return keras.tree.map_structure(keras.ops.convert_to_tensor, arrays)
 
 
 def _next_step(outputs: Sequence[Any], targets: Sequence[Any]) -> str:

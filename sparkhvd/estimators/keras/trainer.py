@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,11 @@ from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.data.batches import BatchSource
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
+from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
 from sparkhvd.estimators.keras.metrics import sum_over_ranks
-from sparkhvd.estimators.keras.package import Package, arrays_of_bytes, arrays_to_bytes
+from sparkhvd.estimators.keras.package import Package, arrays_of_bytes, arrays_to_bytes, refuse_own_optimizers
 from sparkhvd.estimators.keras.saving import KeptFiles
+from sparkhvd.estimators.keras.statistics import Statistics
 from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, Trainer, TrainHooks, TrainSpec
 from sparkhvd.keras.callbacks import LearningRateScheduleCallback, broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer
@@ -41,6 +43,8 @@ class KerasTrainer:
         self._spec = spec
         with self._device():
             self._model = package.build()
+        if world.size > 1:
+            refuse_own_optimizers(self._model)
         self._package = package.with_ports_for(self._model, spec.schema)
         self._lr_scale = float(world.size) if spec.scale_lr else 1.0
         self._scale_lr(self._lr_scale)
@@ -77,15 +81,21 @@ class KerasTrainer:
             optimizer.build(self._model.trainable_variables)
         broadcast_variables([*self._model.variables, *optimizer.variables])
         passes = self._spec.backward_passes_per_step
-        data = BatchDataset(train, self._package.inputs, self._package.outputs, passes)
-        validation = None if val is None else BatchDataset(val, self._package.inputs, self._package.outputs)
+        ports, sample = (self._package.inputs, self._package.outputs), self._spec.sample
+        data = BatchDataset(train, *ports, passes, sample)
+        validation = None if val is None else BatchDataset(val, *ports, sample=sample)
         with self._device():
             optimizer.weight_by(data.next_share, data.ends_step if passes > 1 else None)
         shared = _synchronized(self._model)
         for layer in shared:
             layer.count_rows_if(data.counts)
         seeds = _Seeds(self._model, self._spec, session.current().world.rank)
-        begin = _EpochBegin(data, validation, shared, partial(seeds.begin, hooks))
+        statistics = Statistics(self._model, seeds.variables)
+        saved = self._package.checkpoint_callback
+        often = saved is not None and saved.save_freq != "epoch"
+        current = CurrentBatch()
+        divide_over_ranks(self._model, current)
+        begin = _EpochBegin(data, validation, shared, partial(seeds.begin, hooks), statistics, current, often)
         end = _EpochEnd(begin, data, hooks, self, seeds)
         saving = self._saving(hooks)
         callbacks = [begin, *self._package.callbacks, *(() if saving is None else saving.callbacks), end]
@@ -102,6 +112,8 @@ class KerasTrainer:
                     verbose=0,
                 )
 
+        # Keras would do so at the end of every fit, also in the middle of a training; export does it instead.
+        object.__setattr__(optimizer, "finalize_variable_values", lambda _variables: None)
         first = hooks.first_epoch
         try:
             if first < self._spec.epochs and (hooks.first_step or hooks.first_epoch_batches is not None):
@@ -136,11 +148,12 @@ class KerasTrainer:
         return KeptFiles(callback, hooks, self._spec.checkpoints, self._lr_scale)
 
     def export(self, folder: Path) -> None:
-        """Write the model, its optimizer with the user's unscaled learning rate."""
+        """Write the model as ``model.fit`` leaves it, its optimizer with the user's unscaled learning rate."""
         self._scale_lr(1.0 / self._lr_scale)
         try:
             package = self._package
-            artifact.save(folder, self._model, package.objects, package.inputs, package.outputs)
+            with _averaged(self._model):
+                artifact.save(folder, self._model, package.objects, package.inputs, package.outputs)
         finally:
             self._scale_lr(self._lr_scale)
 
@@ -163,10 +176,21 @@ class _Measured:
 class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
     """Comes before the user's callbacks: names the epoch, undoes empty steps, makes logs of all ranks' rows."""
 
-    def __init__(
-        self, data: BatchDataset, validation: BatchDataset | None, shared: list[Any], seed: Callable[[int], None]
+    def __init__(  # noqa: PLR0917
+        self,
+        data: BatchDataset,
+        validation: BatchDataset | None,
+        shared: list[Any],
+        seed: Callable[[int], None],
+        statistics: Statistics,
+        current: CurrentBatch,
+        saves_within: bool,
     ) -> None:
         super().__init__()
+        self._statistics = statistics
+        self._current = current
+        self._equal_rows = 0  # of this rank in the epoch when the statistics were last made equal
+        self._saves_within = saves_within  # whether the model may be saved after any batch
         self._seed = seed  # called with the number of every epoch
         self.measured = _Measured()
         # Of layers whose statistics are those of all ranks; an empty step of this rank must change them too.
@@ -182,24 +206,38 @@ class _EpochBegin(keras.callbacks.Callback):  # type: ignore[misc]  # keras has 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         self._data.epoch = epoch
         self._seed(epoch)
+        self._equal_rows = 0
         self._started = self.step_ended = time.monotonic()
         self._data_wait, self._communicated = 0.0, self._waits.seconds
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         self._keep(batch, self._data)
+        self._current.begin(self._data, batch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        self._current.end()
         self._give_back(batch, self._data)
         self._data_wait += self._data.waited(batch, self.step_ended)
-        if batch == len(self._data) - 1:
+        last = batch == len(self._data) - 1
+        if last or self._saves_within:
+            self.equalize(batch)
+        if last:
             self.measured.times = self._times()
             sum_over_ranks(self.model, f"epoch {self._data.epoch} metrics")  # of which Keras makes the logs next
+
+    def equalize(self, batch: int) -> None:
+        """Make what the model's layers keep beside their weights equal on all ranks after a batch; collective."""
+        rows = self._data.rows_until(batch)
+        self._statistics.equalize(rows - self._equal_rows, f"epoch {self._data.epoch} statistics after {batch}")
+        self._equal_rows = rows
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         if self._validation is not None:
             self._keep(batch, self._validation)
+            self._current.begin(self._validation, batch)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        self._current.end()
         if self._validation is not None:
             self._give_back(batch, self._validation)
             if batch == len(self._validation) - 1:
@@ -253,6 +291,7 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._seeds = seeds
+        self._wants_end = False
         self.ended = False
         self._begin = begin
         self._data = data
@@ -263,6 +302,9 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         """Tell the hooks at the end of a step; the logs are means over this rank's rows of the epoch so far."""
         if self._data.is_end_of_step(batch):
             self._tell(batch, logs)
+        # A rank that ended the epoch by itself would leave the others waiting.
+        self._wants_end = self._wants_end or bool(self.model.stop_training)
+        self.model.stop_training = False
         self._begin.step_ended = time.monotonic()
 
     def _tell(self, batch: int, logs: dict[str, Any] | None) -> None:
@@ -274,12 +316,17 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
 
         loss = None if data.was_empty(batch) or "loss" not in values else float(values["loss"])
         step = data.first_step + batch + 1
-        report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, self._seeds.state)
+
+        def rank_state() -> bytes:
+            self._begin.equalize(batch)  # every rank is asked before rank 0 keeps the model
+            return self._seeds.state()
+
+        report = StepReport(data.epoch, step, data.first_step + len(data), loss, sums, rank_state)
         self._hooks.on_step_end(report, self._trainer)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
         measured = self._begin.measured
-        wants_end = bool(self.model.stop_training)
+        wants_end = self._wants_end or bool(self.model.stop_training)
         report = EpochReport(
             epoch, measured.train, measured.validation, measured.times, len(self._data), lambda _record: wants_end
         )
@@ -299,7 +346,7 @@ class _Seeds:
     def __init__(self, model: Any, spec: TrainSpec, rank: int) -> None:
         layers = [model, *model._flatten_layers(include_self=False)]  # noqa: SLF001  (no public way to walk)
         found = {id(each.state): each.state for layer in layers for each in layer._seed_generators}  # noqa: SLF001
-        self._variables = list(found.values())
+        self.variables = list(found.values())
         self._spec = spec
         self._rank = rank
 
@@ -310,13 +357,13 @@ class _Seeds:
         else:
             numbers = np.random.SeedSequence(self._spec.seed_of(epoch, self._rank))
             # Not every backend has a state without a sign.
-            states = [each.generate_state(2) >> 1 for each in numbers.spawn(len(self._variables))]
-        for variable, state in zip(self._variables, states, strict=True):
+            states = [each.generate_state(2) >> 1 for each in numbers.spawn(len(self.variables))]
+        for variable, state in zip(self.variables, states, strict=True):
             variable.assign(state.astype(_value(variable).dtype))
 
     def state(self) -> bytes:
         """Where the rank's numbers are, for ``StepReport``."""
-        return arrays_to_bytes({str(index): _value(variable) for index, variable in enumerate(self._variables)})
+        return arrays_to_bytes({str(index): _value(variable) for index, variable in enumerate(self.variables)})
 
 
 def prepare_devices(world: World, *, use_gpu: bool = True) -> None:
@@ -348,6 +395,22 @@ def _synchronized(model: Any) -> list[Any]:
 
     layers = model._flatten_layers(include_self=False)  # noqa: SLF001  (no public way to walk)
     return [layer for layer in layers if isinstance(layer, SyncBatchNormalization)]
+
+
+@contextmanager
+def _averaged(model: Any) -> Iterator[None]:
+    """Give the model the averages of its weights, where its optimizer keeps some (``use_ema``)."""
+    optimizer, weights = model.optimizer, model.trainable_variables
+    if not (optimizer.use_ema and optimizer.built):
+        yield
+        return
+    trained = [_value(each) for each in weights]
+    type(optimizer).finalize_variable_values(optimizer, weights)
+    try:
+        yield
+    finally:
+        for variable, value in zip(weights, trained, strict=True):
+            variable.assign(value)
 
 
 def _value(variable: Any) -> Any:

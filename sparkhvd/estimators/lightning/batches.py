@@ -106,8 +106,8 @@ class Share:
 class RankLoader:
     """The batches of one rank, epoch by epoch; a loader for a Lightning Trainer.
 
-    A rank without rows in a step gets a batch all the same, the one before or a made-up one, so that it takes part in
-    what the others do together in that step.
+    A rank without rows in a step gets a batch all the same, the one before or the rows of the sample, so that it takes
+    part in what the others do together in that step.
 
     Attributes:
         share: of the batch that was given last.
@@ -115,11 +115,14 @@ class RankLoader:
         waited: seconds waited for them.
     """
 
-    def __init__(self, source: BatchSource, form: Callable[[Columns], Any], size: int) -> None:
+    def __init__(
+        self, source: BatchSource, form: Callable[[Columns], Any], size: int, sample: Columns | None = None
+    ) -> None:
         self.divisors: Sequence[Divisor | None] = ()  # of a plain module's losses
         self._source = source
         self._form = form
         self._size = size
+        self._sample = sample
         self._batches: Iterator[Any] | None = None
         self.epoch: Callable[[], int] = lambda: 0
         self.passes: Callable[[], int] = lambda: 1
@@ -174,7 +177,7 @@ class RankLoader:
                 done += len(group)
                 for batch, factors in zip(group, factors_of(self.divisors, group), strict=True):
                     borrowed = batch.rows == 0
-                    last = batch.columns if not borrowed else self._made_up() if last is None else last
+                    last = batch.columns if not borrowed else self._stand_in() if last is None else last
                     self.rows += batch.rows
                     self.share = Share(batch.rows, batch.rows * self._size * passes / total, borrowed, factors)
                     yield self._form(last)
@@ -189,5 +192,9 @@ class RankLoader:
         self.waited += time.monotonic() - before
         return group
 
-    def _made_up(self) -> Columns:
+    def _stand_in(self) -> Columns:
+        """Real rows, at least two of them; made-up ones where nobody has found any."""
+        if self._sample is not None:
+            rows = {name: np.concatenate([array, array]) for name, array in self._sample.items()}
+            return {name: array[: max(_MADE_UP_ROWS, len(array) // 2)] for name, array in rows.items()}
         return {column.name: columns_of.blank(column, _MADE_UP_ROWS) for column in self._source.schema.columns}

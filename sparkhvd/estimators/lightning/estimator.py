@@ -16,7 +16,6 @@ from sparkhvd.estimators.files import fetched
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
 from sparkhvd.estimators.model import TrainedModel
 from sparkhvd.estimators.params import RETIRED, RETIRED_OF_LIGHTNING, numbers, objects, objects_or_named, shapes
-from sparkhvd.estimators.persistence import pickled
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.package import dumps_params
 
@@ -177,7 +176,7 @@ class LightningEstimator(DistributedEstimator):
     )
 
     def _pickled(self, objects: dict[str, Any]) -> bytes:
-        return pickled(objects, dumps_params)
+        return dumps_params(objects)
 
     def _imports(self) -> tuple[str, ...]:
         from sparkhvd.lightning.flavour import chosen, flavour_of  # noqa: PLC0415  (imports Lightning)

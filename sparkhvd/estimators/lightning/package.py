@@ -11,7 +11,9 @@ import torch
 
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.estimators.torch.divisors import counts_of
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
+from sparkhvd.estimators.torch.measures import combined
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
 
@@ -77,6 +79,7 @@ def lightning_module(given: LightningPackage, inputs: Sequence[Any]) -> Any:
     module: Any = kind()
     module.model, module.given, module.inputs = given.model, given, tuple(inputs)
     module.measures = {} if given.objective is None else {stage: _fresh(given.objective) for stage in _STAGES}
+    module.val_loss = None if given.objective is None else _counted_loss(given.objective.weights)
     # Lightning moves and resets what it finds here; names of metrics may hold what those of modules may not.
     module.kept_measures = torch.nn.ModuleList(part for kept in module.measures.values() for part in kept.values())
     return module
@@ -89,6 +92,7 @@ class PlainSteps:
     given: LightningPackage
     inputs: tuple[Any, ...]
     measures: dict[str, dict[str, Any]]
+    val_loss: Any
     device: torch.device
     log: Callable[..., None]
     trainer: Any
@@ -117,8 +121,12 @@ class PlainSteps:
         outputs = [output.cpu().float() if output.dtype in _HALF else output.cpu() for output in outputs]
         labels = objective.labels(outputs, columns)
         factors = self.trainer.strategy.feed.share("train").factors if stage == "train" else None
-        loss = objective.loss(outputs, labels, columns, factors)
+        parts = objective.parts(outputs, labels, columns)
+        loss = objective.combined(parts, outputs, labels, factors)
         measured: dict[str, Any] = objective.measure(loss, outputs, labels)
+        if stage == "val":
+            self.val_loss.update(parts, counts_of(objective, labels, rows))
+            measured["loss"] = self.val_loss
         for metric in objective.stateful():
             kept = measured[metric.name] = self.measures[stage][metric.name]
             kept.update(outputs[metric.output].detach().to(self.device), labels[metric.output].to(self.device))
@@ -128,6 +136,28 @@ class PlainSteps:
             elif name != "loss":
                 self.log(name, measured[name], on_step=False, on_epoch=True)
         return loss
+
+
+def _counted_loss(weights: Sequence[float]) -> Any:
+    """A metric of torchmetrics: the weighted sum of mean losses over all rows, each by what it divides by."""
+    from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
+
+    class CountedLoss(Metric):
+        totals: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("totals", torch.zeros(len(weights), 2, dtype=torch.float64), dist_reduce_fx="sum")
+
+        def update(self, parts: Sequence[torch.Tensor], counts: Sequence[float]) -> None:
+            for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
+                if count:
+                    self.totals[index] += torch.tensor([float(part) * count, count], dtype=torch.float64)
+
+        def compute(self) -> torch.Tensor:
+            return torch.tensor(combined(weights, self.totals.cpu().numpy()))
+
+    return CountedLoss()
 
 
 def _fresh(objective: Objective) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,19 +16,21 @@ from sparkhvd.data import columns
 from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
 from sparkhvd.data.user_loaders import loads_rows
-from sparkhvd.driver.pickling import by_value
-from sparkhvd.errors import ModelOutputError, ParamError, SparkHvdError
+from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.continued import ModelFacts
 from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.lightning import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.estimators.normalization import Normalization
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
 from sparkhvd.estimators.policies import Checkpoints, check_measured
 from sparkhvd.estimators.raised import described, with_stop
 from sparkhvd.estimators.torch.divisors import inexact_losses
+from sparkhvd.estimators.torch.made_up import fails_by_shape
 from sparkhvd.estimators.torch.objective import objective_of
+from sparkhvd.estimators.torch.package import dumps
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
 from sparkhvd.estimators.torch.plugin import (
     TorchPredictor,
@@ -79,7 +82,7 @@ class LightningPlugin:
         if rows is None and not known:
             return []
         made_up = {column.name: columns.blank(column, _MADE_UP_ROWS) for column in schema.columns} if known else {}
-        return self.try_out(payload, schema, made_up if rows is None else rows)
+        return _try_out(payload, schema, made_up if rows is None else rows, made_up=rows is None)
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -87,18 +90,7 @@ class LightningPlugin:
         Raises:
             ModelOutputError: as ``check``.
         """
-        given = _unpack(payload)
-        sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
-        outputs = _forward(given, schema, sample)
-        labels = [column.name for column in schema.of("label")]
-        if len(outputs) != len(labels):
-            raise ModelOutputError(
-                f"The model's forward gives {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but "
-                f"label_cols has {len(labels)}: {labels}. transform adds one column per label: give one output each."
-            )
-        if given.objective is not None:
-            given.objective.try_out(outputs, sample)
-        return [tuple(output.shape[1:]) for output in outputs]
+        return _try_out(payload, schema, rows)
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
         """Which columns go where, for the log."""
@@ -122,19 +114,8 @@ class LightningPlugin:
             compression=compressor(params.get("gradient_compression")),
             named_inputs=cast("Mapping[str, NamedInput] | None", params.get("inputs")),
         )
-        own = [
-            *model.modules(),
-            *given.callbacks,
-            *given.optimizers,
-            *_loggers(given.logger),
-            *given.trainer_args.values(),
-            given.data_module,
-        ]
-        if given.objective is not None:
-            own += [*given.objective.losses, *(metric.function for metric in given.objective.metrics)]
         try:
-            with by_value([part for part in own if part is not None]):
-                return bytes(cloudpickle.dumps(given))
+            return dumps(given)
         except SparkHvdError:
             raise
         except Exception as error:
@@ -143,6 +124,12 @@ class LightningPlugin:
                 f"ranks: {with_stop(error)} Make what cannot be pickled (locks, open files, sessions) in a hook such "
                 "as setup()."
             ) from error
+
+    def normalization(self, params: Mapping[str, object]) -> Normalization:
+        """See ``FrameworkPlugin.normalization``; the Trainer may synchronize the layers itself."""
+        found = TORCH.normalization(params)
+        given = cast("Mapping[str, Any]", params["trainer_args"] or {})
+        return replace(found, local=()) if given.get("sync_batchnorm") else found
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``; a LightningModule makes its optimizers on the ranks."""
@@ -265,15 +252,38 @@ def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) 
             raise ParamError(f"trainer_args has {name!r}, which Lightning's Trainer does not take.")
 
 
-def _forward(given: LightningPackage, schema: DataSchema, sample: Arrays) -> list[torch.Tensor]:
-    """The outputs of ``forward`` for some rows."""
+def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, made_up: bool = False) -> list[tuple[int, ...]]:
+    """The shapes of the outputs for some rows; nothing where only real rows can tell."""
+    given = _unpack(payload)
+    sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
+    outputs = _forward(given, schema, sample, made_up=made_up)
+    if outputs is None:
+        return []
+    labels = [column.name for column in schema.of("label")]
+    if len(outputs) != len(labels):
+        raise ModelOutputError(
+            f"The model's forward gives {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but "
+            f"label_cols has {len(labels)}: {labels}. transform adds one column per label: give one output each."
+        )
+    if given.objective is not None:
+        given.objective.try_out(outputs, sample, made_up=made_up)
+    return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _forward(
+    given: LightningPackage, schema: DataSchema, sample: Arrays, *, made_up: bool
+) -> list[torch.Tensor] | None:
+    """The outputs of ``forward`` for some rows; None where only real rows can tell."""
     rows = len(next(iter(sample.values())))
     inputs = given.inputs(schema)
     tensors = [part.tensor(sample, rows) for part in inputs]
+    model = given.model.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            outputs = outputs_of(given.model.eval()(*tensors))
+            outputs = outputs_of(model(*tensors))
         except Exception as error:
+            if made_up and not isinstance(error, DataError) and not fails_by_shape(model, tensors, error):
+                return None
             shown = "; ".join(f"{list(t.shape)} from {part}" for t, part in zip(tensors, inputs, strict=True))
             raise ModelOutputError(
                 f"The model's forward cannot take the feature columns: called with {shown} it raised "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 
@@ -19,10 +19,14 @@ from sparkhvd.estimators.lightning.batches import RankLoader, Share
 from sparkhvd.estimators.lightning.begun import begin_epoch_again
 from sparkhvd.estimators.lightning.hints import about_batch
 from sparkhvd.estimators.lightning.hot_start import take_states
+from sparkhvd.estimators.torch.divisors import counted_rows
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
+from sparkhvd.torch.buffers import buffers_unchanged
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
+# By Lightning's names of reductions other than the mean.
+_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 _OF_HYPERPARAMETERS = re.compile("hparams|hyper_parameters")
 
 
@@ -41,6 +45,7 @@ class Feed:
             where the step made its gradients itself and returned nothing.
         alone: what ``logged`` is, of names that rank 0 alone logs.
         within_epoch: whether the run goes on within an epoch.
+        rows_of_buffers: rows that have changed this rank's buffers since all ranks had the same.
     """
 
     train: RankLoader
@@ -52,6 +57,7 @@ class Feed:
     validated: bool = False
     loss: float | None = None
     within_epoch: bool = False
+    rows_of_buffers: int = 0
 
     def share(self, stage: str) -> Share:
         """The share of the present batch; a plain one where the rows are not ours, but of the user's own loader."""
@@ -74,12 +80,23 @@ class EstimatorSteps:
     lr_scheduler_configs: Any
     call: ModuleType
     alone = False
+    ended = False
     resumable = False
     _validates_every: Any = None
 
     def weight_of_pass(self) -> float:
         """See ``RankStrategy``."""
         return self.feed.share("train").weight
+
+    def weight_of_buffers(self) -> float:
+        """See ``RankStrategy``."""
+        return self.feed.rows_of_buffers
+
+    def synchronize_buffers(self) -> None:
+        """Nothing while only this rank saves a checkpoint, nor after the last epoch: rank 0's model is returned."""
+        if not self.alone and not self.ended:
+            super().synchronize_buffers()  # type: ignore[misc]
+            self.feed.rows_of_buffers = 0
 
     def on_train_start(self) -> None:
         """The last hook before the first epoch.
@@ -144,6 +161,8 @@ class EstimatorSteps:
         if share.borrowed:
             with unchanged(self.lightning_module):
                 return step(*batch, **named)
+        if stage == "train":
+            self.feed.rows_of_buffers += share.rows
         try:
             result = step(*batch, **named)
         except Exception as error:
@@ -156,7 +175,7 @@ class EstimatorSteps:
             value = float(loss.detach())
             if stage == "train" and self.feed.loss is None:
                 self.feed.loss = value
-            self.feed.add(stage, value, share.rows)
+            self.feed.add(stage, value, counted_rows(share.rows, share.factors))
         return result
 
 
@@ -169,20 +188,16 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
     from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
 
     synchronized = synchronized_layers(module)
-    shared = {id(buffer) for layer in synchronized for buffer in layer.buffers()}
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if id(buffer) not in shared]
     metrics = [(part, copy.deepcopy(part.__dict__)) for part in module.modules() if isinstance(part, Metric)]
     for layer in synchronized:
         layer.counts_rows = False
     devices = {part.device for part in module.parameters() if part.is_cuda}
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), buffers_unchanged(module, synchronized):
             yield
     finally:
         for layer in synchronized:
             layer.counts_rows = True
-        for buffer, before in buffers:
-            buffer.copy_(before)
         for metric, state in metrics:
             metric.__dict__.update({name: state[name] for name in (*metric._defaults, "_update_count", "_computed")})  # noqa: SLF001
 
@@ -210,7 +225,15 @@ class SharedLog:
         share = self._feed.share(stage)
         if within_step and (share.borrowed or options.get("batch_size") is None):
             options["batch_size"] = share.rows
+        if within_step and share.borrowed:
+            value = _neutral(value, options.get("reduce_fx", "mean"))
+        elif within_step and options.get("batch_size") == 0:
+            value = _finite(value)  # a mean over nothing is NaN, and so is 0 times that
         self._log(name, value, *rest, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Stay the same object: callbacks copy the module to average its weights."""
+        return self
 
     def close(self) -> None:
         """Give the module its own method back."""
@@ -235,9 +258,31 @@ class BatchEnd:
         self._own(outputs, batch, batch_idx)
         self._then(batch_idx)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Stay the same object: callbacks copy the module to average its weights."""
+        return self
+
     def close(self) -> None:
         """Give the module its own method back."""
         del self._module.on_train_batch_end
+
+
+def _finite(value: Any) -> Any:
+    """A number, or a tensor of any type, with 0 for what is not finite."""
+    if isinstance(value, torch.Tensor):
+        return torch.nan_to_num(value, 0.0, 0.0, 0.0)
+    return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _neutral(value: Any, reduction: Any) -> Any:
+    """A value, of the same type, that changes nothing in what is reduced so over batches and ranks."""
+    name = str(getattr(reduction, "__name__", reduction)).lower()
+    if name not in _NEUTRAL or not isinstance(value, torch.Tensor | int | float):
+        return _finite(value)  # which counts for no rows
+    if not isinstance(value, torch.Tensor):
+        return _NEUTRAL[name]
+    dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+    return torch.full_like(value, _NEUTRAL[name], dtype=dtype)
 
 
 def _within_step(hook: str) -> bool:

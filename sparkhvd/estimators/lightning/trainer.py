@@ -33,6 +33,7 @@ from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
+from sparkhvd.torch.buffers import buffers_beside, take_buffers
 from sparkhvd.world import World
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,10 @@ class LightningTrainer:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback ends it; collective."""
         form = dict if self._given.plain else self._batch_form()
         size = self._world.size
-        validation = None if val is None else RankLoader(val, form, size)
-        feed = Feed(RankLoader(train, form, size), validation)
+        validation = None if val is None else RankLoader(val, form, size, self._spec.sample)
+        feed = Feed(RankLoader(train, form, size, self._spec.sample), validation)
         if self._given.objective is not None:
-            feed.train.divisors = divisors_of(self._given.objective, self._spec.schema)
+            feed.train.divisors = divisors_of(self._given.objective, self._spec.schema, self._spec.labels)
         with (
             tempfile.TemporaryDirectory(prefix="sparkhvd-lightning-", dir=scratch_folder()) as folder,
             contextlib.chdir(folder),
@@ -205,6 +206,7 @@ class LightningTrainer:
     def _take(self, state: bytes) -> None:
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._module.load_state_dict(content["state_dict"])
+        take_buffers(self._module, content["callbacks"][RUN].get("buffers", {}))
         optimizers = self._trainer.optimizers
         for optimizer, known in zip(optimizers, content["optimizer_states"], strict=True):
             optimizer.load_state_dict(known)
@@ -274,7 +276,13 @@ class RunCallback:
 
     def state_dict(self) -> dict[str, Any]:
         metrics = _numbers(self._trainer.callback_metrics) if self._batches else self._metrics
-        return {"lr_scale": self._lr_scale, "metrics": metrics, "best": self._best, "batches": self._batches}
+        return {
+            "lr_scale": self._lr_scale,
+            "metrics": metrics,
+            "best": self._best,
+            "batches": self._batches,
+            "buffers": buffers_beside(self._trainer.lightning_module),
+        }
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         states = checkpoint["callbacks"]
@@ -291,6 +299,7 @@ class RunCallback:
         self._optimizer_steps = int(trainer.global_step)
         if not self._loaded:
             return
+        take_buffers(module, self._loaded.get("buffers", {}))
         # Schedulers and callbacks may ask for what an epoch before this one logged.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)
@@ -328,30 +337,39 @@ class RunCallback:
             lambda: {"loss": feed.sums.get("train", (0.0, 0))},
             lambda: random_state(trainer.strategy.root_device),
             whole=stepped and not validates_after(trainer, self._batches),
+            synchronize=trainer.strategy.synchronize_buffers,
         )
         self._hooks.on_step_end(report, self._owner)
 
-    def on_validation_epoch_end(self, *_: Any) -> None:
-        self._feed.validated = True
+    def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+        """Callbacks before this one may have put other weights into the module, such as averages over time."""
+        trainer.strategy.synchronize_buffers()
+        self._feed.sums.pop("validation", None)  # of an earlier validation in the epoch, by another model
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+        self._feed.validated = not trainer.sanity_checking
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
         """Report the epoch; collective."""
         feed = self._feed
         feed.train.close()
+        trainer.strategy.synchronize_buffers()  # the checkpoint is made on rank 0 alone
         self._batches, self._metrics = 0, _numbers(trainer.callback_metrics)
         rows = max(1, feed.train.rows)
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
         validation = {}
         if feed.validated:
-            validation = self._logged("validation", rows)
-            if "validation" in feed.sums or "loss" not in validation:
-                validation = {"loss": feed.sums.get("validation", (0.0, 0)), **validation}
+            # The same names in the same order on every rank, also on one that had no rows to validate with.
+            validation = {"loss": feed.sums.get("validation", (0.0, 0)), **self._logged("validation", rows)}
         epoch = int(trainer.current_epoch)
         steps, wants_end = int(trainer.num_training_batches), _is_stopped(trainer)
         report = EpochReport(epoch, train, validation, self._times(), steps, lambda _record: wants_end)
         feed.sums, feed.communicated, feed.validated = {}, 0.0, False
         if not self._hooks.on_epoch_end(report, self._owner):
             trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
+        trainer.strategy.ended = True
 
     def _logged(self, stage: str, rows: int) -> dict[str, tuple[float, int]]:
         """What was logged for the epoch: over all ranks already, so every rank reports the same mean."""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from sparkhvd.driver.pickling import Code, dumps_with
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.package import PicklerWithScripts, script_bytes, script_of
@@ -99,16 +100,14 @@ def _tensor(weights: Mapping[str, torch.Tensor], reference: tuple[str, bool | No
 
 
 def _dump(value: object, model: torch.nn.Module, names: Mapping[int, str]) -> bytes:
-    buffer = io.BytesIO()
-    _WithoutTensors(buffer, model, names).dump(value)
-    return buffer.getvalue()
+    return dumps_with(_WithoutTensors, value, model, names)
 
 
 class _WithoutTensors(PicklerWithScripts):
     """Writes the tensors that have a name as references to them."""
 
-    def __init__(self, file: io.BytesIO, model: torch.nn.Module, names: Mapping[int, str]) -> None:
-        super().__init__(file, model)
+    def __init__(self, file: io.BytesIO, model: torch.nn.Module, names: Mapping[int, str], *, code: Code) -> None:
+        super().__init__(file, model, code=code)
         self._names = names
 
     def persistent_id(self, value: object) -> tuple[str, bool | None] | None:

@@ -20,11 +20,13 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.data.batches import Batch
-from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.facts import LabelRanges
+from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.estimators.torch.objective import Objective, is_as_torch_has_it, is_class_loss, name_of
 
 _NOTHING_IGNORED = -100  # torch's default; labels of it are none of a user's
-Factors = tuple[float, ...] | None
+# One per loss: 0 where no label of the rank counts, None where none of the whole step does.
+Factors = tuple[float | None, ...] | None
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Divisor:
     """What a loss divides by.
 
     Attributes:
-        label: the column with the class numbers.
+        label: the column with the class numbers; empty where only ``of`` is asked.
         weights: of the classes; None counts labels.
         ignored: the class number that does not count.
     """
@@ -48,15 +50,37 @@ class Divisor:
         return float(len(counted)) if self.weights is None else float(np.take(self.weights, counted, mode="clip").sum())
 
 
-def divisors_of(objective: Objective, schema: DataSchema) -> tuple[Divisor | None, ...]:
-    """What each loss divides by; None where it is the rows, or is not known."""
+def counts_of(objective: Objective, labels: Sequence[torch.Tensor], rows: int) -> list[float]:
+    """What each loss of some rows divides by, as far as it is known: the rows count where it is not.
+
+    Args:
+        objective: has the losses.
+        labels: as the losses take them.
+        rows: how many there are.
+    """
+    counts = []
+    for loss, label in zip(objective.losses, labels, strict=True):
+        # Class numbers are whole; probabilities count by the rows.
+        known = objective.weight_col is None and is_class_loss(loss) and is_as_torch_has_it(loss)
+        numbers = known and label.dtype is torch.int64
+        counts.append(_divisor(loss, "").of(label.detach().cpu().numpy()) if numbers else float(rows))
+    return counts
+
+
+def divisors_of(objective: Objective, schema: DataSchema, ranges: LabelRanges = ()) -> tuple[Divisor | None, ...]:
+    """What each loss divides by in a training step; None where it is the rows, or is not known.
+
+    Args:
+        objective: has the losses.
+        schema: the columns.
+        ranges: of the labels, as far as they are known. Where they are not, any label may occur.
+    """
     columns = {column.name: column for column in schema.of("label")}
     found: list[Divisor | None] = []
     for loss, label in zip(objective.losses, objective.label_cols, strict=True):
-        shape = columns[label].shape
-        # Labels of several numbers may be probabilities, which count otherwise.
-        known = shape is not None and math.prod(shape) == 1 and is_as_torch_has_it(loss)
-        found.append(_divisor(loss, label) if known and _divides_otherwise(objective, loss) else None)
+        known = is_as_torch_has_it(loss) and _are_classes(columns[label])
+        otherwise = _divides_otherwise(objective, loss) or _may_be_ignored(objective, loss, label, ranges)
+        found.append(_divisor(loss, label) if known and otherwise else None)
     return tuple(found)
 
 
@@ -90,7 +114,7 @@ def factors_of(divisors: Sequence[Divisor | None], step: Sequence[Batch]) -> lis
     rows = sum(batch.global_rows for batch in step)
     return [
         tuple(
-            1.0 if divisor is None else part / total * rows / batch.rows if part else 0.0
+            1.0 if divisor is None else _factor(part, total, rows / batch.rows)
             for divisor, part, total in zip(divisors, parts, totals, strict=True)
         )
         if batch.rows
@@ -99,12 +123,36 @@ def factors_of(divisors: Sequence[Divisor | None], step: Sequence[Batch]) -> lis
     ]
 
 
+def _factor(part: float, total: float, of_rows: float) -> float | None:
+    return part / total * of_rows if total else None
+
+
+def counted_rows(rows: int, factors: Factors) -> int:
+    """The rows that a batch's loss counts for in the mean over an epoch: 0 where no label of the step counts."""
+    return 0 if factors is not None and all(factor is None for factor in factors) else rows
+
+
+def _are_classes(column: ColumnSpec) -> bool:
+    """Whether labels are class numbers; several whole numbers may be probabilities, which show with the outputs."""
+    whole = column.dtype.startswith(("int", "uint"))
+    return whole or (column.shape is not None and math.prod(column.shape) == 1)
+
+
 def _divides_otherwise(objective: Objective, loss: Any) -> bool:
     """Whether it is a class loss with weights, or one that leaves some labels out; those of rows count otherwise."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
     weights, ignored = _settings(loss)
     return weights is not None or ignored != _NOTHING_IGNORED
+
+
+def _may_be_ignored(objective: Objective, loss: Any, label: str, ranges: LabelRanges) -> bool:
+    """Whether some labels may be those that the loss leaves out, by its own ``ignore_index`` or torch's default."""
+    if objective.weight_col is not None or not is_class_loss(loss):
+        return False
+    ignored = _settings(loss)[1]
+    known = {name: (low, high) for name, low, high in ranges}
+    return label not in known or known[label][0] <= ignored <= known[label][1]
 
 
 def _divisor(loss: Any, label: str) -> Divisor:

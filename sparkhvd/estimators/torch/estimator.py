@@ -23,7 +23,6 @@ from sparkhvd.estimators.params import (
     positive_number,
     shapes,
 )
-from sparkhvd.estimators.persistence import pickled
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.package import dumps_params
@@ -157,7 +156,7 @@ class TorchEstimator(DistributedEstimator):
     )
 
     def _pickled(self, objects: dict[str, Any]) -> bytes:
-        return pickled(objects, dumps_params)
+        return dumps_params(objects)
 
     def _checked_values(self, **instead: Any) -> dict[str, Any]:
         values = super()._checked_values(**instead)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sparkhvd.comm import objects
+from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
+from sparkhvd.estimators.torch.divisors import Factors, counted_rows, counts_of
 from sparkhvd.estimators.torch.objective import Metric, Objective, is_stateful
 
 
@@ -20,40 +24,92 @@ class Measures:
     Args:
         objective: what is measured.
         device: where outputs and labels are.
+        validating: whether ``add_validation`` is called, not ``add``.
     """
 
-    def __init__(self, objective: Objective, device: torch.device) -> None:
+    def __init__(self, objective: Objective, device: torch.device, *, validating: bool = False) -> None:
         self._objective = objective
         self._names = [name for name in objective.names() if name not in {m.name for m in objective.stateful()}]
         self._rows = 0
+        self._rows_of_loss = 0
         self._totals: dict[str, float] = {}
         self._stateful = [(metric, _fresh(metric, device)) for metric in objective.stateful()]
+        # By loss: the sum of what counts times loss, and of what counts.
+        self._counted = np.zeros((len(objective.losses), 2)) if validating else None
 
     def add(
-        self, loss: torch.Tensor, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], rows: int
+        self,
+        loss: torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+        rows: int,
+        factors: Factors = None,
     ) -> float:
-        """Take up a batch; returns its loss."""
+        """Take up a batch whose loss was made with these factors; returns its loss."""
         values = self._objective.measure(loss, outputs, labels)
+        self._rows_of_loss += counted_rows(rows, factors)
+        self._add(values, outputs, labels, rows)
+        return values["loss"]
+
+    def add_validation(
+        self, parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], rows: int
+    ) -> None:
+        """Take up a batch with the loss of every output; each counts by what it divides by."""
+        if self._counted is None:
+            raise AssertionError("these measures are of a training")
+        for index, (part, count) in enumerate(zip(parts, counts_of(self._objective, labels, rows), strict=True)):
+            if count:
+                self._counted[index] += (float(part) * count, count)
+        self._rows_of_loss += rows
+        self._add(self._objective.measure(torch.zeros(()), outputs, labels), outputs, labels, rows)
+
+    def _add(
+        self,
+        values: Mapping[str, float],
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+        rows: int,
+    ) -> None:
         self._rows += rows
         for name, value in values.items():
             self._totals[name] = self._totals.get(name, 0.0) + value * rows
         with torch.no_grad():
             for metric, state in self._stateful:
                 state.update(outputs[metric.output].detach(), labels[metric.output])
-        return values["loss"]
+
+    def _validation_loss(self, counted: npt.NDArray[np.float64], communicator: Communicator) -> tuple[float, int]:
+        """The loss over all validation rows of all ranks, told by one of them; collective."""
+        totals = communicator.allreduce(counted, ReduceOp.SUM, name="losses of the validation")
+        if communicator.world.rank != 0:
+            return 0.0, 0
+        return combined(self._objective.weights, totals.astype(np.float64)), 1
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """Sum and rows by name, without torchmetrics'."""
-        return {name: (self._totals.get(name, 0.0), self._rows) for name in self._names}
+        rows = {"loss": self._rows_of_loss}
+        return {name: (self._totals.get(name, 0.0), rows.get(name, self._rows)) for name in self._names}
 
     def report(self, communicator: Communicator) -> dict[str, tuple[float, int]]:
-        """All metrics as an epoch's report has them; collective where there are torchmetrics'."""
+        """All metrics as an epoch's report has them; collective."""
         found = self.sums()
+        if self._counted is not None:
+            found["loss"] = self._validation_loss(self._counted, communicator)
         for metric, state in self._stateful:
             value = merged(state, communicator, metric.name)
             # The same on every rank: one of them reports it.
             found[metric.name] = (value, 1) if communicator.world.rank == 0 else (0.0, 0)
         return {name: found[name] for name in self._objective.names()}
+
+
+def combined(weights: Sequence[float], totals: npt.NDArray[np.float64]) -> float:
+    """The weighted sum of the mean losses.
+
+    Args:
+        weights: one of each loss.
+        totals: of each loss the sum of what counts times loss, and of what counts; NaN comes of nothing that counts.
+    """
+    means = [float(total / count) if count else float("nan") for total, count in totals]
+    return sum(weight * mean for weight, mean in zip(weights, means, strict=True))
 
 
 def merged(state: Any, communicator: Communicator, name: str) -> float:

@@ -7,13 +7,15 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import cloudpickle
 import torch
 
+from sparkhvd.driver.pickling import Code, CodePickler, dumps_with
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.estimators.torch import parametrized
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.schedule import LRSchedule
@@ -62,11 +64,16 @@ class Package:
         return replace(self, objective=replace(self.objective, losses=losses, constructors=()))
 
 
-def dumps(package: Package) -> bytes:
+class HasModel(Protocol):
+    """What travels with a model."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+
+
+def dumps(package: HasModel) -> bytes:
     """The package as bytes; modules of TorchScript travel in their own format."""
-    buffer = io.BytesIO()
-    PicklerWithScripts(buffer, package.model).dump(package)
-    return buffer.getvalue()
+    return dumps_with(PicklerWithScripts, package, package.model)
 
 
 def loads(payload: bytes) -> Package:
@@ -76,17 +83,15 @@ def loads(payload: bytes) -> Package:
 
 def dumps_params(params: Mapping[str, Any]) -> bytes:
     """An estimator's parameters as bytes for ``cloudpickle.loads``; modules of TorchScript in their own format."""
-    buffer = io.BytesIO()
     model = params.get("model")
-    PicklerWithScripts(buffer, torch.nn.Module() if model is None else model).dump(params)
-    return buffer.getvalue()
+    return dumps_with(PicklerWithScripts, params, torch.nn.Module() if model is None else model)
 
 
-class PicklerWithScripts(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """A pickler that knows TorchScript, whose parameters stay those of their module."""
+class PicklerWithScripts(CodePickler):
+    """A pickler that knows TorchScript, whose parameters stay those of their module, and parametrized modules."""
 
-    def __init__(self, file: io.BytesIO, model: torch.nn.Module) -> None:
-        super().__init__(file)
+    def __init__(self, file: io.BytesIO, model: torch.nn.Module, *, code: Code) -> None:
+        super().__init__(file, code=code)
         self._parameters: dict[int, tuple[torch.jit.ScriptModule, str]] = {}
         self._held: list[torch.nn.Parameter] = []  # TorchScript makes new objects for parameters that nobody holds
         for module in _outermost_scripts(model):
@@ -99,6 +104,8 @@ class PicklerWithScripts(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpic
             return script_of, (script_bytes(value),)
         if isinstance(value, torch.nn.Parameter) and id(value) in self._parameters:
             return _parameter_of, self._parameters[id(value)]
+        if parametrized.is_parametrized(value):
+            return parametrized.reduced(value)
         return super().reducer_override(value)
 
 

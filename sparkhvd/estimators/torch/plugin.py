@@ -16,11 +16,11 @@ import torch
 from sparkhvd.data import columns
 from sparkhvd.data.batches import Arrays
 from sparkhvd.data.schema import DataSchema
-from sparkhvd.driver.pickling import by_value
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.continued import ModelFacts, Shape
 from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.estimators.normalization import Normalization
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.policies import check_measured
 from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
@@ -28,6 +28,8 @@ from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.divisors import inexact_losses
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
+from sparkhvd.estimators.torch.made_up import fails_by_shape
+from sparkhvd.estimators.torch.normalization import normalization_of
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
@@ -64,7 +66,8 @@ class TorchPlugin:
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []
-        return _try_out(package, schema, _at_least_two(_made_up(schema) if rows is None else rows))
+        sample = _at_least_two(_made_up(schema) if rows is None else rows)
+        return _try_out(package, schema, sample, made_up=rows is None)
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -87,14 +90,10 @@ class TorchPlugin:
             stepping=_stepping(params),
             callbacks=tuple(cast("Sequence[TorchCallback]", params.get("callbacks") or ())),
         )
-        objective = package.objective
-        own: list[object] = [*objective.losses, *objective.constructors, *(m.function for m in objective.metrics)]
-        own += [*package.callbacks, package.stepping.minibatch_fn, package.schedule and package.schedule.scheduler]
         if params.get("transformation_fn") is None:  # else the columns are those of now, not those of then
             _inputs(params, cast("DataSchema", params["schema"]))
         try:
-            with by_value([*model.modules(), *(part for part in own if part is not None), package.optimizer]):
-                return dumps(package)
+            return dumps(package)
         except SparkHvdError:
             raise
         except Exception as error:
@@ -108,6 +107,10 @@ class TorchPlugin:
         """See ``FrameworkPlugin.facts``."""
         _check_kinds(params)
         return ModelFacts("PyTorch", type(params["optimizer"]).__name__, shapes_of(params["model"]))
+
+    def normalization(self, params: Mapping[str, object]) -> Normalization:
+        """See ``FrameworkPlugin.normalization``."""
+        return normalization_of(params["model"])
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> TorchTrainer:
         """The trainer of one rank."""
@@ -124,8 +127,9 @@ class TorchPlugin:
             raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
         inputs = _inputs(params, schema)
         try:
-            with by_value(model.modules()):
-                artifact.save(folder, model, None, inputs)
+            artifact.save(folder, model, None, inputs)
+        except SparkHvdError:
+            raise
         except Exception as error:
             raise ParamError(f"The model cannot be pickled to send it to the executors: {error}") from error
 
@@ -299,33 +303,39 @@ def _at_least_two(rows: Arrays) -> Arrays:
     return {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
 
 
-def _try_out(package: Package, schema: DataSchema, sample: Arrays) -> list[tuple[int, ...]]:
+def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, made_up: bool = False) -> list[tuple[int, ...]]:
+    """The shapes of the outputs for some rows; nothing where only real rows can tell."""
     rows = len(next(iter(sample.values())))
     model = package.model.eval()
     planned = plan_inputs(package.model, schema.of("feature"), package.input_shapes, package.named_inputs)
     inputs = [part.tensor(sample, rows) for part in planned]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            outputs = outputs_of(model(*inputs))
+            result = model(*inputs)
+        except Exception as error:
+            if made_up and not fails_by_shape(model, inputs, error):
+                logger.debug("The model does not take made-up rows: %s", error)
+                return []
+            raise ModelOutputError(_cannot_take(planned, schema, inputs, error)) from error
+        try:
+            outputs = outputs_of(result)
         except DataError as error:
             raise ModelOutputError(str(error)) from error
-        except Exception as error:
-            raise ModelOutputError(_cannot_take(planned, schema, inputs, error)) from error
         for index, output in enumerate(outputs):
             if output.dim() == 0 or len(output) != rows:
                 raise ModelOutputError(
                     f"Output {index} of the model has shape {list(output.shape)} for {rows} rows; its first dimension "
                     "must be the rows."
                 )
-        package.objective.try_out(outputs, sample)
+        package.objective.try_out(outputs, sample, made_up=made_up)
         _try_training(package, inputs)
     return [tuple(output.shape[1:]) for output in outputs]
 
 
 def _try_training(package: Package, inputs: Sequence[torch.Tensor]) -> None:
     """Look at the outputs in training mode too, where the model can be run so here."""
-    if package.stepping.minibatch_fn is not None:
-        return
+    if package.stepping.minibatch_fn is not None or synchronized_layers(package.model):
+        return  # a layer that exchanges would wait for the other ranks, which try nothing
     model = package.model.train()
     try:
         outputs = outputs_of(model(*inputs))

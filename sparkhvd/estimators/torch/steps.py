@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,13 +13,14 @@ import numpy as np
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.data.batches import Batch
+from sparkhvd.data.batches import Arrays, Batch
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.torch.divisors import Divisor, Factors, factors_of
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.package import Stepping
+from sparkhvd.torch.buffers import buffers_unchanged
 from sparkhvd.torch.exchanging import ExchangingOptimizer
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm, synchronized_layers
 
@@ -76,6 +78,13 @@ class Forward:
             labels = self.objective.labels(outputs, batch.columns)
             return self.objective.loss(outputs, labels, batch.columns, factors), outputs, labels
 
+    def parts(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """The loss of every output, the outputs and the labels."""
+        with self.precision():
+            outputs = self.outputs(self.called(*self.inputs(batch)))
+            labels = self.objective.labels(outputs, batch.columns)
+            return self.objective.parts(outputs, labels, batch.columns), outputs, labels
+
     def outputs(self, result: object) -> list[torch.Tensor]:
         """A model's result as its outputs, as exact as labels are: those follow them, and 16 bits cannot hold each."""
         return [output.float() if output.dtype == self._dtype else output for output in outputs_of(result)]
@@ -96,13 +105,20 @@ class Stepper:
         forward: from a batch to its loss.
         stepping: how a step is computed.
         divisors: of the losses, where they are not the rows.
+        sample: real rows, for a rank that has none.
     """
 
-    def __init__(self, forward: Forward, stepping: Stepping, divisors: Sequence[Divisor | None] = ()) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        stepping: Stepping,
+        divisors: Sequence[Divisor | None] = (),
+        sample: Arrays | None = None,
+    ) -> None:
         self._forward = forward
         self._divisors = divisors
         self._stepping = stepping
-        self._synchronized = _Synchronized.of(forward.model)
+        self._synchronized = _Synchronized.of(forward.model, sample)
         # Without fp16 it does nothing.
         self.scaler = torch.amp.GradScaler(forward.device.type, enabled=stepping.mixed_precision == "fp16")
 
@@ -154,7 +170,7 @@ class Stepper:
                 weighted = found
             self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
             if batch.rows:
-                loss = _latest(loss, measures.add(found, outputs, labels, batch.rows))
+                loss = _latest(loss, measures.add(found, outputs, labels, batch.rows, factors))
         lap("compute")
         optimizer.synchronize()
         lap("communication")
@@ -180,30 +196,36 @@ class _Synchronized:
     """Passes of a model with layers that exchange in the middle of it.
 
     Their gradients cross ranks on the way back, so the loss has to carry a rank's weight already; and a rank without
-    rows has to take part: with a row that it had before, which does not count.
+    rows has to take part: with a row that it had before, or one of the sample, which does not count.
     """
 
-    def __init__(self, layers: Sequence[SyncBatchNorm]) -> None:
+    def __init__(self, model: torch.nn.Module, layers: Sequence[SyncBatchNorm], sample: Arrays | None) -> None:
+        self._model = model
         self._layers = layers
-        self._row: dict[str, Any] | None = None
+        self._row = None if sample is None else _first(sample)
 
     @classmethod
-    def of(cls, model: torch.nn.Module) -> _Synchronized | None:
+    def of(cls, model: torch.nn.Module, sample: Arrays | None) -> _Synchronized | None:
         layers = synchronized_layers(model)
-        return cls(layers) if layers else None
+        return cls(model, layers, sample) if layers else None
 
     def pass_of(self, batch: Batch, forward: Callable[[Batch], Result]) -> Result:
         if batch.rows:
-            self._row = {name: array[:1].copy() for name, array in batch.columns.items()}
+            self._row = _first(batch.columns)
             return forward(batch)
         row = self._row or {name: np.zeros((1, *array.shape[1:]), array.dtype) for name, array in batch.columns.items()}
         for layer in self._layers:
             layer.counts_rows = False
         try:
-            return forward(replace(batch, columns=row, rows=1))
+            with buffers_unchanged(self._model, self._layers):
+                return forward(replace(batch, columns=row, rows=1))
         finally:  # the layers are part of the trained model
             for layer in self._layers:
                 layer.counts_rows = True
+
+
+def _first(columns: Arrays) -> Arrays:
+    return {name: array[:1].copy() for name, array in columns.items()}
 
 
 class _MinibatchSteps:
@@ -274,12 +296,17 @@ def _latest(before: float | None, loss: float) -> float:
 
 
 def outputs_of(result: object) -> list[torch.Tensor]:
-    """A model's result as the list of its outputs.
+    """Return the outputs in a model's result.
+
+    They are the tensor, or the tensors of a tuple or list. Of fields with names, as Hugging Face's models return them,
+    they are the ``logits``; without such, the only tensor beside ``loss``.
 
     Raises:
-        DataError: it is neither a tensor nor a tuple or list of tensors.
+        DataError: the result has no such tensors.
     """
-    outputs: list[Any] = list(result) if isinstance(result, tuple | list) else [result]
+    fields = _fields(result)
+    tensors = result if fields is None else _chosen(fields, type(result).__name__)
+    outputs: list[Any] = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
     for output in outputs:
         if not isinstance(output, torch.Tensor):
             raise DataError(
@@ -287,3 +314,27 @@ def outputs_of(result: object) -> list[torch.Tensor]:
                 "tensor per label column."
             )
     return outputs
+
+
+def _fields(result: object) -> Mapping[Any, Any] | None:
+    """The fields of a mapping or dataclass that are set; None for any other result."""
+    if isinstance(result, Mapping):
+        fields = dict(result)
+    elif dataclasses.is_dataclass(result):
+        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    else:
+        return None
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _chosen(fields: Mapping[Any, Any], kind: str) -> object:
+    if "logits" in fields:
+        return fields["logits"]
+    tensors = [value for name, value in fields.items() if isinstance(value, torch.Tensor) and name != "loss"]
+    if len(tensors) == 1:
+        return tensors[0]
+    raise DataError(
+        f"The model returned {kind} with the fields {list(fields)}; which of them are the outputs is unclear. The "
+        "estimator takes 'logits', or the only tensor. Return a tensor or a tuple of tensors; a Hugging Face model "
+        "returns a tuple if its configuration has return_dict=False."
+    )

@@ -29,6 +29,7 @@ from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, RunningSchedule
 from sparkhvd.estimators.torch.steps import Forward, Stepper
+from sparkhvd.torch.buffers import buffers_beside, synchronize_buffers, take_buffers
 from sparkhvd.world import World
 
 T = TypeVar("T")
@@ -56,7 +57,8 @@ class TorchTrainer:
     The gradient of a step is the mean over the rows of all ranks: each rank weights the gradient of its own mean loss
     by its share of the rows, and one without rows contributes zeros without running the model. BatchNorm therefore
     sees this rank's rows only, unless it is sparkhvd.torch.SyncBatchNorm, and dropout draws on every rank for itself;
-    with these, N ranks are not exactly one big batch.
+    with these, N ranks are not exactly one big batch. Buffers, such as running statistics, are averaged over the ranks
+    before a validation and a checkpoint.
     """
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
@@ -71,13 +73,16 @@ class TorchTrainer:
         self._schedule = RunningSchedule(package.schedule, package.optimizer, self._lr_scale)
         self._device = _device(spec.use_gpu, world)
         self._forward = Forward(self._model, self._inputs, package.objective, package.stepping, self._device)
-        self._stepper = Stepper(self._forward, package.stepping, divisors_of(package.objective, spec.schema))
+        self._rows_of_buffers = 0  # that have changed this rank's buffers since all ranks had the same
+        divisors = divisors_of(package.objective, spec.schema, spec.labels)
+        self._stepper = Stepper(self._forward, package.stepping, divisors, spec.sample)
 
     def state(self) -> bytes:
         """Weights and the state of everything that a step changes, loadable with ``weights_only=True``."""
         buffer = io.BytesIO()
         content = {
             "model": self._model.state_dict(),
+            "buffers": buffers_beside(self._model),
             "optimizer": plain_numbers(self._plain_optimizer.state_dict()),
             "lr_scale": self._lr_scale,
             "schedule": plain_numbers(self._schedule.state()),
@@ -90,6 +95,7 @@ class TorchTrainer:
         """Continue from ``state``; the learning rate is the one of then, in this run's scale."""
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._model.load_state_dict(content["model"])
+        take_buffers(self._model, content.get("buffers", {}))
         self._plain_optimizer.load_state_dict(content["optimizer"])
         factor = self._lr_scale / content["lr_scale"]
         _scale_lr(self._plain_optimizer, factor)
@@ -137,6 +143,8 @@ class TorchTrainer:
             callback.on_epoch_begin(run, epoch)
         watch = Stopwatch()
         measures = self._train(train, epoch, hooks, run, watch)
+        self._synchronize_buffers()
+        watch.lap("communication")
         validation = {} if val is None else self._validate(val, epoch).report(session.current())
 
         def on_record(record: EpochRecord) -> bool:
@@ -169,23 +177,36 @@ class TorchTrainer:
                 watch.lap("data_wait")
                 loss = self._stepper.step(group, optimizer, measures, step, watch.lap)
                 step += len(group)
+                self._rows_of_buffers += sum(batch.rows for batch in group)
                 self._schedule.after_step()
                 self._adopt(optimizer)
                 for callback in self._package.callbacks:
                     callback.on_step_end(run, epoch, step, loss)
-                report = StepReport(epoch, step, steps, loss, measures.sums, lambda: random_state(self._device))
+                report = StepReport(
+                    epoch,
+                    step,
+                    steps,
+                    loss,
+                    measures.sums,
+                    lambda: random_state(self._device),
+                    synchronize=self._synchronize_buffers,
+                )
                 hooks.on_step_end(report, self)
                 watch.lap("compute")
         return measures
 
+    def _synchronize_buffers(self) -> None:
+        synchronize_buffers(self._model, self._rows_of_buffers)
+        self._rows_of_buffers = 0
+
     @torch.no_grad()
     def _validate(self, source: BatchSource, epoch: int) -> Measures:
         self._model.eval()
-        measures = Measures(self._package.objective, self._device)
+        measures = Measures(self._package.objective, self._device, validating=True)
         with closing(_closable(source.epoch(epoch))) as batches:
             for batch in batches:
                 if batch.rows:
-                    measures.add(*self._forward(batch), batch.rows)
+                    measures.add_validation(*self._forward.parts(batch), batch.rows)
         return measures
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:

@@ -6,8 +6,10 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
+from sparkhvd.comm.inherited import in_memory
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
@@ -46,7 +48,9 @@ class RankListener:
 
     def __init__(self) -> None:
         self.name = f"sparkhvd-{secrets.token_hex(8)}"
-        self.secret = secrets.token_bytes(32)
+        self._secret = secrets.token_bytes(32)
+        self._resources = ExitStack()
+        self.secret_path = self._resources.enter_context(in_memory(self._secret))  # for the ranks
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(1024)
@@ -79,7 +83,7 @@ class RankListener:
 
     def _welcome(self, connection: socket.socket, preload: Sequence[str]) -> tuple[RankConnected, Spawned]:
         deadline = Deadline.after(_HELLO_SECONDS)
-        link = accept_handshake(connection, self.secret, deadline)
+        link = accept_handshake(connection, self._secret, deadline)
         place = _told(RankConnected, link, deadline)
         link.send(encode(Preload(tuple(preload))), deadline)
         own, other = socket.socketpair()
@@ -102,6 +106,7 @@ class RankListener:
 
     def close(self) -> None:
         self._socket.close()
+        self._resources.close()
 
 
 def _told(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from sparkhvd.config import SCRATCH, export, scratch_folder, take_variables
@@ -37,7 +38,7 @@ def main() -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_CONNECT_SECONDS)
         connection.connect(f"\0{given[RANK_SOCKET]}")
-        link = connect_handshake(connection, bytes.fromhex(given[RANK_SECRET]), deadline)
+        link = connect_handshake(connection, Path(given[RANK_SECRET]).read_bytes(), deadline)
         link.send(encode(RankConnected(*(int(os.environ[name]) for name in _PLACE))), deadline)
         preload = decode(link.receive(idle=deadline) or b"")
         if not isinstance(preload, Preload):

@@ -40,8 +40,9 @@ class TaskService:
         secret: the job's, to prove to other tasks' servers.
     """
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, *, encrypt: bool = False) -> None:
         self._secret = secret
+        self._encrypt = encrypt  # whether other tasks have to
         self._assigned = threading.Event()
         self._over = threading.Event()
         self._can_execute = threading.Event()
@@ -97,7 +98,8 @@ class TaskService:
 
     def _reaches(self, server: TaskServer) -> bool:
         try:
-            connection = connect([(server.address, server.port)], self._secret, Deadline.after(_PROBE_SECONDS))
+            deadline = Deadline.after(_PROBE_SECONDS)
+            connection = connect([(server.address, server.port)], self._secret, deadline, encrypt=self._encrypt)
         except OSError:
             return False
         with closing(connection):

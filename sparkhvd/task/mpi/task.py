@@ -97,7 +97,7 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
     deadline = Deadline.after(job.job.start_timeout)
     secret = job.job.secret
     with ExitStack() as stack:
-        service = TaskService(secret)
+        service = TaskService(secret, encrypt=encrypt)
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
         # No reason for Spark to try again: the driver ends the job.
         if job.job.executable and shutil.which(job.job.executable, path=path) is None:
@@ -120,7 +120,7 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         orted = shutil.which("orted", path=path) or ""
         driver = _registered(job.job, Registration(place.attempt, offer, listening, orted, problem), deadline, stack)
         offers = _await_plan(driver, service)
-        plan = Plan(tuple(assign(offers)), job.rendezvous, job.token)
+        plan = Plan(tuple(assign(offers)), job.rendezvous, job.token, encrypt)
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == place.index).offer.bind_host
         for one, server in servers.items():
             if one.address != own_address:
@@ -136,7 +136,7 @@ def _registered(job: Job, registration: Registration, deadline: Deadline, stack:
     """A connection to the driver, which now knows this task."""
     where = f"Task {registration.offer.task_index} on host {registration.offer.host} cannot register with the driver"
     try:
-        driver = connect(job.driver_addresses, job.secret, deadline)
+        driver = connect(job.driver_addresses, job.secret, deadline, encrypt=job.config.encrypt)
         stack.callback(driver.close)
         answer = driver.ask(Register(registration), deadline)
     except OSError as error:
@@ -214,7 +214,7 @@ def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Ca
     plan = part.plan
     hosts = list(dict.fromkeys(slot.offer.host_hash for slot in plan.slots))
     found: dict[str, list[int]] = {}
-    with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
+    with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         client.set(_ranks_key(own[0].offer.host_hash), json.dumps(ranks).encode(), Deadline.after(NOTE_SECONDS))
         while len(found) < len(hosts):
             host = hosts[len(found)]
@@ -233,7 +233,7 @@ def _ranks_key(host_hash: str) -> str:
 @contextmanager
 def _watching(plan: Plan, events: queue.SimpleQueue[object]) -> Iterator[RendezvousClient]:
     """Within this block the outcome of the job, or the loss of the driver, is put into ``events``."""
-    with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
+    with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         watcher = watch_outcome(client, events)
         try:
             yield client
@@ -248,7 +248,7 @@ def _environment(job: Job, place: TaskPlace, listener: RankListener) -> dict[str
         EXECUTABLE: job.executable or sys.executable,
         FOLDER: str(Path.cwd()),
         RANK_SOCKET: listener.name,
-        RANK_SECRET: listener.secret.hex(),
+        RANK_SECRET: listener.secret_path,
     }
     changes = {IMPORT_PATH: import_path(job.executable), **dict(job.env), **own}
     return changed_environment(changes, thread_defaults(place.cpus))
@@ -266,7 +266,7 @@ def _not_started(plan: Plan, slot: Slot, service: TaskService) -> Outcome:
 
 def _end(plan: Plan, report: FailureReport, patience: float = 0.0) -> Outcome:
     """The outcome of the job: this one, unless somebody else notes one before, or within ``patience`` seconds."""
-    with RendezvousClient(plan.rendezvous, plan.token, Deadline.after(NOTE_SECONDS)) as client:
+    with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         try:
             return _outcome(client.get(OUTCOME, Deadline.after(patience)))
         except DeadlineExceededError:

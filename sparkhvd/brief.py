@@ -1,0 +1,42 @@
+"""Short tracebacks at the public functions: what the caller can act on is the message, not this package's frames."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from sparkhvd.errors import ConfigError, DataError, ParamError, RankFailedError, SlotsError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+logger = logging.getLogger(__name__)
+
+# Errors whose message says all: which value is wrong, or what a rank raised and where.
+_SELF_EXPLAINING = (ConfigError, DataError, ParamError, RankFailedError, SlotsError)
+
+
+def brief_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``function`` raise errors about its arguments, and KeyboardInterrupt, without the frames below it.
+
+    A notebook shows ten lines of source per frame, so that the message is hard to find. Causes of an error stay, as
+    they are the user's own code. Logging at level DEBUG has the whole traceback.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except _SELF_EXPLAINING as error:
+            _note(error)
+            raise error.with_traceback(None)  # noqa: B904 - the same error, so its cause stays
+        except KeyboardInterrupt as error:
+            _note(error)
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+def _note(error: BaseException) -> None:
+    logger.debug("%s was raised here:", type(error).__name__, exc_info=error)

@@ -1,0 +1,158 @@
+"""One value on all ranks for arrays that each rank changes for itself, such as the running statistics of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.comm import objects
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.communicator import Communicator
+
+Arrays = Mapping[str, npt.NDArray[np.generic]]
+
+
+@dataclass(frozen=True)
+class _Outline:
+    """What a rank tells of one array; two equal outlines are two equal arrays.
+
+    Attributes:
+        shape: its shape.
+        dtype: its type, as NumPy writes it.
+        digest: of its content.
+        has_mean: whether its mean over ranks makes sense.
+        mean: the name of the array whose variance it is; empty for none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    digest: bytes
+    has_mean: bool
+    mean: str
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the ranks agree on the arrays that differ.
+
+    Attributes:
+        source: the rank whose arrays count where there is no mean.
+        averaged: names of arrays that become their weighted mean.
+        copied: names of arrays that become those of ``source``.
+        means: for the averaged variances, the names of their means.
+    """
+
+    source: int
+    averaged: tuple[str, ...]
+    copied: tuple[str, ...]
+    means: Mapping[str, str]
+
+
+def agree(
+    communicator: Communicator,
+    arrays: Arrays,
+    weight: float,
+    *,
+    means_of_variances: Mapping[str, str] | None = None,
+    never_averaged: Collection[str] = (),
+    name: str = "agreement",
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Return the arrays that this rank must take over so that all ranks hold the same values; collective.
+
+    A floating-point or complex array becomes the mean over ranks, weighted. A variance becomes that of all ranks'
+    values together, which also counts how far the ranks' means lie apart. An array of any other type, and one whose
+    shape or type differs among the ranks that count, becomes that of the first rank with a weight. Where no rank has a
+    weight, all count alike. Arrays that are equal on all ranks stay untouched, to the bit, and cost a digest.
+
+    Args:
+        communicator: the ranks that take part.
+        arrays: the values of this rank by name; ranks may have different names.
+        weight: what this rank's values count in means, such as the rows behind them; 0 or more.
+        means_of_variances: for the names of variances, the names of their means.
+        never_averaged: names of floating-point arrays that are copied, such as unit vectors.
+        name: the operation's name, equal on all ranks.
+    """
+    if communicator.world.size == 1:
+        return {}
+    means = means_of_variances or {}
+    outlines = {key: _outline(array, key not in never_averaged, means.get(key, "")) for key, array in arrays.items()}
+    told = objects.allgather_object(communicator, (float(weight), outlines), name=f"{name} outlines")
+    weights = _weights([each for each, _ in told])
+    plan = _planned(weights, [each for _, each in told])
+    if not plan.averaged and not plan.copied:
+        return {}
+    wanted = [*plan.averaged, *plan.copied]
+    mine = {key: arrays[key] for key in wanted} if communicator.world.rank == plan.source else {}
+    base = objects.broadcast_object(communicator, mine, plan.source, name=f"{name} base")
+    if not plan.averaged:
+        return base
+    share = weights[communicator.world.rank] / sum(weights)
+    shifts = {key: _shift(arrays[key], base[key]) if share else _zeros(base[key]) for key in plan.averaged}
+    squares = {variance: shifts[mean] ** 2 for variance, mean in plan.means.items()}
+    summed = _summed(communicator, [part * share for part in (*shifts.values(), *squares.values())], f"{name} shifts")
+    shifts = dict(zip(plan.averaged, summed, strict=False))
+    for (variance, mean), square in zip(plan.means.items(), summed[len(shifts) :], strict=True):
+        shifts[variance] = shifts[variance] + np.maximum(square - shifts[mean] ** 2, 0.0)
+    return {**base, **{key: _shifted(base[key], shift) for key, shift in shifts.items()}}
+
+
+def _weights(told: Sequence[float]) -> list[float]:
+    return list(told) if sum(told) > 0 else [1.0] * len(told)
+
+
+def _outline(array: npt.NDArray[np.generic], has_mean: bool, mean: str) -> _Outline:
+    digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest()
+    return _Outline(array.shape, array.dtype.str, digest, has_mean and array.dtype.kind in "fc", mean)
+
+
+def _planned(weights: Sequence[float], outlines: Sequence[Mapping[str, _Outline]]) -> _Plan:
+    """The plan from what all ranks told; a pure function."""
+    counting = [rank for rank, weight in enumerate(weights) if weight > 0]
+    source = outlines[counting[0]]
+    differing = [key for key, outline in source.items() if any(each.get(key) != outline for each in outlines)]
+
+    def is_alike(key: str) -> bool:
+        others = [outlines[rank].get(key) for rank in counting]
+        return all(each and (each.shape, each.dtype) == (source[key].shape, source[key].dtype) for each in others)
+
+    averaged = tuple(key for key in differing if source[key].has_mean and is_alike(key))
+    copied = tuple(key for key in differing if key not in averaged)
+    means = {key: source[key].mean for key in averaged if source[key].mean in averaged}
+    return _Plan(counting[0], averaged, copied, means)
+
+
+def _numbers(array: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
+    """The array as float64, the two parts of complex numbers one after the other."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.kind == "c":
+        return flat.astype(np.complex128).view(np.float64)
+    return flat.astype(np.float64)
+
+
+def _zeros(like: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
+    return np.zeros(like.size * (2 if like.dtype.kind == "c" else 1), np.float64)
+
+
+def _shift(array: npt.NDArray[np.generic], base: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
+    """How far an array is from the base: 0 also where both are the same infinity or NaN."""
+    own, other = _numbers(array), _numbers(base)
+    with np.errstate(invalid="ignore"):
+        return np.where((own == other) | (np.isnan(own) & np.isnan(other)), 0.0, own - other)
+
+
+def _shifted(base: npt.NDArray[np.generic], shift: npt.NDArray[np.float64]) -> npt.NDArray[np.generic]:
+    numbers = _numbers(base) + shift
+    whole = numbers.view(np.complex128) if base.dtype.kind == "c" else numbers
+    return whole.astype(base.dtype).reshape(base.shape)
+
+
+def _summed(
+    communicator: Communicator, parts: Sequence[npt.NDArray[np.float64]], name: str
+) -> list[npt.NDArray[np.float64]]:
+    together = communicator.allreduce(np.concatenate(parts), ReduceOp.SUM, name=name)
+    ends = np.cumsum([part.size for part in parts])[:-1]
+    return [np.asarray(part, np.float64) for part in np.split(together, ends)]

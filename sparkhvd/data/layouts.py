@@ -1,0 +1,38 @@
+"""Which files of a folder hold the rows that Spark shows for it, by their names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import unquote
+
+_UNFINISHED = "._COPYING_"  # of Hadoop's shell
+
+
+def shown_files(paths: Sequence[str]) -> list[str]:
+    """The files that hold rows, in their order.
+
+    A name that begins with ``_`` or a dot hides a file, or all files in a folder; ``_day=1`` is no such name, but the
+    folder of a value. Where there are folders of values, the files in them are the rows; else those directly in the
+    folder. Where Spark finds none of either and gives up, files at any depth are.
+
+    Args:
+        paths: all files, relative to the folder.
+    """
+    visible = visible_files(paths)
+    of_values = [path for path in visible if partition_columns([path])]
+    return of_values or [path for path in visible if "/" not in path] or visible
+
+
+def visible_files(paths: Sequence[str]) -> list[str]:
+    """The files that no name hides."""
+    return [path for path in paths if not any(map(_is_hidden, path.split("/")))]
+
+
+def partition_columns(paths: Sequence[str]) -> set[str]:
+    """The columns whose values are the names of folders, as ``partitionBy`` of Spark's writers makes them."""
+    folders = {folder for path in paths for folder in path.split("/")[:-1]}
+    return {unquote(folder.partition("=")[0]) for folder in folders if "=" in folder}
+
+
+def _is_hidden(name: str) -> bool:
+    return (name.startswith("_") and "=" not in name) or name.startswith(".") or name.endswith(_UNFINISHED)

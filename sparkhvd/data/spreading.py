@@ -1,0 +1,73 @@
+"""Random orders in which every part is a fair sample of the whole, whatever the order of the whole.
+
+A plain permutation is fair on average; a stratified one is fair every time, which counts where there are few items to
+assign. What lies together goes to different parts, and chance decides which goes where, so no period in the data can
+agree with the number of parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Places = npt.NDArray[np.int64]
+
+# Runs of neighbouring rows that are assigned as a whole. Long runs are copied faster; many runs make finer samples.
+_RUNS = 4096
+_RUNS_PER_PORTION = 256
+
+
+def spread(count: int, bins: int, random: np.random.Generator) -> Places:
+    """Return an order of ``count`` items, bin after bin: each bin has about one of every ``bins`` neighbouring items.
+
+    Which one is random, as is the order within a bin. The items left over at the end go to random bins.
+    """
+    strata = count // bins
+    even = random.permuted(np.tile(np.arange(bins), (strata, 1)), axis=1).ravel()
+    rest = random.permutation(bins)[: count - strata * bins]
+    return np.lexsort((random.random(count), np.concatenate([even, rest])))
+
+
+def in_portions(rows: int, portion: int, random: np.random.Generator) -> Places:
+    """Return an order of ``rows`` rows in which every ``portion`` rows in a row are a fair sample, well permuted."""
+    portions = max(1, -(-rows // portion))
+    places = _by_runs(rows, portions, min(_RUNS, portions * _RUNS_PER_PORTION), random)
+    return _permuted(places, portion, random)
+
+
+def part_in_portions(
+    rows: Sequence[int], part: int, portion: int, drawn: np.random.Generator, random: np.random.Generator
+) -> Places:
+    """Return one part of a division of rows into fair samples, each in an order as ``in_portions`` makes it.
+
+    Args:
+        rows: the rows of every part, almost the same number.
+        part: which part to return.
+        portion: rows that are permuted together.
+        drawn: decides the division; the same stream for every part.
+        random: decides the order within the part.
+    """
+    bins = len(rows) * -(-max(rows) // portion)
+    start = sum(rows[:part])
+    return _permuted(_by_runs(sum(rows), bins, _RUNS, drawn)[start : start + rows[part]], portion, random)
+
+
+def _by_runs(rows: int, bins: int, runs: int, random: np.random.Generator) -> Places:
+    """An order by runs, about ``runs`` of them, in which each of ``bins`` equal parts is a fair sample."""
+    run = max(1, rows // runs)
+    starts = np.arange(0, rows, run)
+    ordered = starts[spread(len(starts), bins, random)]
+    places = (ordered[:, np.newaxis] + np.arange(run)).ravel()
+    surplus = len(places) - rows
+    if surplus:  # the last run is shorter; to close the gap takes less time than to copy all others
+        end = (int(np.argmax(ordered)) + 1) * run
+        places[end - surplus : rows] = places[end:]
+    return places[:rows]
+
+
+def _permuted(places: Places, portion: int, random: np.random.Generator) -> Places:
+    for start in range(0, len(places), portion):
+        random.shuffle(places[start : start + portion])
+    return places

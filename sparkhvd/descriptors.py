@@ -1,0 +1,44 @@
+"""How many files and sockets this process may have open."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from sparkhvd.errors import ConfigError
+
+_RESERVE = 64  # for what a program opens beside
+
+
+def allow_files(least: int, most: int, purpose: str) -> None:
+    """Let this process open up to ``most`` files beside those it has, as far as its hard limit permits.
+
+    Args:
+        least: how many it certainly opens.
+        most: how many it may open.
+        purpose: what for, as the subject of a sentence.
+
+    Raises:
+        ConfigError: the hard limit does not suffice for ``least``.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = len(list(Path("/proc/self/fd").iterdir())) + _RESERVE
+    if soft == resource.RLIM_INFINITY or there + most <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and there + least > hard:
+        raise ConfigError(
+            f"{purpose} needs {there + least} open files, but this process may have {hard} (ulimit -Hn). Raise the "
+            "hard limit of open files on this host."
+        )
+    wanted = there + most if hard == resource.RLIM_INFINITY else min(there + most, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def allow_more_files() -> bool:
+    """Double the soft limit as far as the hard one permits; False when it is there."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft in {resource.RLIM_INFINITY, hard}:
+        return False
+    raised = 2 * soft if hard == resource.RLIM_INFINITY else min(2 * soft, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    return True

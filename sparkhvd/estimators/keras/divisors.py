@@ -1,0 +1,105 @@
+"""Losses that divide by what counts (masks, ignored classes), over the rows of all ranks.
+
+Such a loss divides by a number of its own on every rank. So a rank's loss counts by its part of the divisors of all
+ranks instead of its part of the rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from sparkhvd.comm import session
+from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.estimators.keras.dataset import BatchDataset
+
+
+class CurrentBatch:
+    """The batch whose loss is being computed; none outside of the training's and the validation's steps."""
+
+    def __init__(self) -> None:
+        self._of: tuple[BatchDataset, int] | None = None
+
+    def begin(self, data: BatchDataset, batch: int) -> None:
+        """Begin a batch that all ranks compute."""
+        self._of = data, batch
+
+    def end(self) -> None:
+        """End it: a loss that is computed now is a callback's, on this rank alone."""
+        self._of = None
+
+    def factor(self, divisor: float, name: str) -> float:
+        """Return what turns the weight of this rank's rows into that of its divisor; collective within a batch."""
+        if self._of is None:
+            return 1.0
+        data, batch = self._of
+        rows, of_all = data.rows_of(batch)
+        own = divisor if rows else 0.0
+        total = float(session.current().allreduce(np.array([own]), ReduceOp.SUM, name=name)[0])
+        return own / total * of_all / rows if rows and total else 0.0
+
+
+def divide_over_ranks(model: Any, current: CurrentBatch) -> None:
+    """Make the losses of a compiled model divide by what counts on all ranks."""
+    compiled = model._compile_loss  # noqa: SLF001  (compile resolves losses once it has seen outputs)
+    if compiled is None:
+        return
+    build = compiled.build
+
+    def build_and_wrap(*args: Any) -> None:
+        build(*args)
+        compiled._flat_losses = [  # noqa: SLF001
+            each._replace(loss=_over_ranks(each.loss, current, f"loss divisor {index}"))
+            for index, each in enumerate(compiled._flat_losses)  # noqa: SLF001
+        ]
+
+    compiled.build = build_and_wrap
+
+
+def _over_ranks(loss: Any, current: CurrentBatch, name: str) -> Callable[..., Any]:
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        return loss  # type: ignore[no-any-return]  # it reduces by a rule of its own
+    own = copy.copy(loss)
+    computed: list[Any] = []
+
+    def call(*args: Any) -> Any:
+        computed.append(loss.call(*args))
+        return computed[-1]
+
+    own.call = call
+
+    def compute(labels: Any, outputs: Any, weights: Any = None) -> Any:
+        value = own(labels, outputs, weights)
+        divisor = _divisor([_mask(outputs), _mask(computed.pop())])
+        if divisor is None or getattr(getattr(divisor, "device", None), "type", None) == "meta":
+            return value
+        return value * keras.ops.cast(_constant(divisor, lambda number: current.factor(number, name)), value.dtype)
+
+    return compute
+
+
+def _mask(values: Any) -> Any:
+    return getattr(values, "_keras_mask", None)
+
+
+def _divisor(masks: list[Any]) -> Any:
+    """Return the number of values that count, where that is not all of them."""
+    masks = [keras.ops.cast(mask, "float32") for mask in masks if mask is not None]
+    if not masks:
+        return None
+    return keras.ops.sum(masks[0] if len(masks) == 1 else masks[0] * masks[1])
+
+
+def _constant(number: Any, function: Callable[[float], float]) -> Any:
+    """Call a function with a number, at every run of the graph."""
+    if keras.config.backend() == "tensorflow":
+        import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
+
+        result: Any = tf.py_function(lambda given: function(float(given)), [tf.stop_gradient(number)], tf.float32)
+        result.set_shape([])
+        return tf.stop_gradient(result)
+    return function(float(number.detach()))

@@ -1,0 +1,47 @@
+"""Batch normalization in a model: what it means for ranks, said before the training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkhvd.errors import ParamError
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """The layers of a model that normalize by their batch.
+
+    Attributes:
+        local: names of those that see this rank's rows only.
+        synchronized: what to use instead to see the rows of all ranks.
+        pairs: names of those that cannot train on a single row.
+    """
+
+    local: tuple[str, ...] = ()
+    synchronized: str = ""
+    pairs: tuple[str, ...] = ()
+
+    def remark(self, num_proc: int, batch_size: int) -> str | None:
+        """Return one line for the log; None where there is nothing to say."""
+        if num_proc == 1 or not self.local:
+            return None
+        return (
+            f"the model's batch normalization ({_listed(self.local)}) sees the {batch_size} rows of its own rank, "
+            f"not the {num_proc * batch_size} rows of all {num_proc} ranks. To use them all: {self.synchronized}."
+        )
+
+    def refuse_single_rows(self, batch_size: int, num_proc: int) -> ParamError:
+        """Return the error for rows of which some batch has only one."""
+        return ParamError(
+            f"With batch_size={batch_size} and {num_proc} ranks, a batch has a single row, and the batch normalization "
+            f"of the model ({_listed(self.pairs)}) cannot train on one. Set batch_size to at least 3, and train on at "
+            "least two rows per rank."
+        )
+
+
+_SHOWN = 3
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

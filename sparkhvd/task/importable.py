@@ -1,0 +1,74 @@
+"""Which of the user's modules a process can import, and whether they are the driver's: asked without importing any."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from itertools import accumulate
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The modules that a process finds on its import path.
+
+    Attributes:
+        same: modules with the content that was asked for.
+        other: modules of that name with another content.
+    """
+
+    same: frozenset[str]
+    other: frozenset[str]
+
+
+def look_for(modules: Mapping[str, str]) -> Findings:
+    """Look for modules on the import path of this process.
+
+    Args:
+        modules: the SHA-256 of each module's file, by the module's name.
+    """
+    importlib.invalidate_caches()
+    found = {name: spec for name in modules if (spec := locate(name)) is not None}
+    same = frozenset(name for name, spec in found.items() if digest(content(spec)) == modules[name])
+    return Findings(same, frozenset(found) - same)
+
+
+def locate(name: str) -> ModuleSpec | None:
+    """Find a module on the import path without importing it or its packages; None where there is none."""
+    path, spec = None, None
+    for part in accumulate(name.split("."), "{}.{}".format):
+        spec = _find(part, path)
+        if spec is None:
+            return None
+        # The locations of a nested namespace package cannot be listed before its parent is imported.
+        locations = spec.submodule_search_locations
+        path = list(getattr(locations, "_path", locations) or ())
+    return spec
+
+
+def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
+    try:
+        finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
+        return next((spec for finder in finders if (spec := finder.find_spec(name, path)) is not None), None)
+    except KeyError:  # a namespace package asks for its parent, which is not imported
+        folder = name.rpartition(".")[2]
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(found) for root in path or () if (found := Path(root, folder)).is_dir()]
+        return spec
+
+
+def content(spec: ModuleSpec) -> bytes:
+    """Return the bytes of a module's file; empty where there is none to read."""
+    try:
+        return bytes(spec.loader.get_data(spec.origin))  # type: ignore[union-attr]  # not every loader has it
+    except (AttributeError, OSError, TypeError):
+        return b""
+
+
+def digest(content: bytes) -> str:
+    """Return the SHA-256 of a module's file."""
+    return hashlib.sha256(content).hexdigest()
