@@ -1,6 +1,6 @@
 # Nothing to install before the first target but Python 3.11 to 3.13 and a C++ compiler; `make` fetches the rest into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-core test-python test-petastorm lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
+.PHONY: help quickstart test test-core test-python test-petastorm test-gpu lint lint-python lint-types lint-imports lint-cpp bench soak docs clean
 .DELETE_ON_ERROR:
 
 RUN := tools/in-environment
@@ -24,23 +24,28 @@ PYTEST := $(RUN) python -X faulthandler -m pytest --durations=10
 
 .PHONY: $(PYTHON_PARTS)
 test: .venv/.build-tools ## Run every test
-	@$(SIDE_BY_SIDE) test-core $(PYTHON_PARTS)
+	@rm -f build/part-times
+	@$(SIDE_BY_SIDE) test-core $(PYTHON_PARTS); status=$$?; cat build/part-times; exit $$status
 
 test-core: .venv/.build-tools ## C++ tests: optimised, under AddressSanitizer, under ThreadSanitizer
-	@for preset in release asan tsan; do PATH="$(CURDIR)/.venv/bin:$$PATH" tools/core-tests $$preset || exit; done
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" tools/labelled core \
+		sh -c 'for preset in release asan tsan; do tools/core-tests $$preset || exit; done'
 
 test-python: .venv/.core-built ## Python tests
 	@$(SIDE_BY_SIDE) $(PYTHON_PARTS)
 
-$(FOLDERS:%=test-python-%): test-python-%: .venv/.core-built
+$(FOLDERS:%=test-python-%): test-python-%: .venv/.core-built .venv/.test-java
 	@tools/labelled $* $(PYTEST) tests/$*
 
-test-python-rest: .venv/.core-built
+test-python-rest: .venv/.core-built .venv/.test-java
 	@tools/labelled rest $(PYTEST) $(FOLDERS:%=--ignore=tests/%)
 
 test-petastorm: .venv/.core-built ## petastorm's own reader, in an environment of its own (build/petastorm)
 	@tools/petastorm-venv build/petastorm
 	@JAVA_HOME="$$(tools/java-home)" PYTHONPATH=. build/petastorm/bin/python -m pytest -q --noconftest -o addopts=--import-mode=importlib tests/petastorm
+
+test-gpu: .venv/.core-built ## Tests on the GPUs of this machine, and NCCL beside torch.distributed's; skipped without a GPU
+	@$(RUN) tools/test-gpu
 
 lint: lint-python lint-types lint-imports lint-cpp ## Formatting, lint, types and layers
 
@@ -87,6 +92,11 @@ clean: ## Remove what the targets made, .venv included
 .venv/.installed: .venv/.build-tools pyproject.toml setup.py
 	@tools/make-venv all
 	@touch $@ .venv/.core-built
+
+.venv/.test-java: .venv/.installed tools/test-java tools/spark_classes.py
+	@rm -rf .venv/test-java
+	@tools/test-java >/dev/null
+	@touch $@
 
 .venv/.core-built: .venv/.installed $(CORE)
 	@$(RUN) tools/build-core $@ $(CORE)

@@ -1,12 +1,12 @@
-"""Allreduce between processes of this machine: every peer in one run, in turns, on the same memory.
+"""Allreduce between processes of this machine, of every peer in processes of its own, as its users run it.
 
-Ours through the engine (named, negotiated, asynchronous) and by direct calls, torch.distributed's Gloo, Open MPI
-through mpi4py (shared-memory transport), and physical_limit.c. The ranks are started by mpirun and measure all peers in
-the same processes; a figure is the median of repetitions, each the time of the slowest rank. In a repetition each peer
-has one turn of a few calls, in an order drawn anew: how warm a peer finds the caches depends on whose turn was before.
-Results are checked before anything is timed.
+Ours through the engine (named, negotiated, asynchronous), by direct calls, and physical_limit.c run in ranks of
+``sparkhvd.run``; torch.distributed's Gloo in plain processes; Open MPI through mpi4py (shared-memory transport) under
+mpirun. Peers in one process slow each other down. Each peer is started several times, in an order drawn for each round;
+a figure is the median over the turns of all rounds, each the time of the slowest rank. Results are checked before
+anything is timed.
 
-    python -m bench.collectives [--ranks 2 4] [--seconds 3] [--largest MIB]
+    python -m bench.collectives [--ranks 2 4] [--seconds 3] [--largest MIB] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-import sparkhvd.torch as hvd
+import sparkhvd
 from bench import machine
-from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
@@ -45,46 +44,94 @@ CALLS = 5  # of a turn
 ROOT = Path(__file__).parents[1]
 
 Operation = Callable[[], object]
+Turns = dict[str, dict[str, list[float]]]  # by row, then by operation: seconds of the slowest rank
 Medians = dict[str, float]
+PEERS = ("ours", "gloo", "mpi")
 
 
 @dataclass(frozen=True)
-class Peers:
-    """What this rank measures with; mpi and limit are absent where they are not installed."""
+class Group:
+    """The ranks of one peer.
 
-    mpi: object
-    limit: ctypes.CDLL
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        meet: returns on all ranks at about the same time.
+        slowest: the largest of the ranks' values, by element.
+        reduce: the ways to sum a tensor in place; with no seconds to choose among settings, the usual way alone.
+        reduce_many: the same for many tensors at once.
+        half_types: whether other element types are measured, too.
+    """
+
+    rank: int
+    size: int
+    meet: Callable[[], object]
+    slowest: Callable[[np.ndarray], np.ndarray]
+    reduce: Callable[[torch.Tensor, float], dict[str, Operation]]
+    reduce_many: Callable[[list[torch.Tensor]], dict[str, Operation]]
+    half_types: bool = False
 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.folder:
-        _rank(Path(arguments.folder), arguments.seconds, arguments.largest * MIB)
+    if arguments.peer:
+        _plain_rank(arguments)
         return
     print(f"{machine.describe()}; torch {torch.__version__}")
     for ranks in arguments.ranks:
-        _print_tables(ranks, _launch(ranks, arguments.seconds, arguments.largest))
+        largest = arguments.largest if ranks == 2 else min(arguments.largest, 64)
+        _print_tables(ranks, _medians_of_rounds(ranks, arguments.seconds, largest, arguments.rounds))
     print(f"\nafterwards: {machine.load()}")
 
 
-def _launch(ranks: int, seconds: float, largest: int) -> dict[str, Medians]:
-    """Run the ranks under mpirun and read what rank 0 has measured."""
+def _medians_of_rounds(ranks: int, seconds: float, largest: int, rounds: int) -> dict[str, Medians]:
+    draw = random.Random(ranks)
+    pooled: Turns = {}
     with tempfile.TemporaryDirectory() as folder:
         _build_limit(Path(folder))
-        command = [
-            *(_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", str(ranks)),
-            *("--mca", "btl", "self,vader", "--mca", "pml", "ob1"),
-            *(sys.executable, "-m", "bench.collectives", "--folder", folder),
-            *("--seconds", str(seconds), "--largest", str(largest if ranks == 2 else min(largest, 64))),
-        ]
-        subprocess.run(command, check=True, cwd=ROOT)
-        return json.loads((Path(folder) / "rows").read_text(encoding="utf-8"))
+        for number in range(rounds):
+            for peer in draw.sample(PEERS, len(PEERS)):
+                place = Path(folder, f"{peer}-{number}")
+                place.mkdir()
+                for row, operations in _launch(peer, ranks, seconds / rounds, largest, place).items():
+                    for name, turns in operations.items():
+                        pooled.setdefault(row, {}).setdefault(name, []).extend(turns)
+    return {
+        row: {name: statistics.median(turns) for name, turns in operations.items()}
+        for row, operations in pooled.items()
+    }
+
+
+def _launch(peer: str, ranks: int, seconds: float, largest: int, folder: Path) -> Turns:
+    """Run the ranks of a peer, and return what they have measured."""
+    if peer == "ours":
+        return sparkhvd.run(_own_rank, (str(folder), seconds, largest), num_proc=ranks, launcher="local")[0]
+    command = [sys.executable, "-m", "bench.collectives", "--peer", peer, "--folder", str(folder)]
+    command += ["--seconds", str(seconds), "--largest", str(largest), "--ranks", str(ranks)]
+    if peer == "mpi":
+        mpirun = [_mpirun(), "--allow-run-as-root", "--oversubscribe", "-np", str(ranks)]
+        subprocess.run([*mpirun, "--mca", "btl", "self,vader", "--mca", "pml", "ob1", *command], check=True, cwd=ROOT)
+    else:
+        _run_together([[*command, "--rank", str(rank)] for rank in range(ranks)])
+    return json.loads((folder / "rows").read_text(encoding="utf-8"))
+
+
+def _run_together(commands: list[list[str]]) -> None:
+    processes = [subprocess.Popen(command, cwd=ROOT) for command in commands]
+    try:
+        for process in processes:
+            if process.wait():
+                raise SystemExit(f"a rank ended with exit code {process.returncode}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _mpirun() -> str:
     found = shutil.which("mpirun")
     if found is None:
-        raise SystemExit("mpirun is not installed (Debian: openmpi-bin); it starts the ranks and is one of the peers.")
+        raise SystemExit("mpirun is not installed (Debian: openmpi-bin); it is one of the peers.")
     return found
 
 
@@ -92,139 +139,189 @@ def _build_limit(folder: Path) -> None:
     source = Path(__file__).with_name("physical_limit.c")
     flags = ["-O3", "-march=native", "-shared", "-fPIC"]
     subprocess.run(["cc", *flags, "-o", str(folder / "limit.so"), str(source)], check=True)
-    (folder / "memory").touch()
 
 
 # One rank.
 
 
-def _rank(folder: Path, seconds: float, largest: int) -> None:
-    from mpi4py import MPI  # noqa: PLC0415  only the ranks are under mpirun
+def _own_rank(folder: str, seconds: float, largest: int) -> Turns:
+    import sparkhvd.torch as hvd  # noqa: PLC0415  (the other peers run without it)
+    from sparkhvd.comm import session  # noqa: PLC0415
+    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
 
-    torch.set_num_threads(1)
     hvd.init()
-    dist.init_process_group("gloo", f"file://{folder}/gloo", rank=hvd.rank(), world_size=hvd.size())
-    peers = Peers(MPI, _open_limit(folder))
-    rows: dict[str, Medians] = {}
-    for size in SIZES:
-        if size <= largest:
-            rows[f"float32 {size}"] = _one_array(peers, size, seconds)
-    rows["many"] = _many(seconds)
-    for size in HALF_SIZES:
-        if size <= largest:
-            rows[f"half {size}"] = _half_types(size, seconds)
-    if hvd.rank() == 0:
-        (folder / "rows").write_text(json.dumps(rows), encoding="utf-8")
-    hvd.barrier()
-    dist.destroy_process_group()
+    me, nothing = session.current(), np.zeros(1, np.float32)
+    limit = _open_limit(Path(folder), hvd.rank(), hvd.size(), hvd.barrier)
+
+    def reduce(tensor: torch.Tensor, seconds: float) -> dict[str, Operation]:
+        name = f"bench.{tensor.dtype}.{len(tensor)}"
+        ours: dict[str, Operation] = {"engine": lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum)}
+        if seconds:
+            array = tensor.numpy()
+            chunks = LIMIT_CHUNKS if tensor.nbytes > 64 * KIB else LIMIT_CHUNKS[:1]
+            limits = {str(n): partial(limit.limit_allreduce, array.ctypes.data, len(array), n) for n in chunks}
+            alone = _turns(group, limits, seconds / 4, [tensor])
+            ours["direct"] = lambda: me.allreduce_now(array, ReduceOp.SUM, out=array)
+            ours["limit"] = limits[min(alone, key=lambda chunk: statistics.median(alone[chunk]))]
+        return ours
+
+    def reduce_many(tensors: list[torch.Tensor]) -> dict[str, Operation]:
+        def engine() -> None:
+            handles = [hvd.allreduce_async_(t, name=f"bench.many.{n}", op=hvd.Sum) for n, t in enumerate(tensors)]
+            for handle in handles:
+                handle.wait()
+
+        return {"engine": engine}
+
+    group = Group(
+        hvd.rank(),
+        hvd.size(),
+        lambda: me.allreduce_now(nothing, ReduceOp.SUM, out=nothing),
+        lambda values: me.allreduce(values, ReduceOp.MAX),
+        reduce,
+        reduce_many,
+        half_types=True,
+    )
+    rows = _measured(group, seconds, largest * MIB)
     hvd.shutdown()
+    return rows
 
 
-def _open_limit(folder: Path) -> ctypes.CDLL:
-    limit = ctypes.CDLL(str(folder / "limit.so"))
-    limit.limit_bytes.restype = ctypes.c_size_t
-    limit.limit_allreduce.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
-    limit.limit_allreduce.restype = None
-    with (folder / "memory").open("r+b") as file:
-        os.ftruncate(file.fileno(), limit.limit_bytes(hvd.size()))
-        hvd.barrier()
-        if limit.limit_open(file.fileno(), hvd.rank(), hvd.size()) != 0:
-            raise SystemExit("physical_limit.c could not map its memory")
-    return limit
+def _plain_rank(arguments: argparse.Namespace) -> None:
+    folder = Path(arguments.folder)
+    group = _mpi() if arguments.peer == "mpi" else _gloo(folder, arguments.rank, arguments.ranks[0])
+    if group.size != arguments.ranks[0]:
+        raise SystemExit(f"{arguments.peer} made {group.size} ranks, not {arguments.ranks[0]}; check its installation.")
+    rows = _measured(group, arguments.seconds, arguments.largest * MIB)
+    if group.rank == 0:
+        (folder / "rows").write_text(json.dumps(rows), encoding="utf-8")
+    group.meet()
+    if arguments.peer == "gloo":
+        dist.destroy_process_group()
 
 
-def _one_array(peers: Peers, size: int, seconds: float) -> Medians:
-    array = np.zeros(size // 4, np.float32)
-    tensor = torch.from_numpy(array)
-    me = session.current()
+def _gloo(folder: Path, rank: int, size: int) -> Group:
+    dist.init_process_group("gloo", f"file://{folder}/gloo", rank=rank, world_size=size)
 
-    def limit(chunk: int) -> Operation:
-        return lambda: peers.limit.limit_allreduce(array.ctypes.data, len(array), chunk)
+    def slowest(values: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(values.copy())
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.numpy()
 
-    limits = {str(chunk): limit(chunk) for chunk in (LIMIT_CHUNKS if size > 64 * KIB else LIMIT_CHUNKS[:1])}
-    alone = _medians(limits, seconds / 4, [tensor])
-    operations: dict[str, Operation] = {
-        "engine": lambda: hvd.allreduce_(tensor, name=f"bench.{size}", op=hvd.Sum),
-        "direct": lambda: me.allreduce_now(array, ReduceOp.SUM, out=array),
-        "gloo": lambda: dist.all_reduce(tensor),
-        "mpi": lambda: peers.mpi.COMM_WORLD.Allreduce(peers.mpi.IN_PLACE, array),
-        "limit": limits[min(alone, key=lambda chunk: alone[chunk])],
-    }
-    for name, operation in operations.items():
-        _check(name, operation, [tensor])
-    return _medians(operations, seconds, [tensor])
-
-
-def _many(seconds: float) -> Medians:
-    tensors = [torch.zeros(1024) for _ in range(MANY)]
-    names = [f"bench.many.{index}" for index in range(MANY)]
-
-    def engine() -> None:
-        handles = [hvd.allreduce_async_(t, name=n, op=hvd.Sum) for t, n in zip(tensors, names, strict=True)]
-        for handle in handles:
-            handle.wait()
-
-    def coalesced() -> None:
+    def coalesced(tensors: list[torch.Tensor]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # there is nothing else for it on Gloo yet
             dist.all_reduce_coalesced(tensors)
 
-    operations = {"engine": engine, "gloo": coalesced}
-    for name, operation in operations.items():
-        _check(name, operation, tensors)
-    return _medians(operations, seconds, tensors)
+    nothing = torch.zeros(1)
+    return Group(
+        rank,
+        size,
+        lambda: dist.all_reduce(nothing),
+        slowest,
+        lambda tensor, _: {"gloo": lambda: dist.all_reduce(tensor)},
+        lambda tensors: {"gloo": lambda: coalesced(tensors)},
+    )
 
 
-def _half_types(size: int, seconds: float) -> Medians:
+def _mpi() -> Group:
+    from mpi4py import MPI  # noqa: PLC0415  (only these ranks are under mpirun)
+
+    world = MPI.COMM_WORLD
+
+    def slowest(values: np.ndarray) -> np.ndarray:
+        found = values.copy()
+        world.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        return found
+
+    def reduce(tensor: torch.Tensor, _: float) -> dict[str, Operation]:
+        array = tensor.numpy()
+        return {"mpi": lambda: world.Allreduce(MPI.IN_PLACE, array)}
+
+    return Group(world.rank, world.size, world.Barrier, slowest, reduce, lambda _: {})
+
+
+def _open_limit(folder: Path, rank: int, size: int, barrier: Callable[[], object]) -> ctypes.CDLL:
+    limit = ctypes.CDLL(str(folder.parent / "limit.so"))
+    limit.limit_bytes.restype = ctypes.c_size_t
+    limit.limit_allreduce.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    limit.limit_allreduce.restype = None
+    with (folder / "memory").open("a+b") as file:
+        os.ftruncate(file.fileno(), limit.limit_bytes(size))
+        barrier()
+        if limit.limit_open(file.fileno(), rank, size) != 0:
+            raise SystemExit("physical_limit.c could not map its memory")
+    return limit
+
+
+def _measured(group: Group, seconds: float, largest: int) -> Turns:
+    torch.set_num_threads(1)
+    rows: Turns = {}
+    for size in (size for size in SIZES if size <= largest):
+        tensor = torch.zeros(size // 4)
+        rows[f"float32 {size}"] = _checked(group, group.reduce(tensor, seconds), seconds, [tensor])
+    many = [torch.zeros(1024) for _ in range(MANY)]
+    rows["many"] = _checked(group, group.reduce_many(many), seconds, many)
+    if group.half_types:
+        for size in (size for size in HALF_SIZES if size <= largest):
+            rows[f"half {size}"] = _half_types(group, size, seconds)
+    return rows
+
+
+def _half_types(group: Group, size: int, seconds: float) -> dict[str, list[float]]:
     """The same number of elements in three types; ``size`` is that of float32."""
     types = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
     tensors = {name: torch.zeros(size // 4, dtype=dtype) for name, dtype in types.items()}
-
-    def reduce(name: str) -> Operation:
-        return lambda: hvd.allreduce_(tensors[name], name=f"bench.{name}.{size}", op=hvd.Sum)
-
-    return _medians({name: reduce(name) for name in types}, seconds, list(tensors.values()))
+    operations = {name: group.reduce(tensor, 0.0)["engine"] for name, tensor in tensors.items()}
+    return _turns(group, operations, seconds, list(tensors.values()))
 
 
-def _check(name: str, operation: Operation, tensors: list[torch.Tensor]) -> None:
+def _checked(
+    group: Group, operations: dict[str, Operation], seconds: float, tensors: list[torch.Tensor]
+) -> dict[str, list[float]]:
+    for name, operation in operations.items():
+        _check(group, name, operation, tensors)
+    return _turns(group, operations, seconds, tensors) if operations else {}
+
+
+def _check(group: Group, name: str, operation: Operation, tensors: list[torch.Tensor]) -> None:
     """Whole numbers, whose sum is exact, different in every element."""
-    ranks = hvd.size()
+    ranks = group.size
     for number, tensor in enumerate(tensors):
-        tensor.copy_((torch.arange(len(tensor)) + number) % 1009 * (hvd.rank() + 1))
+        tensor.copy_((torch.arange(len(tensor)) + number) % 1009 * (group.rank + 1))
     operation()
     for number, tensor in enumerate(tensors):
         want = ((torch.arange(len(tensor)) + number) % 1009 * (ranks * (ranks + 1) // 2)).float()
         if not torch.equal(tensor, want):
-            raise SystemExit(f"wrong result of {name} on rank {hvd.rank()}")
+            raise SystemExit(f"wrong result of {name} on rank {group.rank}")
 
 
-def _medians(operations: dict[str, Operation], seconds: float, tensors: list[torch.Tensor]) -> Medians:
-    """Of the seconds of a call, over the turns of each operation."""
+def _turns(
+    group: Group, operations: dict[str, Operation], seconds: float, tensors: list[torch.Tensor]
+) -> dict[str, list[float]]:
+    """The seconds of a call in every turn of each operation."""
     for tensor in tensors:
         tensor.zero_()  # sums of zeros stay finite
-    once = sum(_turn(operation) for operation in operations.values()) * CALLS
-    repetitions = int(hvd.broadcast(torch.tensor(int(min(1000, max(7, seconds / once)))), 0).item())
+    once = sum(_turn(group, operation) for operation in operations.values()) * CALLS
+    repetitions = int(group.slowest(np.array([min(1000.0, max(7.0, seconds / once))]))[0])
     draw = random.Random(repetitions)  # the same order on all ranks
     turns: dict[str, list[float]] = {name: [] for name in operations}
     for _ in range(repetitions):
         for name in draw.sample(list(operations), len(operations)):
-            turns[name].append(_turn(operations[name]))
-    slowest = session.current().allreduce(np.array(list(turns.values())), ReduceOp.MAX)
-    return {name: statistics.median(row) for name, row in zip(operations, slowest, strict=True)}
+            turns[name].append(_turn(group, operations[name]))
+    slowest = group.slowest(np.array(list(turns.values())))
+    return {name: row.tolist() for name, row in zip(operations, slowest, strict=True)}
 
 
-def _turn(operation: Operation) -> float:
+def _turn(group: Group, operation: Operation) -> float:
     """Seconds of one of several calls, each of which all ranks enter at about the same time."""
     total = 0.0
     for _ in range(CALLS):
-        session.current().allreduce_now(_NOTHING, ReduceOp.SUM, out=_NOTHING)
+        group.meet()
         start = time.perf_counter()
         operation()
         total += time.perf_counter() - start
     return total / CALLS
-
-
-_NOTHING = np.zeros(1, np.float32)
 
 
 # The tables.
@@ -266,7 +363,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="how many processes; tables for each")
     parser.add_argument("--seconds", type=float, default=3.0, help="about how long to measure for a row")
     parser.add_argument("--largest", type=int, default=256, help="MiB of the largest array")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--rounds", type=int, default=3, help="how often each peer is started")
+    for name, kind in (("--peer", str), ("--folder", str), ("--rank", int)):  # of a rank
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -248,11 +248,11 @@ def _arrays(folder: Path, rows: int) -> Table:
 
 
 def _written(name: str, folder: Path, rows: int, content: Callable[[int], pa.Table]) -> Table:
-    """Files as ``prepare`` lets Spark write them: row groups of about 16 MB, snappy, no dictionaries."""
+    """Files as ``prepare`` lets Spark write them: row groups of about 8 MB, snappy, no dictionaries."""
     folder.mkdir()
     for number in range(FILES):
         table = content(rows // FILES)
-        group = max(1, int(16e6 * table.num_rows / table.nbytes))
+        group = max(1, int(8e6 * table.num_rows / table.nbytes))
         parquet.write_table(table, folder / f"{number}.parquet", row_group_size=group, use_dictionary=False)
     return Table(name, folder, rows // FILES * FILES)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from tests.comparison import compare, compare_large
 from tests.endurance import come_and_go, cycles, kill_one_of, strangers
 from tests.launch.faults import CUT_OFF_FAULTS, FAULTS, PORT_FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
@@ -59,6 +61,23 @@ def comings_and_goings(count: int) -> str:
         group.run(come_and_go, count // 10, seconds=600.0)
     lines.append(f"the same {count // 10} times while strangers call: {counts}")
     return "\n".join(lines)
+
+
+def comparison(minutes: float) -> str:
+    """Compare random mixtures of all collectives with numpy, on other ranks and hosts every time; then large ones."""
+    draw = random.Random()
+    results, layouts, wrong = 0, 0, []
+    until = time.monotonic() + minutes * 60
+    while time.monotonic() < until:
+        hosts = tuple(draw.choices("abc", k=draw.randint(1, 6)))
+        settings = {"encrypt": draw.random() < 0.2, "shared_memory": draw.random() < 0.8}
+        found, odd = compare(hosts, draw.randrange(1 << 30), 10.0, **settings)
+        results, layouts, wrong = results + found, layouts + 1, wrong + odd
+    for hosts in (("a", "a"), ("a", "b")):
+        found, odd = compare_large(hosts)
+        results, wrong = results + found, wrong + odd
+    verdict = "all right" if not wrong else f"FAILED: {len(wrong)} wrong: {wrong[:3]}"
+    return f"{results} results of random collectives over {layouts} layouts, and of more than 2 GiB: {verdict}"
 
 
 def fuzzing(minutes: float) -> str:
@@ -178,6 +197,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--cycles", type=int, default=1000)
     parser.add_argument("--fuzz-minutes", type=float, default=10.0)
+    parser.add_argument("--comparison-minutes", type=float, default=5.0)
     parser.add_argument("--only-faults", action="store_true", help="the fault matrix alone, into faults.txt")
     parser.add_argument("--report", type=Path, default=_ROOT / "bench" / "results" / "soak.txt")
     options = parser.parse_args()
@@ -194,6 +214,7 @@ def main() -> int:
         comings_and_goings(options.cycles),
         faults(),
         large_model(),
+        comparison(options.comparison_minutes),
         fuzzing(options.fuzz_minutes),
         properties(),
     ]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["pytester"]
 
 # A change is judged by the same examples every time; `make soak` searches for others.
-settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("searching", max_examples=3000, deadline=None)
 settings.load_profile("repeatable")
 
@@ -67,6 +67,8 @@ _LASTING_VARIABLES = (
 _ports_of_data_nodes: set[int] = set()
 _OF_THE_HDFS_CLIENT = frozenset({"anon_inode:[eventfd]", "anon_inode:[eventpoll]"})
 _TEMPORARY_FOLDER = pytest.StashKey[Path]()
+# A Java whose JVMs start in half the processor time; the `make` targets of the tests create it.
+_TEST_JAVA = Path(__file__).parents[1] / ".venv" / "test-java"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch._dynamo  # noqa: F401, PLC0415
 
         gc.freeze()  # nothing of it becomes garbage, in which the leak check would look for it again and again
+    if (_TEST_JAVA / "bin" / "java").exists():
+        os.environ["JAVA_HOME"] = str(_TEST_JAVA)
     folder = Path(tempfile.mkdtemp(prefix="sparkhvd-tests-"))
     config.stash[_TEMPORARY_FOLDER] = folder
     temporary = folder / "tmp"

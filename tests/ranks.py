@@ -76,7 +76,7 @@ class RankGroup:
         hosts = hosts or ("one",) * size
         config = Config(**{"collective_timeout": collective_timeout, "start_timeout": _START_SECONDS} | settings)
         self.size = size
-        self._server = RendezvousServer(token, server_host)
+        self._server = RendezvousServer(token, server_host, encrypt=config.encrypt)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection] = []
         try:

@@ -73,18 +73,26 @@ def _ip(*words: str) -> None:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[tuple[str, tuple[Host, ...]]]:
+def hosts(count: int, *, ipv6: bool = False) -> Iterator[tuple[str, tuple[Host, ...]]]:
     """The address of this machine on the bridge, and the hosts at its other ports.
 
     Their interfaces have different names, and each has a bridge of its own with the same address, as Docker makes it.
+
+    Args:
+        count: how many hosts.
+        ipv6: whether addresses on the bridge are of IPv6 instead of IPv4.
     """
     number = os.getpid()
-    bridge, net = f"shvd{number}", f"10.{200 + number % 50}.{number // 50 % 250}"
-    made = tuple(Host(f"{bridge}-{index}", f"{net}.{index + 2}", f"ens{index}", f"{net}.1") for index in range(count))
+    bridge = f"shvd{number}"
+    net, bits = f"10.{200 + number % 50}.{number // 50 % 250}.", "24"
+    if ipv6:
+        net, bits = f"fd00:{number % 0x10000:x}::", "64"
+    made = tuple(Host(f"{bridge}-{index}", f"{net}{index + 2}", f"ens{index}", f"{net}1") for index in range(count))
+    at_once = ("nodad",) if ipv6 else ()
     with ExitStack() as stack:
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
-        _ip("addr", "add", f"{net}.1/24", "dev", bridge)
+        _ip("addr", "add", f"{net}1/{bits}", "dev", bridge, *at_once)
         _ip("link", "set", bridge, "up")
         for index, host in enumerate(made):
             _ip("netns", "add", host.namespace)
@@ -95,16 +103,16 @@ def hosts(count: int) -> Iterator[tuple[str, tuple[Host, ...]]]:
             _ip("-n", host.namespace, "addr", "add", "172.17.0.1/16", "dev", "docker0")
             _ip("link", "add", port, "type", "veth", "peer", "name", host.interface, "netns", host.namespace)
             _ip("link", "set", port, "master", bridge, "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.interface)
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/{bits}", "dev", host.interface, *at_once)
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             host.connect()
-        yield f"{net}.1", made
+        yield f"{net}1", made
 
 
 @contextmanager
-def cluster(count: int, folder: Path) -> Iterator[Cluster]:
+def cluster(count: int, folder: Path, *, ipv6: bool = False) -> Iterator[Cluster]:
     """A standalone cluster with one core on each of ``count`` hosts; the files of its daemons are in ``folder``."""
-    with hosts(count) as (address, made), ExitStack() as stack:
+    with hosts(count, ipv6=ipv6) as (address, made), ExitStack() as stack:
         log = _serve(stack, "master.Master", address, [], folder / "master.log", ())
         master = _await_line(log, r"Starting Spark master at (spark://\S+)")
         logs = [
@@ -126,18 +134,21 @@ def cluster(count: int, folder: Path) -> Iterator[Cluster]:
 def _serve(  # noqa: PLR0917
     stack: ExitStack, name: str, address: str, prefix: list[str], log: Path, arguments: tuple[str, ...]
 ) -> Path:
+    host = f"[{address}]" if ":" in address else address
+    preferred = f"-Djava.net.preferIPv6Addresses={str(host != address).lower()}"
     environment = {
         **os.environ,
-        "SPARK_LOCAL_IP": address,
+        "SPARK_LOCAL_IP": host,
+        "SPARK_PREFER_IPV6": str(host != address).lower(),  # of the executors' Python
         "SPARK_LOCAL_DIRS": str(log.parent),
         "SPARK_DAEMON_MEMORY": "128m",
-        "SPARK_DAEMON_JAVA_OPTS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+        "SPARK_DAEMON_JAVA_OPTS": f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC {preferred}",
         "SPARK_NO_DAEMONIZE": "1",
     }
     command = [*prefix, str(SPARK_HOME / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}"]
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*command, "--host", address, "--port", "0", "--webui-port", "0", *arguments],
+            [*command, "--host", host, "--port", "0", "--webui-port", "0", *arguments],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=environment,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from sparkhvd.config import Config
 from sparkhvd.errors import LaunchError
 from sparkhvd.task.gather import all_gather
 from sparkhvd.task.job import Job
@@ -31,7 +32,7 @@ def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[p
     place, said = place_of_task(), []
     if place.index == 0:
         try:
-            all_gather("here", Job(b"", 2, start_timeout=1.0), place)
+            all_gather("here", Job(b"", 2, config=Config(start_timeout=1.0)), place)
         except LaunchError as error:
             said.append(str(error))
         waited.touch()

@@ -121,7 +121,7 @@ def stay(folder: str) -> None:
 
 
 def test_closing_a_job_ends_its_ranks(tmp_path):
-    job = Job(payload=pickle_call(stay, (str(tmp_path),), {}), num_proc=2, start_timeout=60.0)
+    job = Job(payload=pickle_call(stay, (str(tmp_path),), {}), num_proc=2)
     stream = LogStream(io.StringIO(), io.StringIO(), timestamps=False)
     handle = LocalLauncher(LaunchRequest(num_proc=2)).launch(job, stream)
     deadline, pause = time.monotonic() + 60, threading.Event()
@@ -135,6 +135,29 @@ def test_closing_a_job_ends_its_ranks(tmp_path):
 def test_ranks_that_do_not_get_ready_end_in_a_start_timeout():
     with pytest.raises(StartTimeoutError, match=r"Rank \d on host \S+ was not ready for fn in time"):
         sparkhvd.run(stay, ("",), num_proc=1, launcher="local", start_timeout=1e-6)
+
+
+def come_late_on_rank_1() -> None:
+    from sparkhvd.comm import session  # noqa: PLC0415
+
+    if os.environ["SPARKHVD_RANK"] == "1":
+        threading.Event().wait(600)
+    session.init()
+
+
+def test_init_waits_for_the_start_timeout_of_the_call_and_names_the_missing_rank_before_and_after():
+    stdout = io.StringIO()
+    with pytest.raises(RankFailedError, match=r"did not come to init\(\): rank 0 waited start_timeout=5 s for rank 1"):
+        sparkhvd.run(
+            come_late_on_rank_1,
+            num_proc=2,
+            launcher="local",
+            start_timeout=5,
+            env={"SPARKHVD_STALL_CHECK_SECONDS": "1"},
+            stdout=stdout,
+        )
+    warning = r"Rank 0 has waited \d s for rank 1 to come to init\(\)\. It gives up after start_timeout=5 s\."
+    assert re.search(warning, stdout.getvalue())
 
 
 def test_nothing_of_spark_is_loaded():

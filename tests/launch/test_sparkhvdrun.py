@@ -47,7 +47,7 @@ def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_pa
     done = sparkhvdrun(
         *("-np", 2, "--config-file", settings, "--cache-capacity", 9, "--tcp", "--output-filename", tmp_path / "kept"),
         *("--autotune", "--autotune-log-file", tmp_path / "tuning.csv", "--autotune-bayes-opt-max-samples", 5),
-        *("--timeline-filename", tmp_path / "timeline.json"),
+        *("--timeline-filename", tmp_path / "timeline.json", "--start-timeout", 77),
         *("--autotune-warmup-samples", 2, "--autotune-steps-per-sample", 4, "--autotune-gaussian-process-noise", 0.5),
         *(sys.executable, TRAIN, "an argument", "--with=dashes"),
     )
@@ -58,6 +58,7 @@ def test_a_program_runs_once_per_rank_with_the_settings_of_flags_and_file(tmp_pa
     assert found[0]["arguments"] == ["an argument", "--with=dashes"]
     assert found[0]["secrets"] == []
     assert found[1]["cache"] == 9, "flags win"
+    assert found[1]["start_timeout"] == 77.0
     assert found[1]["autotune"] == [True, str(tmp_path / "tuning.csv"), 2, 4, 5]
     assert (tmp_path / "tuning.csv").read_text().startswith("stage,fusion_threshold,")
     assert '"sum"' in (tmp_path / "timeline.json").read_text()

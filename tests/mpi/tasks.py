@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,8 +107,7 @@ class Launched:
             payload=pickle_call(fn, args, {}),
             num_proc=len(containers),
             env=tuple(dict(env).items()),
-            config=from_environment(changed_environment(dict(env))),
-            start_timeout=SECONDS,
+            config=replace(from_environment(changed_environment(dict(env))), start_timeout=SECONDS),
             secret=b"s" * 32,
         )
         self.stage: ProcessStage | None = None

@@ -30,6 +30,18 @@ def run(*args, **options):
         return [cloudpickle.loads(content) for content in handle.results()]
 
 
+def secrets_in_environments():
+    """What the environments of all processes of this host, as they began, say of secrets."""
+    said = set()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            variables = environment.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        said |= {one for one in variables if one.startswith(b"SPARKHVD_") and b"SECRET" in one.partition(b"=")[0]}
+    return {one.partition(b"=")[2].decode() for one in said}
+
+
 def meet_through_both_worlds():
     """What MPI and our core say of this rank, and two sums, one through each."""
     import numpy as np  # noqa: PLC0415
@@ -58,6 +70,7 @@ def meet_through_both_worlds():
         "secrets": [
             name for name in os.environ if name.startswith("SPARKHVD_") and ("SECRET" in name or "FOLDER" in name)
         ],
+        "in environments": secrets_in_environments(),
         "path": sys.path,
         "folder": str(Path.cwd()),
     }
@@ -78,6 +91,9 @@ def test_two_hosts_with_two_ranks_each_are_one_world_to_mpi_and_to_the_core(monk
         (3, 4, 1, 2, 1, 2),
     ]
     assert [one["mpi"] for one in found] == [(rank, 4) for rank in range(4)]
+    for one in found:
+        assert one["in environments"]
+        assert all(re.fullmatch(r"/proc/\d+/fd/\d+", value) for value in one["in environments"]), "no secret is in one"
     assert [one["sums"] for one in found] == [(10, 10.0)] * 4
     assert [one["env"] for one in found] == [("a b='c'", None, os.environ["TMPDIR"], "1", "c d")] * 4
     assert [one["secrets"] for one in found] == [[]] * 4
@@ -189,7 +205,7 @@ def test_a_driver_that_can_start_no_more_processes_says_so_and_leaves_nothing(st
 
 
 def test_whatever_else_keeps_the_driver_from_starting_the_ranks_ends_the_job(monkeypatch):
-    def linked(*_) -> None:
+    def linked(*_, **__) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("sparkhvd.driver.launchers.mpi.linked", linked)

@@ -171,7 +171,28 @@ def test_every_supported_type_arrives_unchanged(spark, store):
     assert manifest.schema["vector"].kind == "vector"
 
 
-def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(spark, store, tmp_path):
+@pytest.fixture
+def settings(spark):
+    """Sets what the test gives it, and sets it back."""
+    before = {}
+
+    def change(name, value):
+        before.setdefault(name, spark.conf.get(name, None))
+        spark.conf.set(name, value)
+
+    yield change
+    for name, value in before.items():
+        if value is None:
+            spark.conf.unset(name)
+        else:
+            spark.conf.set(name, value)
+
+
+@pytest.mark.parametrize("times", ["TIMESTAMP_MICROS", "INT96", "TIMESTAMP_MILLIS"])
+def test_decimals_times_texts_nested_arrays_and_structs_arrive_with_null_filled(
+    spark, store, tmp_path, settings, times
+):
+    settings("spark.sql.parquet.outputTimestampType", times)
     df = spark.sql(
         """
         SELECT cast(1.25 AS decimal(6,2)) d, cast(7 AS decimal(18,0)) i, cast(1.5 AS decimal(38,18)) big,

@@ -16,11 +16,11 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions
 
-from sparkhvd import TorchEstimator, prepare_data
+from sparkhvd import TorchEstimator, TorchModel, prepare_data
 from sparkhvd.data import ParquetSource, clean, load
 from sparkhvd.data.fingerprint import fingerprint, living_caches
 from sparkhvd.data.processes import machine, process_start
-from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError
+from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError, StoreError
 from sparkhvd.store import LocalStore, layout
 from sparkhvd.world import World
 from tests.waiting import wait_for
@@ -198,6 +198,61 @@ def test_the_fields_of_a_struct_are_inputs_of_their_own(spark, store):
     direct = estimator(None, num_proc=1, shuffle=False, feature_cols=["s"]).fit(df)
     assert parameters(direct) == parameters(estimator(None, num_proc=1, shuffle=False).fit(flat))
     assert len(direct.transform(df).collect()) == 20
+
+
+class Two(torch.nn.Module):
+    """Takes two inputs and gives two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.other = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+
+    def forward(self, pair, z):
+        return self.one(pair), self.other(z)
+
+
+def test_structs_are_labels_and_named_inputs(spark, store):
+    """With and without a Store, and from files; the numbers are those of the same columns without structs."""
+    columns = (
+        "struct(id / 8.0D AS a, id % 3 / 3.0D AS b, id % 4 / 4.0D AS c) AS s",
+        "struct(id % 5 / 5.0D AS u, id / 20.0D AS v) AS y",
+    )
+    df = spark.range(20).selectExpr(*columns).coalesce(1)
+
+    def fitted(store, rows, inputs, labels, **more):
+        two = Two()
+        made = TorchEstimator(
+            num_proc=1,
+            store=store,
+            model=two,
+            optimizer=torch.optim.SGD(two.parameters(), lr=0.1),
+            loss=[torch.nn.functional.mse_loss] * 2,
+            inputs=inputs,
+            label_cols=labels,
+            batch_size=5,
+            epochs=1,
+            shuffle=False,
+            random_seed=2,
+            verbose=0,
+            **more,
+        )
+        return made.fit_on_parquet(path=rows) if isinstance(rows, str) else made.fit(rows)
+
+    flat = df.select("s.a", "s.b", "s.c", "y.u", "y.v")
+    wanted = fitted(store, flat, {"pair": ["a", "b"], "z": {"columns": "c", "shape": [1]}}, ["u", "v"])
+    numbers = [value for row in wanted.transform(flat).collect() for value in row[-2:]]
+    structs = {"inputs": {"pair": ["s.a", "s.b"], "z": {"columns": "s.c", "shape": [1]}}, "labels": ["y"]}
+    path = f"{store.root}-rows"
+    df.write.parquet(path)
+    for rows in (df, path):
+        found = fitted(store, rows, **structs)
+        assert found.getOutputCols() == ["y.u__output", "y.v__output"]
+        assert [value for row in found.transform(df).collect() for value in row[-2:]] == numbers
+    direct = fitted(None, df, structs["inputs"], ["y.v", "y.u"], output_cols=["first", "second"])
+    assert direct.transform(df).columns == ["s", "y", "first", "second"]
+    whole = TorchModel.from_model(torch.nn.Linear(3, 1), df, inputs={"input": "s"}, label_cols=["y.v"])
+    assert whole.transform(df.selectExpr("struct(s.c, s.b, s.a) AS s")).columns == ["s", "y.v__output"]
 
 
 # Reuse.
@@ -507,6 +562,67 @@ def test_verbose_tells_in_the_log(store, source, caplog):
             prepare_data(1, store, read(), ["y"], verbose=verbose),
         ):
             assert len([r for r in caplog.records if "40 rows to train on> in file://" in r.getMessage()]) == lines
+
+
+def test_rows_with_a_name_are_kept_and_found_whatever_they_are_made_of(spark, store, source, caplog):
+    doubled = functions.udf(lambda x: x * 2.0, "double")
+
+    def made():
+        return source[1]().withColumn("z", doubled("x"))
+
+    with prepare_data(2, store, made(), ["y"], ["x", "z"], name="train v3", validation=0.2, seed=4) as data:
+        assert (data.reused, data.manifest.name) == (False, "train v3")
+    assert datasets_in(store) == [data.dataset_id]
+    assert not caplog.records
+    net = torch.nn.Linear(2, 1)
+    estimator = TorchEstimator(
+        num_proc=1,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
+        loss=torch.nn.MSELoss(),
+        feature_cols=["x", "z"],
+        label_cols=["y"],
+        store=store,
+        verbose=0,
+    )
+    estimator.fit_on_parquet(dataset_idx="train v3")
+    assert datasets_in(store) == [data.dataset_id], "a use of it must not remove it"
+    again = {"label_columns": ["y"], "feature_columns": ["x", "z"], "name": "train v3", "validation": 0.2, "seed": 4}
+    with prepare_data(1, store, made(), **again) as found:
+        assert (found.reused, found.dataset_id) == (True, data.dataset_id)
+    for change, message in [
+        ({"feature_columns": ["z", "x"]}, "their columns, types or fills differ"),
+        ({"seed": 5}, "their validation splits differ"),
+        ({"name": "../x"}, "The name '../x' cannot be a folder name"),
+        ({"keep_seconds": 0}, "name='train v3' keeps rows, and keep_seconds=0 keeps none"),
+    ]:
+        with pytest.raises((DataError, StoreError, ConfigError), match=message):
+            prepare_data(1, store, made(), **{**again, **change})
+    with prepare_data(1, store, source[1](), ["y"], name="plain"):
+        pass
+    with pytest.raises(DataError, match=r"'plain' has other rows .*: the DataFrame, its files or the settings"):
+        prepare_data(1, store, source[1]().where("x > 3"), ["y"], name="plain")
+    assert len(clean(store)) == 2
+    assert [path for path in store.list("") if not path.startswith("runs/")] == []
+    with pytest.raises(StoreError, match=r"There is no dataset at .*train v3"):
+        estimator.fit_on_parquet(dataset_idx="train v3")
+
+
+def test_a_warning_names_what_keeps_rows_from_being_recognised(spark, store, source, caplog):
+    spark.udf.register("doubled", lambda x: x * 2, "long")
+    reasons = {
+        "unix_timestamp()": "CurrentTimestamp",
+        "rand(3)": "Rand",
+        "doubled(x)": "the function 'doubled' (PythonUDF)",
+    }
+    for column, reason in reasons.items():
+        caplog.clear()
+        with prepare_data(1, store, source[1]().selectExpr("y", f"{column} AS t"), ["y"]):
+            pass
+        (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert f"no later job finds them: {reason} is not known to give the same every time." in line
+        assert line.endswith("prepare_data(name=...) keeps them.")
+    assert store.list("") == []
 
 
 SCRIPT = """

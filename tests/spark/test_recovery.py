@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from torch.nn import functional
 from sparkhvd import Checkpoints, EarlyStopping, SparkBackend, Store, TorchEstimator
 from sparkhvd.data import AsyncDataLoaderMixin, BaseDataLoader, DataModule
 from sparkhvd.errors import DataError, ParamError, RankFailedError
-from sparkhvd.estimators import checkpoint
+from sparkhvd.estimators import base, checkpoint, run_lease
+from sparkhvd.estimators.run_lease import Fence
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback
 from sparkhvd.store import layout
 from tests.spark import trainings
@@ -140,7 +143,7 @@ def test_an_interrupted_epoch_is_finished_by_another_number_of_ranks(store, df, 
 def test_other_rows_are_not_mixed_into_an_interrupted_epoch(store, df, interrupted):
     kept = checkpoint.load(store, checkpoint.latest(store, "copy"))
     within = checkpoint.Within(4, 2, 10, "another division")
-    checkpoint.save(store, "elsewhere", checkpoint.Checkpoint(1, 3, kept.history[:1], kept.state, within))
+    checkpoint.save(Fence(store, "elsewhere", 0), checkpoint.Checkpoint(1, 3, kept.history[:1], kept.state, within))
     with pytest.raises(
         RankFailedError, match="interrupted in epoch 2 after step 4, on rows that were divided in another"
     ):
@@ -203,18 +206,55 @@ def test_a_transformation_works_without_a_store_and_for_a_list_of_parameter_maps
         ).fit(df)
 
 
+OTHER_RUNS = (
+    {"batch_size": 20},
+    {"loss": functional.l1_loss},
+    {"compress_sparse_cols": True},
+    {"random_seed": 4},
+    {"early_stopping": EarlyStopping("loss")},
+    {"checkpoints": Checkpoints(best="loss")},
+    {"transformation_fn": lambda columns: columns},
+    {"backend_env": {"A": "b"}},
+)
+
+
+def halved(module):
+    for parameter in module.parameters(recurse=False):
+        parameter.data *= 0.5
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def test_a_fit_finds_its_own_run_by_content(store, spark):
     df = spark.range(60).selectExpr("id / 60.0D AS a", "id % 7 / 7.0D AS b", "a - b AS y")
-    given = {"num_proc": 1, "resume": "auto", "epochs": 1}
-    first = estimator(store, **given).fit(df)
+    given = {"num_proc": 1, "resume": "auto"}
+    first = estimator(store, **given, epochs=1).fit(df)
     again = estimator(store, num_proc=1, epochs=2).fit(df, resume="auto")
     assert again.getRunId() == first.getRunId()
     assert again.getHistory()[0] == first.getHistory()[0]
     assert len(again.getHistory()) == 2
-    others = [estimator(store, **given, batch_size=20), estimator(store, **given, loss=functional.l1_loss)]
-    ids = {other._run_of(df) for other in [*others, estimator(store, **given)]}
-    assert len(ids) == 3
+    with mock.patch.object(base, "run_ranks", side_effect=AssertionError("no ranks are needed")):
+        at_once = estimator(store, num_proc=1, resume="auto", epochs=2).fit(df)
+        assert at_once.getHistory() == again.getHistory()
+        assert torch.equal(parameters(at_once.getModel()), parameters(again.getModel()))
+        with pytest.raises(AssertionError, match="no ranks are needed"):
+            estimator(store, num_proc=1, resume="auto", epochs=3).fit(df)
+    with pytest.raises(ParamError, match=r"which was trained for 2 epochs, more than epochs=1\. Set epochs=2 to get"):
+        estimator(store, **given, epochs=1).fit(df)
+    one = estimator(store, **given)
+    maps = [{}, {one.epochs: 1}, {one.epochs: 2}, {one.num_proc: 2}, {one.callbacks: [KillOnce("marker", 1, 1)]}]
+    others = [
+        *(one.copy(each) for each in maps),
+        *(estimator(store, **{**given, **other}) for other in OTHER_RUNS),
+        estimator(store, **given, model=(model := network().apply(halved)), optimizer=sgd(model)),
+        estimator(store, **given, model=(model := network()), optimizer=sgd(model)),
+    ]
+    ids = {other._run_of(df) for other in others}
+    assert len(ids) == len(others)
     assert first.getRunId() in ids
+    assert estimator(store, **given, verbose=1, epochs=7, output_cols=["z"])._run_of(df) == first.getRunId()
     model, optimizer = first.getModelAndOptimizer()
     assert estimator(store, **given, model=model, optimizer=optimizer)._run_of(df) not in ids, "it is trained further"
     with pytest.raises(ParamError, match="resume"):
@@ -294,3 +334,29 @@ def test_what_contradicts_itself_is_refused(store, df):
         estimator(store, data_module=OwnModule, transformation_fn=with_words).fit(df)
     with pytest.raises(ParamError, match="train_steps_per_epoch needs the native reader, but reader='petastorm'"):
         estimator(store, reader="petastorm", train_steps_per_epoch=3).fit(df)
+
+
+class TakesTheRun(TorchCallback):
+    """Stands for another fit that takes the run over, as if this one were dead, in the second epoch."""
+
+    def __init__(self, store, run_id):
+        self.store, self.run_id = store, run_id
+
+    def on_epoch_begin(self, run, epoch):
+        if run.rank == 0 and epoch == 1:
+            claims = self.store.list(layout.claims_folder(self.run_id))
+            token = max(map(layout.token_of, claims))
+            with self.store.open(layout.claim_path(self.run_id, token), "rb") as file:
+                holder = json.loads(file.read())
+            other = json.dumps({**holder, "name": "other", "host": "a host elsewhere"}).encode()
+            self.store.publish(layout.claim_path(self.run_id, token + 1), other)
+
+
+def test_a_fit_whose_run_is_taken_over_fails_and_one_that_is_held_is_refused(store, df):
+    lease = run_lease.take(store, "held")
+    with pytest.raises(ParamError, match=r"Run 'held' is being trained by another fit \(process \d+ on"):
+        estimator(store, run_id="held").fit(df)
+    lease.release()
+    with pytest.raises(RankFailedError, match=r"Run 'held' in file:.* was taken over by another fit \(.*elsewhere"):
+        estimator(store, num_proc=1, run_id="held", callbacks=[TakesTheRun(store, "held")]).fit(df)
+    assert checkpoint.ended(store, "held") == {0}

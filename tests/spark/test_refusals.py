@@ -66,6 +66,11 @@ def another(framework, width):
     return {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.03)}
 
 
+def kept(store: Store) -> list[str]:
+    """What a Store holds beside the notes of who trains a run at the moment."""
+    return sorted(path for path in store.list("") if "/holders/" not in path)
+
+
 @pytest.mark.parametrize("framework", ["torch", "lightning", "keras"])
 def test_a_run_is_not_continued_with_another_model(spark, tmp_path, monkeypatch, framework):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torchinductor"))
@@ -73,16 +78,14 @@ def test_a_run_is_not_continued_with_another_model(spark, tmp_path, monkeypatch,
     given = {"num_proc": 1, "backend": "local", "epochs": 1, "run_id": "once", "checkpoints": None}
     given |= {"loss": torch.nn.functional.mse_loss} if framework == "lightning" else {}  # of plain modules
     estimator(framework, store, **given).setParams(**another(framework, 16)).fit(frame)
-    written = sorted(store.list(""))
+    written = kept(store)
     other = estimator(framework, store, **{**given, "epochs": 2}).setParams(**another(framework, 32))
-    said = (
-        r"Run 'once' goes on from its checkpoint file:.*epoch-00000, which is of another model: its weight '0.*' has "
-    )
+    said = r"Run 'once' goes on from its checkpoint file:.*epoch-00000-by-\d+, which is of another model: its weight "
     with pytest.raises(
-        ParamError, match=said + r"the shape .*16.*, that of the given one .*32.* \(and 2 more .* differ"
+        ParamError, match=said + r"'0.*' has the shape .*16.*, that of the given one .*32.* \(and 2 more .* differ"
     ):
         other.fit(frame)
-    assert sorted(store.list("")) == written
+    assert kept(store) == written
     same = another(framework, 16)
     if framework == "keras":
         import keras  # noqa: PLC0415

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
 from importlib.metadata import version
@@ -386,11 +387,12 @@ def test_ctrl_c_ends_the_ranks_and_comes_through(spark, tmp_path):
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             sparkhvd.run(write_pid_and_stay, (str(tmp_path),), num_proc=2)
     finally:
         interrupter.join()
         signal.signal(signal.SIGINT, previous)
+    assert len(traceback.extract_tb(caught.value.__traceback__)) == 2  # the caller's line and run
     wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 

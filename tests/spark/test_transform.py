@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from pyspark.ml import PipelineModel
+from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Row
 
@@ -200,6 +201,79 @@ def test_columns_of_every_type_come_in_their_order_beside_columns_of_any_name(sp
         ).collect()
 
 
+class Weighted(torch.nn.Module):
+    """Tells its inputs apart."""
+
+    def forward(self, x):
+        return x @ torch.tensor([[1.0], [10.0], [100.0]])
+
+
+def test_fields_of_structs_go_by_their_names_in_transform_in_saved_models_and_in_tables(spark, tmp_path):
+    df = spark.range(6).selectExpr("struct(id + 1.0D AS b, id + 2.0D AS a) AS s", "id * 1.0D AS c")
+    turned = df.selectExpr("struct(s.a, 'text' AS more, s.b) AS s", "c")
+    model = TorchModel.from_model(Weighted(), df, feature_cols=["s", "c"])
+    model.write().save(str(tmp_path / "saved"))
+    loaded = TorchModel.load(str(tmp_path / "saved"))
+    wanted = [row.s.b + 10 * row.s.a + 100 * row.c for row in df.collect()]
+    assert wanted[0] == 21.0
+    for each, rows in [(model, df), (model, turned), (loaded, turned)]:
+        assert [row.prediction for row in each.transform(rows).collect()] == wanted
+    renamed = loaded.setFeatureColumns(["t", "d"])
+    assert [row.prediction for row in renamed.transform(turned.toDF("t", "d")).collect()] == wanted
+    with pytest.raises(SchemaError, match=r"'t' has no field 'b', which the model was trained on \(s\.b\)"):
+        renamed.transform(df.selectExpr("struct(s.a, s.a AS z) AS t", "c AS d"))
+    (tmp_path / "folder").mkdir()
+    write_folder(model, tmp_path / "folder")
+    opened = load(tmp_path / "folder")
+    for table in (turned.toPandas(), df.selectExpr("s.a AS `s.a`", "s.b AS `s.b`", "c").toPandas()):
+        assert opened.predict(table).prediction.tolist() == wanted
+    with pytest.raises(SchemaError, match=r"Column 's' has no field 'b'; it has \['a'\]"):
+        opened.predict(df.selectExpr("struct(s.a) AS s", "c").toPandas())
+
+
+VECTOR_USES = {
+    "collect": lambda df: [row.prediction for row in df.collect()],
+    "select": lambda df: [row.prediction for row in df.select("prediction").collect()],
+    "filter": lambda df: [row.prediction for row in df.where("prediction > 0.5 AND v IS NOT NULL").collect()],
+    "count": lambda df: df.where("prediction IS NOT NULL").count(),
+    "agg": lambda df: df.agg({"prediction": "sum"}).first()[0],
+}
+
+
+def test_rows_of_parquet_with_vectors_are_predicted_whatever_is_done_with_them(spark, tmp_path):
+    """Spark 4.3 fails on columnar batches in which a vector comes to, or passes by, a Python function."""
+    assembler = VectorAssembler(inputCols=["a", "b", "c", "d"], outputCol="v")
+    columns = "id", "id % 3 / 4.0D AS a", "id % 2 / 2.0D AS b", "0.0D AS c", "0.0D AS d"
+    table = assembler.transform(spark.range(8).selectExpr(*columns))
+    assert {type(row.v).__name__ for row in table.collect()} == {"DenseVector", "SparseVector"}
+    table.selectExpr("*", "array(v) AS nested", "struct(v) AS s").coalesce(1).write.parquet(str(tmp_path / "rows"))
+    rows = spark.read.parquet(str(tmp_path / "rows"))
+    wanted = [row.a + 10 * row.b for row in rows.collect()]
+
+    class Weights(torch.nn.Module):
+        def forward(self, x):
+            return x @ torch.tensor([[1.0], [10.0], [0.0], [0.0]])
+
+    for features, given in [(["v"], rows), (["s"], rows.drop("v")), (["a", "b", "c", "d"], rows)]:
+        model = TorchModel.from_model(Weights(), given, feature_cols=features)
+        predicted = model.transform(given if "v" in given.columns else given.withColumn("v", given.nested[0]))
+        found = {name: use(predicted) for name, use in VECTOR_USES.items()}
+        positive = [value for value in wanted if value > 0.5]
+        assert found == {"collect": wanted, "select": wanted, "filter": positive, "count": 8, "agg": sum(wanted)}
+    model = PipelineModel([assembler, model])
+    model.transform(rows.drop("v")).where("prediction > 0.5").write.parquet(str(tmp_path / "predicted"))
+    assert spark.read.parquet(str(tmp_path / "predicted")).count() == len(positive)
+    stream = spark.readStream.schema(rows.schema).parquet(str(tmp_path / "rows"))
+    streamed = model.stages[1].transform(stream).where("prediction > 0.5").writeStream.format("memory").queryName("vs")
+    query = streamed.option("checkpointLocation", str(tmp_path / "check")).trigger(availableNow=True).start()
+    try:
+        assert query.awaitTermination(60), "the stream must come to its end"
+        assert [row.prediction for row in spark.table("vs").collect()] == positive
+    finally:
+        query.stop()
+        spark.catalog.dropTempView("vs")
+
+
 def test_outputs_are_there_in_sql_and_in_structured_streaming(spark, model, rows, tmp_path):
     model.transform(rows).createOrReplaceTempView("predictions")
     best = spark.sql("SELECT kind, max(number) AS most FROM predictions WHERE id < 12 GROUP BY kind ORDER BY kind")
@@ -276,3 +350,25 @@ def test_describe_prints_the_mapping_and_the_models_outputs_for_five_rows(rows, 
     assert "0.125 0 0.5" in " ".join(lines), "the rows come in any order"
     with pytest.raises(ModelOutputError, match="cannot compare the model's output"):
         estimator.copy({estimator.loss: torch.nn.functional.mse_loss}).describe(rows)
+
+
+class Given(torch.nn.Module):
+    """Gives its inputs as it got them."""
+
+    def forward(self, a, b, v):
+        return torch.stack([a, b, v.sum(1)], 1)
+
+
+def test_tables_of_other_types_than_the_training_give_what_transform_gives(spark, tmp_path):
+    trained = spark.range(1).selectExpr("CAST(id AS TINYINT) AS a", "CAST(id AS FLOAT) AS b", "array(1, 2) AS v")
+    model = TorchModel.from_model(Given().double(), trained, feature_cols=["a", "b", "v"])
+    write_folder(model, tmp_path)
+    opened = load(tmp_path)
+    for columns in (
+        ("1.75D AS a", "16777217 AS b", "array(0.1D, 0.2D) AS v"),
+        ("id + 300 AS a", "true AS b", "array(2147483648, 1) AS v"),
+        ("CAST(0.1 AS FLOAT) AS a", "CAST(3 AS TINYINT) AS b", "array(CAST(0.1 AS FLOAT), CAST(1 AS FLOAT)) AS v"),
+    ):
+        rows = spark.range(3).selectExpr("id", *columns)
+        wanted = [row.prediction.toArray().tolist() for row in model.transform(rows).orderBy("id").collect()]
+        assert [row.tolist() for row in opened.predict(rows.orderBy("id").toPandas())["prediction"]] == wanted

@@ -1,6 +1,15 @@
 from __future__ import annotations
 
-from sparkhvd.addresses import address_to_bind, is_loopback
+import socket
+
+from sparkhvd.addresses import (
+    address_to_bind,
+    is_ipv6_only,
+    is_loopback,
+    outgoing_address,
+    with_port,
+    without_brackets,
+)
 
 
 def test_peers_on_one_host_meet_on_loopback():
@@ -23,3 +32,23 @@ def test_loopback_is_recognised_by_name_and_address():
         False,
         False,
     ]
+
+
+def test_an_ipv6_address_of_ours_is_bound_where_peers_are_elsewhere():
+    assert address_to_bind("::1", ["::1", "fd00::9"]) == "::1"
+    assert outgoing_address("::1") == "::1"
+
+
+def test_ipv6_addresses_stand_in_brackets_beside_a_port():
+    assert [with_port("fd00::5", 7), with_port("node-7", 7)] == ["[fd00::5]:7", "node-7:7"]
+    assert [without_brackets("[fd00::5]"), without_brackets("node-7")] == ["fd00::5", "node-7"]
+    assert [is_ipv6_only(host) for host in ("fd00::5", "127.0.0.1", "no-such-host.invalid")] == [True, False, False]
+
+
+def test_ipv4_addresses_of_one_link_are_reached_as_any_other():
+    peer = "169.254.7.7"  # machines that are wired to each other and have no DHCP
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        expected = probe.getsockname()[0]
+    assert address_to_bind("192.0.2.200", [peer]) == outgoing_address(peer) == expected
+    assert outgoing_address("fe80::1") == "127.0.0.1"

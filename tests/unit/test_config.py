@@ -95,7 +95,7 @@ def test_a_level_is_read_by_its_name_or_number() -> None:
         ("HOROVOD_FUSION_THRESHOLD", "64MB", "is not a number"),
         ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "0", "is not a number from 1 on"),
         ("SPARKHVD_SHARED_MEMORY", "maybe", "is neither 1 nor 0"),
-        ("SPARKHVD_GPU_OPERATIONS", "gloo", "is neither nccl nor staged"),
+        ("SPARKHVD_GPU_OPERATIONS", "gloo", "is not one of automatic, nccl, staged"),
         ("SPARKHVD_LOG_LEVEL", "loud", "is none of trace, debug, info, warning, error, fatal"),
     ],
 )
@@ -105,9 +105,12 @@ def test_a_value_of_the_wrong_kind_is_refused(name: str, text: str, problem: str
 
 
 def test_what_moves_cuda_tensors_is_read_under_the_own_name_only() -> None:
-    assert Config().gpu_operations == "staged"
+    assert Config().gpu_operations == "automatic"
     assert from_environment({"SPARKHVD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
-    assert from_environment({"HOROVOD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "staged"  # as Horovod was built
+    assert from_environment({"HOROVOD_GPU_OPERATIONS": "NCCL"}).gpu_operations == "nccl"
+    assert from_environment({"HOROVOD_GPU_OPERATIONS": "MPI"}).gpu_operations == "staged"
+    both = {"HOROVOD_GPU_OPERATIONS": "NCCL", "SPARKHVD_GPU_OPERATIONS": "staged"}
+    assert from_environment(both).gpu_operations == "staged"
 
 
 def test_no_name_is_declared_twice() -> None:

@@ -119,3 +119,11 @@ def test_a_package_that_is_not_installed_is_told_with_the_extra_that_brings_it(m
     )
     told = f"sparkhvd.{name} needs the package {missing}, which is not installed here: pip install 'sparkhvd[{extra}]'."
     assert _fresh(code).strip() == told
+
+
+def test_star_import_brings_what_the_installed_frameworks_have() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('keras', 'lightning', 'pytorch_lightning'))); "
+        "from sparkhvd import *; print(*sorted(name for name in globals() if name.endswith('Estimator')), run.__name__)"
+    )
+    assert _fresh(code).split() == ["TorchEstimator", "run"]

@@ -145,6 +145,13 @@ def test_mpirun_gets_hosts_and_how_to_reach_them():
     assert words.endswith(" --tag-output -x PATH -x A")
 
 
+def test_mpirun_gets_no_ipv6_address():
+    with pytest.raises(
+        ConfigError, match=r"mpirun takes no IPv6 address for a host, got fd00::5\. Give the host a name"
+    ):
+        words_of_mpirun(hosts="a:1,[fd00::5]:1")
+
+
 def test_mpirun_gets_what_is_said_about_binding_output_and_itself():
     words = words_of_mpirun(
         *("--binding-args=--bind-to core", "-prefix-timestamp", "--output-filename", "out", "--mpi-args=-x 'B=c d'"),

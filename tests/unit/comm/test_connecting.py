@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.comm.absent import told
+from sparkhvd.comm.absent import speaks, told
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.rendezvous import RendezvousClient
 from sparkhvd.comm.routes import addresses_to_offer
@@ -85,6 +85,13 @@ def test_a_rank_that_does_not_come_to_init_is_named_to_the_others_and_to_those_w
         assert absent.rank == 2
         assert not absent.joined
         assert absent.why in {f"rank {one} {waited}" for one in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("missing", "speakers"), [([1, 2], [0]), ([0, 2], [1]), ([0, 1, 2, 3], [4, 5]), ([0, 1, 3, 5], [2])]
+)
+def test_one_rank_warns_of_those_that_are_missing(missing, speakers):
+    assert [index for index in range(6) if index not in missing and speaks(index, missing)] == speakers
 
 
 def test_ctrl_c_ends_the_connecting_of_the_rank_and_of_the_others():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ _ROOT = Path(__file__).parents[3]
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 
 
-def run_by_mpi(tmp_path: Path, ranks: int, script: str) -> list[object]:
+def run_by_mpi(tmp_path: Path, ranks: int, script: str, **variables: str) -> list[object]:
     """What every rank's ``report(...)`` said, by rank of MPI's world; the script must end well."""
     head = """
         import json, os, sys
@@ -38,8 +39,10 @@ def run_by_mpi(tmp_path: Path, ranks: int, script: str) -> list[object]:
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(head) + textwrap.dedent(script))
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), sys.executable, str(path)]
+    command.append(str(tmp_path))
+    environment = {**os.environ, **variables}
     result = subprocess.run(
-        [*command, str(tmp_path)], cwd=_ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
@@ -61,6 +64,25 @@ def test_a_rendezvous_that_cannot_be_served_is_said_by_all_ranks(tmp_path):
     assert said[0] == said[1]
     assert said[0].startswith("Rank 0 on host ")
     assert said[0].endswith("cannot serve the rendezvous: no port is left")
+
+
+@needs_mpirun
+def test_a_rank_that_does_not_call_init_keeps_the_others_no_longer_than_the_start_timeout(tmp_path):
+    script = """
+        from sparkhvd.errors import DeadlineExceededError
+        if world.rank == 0:
+            try:
+                session.init()
+            except DeadlineExceededError as error:
+                report(str(error))
+            world.send("timed out", 1)
+        else:
+            report(world.recv(source=0))
+            world.Ibarrier().Wait()
+    """
+    first, second = run_by_mpi(tmp_path, 2, script, SPARKHVD_START_TIMEOUT="1.5")
+    assert "Rank 0 waited start_timeout=1.5 s in init() for all 2 ranks that MPI started" in first
+    assert second == "timed out"
 
 
 @needs_mpirun

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import os
 import re
 from importlib.metadata import distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sparkhvd.cli.check_build import check_build
 from sparkhvd.comm import features, nccl, session
 from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.config import Config
+from sparkhvd.config import NCCL_INTERFACES, Config
 from sparkhvd.errors import ConfigError
 
 _ASKED = Config(gpu_operations="nccl")
@@ -43,6 +45,52 @@ def test_an_nccl_that_cannot_be_loaded_counts_as_none(monkeypatch):
 def test_nothing_is_loaded_unless_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(nccl, "library", lambda: pytest.fail("nobody has asked for NCCL"))
     assert nccl.libraries(Config()) is None
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "own", "found"),
+    [("eth1, ib0", "", "=eth1,ib0"), ("", "", ""), ("eth1", "^docker0", "^docker0")],
+)
+def test_nccl_keeps_to_the_named_interfaces_unless_the_environment_names_its_own(interfaces, own, found, monkeypatch):
+    monkeypatch.setenv(NCCL_INTERFACES, own)
+    monkeypatch.setattr(nccl, "library", lambda: "/nowhere/libnccl.so.2")
+    with pytest.raises(ConfigError, match="does not work on this host"):
+        nccl.libraries(Config(gpu_operations="nccl", network_interfaces=interfaces))
+    assert os.environ[NCCL_INTERFACES] == found
+
+
+def management(initialized: int, devices: int, ended: list[str]) -> SimpleNamespace:
+    """NVML that says so."""
+
+    def count(pointer) -> int:
+        pointer._obj.value = devices
+        return 0
+
+    return SimpleNamespace(
+        nvmlInit_v2=lambda: initialized, nvmlDeviceGetCount_v2=count, nvmlShutdown=lambda: ended.append("NVML")
+    )
+
+
+def test_devices_are_counted_without_cuda_so_that_children_may_use_it():
+    ended: list[str] = []
+    assert nccl.count_devices(management(0, 2, ended)) == 2
+    assert nccl.count_devices(management(9, 2, ended)) == 0
+    assert ended == ["NVML"]
+
+
+def test_a_process_that_may_see_no_device_has_none(monkeypatch):
+    monkeypatch.setattr(nccl.ctypes, "CDLL", lambda _: management(0, 1, []))
+    for visible, found in (("", False), ("-1", False), ("0", True)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert features.cuda_built() is found
+
+
+def test_the_way_of_cuda_tensors_is_named_once(caplog):
+    due, not_due = nccl.Suggestion(True), nccl.Suggestion()
+    for suggestion in (due, due, not_due):
+        suggestion.make()
+    (line,) = caplog.messages
+    assert line.startswith("CUDA tensors travel through the CPU. Set SPARKHVD_GPU_OPERATIONS=nccl on all ranks")
 
 
 def test_nccl_and_encryption_exclude_each_other():

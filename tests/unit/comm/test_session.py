@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,7 +12,15 @@ import pytest
 from sparkhvd.comm import session
 from sparkhvd.comm.buffers import ReduceOp
 from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.errors import CollectiveError, ConfigError, NotInitializedError, PeerLostError
+from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import (
+    CollectiveError,
+    ConfigError,
+    DeadlineExceededError,
+    NotInitializedError,
+    PeerLostError,
+)
 from sparkhvd.world import World
 from tests.ranks import RankGroup
 
@@ -201,3 +210,42 @@ def test_a_process_without_a_launcher_reads_its_own_environment():
     )
     assert result.stdout.split() == ["7.0", "40"]
     assert "HOROVOD_CYCLE_TIME (a collective starts when all ranks have submitted it" in result.stderr
+
+
+def retry_after_a_timeout():
+    context = session.offered()
+    if context.world.rank == 0:
+        short = dataclasses.replace(context, config=dataclasses.replace(context.config, start_timeout=3.0))
+        session.offer(short)
+        with pytest.raises(DeadlineExceededError):
+            session.init()
+    else:
+        with RendezvousClient(context.rendezvous, context.token, Deadline.after(30.0)) as store:
+            store.get("init-2/begun", Deadline.after(30.0))
+    session.init()
+    total = session.current().allreduce(np.ones(2), ReduceOp.SUM).tolist()
+    session.shutdown()
+    session.init()
+    return total, session.current().allreduce(np.ones(2), ReduceOp.SUM).tolist()
+
+
+def test_a_rank_whose_init_timed_out_tries_again_alone_and_meets_those_who_come_later():
+    with RankGroup(2, connect=False) as group:
+        assert group.run(retry_after_a_timeout) == [([2.0, 2.0], [2.0, 2.0])] * 2
+
+
+def retry_after_a_mistake():
+    context = session.offered()
+    if context.world.rank == 0:
+        wrong = dataclasses.replace(context.config, network_interfaces="there-is-none")
+        session._session.context = dataclasses.replace(context, config=wrong)
+        with pytest.raises(ConfigError, match="there-is-none"):
+            session.init()
+        session._session.context = context
+    session.init()
+    return session.current().allreduce(np.ones(2), ReduceOp.SUM).tolist()
+
+
+def test_a_rank_whose_init_failed_before_the_others_heard_of_it_is_still_awaited():
+    with RankGroup(2, connect=False) as group:
+        assert group.run(retry_after_a_mistake) == [[2.0, 2.0]] * 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.data import ParquetSource, columns, torch_loader
-from sparkhvd.data.existing import open_existing
+from sparkhvd.data.existing import Wanted, open_existing, selected
 from sparkhvd.errors import DataError, SchemaError, StoreError
 from sparkhvd.world import World
 
@@ -92,9 +93,9 @@ def test_a_table_whose_log_says_which_files_count_is_refused(folder, log, kind):
 
 def test_a_folder_by_the_name_of_metadata_is_no_table(folder):
     (folder / "part-0.parquet").rename(folder / "_keep")
-    (folder / "metadata").mkdir()
-    (folder / "_keep").rename(folder / "metadata" / "part-0.parquet")
-    assert opened(folder).manifest.train.rows == 8
+    (folder / "metadata" / "n=1").mkdir(parents=True)
+    (folder / "_keep").rename(folder / "metadata" / "n=1" / "part-0.parquet")
+    assert opened(folder).manifest.train.rows == 5
 
 
 def test_columns_in_the_names_of_folders_are_refused_where_they_are_wanted(tmp_path):
@@ -106,6 +107,10 @@ def test_columns_in_the_names_of_folders_are_refused_where_they_are_wanted(tmp_p
         with pytest.raises(SchemaError, match=message):
             opened(tmp_path, features, transformed=True)
     assert rows_of(opened(tmp_path))["id"].tolist() == list(range(5, 15))
+    (tmp_path / "day=1").rename(tmp_path / "ID=1")
+    message = r"Column 'id' is in the files of .* and also in the names of their folders \(ID=\.\.\.\)"
+    with pytest.raises(SchemaError, match=message):
+        opened(tmp_path, ["id"])
 
 
 def test_the_first_array_that_is_not_null_shows_the_shape(tmp_path):
@@ -294,3 +299,18 @@ def test_existing_files_are_never_written_to(folder):
             write_to()
     assert sorted(Path(folder).iterdir()) == before
     assert columns.row_bytes(opened(folder).manifest.schema) == 12
+
+
+def test_ten_thousand_columns_are_opened_and_chosen_in_seconds(tmp_path):
+    names = [f"c{number}" for number in range(10_000)]
+    parquet.write_table(pa.table({name: [0.5] for name in names}), tmp_path / "wide.parquet")
+    start = time.process_time()
+    files = opened(tmp_path, names[1:], labels=names[:1])
+    chosen = selected(files.manifest, Wanted(names[2:], names[:1]))
+    assert time.process_time() - start < 5
+    assert (len(files.manifest.schema.columns), len(chosen.schema.columns)) == (10_000, 9_999)
+
+
+def test_a_column_is_not_taken_for_the_struct_of_another(tmp_path):
+    manifest = opened(write(tmp_path / "p", y=[1.0], **{"a": [1.0], "a.b": [2.0], "s.u": [3.0]}), None).manifest
+    assert selected(manifest, Wanted(["a", "s"], ["y"])).schema.names() == ["a", "s.u", "y"]

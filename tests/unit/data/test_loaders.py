@@ -23,11 +23,11 @@ from .conftest import SCHEMA, expected, table_of
 
 @pytest.fixture
 def folder(tmp_path):
-    """Files as pandas or Spark would leave them: 300 rows in three files, one of them in a folder, and a marker."""
+    """Files as pandas or Spark would leave them: 300 rows in three files, and a marker."""
     made = tmp_path / "numbers"
-    (made / "more").mkdir(parents=True)
+    made.mkdir()
     (made / "_SUCCESS").touch()
-    for name, start in (("a.parquet", 0), ("b.parquet", 100), ("more/c.parquet", 200)):
+    for name, start in (("a.parquet", 0), ("b.parquet", 100), ("c.parquet", 200)):
         parquet.write_table(table_of(range(start, start + 100)), made / name, row_group_size=30)
     return made
 

@@ -136,11 +136,33 @@ def test_a_rank_decodes_its_part_of_the_row_groups_only_and_each_once(store, mak
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
-    manifest = make_dataset(((50, 50), (60, 60), (70, 70), (80, 80)))
+    manifest = make_dataset(tuple((6 + index,) * 6 for index in range(4)))  # files differ in rows, so in names
     for rank in (0, 1):
-        list(source_of(store, manifest, rank=rank, size=2, batch=3, shuffle=shuffle).epoch(0))
-        assert len(decoded) == len(set(decoded)) <= 6  # half of the eight, and a part of one more at each end
+        list(source_of(store, manifest, rank=rank, size=2, batch=3, shuffle=shuffle, window_bytes=700).epoch(0))
+        assert len(decoded) == len(set(decoded)) <= 15  # half of the 24, and a part of one more at each end
         decoded.clear()
+
+
+@pytest.mark.parametrize("cache", [None, "memory", "disk"])
+def test_rows_that_fit_into_a_window_are_decoded_once_by_every_rank_and_drawn_row_by_row(
+    store, make_dataset, monkeypatch, tmp_path, cache
+):
+    decoded = []
+    original = parquet.ParquetFile.iter_batches
+
+    def counted(self, *arguments, **options):
+        decoded.append(options["row_groups"][0])
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", counted)
+    manifest = make_dataset(((150, 150),))
+    options = {"shuffle": True, "cache": cache, "cache_folder": str(tmp_path)}
+    sources = [source_of(store, manifest, rank=rank, size=2, **options) for rank in (0, 1)]
+    for epoch in (0, 1):
+        ids = [np.concatenate([batch.columns["id"] for batch in source.epoch(epoch)]) for source in sources]
+        assert sorted(np.concatenate(ids).tolist()) == list(range(300))
+        assert all(60 < np.count_nonzero(of_rank < 150) < 90 for of_rank in ids)
+    assert sorted(decoded) == [0, 0, 1, 1]
 
 
 def test_closing_the_iterator_ends_the_thread(store, make_dataset):
@@ -251,7 +273,8 @@ def test_a_full_disk_for_the_cache_is_an_error_that_says_so(store, make_dataset,
 def test_a_cached_epoch_needs_no_store(store, make_dataset, tmp_path):
     for kind in ("memory", "disk"):
         manifest = make_dataset(((50, 50), (60,)), dataset_id=kind)
-        source = source_of(store, manifest, rank=1, size=2, shuffle=True, cache=kind, cache_folder=str(tmp_path))
+        options = {"shuffle": True, "window_bytes": 700, "cache": kind, "cache_folder": str(tmp_path)}
+        source = source_of(store, manifest, rank=1, size=2, **options)
         first = sorted(i for batch in source.epoch(0) for i in batch.columns["id"].tolist())
         store.delete(manifest.folder)
         again = [i for batch in source.epoch(1) for i in batch.columns["id"].tolist()]

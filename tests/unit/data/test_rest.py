@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from sparkhvd.data.batches import Batch
-from sparkhvd.data.plan import Plan, SharedBlocks
+from sparkhvd.data.plan import Plan
 from sparkhvd.data.rest import RestOfEpoch
 from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.data.shards import SharedBlocks
 from sparkhvd.world import World
 
 SCHEMA = DataSchema((ColumnSpec("row", "int64", (), "feature", "scalar"),))

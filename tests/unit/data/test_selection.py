@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 from pyspark.ml.linalg import MatrixUDT, VectorUDT
 from pyspark.sql import types as t
 
 from sparkhvd.data import ColumnSpec, Selection, schema_of, select
+from sparkhvd.data.selection import with_fields
 from sparkhvd.errors import SchemaError
 
 SCALARS = {
@@ -148,7 +151,7 @@ def test_only_selected_vectors_can_be_sparse():
     schema = struct(v=VectorUDT(), x=t.FloatType(), y=t.LongType())
     assert select(schema, feature_cols=["v"], label_cols=["y"], sparse_cols=["v"]).schema["v"].sparse
     refused(
-        r"sparse_cols names 'x', which is no selected vector column; those are \['v'\]",
+        r"sparse_cols names 'x', which is not a selected vector column; those are \['v'\]",
         schema=schema,
         feature_cols=["v", "x"],
         sparse_cols=["x"],
@@ -225,3 +228,32 @@ def test_a_weight_that_is_not_one_number_is_refused():
 def test_a_validation_column_must_be_boolean_or_a_number():
     schema = struct(x=t.LongType(), y=t.LongType(), v=t.StringType())
     refused("Validation column 'v' has the type string; it must be boolean, or a number", schema=schema, validation="v")
+
+
+def test_a_field_of_a_struct_is_selected_by_its_path():
+    inner = struct(b=t.FloatType(), deep=struct(c=t.DoubleType()))
+    schema = t.StructType([*struct(s=inner).fields, *struct(**{"d.t": inner, "s.x": t.LongType()}).fields])
+    found = schema_of(schema, ["s.deep", "d.t.b", "s.x"], ["s.b"])
+    assert [column.path for column in found.columns] == [("s", "deep", "c"), ("d.t", "b"), ("s.x",), ("s", "b")]
+    assert found.names() == ["s.deep.c", "d.t.b", "s.x", "s.b"]
+    refused("There is no column 's.q'", schema, feature_cols=["s.q"], label_cols=["s.x"])
+    refused("'s.b' is selected more than once", schema, feature_cols=["s"], label_cols=["s.b"])
+    refused(
+        "'s.x' is a field of a struct",
+        struct(x=t.LongType(), s=struct(x=t.LongType()), y=t.LongType()),
+        validation="s.x",
+    )
+
+
+def test_ten_thousand_columns_are_selected_within_a_second():
+    schema = struct(**{f"c{number}": t.DoubleType() for number in range(10_000)})
+    start = time.process_time()
+    found = select(schema, feature_cols=schema.names[1:], label_cols=["c0"], fill={"c7": 1.0})
+    assert time.process_time() - start < 1
+    assert len(found.schema.columns) == 10_000
+
+
+def test_the_fields_of_a_struct_take_its_place():
+    schema = struct(s=struct(a=t.LongType(), deep=struct(b=t.LongType())), x=t.LongType())
+    assert with_fields(schema, ["x", "s", "q"]) == ("x", "s.a", "s.deep.b", "q")
+    assert with_fields(schema, ["s.deep", "s.a"]) == ("s.deep.b", "s.a")

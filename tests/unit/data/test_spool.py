@@ -12,7 +12,7 @@ import pytest
 
 from sparkhvd.config import given_rows, given_rows_variable, local_folders
 from sparkhvd.data.blocks import ArrowBlocks
-from sparkhvd.data.plan import Piece
+from sparkhvd.data.shards import Piece
 from sparkhvd.data.spool import Spool
 from sparkhvd.errors import StoreError
 

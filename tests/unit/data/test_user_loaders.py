@@ -89,7 +89,9 @@ def refused(kind):
     class Wrong(Counted):
         def _iterate(self):
             rows = {"x": np.zeros((2, 2)), "y": np.zeros(2, int)}
-            yield {"short": {**rows, "y": rows["y"][:1]}, "missing": {"x": rows["x"]}}[kind]
+            yield {"short": {**rows, "y": rows["y"][:1]}, "missing": {"x": rows["x"]}}.get(kind, rows)
+            if kind == "more":
+                yield rows
 
     try:
         list(LoaderSource(Wrong([] if kind == "none" else [2]), SCHEMA, "train", session.current()).epoch(0))
@@ -102,6 +104,7 @@ def refused(kind):
     ("kind", "message"),
     [
         ("none", "loaders have no train batches on any rank"),
+        ("more", "loader gave more than 1 batches in an epoch, although its len() is 1"),
         ("missing", "gave the columns ['x'] without 'y'"),
         ("short", "gave columns of different lengths: {'x': 2, 'y': 1}"),
     ],

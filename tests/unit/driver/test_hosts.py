@@ -11,6 +11,13 @@ def test_hosts_have_one_slot_unless_they_say_more():
     assert parse_hosts("a:2, b,c.d-e:4") == (Host("a", 2), Host("b", 1), Host("c.d-e", 4))
 
 
+def test_ipv6_addresses_stand_in_brackets_where_slots_follow():
+    hosts = parse_hosts("[::1]:2,[fd00::5],c:1")
+    assert hosts == (Host("::1", 2), Host("fd00::5", 1), Host("c", 1))
+    assert [host.text for host in hosts] == ["[::1]:2", "[fd00::5]:1", "c:1"]
+    assert parse_hostfile("fd00::5 slots=4\n[fd00::6]\n") == (Host("fd00::5", 4), Host("fd00::6", 1))
+
+
 def test_a_host_file_may_have_comments_and_empty_lines():
     text = "# the cluster\n\nnode1 slots=4  # new\n  node2\n"
     assert parse_hostfile(text) == (Host("node1", 4), Host("node2", 1))
@@ -25,6 +32,10 @@ def test_a_host_file_may_have_comments_and_empty_lines():
         ("a:many", "Host a has 'many' slots"),
         ("-oProxyCommand=x:1", "is not the name of a host"),
         ("a b:1", "is not the name of a host"),
+        ("fd00::5:2", r"'fd00::5:2' may end in an address or in slots; write \[fd00::5:2\] or \[ADDRESS\]:SLOTS"),
+        ("[node1]:2", r"'node1' in '\[node1\]:2' is not an IPv6 address"),
+        ("[fd00::5", "is not a host; hosts look like"),
+        ("[::1]:2,[::1]", "names a host twice"),
     ],
 )
 def test_what_is_no_list_of_hosts_is_refused(text, words):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from sparkhvd.driver import payload
+from sparkhvd.driver.importable import importable_nowhere
 from sparkhvd.driver.payload import pickle_call
-from sparkhvd.driver.pickling import is_installed
+from sparkhvd.driver.user_modules import is_installed
 from sparkhvd.errors import LaunchError
 
 
@@ -23,7 +24,7 @@ def times_factor(value: int) -> int:
 
 
 def test_a_function_of_a_module_that_is_no_package_is_sent_with_its_code(tmp_path):
-    (tmp_path / "call").write_bytes(pickle_call(times_factor, (6,), {}))
+    (tmp_path / "call").write_bytes(pickle_call(times_factor, (6,), {}, importable_nowhere))
     program = "import cloudpickle, sys; f, a, k = cloudpickle.load(open(sys.argv[1], 'rb')); sys.exit(f(*a, **k))"
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "call")], check=False).returncode == 42
 

@@ -10,6 +10,7 @@ from sparkhvd.errors import StoreError
 from sparkhvd.estimators import checkpoint, files
 from sparkhvd.estimators.checkpoint import Checkpoint
 from sparkhvd.estimators.history import EpochRecord
+from sparkhvd.estimators.run_lease import Fence
 from sparkhvd.estimators.worker import StoredRows, _stored_rows
 from sparkhvd.store import Store, layout
 from sparkhvd.world import World
@@ -28,13 +29,13 @@ def after(epoch):
 
 
 def test_a_checkpoint_comes_back_whole(store):
-    checkpoint.save(store, "run", after(2))
+    checkpoint.save(Fence(store, "run", 0), after(2))
     assert checkpoint.load(store, checkpoint.latest(store, "run")) == after(2)
 
 
 def test_only_the_last_checkpoint_is_kept(store):
     for epoch in range(12):
-        checkpoint.save(store, "run", after(epoch))
+        checkpoint.save(Fence(store, "run", 0), after(epoch))
     assert store.list(layout.checkpoints_folder("run")) == [layout.checkpoint_path("run", 11)]
     assert checkpoint.load(store, checkpoint.latest(store, "run")).epoch == 11
 
@@ -44,9 +45,9 @@ def test_a_run_without_checkpoints_has_no_last_one(store):
 
 
 def test_two_runs_with_one_id_cannot_overwrite_each_others_checkpoint(store):
-    checkpoint.save(store, "run", after(0))
+    checkpoint.save(Fence(store, "run", 0), after(0))
     with pytest.raises(StoreError, match="epoch-00000"):
-        checkpoint.save(store, "run", after(0))
+        checkpoint.save(Fence(store, "run", 0), after(0))
 
 
 def test_something_else_in_place_of_a_checkpoint_is_an_error_that_says_what_to_do(store):

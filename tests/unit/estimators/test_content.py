@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
 import threading
+import types
 from dataclasses import dataclass
 
 import keras
@@ -145,6 +147,98 @@ PAIRS = {
 }
 
 
+SCHEDULE = """
+class C(keras.optimizers.schedules.LearningRateSchedule):
+  def __call__(self, step):
+    return @
+  def get_config(self):
+    return {}
+made = keras.optimizers.SGD(C())
+"""
+WRITTEN = {
+    "tensors of classes": ("class C(Linear):\n  scale = torch.tensor(@)\nmade = C(2, 3)", "1.0", "2.0"),
+    "functions of C in classes": ("class C(Linear):\n  act = staticmethod(torch.@)\nmade = C(2, 3)", "relu", "tanh"),
+    "partials of classes": ("class C:\n  act = functools.partial(max, @)\nmade = C()", "1", "2"),
+    "classes in classes": ("class C:\n  class D:\n    x = @\nmade = C()", "1", "2"),
+    "enums": ("class C(enum.Enum):\n  A = @\ndef made():\n  return C.A.value", "0.1", "0.2"),
+    "cached functions": (
+        "def f():\n  return @\ncached = functools.lru_cache(f)\ndef made():\n  return cached()",
+        "1",
+        "2",
+    ),
+    "methods of lists": ("class C(list):\n  def f(self):\n    return @\nmade = C()", "1", "2"),
+    "attributes of lists": ("class C(list):\n  pass\nmade = C()\nmade.x = @", "1", "2"),
+    "methods of named tuples": ("class C(typing.NamedTuple):\n  x: int\n  y = @\nmade = C(1)", "1", "2"),
+    "metaclasses": ("class M(type):\n  x = @\nclass C(metaclass=M):\n  pass\nmade = C()", "1", "2"),
+    "defaults of dictionaries": ("made = collections.defaultdict(lambda: @)", "1", "2"),
+    "code without a module": ("space = {}\nexec('def f(): return @', space)\nmade = space['f']", "1", "2"),
+    "private attributes of modules": ("made = Linear(2, 3)\nmade._act = torch.@", "relu", "tanh"),
+    "hooks": ("made = Linear(2, 3)\nmade.register_forward_hook(lambda *a: a[2] * @)", "1", "2"),
+    "activations of Keras": ("def f(x):\n  return x * @\nmade = keras.layers.Dense(3, activation=f)", "1", "2"),
+    "activations of layers": (
+        "def f(x):\n  return x * @\nmade = keras.Sequential([keras.layers.Dense(3, activation=f, name='d')], name='s')",
+        "1",
+        "2",
+    ),
+    "schedules of Keras": (
+        SCHEDULE,
+        "0.1",
+        "0.2",
+    ),
+}
+
+
+def written(code):
+    space = {"__name__": "own", "torch": torch, "Linear": torch.nn.Linear, "keras": keras}
+    exec(f"import collections, enum, functools, typing\n{code}", space)
+    return space["made"]
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_what_the_user_wrote_is_seen_wherever_it_stands(case):
+    code, one, other = WRITTEN[case]
+    found = [described(written(code.replace("@", text))) for text in (one, one, other)]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_each_method_counts_with_what_it_takes_from_a_module(monkeypatch):
+    def made(factor):
+        helpers = types.ModuleType("own_helpers")
+        helpers.__file__ = "/own_helpers.py"
+        exec(f"def first(a):\n  return a\ndef second(a):\n  return a * {factor}", helpers.__dict__)
+        monkeypatch.setitem(sys.modules, "own_helpers", helpers)
+        code = (
+            "import own_helpers as h\nclass C:\n  def a(s):\n    return h.first(s)\n  def b(s):\n    return h.second(s)"
+        )
+        return described(written(f"{code}\nmade = C()"))
+
+    assert made(1) == made(1)
+    assert made(1) != made(2)
+
+
+def test_a_function_counts_with_all_that_it_imports_when_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package/__init__.py").touch()
+    (tmp_path / "own_package/part.py").write_text("from own_deep import factor\n")
+    code = "def made():\n  from own_package import part\n  return part.factor"
+
+    def with_factor(factor):
+        (tmp_path / "own_deep.py").write_text(f"factor = {factor}\n")
+        importlib.invalidate_caches()
+        return described(written(code))
+
+    assert with_factor(1) == with_factor(1)
+    assert with_factor(1) != with_factor(2)
+
+
+def test_what_cannot_be_told_in_a_class_does_not_count():
+    code = "import threading\nclass C:\n  lock = threading.Lock()\n  factor = @\nmade = C()"
+    assert described(written(code.replace("@", "1"))) == described(written(code.replace("@", "1")))
+    assert described(written(code.replace("@", "1"))) != described(written(code.replace("@", "2")))
+
+
 def torch_optimizer(steps):
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.Adam(model.parameters())
@@ -181,6 +275,53 @@ def test_what_matters_is_seen_and_the_same_made_twice_is_the_same(case):
     torch.manual_seed(2)  # weights drawn anew are no other run
     assert described(one()) == described_once
     assert described(other()) != described_once
+
+
+MODULE = """
+from torch.nn.functional import {name} as measure
+import {module} as helpers
+FACTOR = {factor}
+def loss(output, label):
+    return helpers.inner(output) * measure(output, label) * FACTOR[0]
+def late(output, label):
+    import {module}
+    return {module}.inner(output)
+"""
+
+
+def test_what_a_function_takes_from_modules_counts(tmp_path, monkeypatch):
+    """Aliases of installed functions, tensors of the module, functions of modules of the user's, imports within."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for number in (1, 2):
+        (tmp_path / f"own_helpers_{number}.py").write_text(f"def inner(a):\n    return a * {number}\n")
+
+    def made(name="mse_loss", module="own_helpers_1", factor="torch.ones(2)", function="loss"):
+        space = {"__name__": "own", "torch": torch}
+        exec(MODULE.format(name=name, module=module, factor=factor), space)
+        return described(space[function])
+
+    first = made()
+    assert made() == first
+    assert made(name="l1_loss") != first
+    assert made(factor="torch.zeros(2)") != first
+    late = made(function="late")
+    (tmp_path / "own_helpers_1.py").write_text("def inner(a):\n    return a * 3\n")
+    importlib.invalidate_caches()
+    assert made(function="late") != late
+    importlib.reload(sys.modules["own_helpers_1"])
+    assert made() != first
+
+
+def test_the_weights_of_a_model_count_where_they_are_asked_for():
+    def made(kind, seed):
+        torch.manual_seed(seed)
+        keras.utils.set_random_seed(seed)
+        return kind()
+
+    for kind in (lambda: torch.nn.Linear(2, 3), keras_model):
+        assert described(made(kind, 1), weights=True) == described(made(kind, 1), weights=True)
+        assert described(made(kind, 1), weights=True) != described(made(kind, 2), weights=True)
+        assert described(made(kind, 1)) == described(made(kind, 2))
 
 
 def test_an_object_that_holds_itself_is_described():

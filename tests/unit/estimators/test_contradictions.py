@@ -32,17 +32,30 @@ def test_a_parameter_of_horovods_without_a_meaning_says_why(name, value, message
 @pytest.mark.parametrize(
     ("kind", "accessor", "message"),
     [
-        (TorchEstimator, "setShufflingBufferSize", "shuffling_buffer_size has no meaning in TorchEstimator: rows are"),
         (TorchEstimator, "getReaderPoolType", "reader_pool_type has no meaning in TorchEstimator: rows are always"),
-        (LightningEstimator, "setNumGPUs", "num_gpus has no meaning in LightningEstimator: a rank trains on one GPU"),
         (TorchEstimator, "setNumGPUs", "'TorchEstimator' object has no attribute 'setNumGPUs'"),
         (TorchEstimator, "setNumProcs", "'TorchEstimator' object has no attribute 'setNumProcs'"),
     ],
 )
-def test_its_accessors_say_so_too(kind, accessor, message):
+def test_its_getter_says_so_too(kind, accessor, message):
     assert not hasattr(kind(), accessor)
     with pytest.raises(AttributeError, match=message):
         getattr(kind(), accessor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setter", "message"),
+    [
+        (TorchEstimator, "setShufflingBufferSize", "shuffling_buffer_size has no meaning in TorchEstimator: rows are"),
+        (LightningEstimator, "setNumGPUs", "num_gpus has no meaning in LightningEstimator: a rank trains on one GPU"),
+        (LightningEstimator, "setProfiler", "profiler has no meaning in LightningEstimator: the Trainer's"),
+    ],
+)
+def test_its_setter_takes_none_for_the_default_and_says_so_for_any_other_value(kind, setter, message):
+    estimator = kind()
+    assert getattr(estimator, setter)(None) is estimator
+    with pytest.raises(ParamError, match=message):
+        getattr(estimator, setter)(5)
 
 
 @pytest.mark.parametrize(

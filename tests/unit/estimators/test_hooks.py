@@ -13,6 +13,7 @@ from sparkhvd.estimators.history import EpochRecord
 from sparkhvd.estimators.hooks import RunHooks
 from sparkhvd.estimators.plugin import EpochReport, StepReport
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
+from sparkhvd.estimators.run_lease import Fence
 from sparkhvd.store import Store, layout
 from tests.ranks import RankGroup
 from tests.unit.estimators.arrays import schema, spec
@@ -181,7 +182,7 @@ def test_a_checkpoint_within_an_epoch_is_read_as_it_was_written(tmp_path):
     within = checkpoint.Within(3, 2, 4, "blocks", {"loss": (1.0, 2.0)}, (b"a", b"bc"))
     content = checkpoint.Checkpoint(1, 5, (EpochRecord(0, {"loss": 1.0}),), b"state\n", within)
     store = Store.create(str(tmp_path))
-    checkpoint.save(store, "r", content)
+    checkpoint.save(Fence(store, "r", 0), content)
     assert checkpoint.load(store, checkpoint.latest(store, "r")) == content
 
 

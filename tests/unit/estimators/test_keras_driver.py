@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import keras
@@ -9,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 
+import sparkhvd.keras as hvd
 from sparkhvd.data import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SchemaError
 from sparkhvd.estimators.contradictions import check_watched
-from sparkhvd.estimators.keras import KerasEstimator
+from sparkhvd.estimators.keras import KerasEstimator, artifact
 from sparkhvd.estimators.keras.names import check_names
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.named_inputs import named_inputs
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.keras.callbacks import BestModelCheckpoint
 from sparkhvd.world import World
+from tests.scripts import run_script
 from tests.unit.estimators.arrays import schema, spec
 from tests.unit.estimators.keras_models import DATA, network, parameters, rows
 
@@ -315,6 +318,24 @@ def test_a_step_of_the_users_may_measure_anything():
     assert PLUGIN.check(watching, DATA, None) == [(3,)]
 
 
+class Adversaries(OwnSteps):
+    """Takes steps with optimizers of its own."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD())
+        self.against = [keras.optimizers.Adam()]
+
+
+def test_optimizers_of_the_users_own_steps_are_refused_where_ranks_would_part():
+    model = Adversaries()
+    model(keras.ops.zeros((1, 6)))
+    content = PLUGIN.pack(parameters(model=model))
+    PLUGIN.trainer(content, spec(DATA), World(0, 1))
+    with pytest.raises(ParamError, match=r"optimizers of its own \(against\)"):
+        PLUGIN.trainer(content, spec(DATA), World(0, 2))
+
+
 def test_a_fitted_model_starts_another_training_with_its_optimizer():
     model = network()
     model.compile(optimizer=keras.optimizers.Adam(0.02), loss=parameters()["loss"])
@@ -377,3 +398,135 @@ def test_class_numbers_are_known_as_such_also_where_there_are_as_many_rows_as_cl
     sample = {**rows(2), "y": np.array([0, 1])}
     with pytest.raises(ModelOutputError, match=r"class numbers need loss='sparse_categorical_crossentropy'"):
         PLUGIN.check(given, DATA, sample)
+
+
+def scale_class(factor, package=None):
+    class Scale(keras.layers.Layer):
+        def call(self, values):
+            return factor * values
+
+    return Scale if package is None else keras.saving.register_keras_serializable(package)(Scale)
+
+
+def scaled_by(*classes):
+    layers = [keras.Input((6,)), *(each() for each in classes), keras.layers.Dense(3, kernel_initializer="ones")]
+    return keras.Sequential(layers)
+
+
+def test_two_classes_or_functions_of_one_name_are_refused():
+    two, three = scale_class(2.0), scale_class(3.0)
+    with pytest.raises(ParamError, match=r"The name 'Scale' stands for two different classes, .*Rename one"):
+        PLUGIN.pack(parameters(model=scaled_by(two, three)))
+    with pytest.raises(ParamError, match="The name 'Scale' stands for two different classes"):
+        PLUGIN.pack(parameters(model=scaled_by(two), custom_objects={"Scale": three}))
+    first, second = (lambda _: None), (lambda _: None)
+    first.__name__ = second.__name__ = "squash"
+    activated = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    activated.layers[0].activation = first
+    with pytest.raises(ParamError, match="The name 'squash' stands for two different functions"):
+        PLUGIN.pack(parameters(model=activated, custom_objects={"squash": second}))
+
+
+def test_classes_of_one_name_that_are_registered_apart_stay_apart_in_another_process(tmp_path):
+    """Their pickles by value, opened by a process that has registered none of them, in training, export and reading."""
+    model = scaled_by(scale_class(2.0, "two"), scale_class(3.0, "three"))
+    (tmp_path / "payload").write_bytes(PLUGIN.pack(parameters(model=model)))
+    done = run_script([sys.executable, "-c", _EXPORT_TWICE], tmp_path, 120.0)
+    assert done.returncode == 0, done.stderr
+    (predicted,) = PLUGIN.predictor(tmp_path / "again").predict({"x": np.ones((2, 6))})
+    np.testing.assert_allclose(predicted, 36.0)
+
+
+_EXPORT_TWICE = """
+from pathlib import Path
+
+from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.world import World
+from tests.unit.estimators.arrays import spec
+from tests.unit.estimators.keras_models import DATA
+
+folder = Path.cwd()
+trainer = PLUGIN.trainer((folder / "payload").read_bytes(), spec(DATA), World())
+for name in ("once", "again"):
+    (folder / name).mkdir()
+trainer.export(folder / "once")
+once = artifact.load_model(folder / "once", compiled=True)
+trainer._model = once
+trainer.export(folder / "again")
+"""
+
+
+def own_loss(labels, outputs):
+    return keras.ops.mean(keras.ops.square(outputs - keras.ops.cast(labels, outputs.dtype)[:, None]), axis=-1)
+
+
+def own_metric(labels, outputs):
+    return keras.ops.mean(outputs, axis=-1) + 0 * keras.ops.cast(labels, outputs.dtype)
+
+
+def test_a_model_with_a_loss_and_a_metric_of_ones_own_is_given_back_compiled(tmp_path):
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(loss=own_loss, metrics=[own_metric])), spec(DATA), World())
+    trainer._model.optimizer.build(trainer._model.trainable_variables)
+    trainer.export(tmp_path)
+    given = rows(4)
+    evaluated = artifact.load_model(tmp_path, compiled=True).evaluate(given["x"], given["y"], return_dict=True)
+    assert set(evaluated) == {"loss", "own_metric"}
+
+
+def test_the_layers_that_normalize_by_the_batch_of_a_rank_are_found_also_within_models():
+    inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="inner")])
+    model = keras.Sequential([keras.Input((4,)), inner, keras.layers.LayerNormalization()])
+    found = PLUGIN.normalization({"model": model})
+    assert (found.local, found.pairs) == (("inner",), ())
+    assert "SyncBatchNormalization" in (found.remark(2, 8) or "")
+
+
+class Checked(keras.Model):
+    """Takes ids from 1."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.embedding = keras.layers.Embedding(5, 3)
+
+    def call(self, ids):
+        if hasattr(ids, "numpy") and int(keras.ops.min(ids)) < 1:
+            raise ValueError("ids begin with 1")
+        return keras.ops.mean(self.embedding(keras.ops.cast(ids, "int32") - 1), axis=1)
+
+
+IDS = schema(x=("feature", "int64", (2,), "array"), y=("label", "int64", (), "scalar"))
+
+
+@pytest.mark.parametrize("kind", ["checked", "embedding"])
+def test_real_rows_decide_where_zeros_are_impossible(kind):
+    if kind == "checked":
+        model = Checked()
+        model(np.ones((1, 2), np.int64))
+    else:
+        ids = keras.Input((2,), dtype="int32")
+        model = keras.Model(ids, keras.ops.mean(keras.layers.Embedding(5, 3)(7 - ids), axis=1))
+    given = parameters(IDS, model=model)
+    assert PLUGIN.check(given, IDS, None) in ([], [(3,)])
+    assert PLUGIN.check(given, IDS, {"x": np.array([[3, 5]] * 5), "y": np.arange(5) % 3}) == [(3,)]
+    with pytest.raises(ModelOutputError):
+        PLUGIN.check(given, IDS, {"x": np.array([[0, 1]] * 5), "y": np.arange(5) % 3})
+
+
+def plain_difference(labels, outputs):
+    return (labels - outputs) ** 2
+
+
+def test_double_labels_are_cast_as_model_fit_casts_them():
+    """A loss and a metric that compute with the labels as they are, which TensorFlow does not do with two types."""
+    data = schema(x=("feature", "float64", (6,), "array"), y=("label", "float64", (1,), "array"))
+    model = keras.Sequential([network(), keras.layers.Dense(1)])
+    model(np.zeros((1, 6)))
+    given = parameters(data, model=model, loss=plain_difference, metrics=[plain_difference])
+    assert PLUGIN.check(given, data, {"x": rows(5)["x"], "y": np.ones((5, 1))}) == [(1,)]
+
+
+def test_none_is_the_default_of_a_retired_parameter_too():
+    KerasEstimator(shuffle_buffer_size=None, reader_pool_type=None)
+    with pytest.raises(ParamError, match="reader_pool_type has no meaning"):
+        KerasEstimator(reader_pool_type="thread")

@@ -87,6 +87,69 @@ def test_ranks_are_one_big_batch(group, sizes, weighted, passes):
         assert record.validation["accuracy"] == pytest.approx(evaluated["accuracy"], abs=1e-6)
 
 
+def ignoring():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+
+
+SEQUENCES = schema(x=("feature", "int64", (5,), "array"), y=("label", "float64", (5, 1), "array"))
+
+
+def masking():
+    layers = [keras.layers.Embedding(4, 3, mask_zero=True), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((5,), dtype="int32"), *layers])
+    random = np.random.default_rng(3)
+    model.set_weights([random.normal(size=weight.shape) / 4 for weight in model.get_weights()])
+    return model
+
+
+def sequences(count):
+    random = np.random.default_rng(2)
+    return {"x": random.integers(0, 4, (count, 5)), "y": random.normal(size=(count, 5, 1))}
+
+
+def parts_of(kind, count):
+    """The model, its loss, the columns and the rows."""
+    if kind == "masked":
+        return masking(), "mse", SEQUENCES, sequences(count)
+    return network(), ignoring(), WEIGHTED if kind == "weighted" else DATA, rows(count)
+
+
+def train_on_what_counts(kind, sizes):
+    model, loss, data, made = parts_of(kind, sum(map(sum, sizes)))
+    given = parameters(data, model=model, loss=loss, optimizer=keras.optimizers.SGD(0.1), metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=2), session.current().world)
+    own = dealt({name: made[name] for name in data.names()}, sizes, session.current().world.rank, data)
+    trainer.fit(own, own, hooks := Hooks())
+    record = averaged(hooks.reports[-1], session.current())
+    return trainer._model.get_weights(), record.train["loss"], record.validation["loss"]
+
+
+@pytest.mark.parametrize("kind", ["ignored", "weighted", "masked"])
+def test_losses_that_divide_by_what_counts_divide_by_that_of_all_ranks(group, kind):
+    """In training and in validation; one rank has no row in a step, and none that counts in another."""
+    sizes = [*PARTIAL_END[:3], (4, 4), (3, 1), (2, 0)]
+    (mine, loss, validation), (other, _, _) = group.run(train_on_what_counts, kind, sizes)
+    model, plain_loss, _, made = parts_of(kind, sum(map(sum, sizes)))
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=plain_loss)
+
+    def weighted(part):
+        return made["w"][part] if kind == "weighted" else None
+
+    def mean(step):
+        """The losses of the batches by their rows."""
+        ends = np.cumsum([sum(size) for size in sizes])
+        parts = [slice(end - sum(size), end) for end, size in zip(ends, sizes, strict=True)]
+        losses = [float(step(made["x"][part], made["y"][part], weighted(part))) for part in parts]
+        return sum(each * sum(size) for each, size in zip(losses, sizes, strict=True)) / ends[-1]
+
+    trained = [mean(model.train_on_batch) for _ in range(2)][-1]
+    tested = mean(model.test_on_batch)
+    for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, two)
+        np.testing.assert_allclose(one, plain, rtol=1e-4, atol=1e-6)
+    assert (loss, validation) == pytest.approx((trained, tested), rel=1e-4)
+
+
 class Largest(keras.metrics.Metric):
     """The largest output, which is no sum."""
 
@@ -239,6 +302,121 @@ def test_batch_normalization_over_all_ranks_makes_them_one_big_batch(group, size
     for one, two, plain in zip(mine, other, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, two, "ranks must end with the same weights and statistics")
         assert np.linalg.norm(one - plain) <= 1e-4 * np.linalg.norm(plain)
+
+
+class Counting(keras.layers.Layer):
+    """Counts the rows that it was trained on."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(), initializer="zeros", dtype="int32", trainable=False)
+
+    def call(self, values, training=False):
+        if training:
+            self.seen.assign_add(keras.ops.shape(values)[0])
+        return values
+
+
+class Equal(Hooks):
+    """Keeps the model that a checkpoint within the epoch would keep."""
+
+    def on_step_end(self, report, trainer):
+        super().on_step_end(report, trainer)
+        if report.step == 2:
+            report.rank_state()
+            self.within = trainer.state()
+
+
+def train_with_own_statistics(sizes, folder):
+    """The states within an epoch and at its end, and the validation losses of the training and the exported model."""
+    start, rank = network(), session.current().world.rank
+    layers = [keras.layers.BatchNormalization(momentum=0.8), Counting()]
+    model = keras.Sequential([keras.Input((6,)), *layers, *start.layers])
+    saved = keras.callbacks.ModelCheckpoint("within.keras", save_freq=3)
+    packed = PLUGIN.pack(parameters(model=model, optimizer="sgd", checkpoint_callback=saved))
+    trainer = PLUGIN.trainer(packed, spec(DATA, epochs=2), session.current().world)
+    train = source(sizes, rank)
+    train.columns["x"] += 3 * rank  # the ranks' rows differ, as those of sorted files
+    validation = source(sizes, rank)
+    validation.columns["x"] = train.columns["x"]
+    hooks = type("Kept", (Equal, Keeping), {})()
+    trainer.fit(train, validation, hooks)
+    record = averaged(hooks.reports[-1], session.current())
+    own = Path(folder, str(rank))
+    own.mkdir()
+    trainer.export(own)
+    loaded, all_rows = artifact.load_model(own, compiled=True), [row for step in validation.mine for row in step]
+    scores = loaded.evaluate(
+        validation.columns["x"][all_rows], validation.columns["y"][all_rows], verbose=0, return_dict=True
+    )
+    losses = session.current().allreduce(np.array([scores["loss"] * len(all_rows), len(all_rows)]), ReduceOp.SUM)
+    weights = [np.asarray(each) for each in loaded.get_weights()]
+    return hooks.within, weights, record.validation["loss"], losses[0] / losses[1], hooks.kept.get("within.keras")
+
+
+@pytest.mark.parametrize("sizes", [[(4, 4)] * 5 + [(3, 0)]])
+def test_the_validation_loss_is_that_of_the_exported_model(group, sizes, tmp_path):
+    """With BatchNormalization, whose moving statistics every rank updates from its own rows."""
+    (within, weights, loss, exported, saved), (other_within, others, _, _, _) = group.run(
+        train_with_own_statistics, sizes, str(tmp_path)
+    )
+    assert loss == pytest.approx(exported, rel=1e-5)
+    assert within == other_within, "a checkpoint within an epoch keeps what all ranks have"
+    for one, other in zip(weights, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+    mean, counted = weights[2], weights[4]
+    assert 1.0 < mean.mean() < 2.0, "the mean lies between those of the ranks' rows, 0 and 3"
+    assert counted == 2 * 23, "integers are those of rank 0"
+    assert saved is not None
+
+
+class StopOn(keras.callbacks.Callback):
+    """Ends the training within an epoch, on one rank."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == 2 and session.current().world.rank == 1
+
+
+class Together(Hooks):
+    """Ends the training on all ranks when one wants it, as an estimator's hooks do."""
+
+    def on_epoch_end(self, report, trainer):
+        return bool(session.current().allreduce(np.array([float(super().on_epoch_end(report, trainer))]))[0] == 1)
+
+
+def stop_on_one_rank():
+    packed = PLUGIN.pack(parameters(callbacks=[StopOn()]))
+    trainer, hooks = PLUGIN.trainer(packed, spec(DATA, epochs=3), session.current().world), Together()
+    trainer.fit(source(EVEN, session.current().world.rank), None, hooks)
+    return len(hooks.steps)
+
+
+def test_a_callback_that_stops_one_rank_within_an_epoch_ends_the_training_of_all_after_it(group):
+    assert group.run(stop_on_one_rank) == [10, 10]
+
+
+def averaging():
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7)
+
+
+def train_averages(folder):
+    trainer = PLUGIN.trainer(
+        PLUGIN.pack(parameters(optimizer=averaging())), spec(DATA, epochs=2), session.current().world
+    )
+    trainer.fit(source(EVEN, session.current().world.rank), None, Hooks())
+    trained, own = trainer._model.get_weights(), Path(folder, str(session.current().world.rank))
+    own.mkdir()
+    trainer.export(own)
+    return trained, artifact.load_model(own, compiled=False).get_weights()
+
+
+def test_the_exported_model_has_the_averages_of_its_weights_and_the_checkpoint_has_not(group, tmp_path):
+    (trained, exported), _ = group.run(train_averages, str(tmp_path))
+    model, data = network(), rows(80)
+    model.compile(optimizer=averaging(), loss=parameters()["loss"])
+    model.fit(data["x"], data["y"], 8, 2, shuffle=False, verbose=0)
+    for raw, average, plain in zip(trained, exported, model.get_weights(), strict=True):
+        np.testing.assert_allclose(average, plain, rtol=1e-4, atol=1e-6)
+        assert not np.allclose(raw, plain, rtol=1e-3)
 
 
 def continue_from_state():
@@ -563,3 +741,61 @@ def test_texts_train_a_subclass_on_tensorflow_and_are_refused_elsewhere(group):
     for one, two in zip(found, other, strict=True):
         np.testing.assert_array_equal(one, two)
     assert found[0].argmax(axis=1).tolist() == [2, 0, 1], "the place of each word's label"
+
+
+class FromOne(keras.layers.Layer):
+    """Refuses ids below 1."""
+
+    def call(self, ids):
+        if keras.config.backend() == "tensorflow":
+            import tensorflow as tf  # noqa: PLC0415
+
+            with tf.control_dependencies([tf.debugging.assert_greater_equal(ids, 1.0)]):
+                return tf.identity(ids)
+        assert float(ids.min()) >= 1
+        return ids
+
+
+def train_without_a_row(sizes):
+    """On a rank that has none, for which a row of another rank stands."""
+    model, rank = keras.Sequential([keras.Input((6,)), FromOne(), *network().layers]), session.current().world.rank
+    how = spec(DATA, epochs=1, sample={"x": np.ones((1, 6)), "y": np.zeros(1, np.int64)})
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model)), how, session.current().world)
+    train = source(sizes, rank)
+    train.columns["x"] = np.abs(train.columns["x"]) + 1
+    trainer.fit(train, train, Hooks())
+
+
+def test_a_rank_without_rows_makes_up_none_that_the_model_refuses(group):
+    group.run(train_without_a_row, [(4, 0), (4, 0)])
+
+
+class OwnStep(keras.Model):
+    """A step of the user's that computes with the labels as they come."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, values):
+        return self.dense(values)
+
+    def test_step(self, *data):
+        values, labels = data[-1]
+        return {"loss": keras.ops.mean((labels - self(values)) ** 2)}
+
+
+def train_on_doubles():
+    data = schema(x=("feature", "float64", (6,), "array"), y=("label", "float64", (1,), "array"))
+    model, made = OwnStep(), rows(8)
+    model(np.zeros((1, 6), np.float32))
+    given = parameters(data, model=model, loss="mse", metrics=None)
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), session.current().world)
+    columns = {"x": made["x"], "y": made["w"][:, None]}
+    own = dealt(columns, [(4, 4)], session.current().world.rank, data)
+    trainer.fit(own, own, hooks := Hooks())
+    return hooks.reports[-1].validation["loss"][0]
+
+
+def test_steps_of_ones_own_get_labels_of_the_type_that_model_fit_gives(group):
+    assert np.isfinite(group.run(train_on_doubles)).all()

@@ -47,12 +47,20 @@ def test_inputs_are_given_by_the_models_names_in_any_order_with_shape_and_dtype(
     assert plan[2].tensor(arrays, 2).shape == (2, 2, 1)
 
 
+def test_a_struct_is_all_of_its_fields():
+    fields = [ColumnSpec(f"s.{name}", "float64", (), "feature", "scalar") for name in ("u", "v")]
+    named = named_inputs("inputs", {"kind": "k", "picture": "p", "rest": ["s", "a"]})
+    rest = plan_inputs(Towers(), [*COLUMNS, *fields], None, named)[2]
+    arrays = {"a": np.array([1.0]), "s.u": np.array([2.0]), "s.v": np.array([3.0])}
+    assert rest.tensor(arrays, 1).tolist() == [[2, 3, 1]]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"image": "p"}, r"inputs names 'image', which is none of the model's inputs: \['kind', 'picture', 'rest'\]"),
         ({"kind": "k"}, "inputs gives no column to the model's input 'picture'"),
-        ({"kind": "k", "picture": "q"}, "inputs names the column 'q', which is no feature column"),
+        ({"kind": "k", "picture": "q"}, "inputs names the column 'q', which is not a feature column"),
         ({"kind": {"column": "k"}}, r"inputs\['kind'\]=.* must be a column, a list of columns, or a dict with columns"),
         ({"kind": {"columns": "k", "dtype": "integer!"}}, "dtype a name such as 'int64'"),
         (

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pandas
 import pytest
 import torch
+from pyspark.ml.tuning import ParamGridBuilder
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import ParamError
@@ -10,6 +14,7 @@ from sparkhvd.estimators.backend import of_training
 from sparkhvd.estimators.declare import Declarations, Declared, declared
 from sparkhvd.estimators.lightning import LightningEstimator
 from sparkhvd.estimators.params import EstimatorParams, ModelParams, positive_integer
+from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.torch import TorchEstimator
 from sparkhvd.store import Store
 
@@ -104,10 +109,10 @@ def test_two_estimators_do_not_share_values():
         ("run_id", "", "run_id='' must be a string that is not empty"),
         ("feature_cols", "a", r"feature_cols='a' must be a list of column names, such as \['a'\]"),
         ("label_cols", ["a", "a"], r"label_cols=\['a', 'a'\] names a column twice"),
-        ("validation", 1.0, r"validation=1\.0 must be a float within 0 <= x < 1"),
-        ("validation", 1, "validation=1 must be a float within"),
+        ("validation", 1.0, r"validation=1\.0 must be a number within 0 <= x < 1"),
+        ("validation", 1, "validation=1 must be a number within"),
         ("gradient_compression", 3, r"gradient_compression=3 must be one of 'none', 'fp16', 'bf16', or an object with"),
-        ("store", "/tmp", r"store='/tmp' is not a Store; make one with sparkhvd\.Store\.create"),
+        ("store", 7, r"store is of type int; it must be a Store or a URL, such as 'file:///some/folder'"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message):
@@ -142,6 +147,23 @@ def test_horovods_parameters_of_lightning_say_what_to_take_instead():
         LightningEstimator(backward_passes_per_step=2)
 
 
+def test_an_estimator_says_what_it_is_without_secrets(tmp_path):
+    estimator = EstimatorParams(
+        feature_cols=[f"x{i}" for i in range(8)], backend_env={"TOKEN": "secret"}, store=str(tmp_path), epochs=3
+    )
+    said = repr(estimator)
+    assert "feature_cols=['x0', 'x1', 'x2', 'x3', 'x4', 'x5', ...]" in said
+    assert f"store={estimator.getStore().url}" in said
+    assert "epochs=3" in said
+    assert "secret" not in said
+
+
+def test_a_store_may_be_given_by_its_url(tmp_path):
+    estimator = EstimatorParams(store=f"file://{tmp_path}")
+    assert isinstance(estimator.getStore(), Store)
+    assert estimator.getStore().url.endswith(str(tmp_path))
+
+
 def test_a_store_and_a_validation_column_are_taken(tmp_path):
     store = Store.create(str(tmp_path))
     estimator = EstimatorParams(store=store, validation="held_out")
@@ -152,3 +174,49 @@ def test_a_store_and_a_validation_column_are_taken(tmp_path):
 def test_the_declared_defaults_of_a_model_are_horovods():
     assert ModelParams(label_columns=["y"]).getLabelColumns() == ("y",)
     assert ModelParams().getInferenceBatchSize() == 1024
+
+
+@pytest.mark.parametrize("kind", [TorchEstimator, LightningEstimator])
+def test_a_grid_may_name_parameters_by_the_class(kind):
+    grid = ParamGridBuilder().addGrid(kind.batch_size, [4, np.int64(8)]).baseOn({kind.epochs: 3}).build()
+    copies = [kind(batch_size=2).copy(each) for each in grid]
+    assert [(each.getBatchSize(), each.getEpochs()) for each in copies] == [(4, 3), (8, 3)]
+    assert copies[1].getOrDefault(kind.batch_size) == 8
+    assert TorchEstimator().copy({Engine.size: 4}).values() == TorchEstimator().values()
+
+
+def test_numbers_and_lists_of_numpy_are_taken_as_those_of_python():
+    given = {
+        "validation": np.float32(0.25),
+        "batch_size": np.int16(4),
+        "shuffle": np.bool_(False),
+        "loss_weights": np.array([0.25, 0.75], np.float32),
+        "label_shapes": np.array([[2, 3]]),
+        "feature_cols": np.array(["a", "b"]),
+        "clip_grad_norm": np.float64(2.0),
+        "fill": {"a": np.float32(0.5)},
+    }
+    estimator = TorchEstimator(**given)
+    values = estimator.values()
+    assert {name: values[name] for name in given} == {
+        "validation": 0.25,
+        "batch_size": 4,
+        "shuffle": False,
+        "loss_weights": (0.25, 0.75),
+        "label_shapes": ((2, 3),),
+        "feature_cols": ("a", "b"),
+        "clip_grad_norm": 2.0,
+        "fill": {"a": 0.5},
+    }
+    json.dumps({name: values[name] for name in given})
+    assert repr(EarlyStopping(patience=np.int64(3), min_delta=np.float32(0.5))) == repr(
+        EarlyStopping("val_loss", 3, 0.5)
+    )
+    assert repr(Checkpoints(keep=np.int64(2), every_steps=np.int32(7))) == repr(Checkpoints(keep=2, every_steps=7))
+
+
+def test_the_part_to_validate_with_may_be_written_as_a_whole_number():
+    assert TorchEstimator(validation=0).getValidation() == 0.0
+    for wrong in (1, True, -0.1, np.float32("nan")):
+        with pytest.raises(ParamError, match=r"must be a number within 0 <= x < 1"):
+            TorchEstimator(validation=wrong)

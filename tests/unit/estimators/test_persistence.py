@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import keras
 import numpy as np
@@ -13,6 +14,7 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.backend import SparkBackend
 from sparkhvd.estimators.keras import KerasEstimator
 from sparkhvd.estimators.persistence import read_estimator, write_estimator
+from sparkhvd.estimators.saved_folder import write_new
 from sparkhvd.estimators.torch import TorchEstimator
 from sparkhvd.store import Store
 
@@ -23,7 +25,7 @@ def saved(tmp_path):
     folder = Store.create(str(tmp_path / "saved"))
 
     def write_and_read(estimator):
-        write_estimator(estimator, folder, "estimator", "4.0.0")
+        write_new(folder, "estimator", partial(write_estimator, estimator, spark_version="4.0.0"))
         return read_estimator(type(estimator), folder, "estimator")
 
     return write_and_read, tmp_path / "saved" / "estimator"
@@ -108,7 +110,7 @@ def test_what_a_later_version_wrote_is_refused(saved):
     write_and_read(TorchEstimator(batch_size=5))
     metadata = folder / "metadata" / "part-00000"
     content = json.loads(metadata.read_text())
-    content["sparkhvd"]["format"] += 1
+    content["sparkhvd"]["format"] += 2
     metadata.write_text(json.dumps(content))
-    with pytest.raises(ParamError, match=r"was saved in format 2; this version reads up to 1\. Install a newer"):
+    with pytest.raises(ParamError, match=r"was saved in format 3; this version reads up to 2\. Install a newer"):
         read_estimator(TorchEstimator, Store.create(str(folder.parent)), folder.name)

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import cloudpickle
 import pytest
 import torch
+from torch.nn.utils import parametrizations, parametrize
 
+from sparkhvd.estimators.lightning.plugin import PLUGIN as LIGHTNING
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.inputs import ModelInput
+from sparkhvd.estimators.torch.plugin import PLUGIN
+from tests.unit.estimators.arrays import schema
 
 
 class Tied(torch.nn.Module):
@@ -60,6 +65,58 @@ def test_the_optimizer_comes_back_over_the_loaded_parameters(saved):
 
 def test_the_inputs_come_back(saved):
     assert artifact.load_inputs(saved[0]) == (ModelInput(("a", "b"), (2,), torch.float32),)
+
+
+class Symmetric(torch.nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).T
+
+
+def normalized(kind):
+    torch.manual_seed(2)
+    layer = torch.nn.Linear(4, 4)
+    if kind == "shared and nested":
+        parametrize.register_parametrization(layer, "weight", Symmetric())
+        parametrizations.weight_norm(layer, "bias", dim=None)
+        return torch.nn.Sequential(layer, torch.nn.Sequential(torch.nn.Tanh(), layer))
+    of_kind = {
+        "weight_norm": parametrizations.weight_norm,
+        "spectral_norm": parametrizations.spectral_norm,
+        "orthogonal": parametrizations.orthogonal,
+        "old weight_norm": torch.nn.utils.weight_norm,
+        "old spectral_norm": torch.nn.utils.spectral_norm,
+    }
+    return torch.nn.Sequential(of_kind[kind](layer))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize(
+    "kind",
+    ["weight_norm", "spectral_norm", "orthogonal", "shared and nested", "old weight_norm", "old spectral_norm"],
+)
+@pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
+def test_parametrized_models_travel_train_and_come_back(tmp_path, kind, plugin):
+    model, x = normalized(kind), torch.randn(5, 4)
+    names = ("callbacks", "logger", "trainer_args", "input_shapes", "label_shapes", "data_module")
+    given = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loss": torch.nn.MSELoss()}
+    data = schema(x=("feature", "float32", (4,), "array"), y=("label", "float32", (4,), "array"))
+    package = cloudpickle.loads(
+        plugin.pack({**dict.fromkeys(names), **given, "batch_format": "dict", "label_cols": ("y",), "schema": data})
+    )
+    sent, optimizer = package.model, getattr(package, "optimizer", None) or package.optimizers[0]
+    assert torch.equal(sent.eval()(x), model.eval()(x))
+    sent.train()(x).square().mean().backward()
+    optimizer.step()
+    assert not torch.allclose(sent.eval()(x), model.eval()(x))
+    artifact.save(tmp_path, sent, optimizer, [])
+    loaded = artifact.load_model(tmp_path)
+    assert torch.equal(loaded(x), sent(x))
+    assert [*loaded.state_dict()] == [*model.state_dict()]
+    again = artifact.load_optimizer(tmp_path, loaded)
+    again.zero_grad()
+    loaded.train()(x).square().mean().backward()
+    again.step()
+    assert not torch.allclose(loaded.eval()(x), sent(x))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -134,6 +134,11 @@ def test_a_metric_is_measured_with_its_own_output():
         ({"label_shapes": ((1,),)}, "label_shapes has 1 entries but label_cols has 2"),
         ({"loss": "mse"}, "loss='mse' is not callable"),
         ({"loss": torch.nn.MSELoss(reduction="sum")}, r"The loss MSELoss has reduction='sum'; it must be 'mean'"),
+        (
+            {"loss": partial(functional.mse_loss, reduction="sum")},
+            r"The loss mse_loss has reduction='sum'; it must be 'mean'",
+        ),
+        ({"loss": torch.nn.MSELoss(reduction="batchmean")}, r"MSELoss has reduction='batchmean'; it must be 'mean'"),
         ({"metrics": [[accuracy] * 3]}, "metrics: entry 0 must be a function, or a group"),
         ({"metrics": [accuracy, accuracy]}, r"metrics: the names .* are not all different"),
     ],
@@ -209,6 +214,19 @@ def test_weights_multiply_the_losses_of_their_rows(loss):
     assert value.item() == pytest.approx((3 * 1 + 0 * 4 + 1 * 9) / 3)
 
 
+@pytest.mark.parametrize(
+    "loss", [torch.nn.KLDivLoss(reduction="batchmean"), partial(functional.kl_div, reduction="batchmean")]
+)
+def test_the_divergence_by_rows_is_a_mean_over_rows_also_with_weights(loss):
+    output = torch.tensor([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]]).log()
+    columns = {"y": np.array([[0.5, 0.5], [1.0, 0.0], [0.3, 0.7]]), "w": np.array([3.0, 0.0, 1.0])}
+    of_rows = functional.kl_div(output, torch.from_numpy(columns["y"]).float(), reduction="none").sum(dim=1)
+    plain, weighted = objective(loss), objective(loss, sample_weight_col="w")
+    assert plain.loss([output], plain.labels([output], columns), columns).item() == pytest.approx(of_rows.mean().item())
+    value = weighted.loss([output], weighted.labels([output], columns), columns)
+    assert value.item() == pytest.approx(((3 * of_rows[0] + of_rows[2]) / 3).item())
+
+
 def test_a_loss_that_has_no_value_per_row_is_refused_with_weights():
     def mean(output, label, reduction="mean"):
         return (output - label).mean()
@@ -230,8 +248,9 @@ def test_a_loss_that_has_no_value_per_row_is_refused_with_weights():
     ],
 )
 def test_losses_that_do_not_divide_by_the_rows_are_known(loss, otherwise):
-    scalar, vector = (schema(y=("label", "int64", shape, "array")) for shape in ((1,), (2,)))
+    kinds = (("int64", (1,)), ("int32", (2,)), ("float32", (2,)))
+    scalar, whole, vector = (schema(y=("label", dtype, shape, "array")) for dtype, shape in kinds)
     found = objective_of({"loss": loss, "label_cols": ("y",)})
     assert inexact_losses(found, vector) == inexact_losses(found, scalar, own_steps=True) == otherwise
-    assert inexact_losses(found, scalar) == []
+    assert inexact_losses(found, scalar) == inexact_losses(found, whole) == []
     assert inexact_losses(objective_of({"loss": loss, "label_cols": ("y",), "sample_weight_col": "w"}), vector) == []

@@ -11,7 +11,9 @@ from torch.nn import functional
 
 from sparkhvd.data.schema import ColumnSpec, DataSchema
 from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.estimators.lightning.plugin import PLUGIN as LIGHTNING
 from sparkhvd.estimators.plugin import TrainSpec
+from sparkhvd.estimators.policies import Checkpoints
 from sparkhvd.estimators.torch.plugin import PLUGIN
 from sparkhvd.world import World
 
@@ -73,6 +75,48 @@ def test_without_rows_and_with_unknown_shapes_the_check_stays_silent_about_the_o
     assert PLUGIN.check(params(torch.nn.Linear(3, 4)), columns(None), None) == []
 
 
+class IdsFromOne(torch.nn.Module):
+    """Ends for an id of 0, each kind in a way of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embedding = torch.nn.Embedding(5, 4)
+
+    def forward(self, ids):
+        if self.kind == "raises" and int(ids.min()) < 1:
+            raise ValueError("ids begin with 1")
+        if self.kind == "asserts":
+            assert (ids > 0).all()
+        return self.embedding((ids - 1).abs() if self.kind == "loss" else ids - 1).reshape(len(ids), 4)
+
+
+def refuses_nothing(output, label):
+    if (label == 0).any():
+        raise ValueError("a label of 0")
+    return functional.cross_entropy(output, label)
+
+
+OF_LIGHTNING = ("callbacks", "logger", "trainer_args", "input_shapes", "label_shapes", "data_module")
+
+
+def checked(plugin, kind, rows):
+    given = params(IdsFromOne(kind), refuses_nothing if kind == "loss" else functional.cross_entropy)
+    if plugin is LIGHTNING:
+        given = {**dict.fromkeys(OF_LIGHTNING), "batch_format": "dict", "checkpoints": Checkpoints(), **given}
+    ids = DataSchema((ColumnSpec("x", "int64", (), "feature", "scalar"), *columns(()).of("label")))
+    return plugin.check(given, ids, rows)
+
+
+@pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
+@pytest.mark.parametrize("kind", ["looks up", "raises", "asserts", "loss"])
+def test_made_up_rows_refuse_no_model_but_real_ones_do(plugin, kind):
+    assert checked(plugin, kind, None) == ([(4,)] if kind == "loss" else [])
+    assert checked(plugin, kind, {"x": np.array([1, 5]), "y": np.array([3, 1])}) == [(4,)]
+    with pytest.raises(ModelOutputError):
+        checked(plugin, kind, {"x": np.array([0, 5]), "y": np.array([0, 1])})
+
+
 def test_one_row_is_enough_for_the_check():
     rows = {"x": np.zeros((1, 3)), "y": np.zeros(1, int)}
     assert PLUGIN.check(params(torch.nn.Linear(3, 4)), columns((3,)), rows) == [(4,)]
@@ -107,9 +151,9 @@ def test_an_output_that_loses_the_rows_is_refused():
 def test_an_output_that_is_no_tensor_is_refused():
     class Named(torch.nn.Linear):
         def forward(self, x):
-            return {"logits": super().forward(x)}
+            return {"one": super().forward(x), "other": x}
 
-    with pytest.raises(ModelOutputError, match="The model returned dict; it must return a tensor"):
+    with pytest.raises(ModelOutputError, match=r"returned dict with the fields \['one', 'other'\]"):
         PLUGIN.check(params(Named(3, 2)), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
 
 

@@ -229,9 +229,7 @@ def test_validation_uses_neither_dropout_nor_gradients_and_changes_nothing(alone
     wanted = functional.cross_entropy(
         trained(torch.from_numpy(data.columns["x"]).float()), torch.from_numpy(data.columns["y"])
     )
-    total, count = hooks.reports[0].validation["loss"]
-    assert count == 12
-    assert total / count == pytest.approx(wanted.item())
+    assert hooks.reports[0].validation["loss"] == (pytest.approx(wanted.item()), 1), "the mean of all ranks' rows"
     assert trained[1].num_batches_tracked.item() == 1
 
 
@@ -284,3 +282,197 @@ def test_the_report_tells_where_the_time_went(alone):
     assert line.startswith("epoch 1/3  loss ")
     assert "rows/s  step " in line
     assert all(f"{kind} " in line for kind in ("data", "compute", "communication"))
+
+
+def normalizing():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3), torch.nn.Dropout(0.3))
+    model.register_buffer("kept_beside", torch.zeros(6), persistent=False)
+    model.register_forward_pre_hook(keep_mean)
+    return model
+
+
+def keep_mean(model, inputs):
+    if model.training:
+        model.kept_beside += inputs[0].mean(dim=0)
+
+
+class AtStep(Hooks):
+    """Keeps what a checkpoint after the seventh step would hold."""
+
+    def on_step_end(self, report, trainer):
+        if report.step == 7:
+            report.synchronize()
+            self.kept = (hvd.broadcast_object(trainer.state()), report.rank_state())
+
+
+def normalized_trainer(**more):
+    model = normalizing()
+    params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+    return PLUGIN.trainer(payload, spec(DATA, **more), session.current().world)
+
+
+def train_with_buffers(sizes):
+    """Losses of a validation and of the model that rank 0 has after it; and the states of two ways to get there."""
+    world = session.current().world
+    rows_of_rank = source(sizes, world.rank, world.size)
+    trainer, hooks = normalized_trainer(), AtStep()
+    trainer.fit(rows_of_rank, rows_of_rank, hooks)
+    loss = averaged(hooks.reports[-1], session.current()).validation["loss"]
+    kept, rank_state = hooks.kept
+    again = normalized_trainer()
+    again.restore(kept)
+    again.fit(rows_of_rank, None, Hooks(first_step=7, rank_state=rank_state))
+    model = hvd.broadcast_object(trainer._model).eval()
+    data = rows_of_rank.columns
+    with torch.no_grad():
+        wanted = functional.cross_entropy(model(torch.from_numpy(data["x"]).float()), torch.from_numpy(data["y"]))
+    states = [
+        {**dict(each._model.named_parameters()), **dict(each._model.named_buffers())} for each in (trainer, again)
+    ]
+    return loss, wanted.item(), [{name: value.detach().numpy() for name, value in each.items()} for each in states]
+
+
+@pytest.mark.parametrize("sizes", [[(5, 3, 2), (2, 7, 0)] * 5, [(0, 4, 4)] * 9], ids=["uneven", "no rows on rank 0"])
+def test_the_validation_measures_the_model_that_is_returned_and_resumes_to_the_bit(group, sizes):
+    found = group.run(train_with_buffers, sizes)
+    for loss, wanted, states in found:
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        for state in states:
+            for name, value in state.items():
+                assert np.array_equal(value, found[0][2][0][name]), name
+    assert found[0][2][0]["0.num_batches_tracked"] > 0
+
+
+IGNORING = {
+    "ignored": (torch.nn.CrossEntropyLoss(ignore_index=1), [1] * 8 + [0, 2, 1, 2]),
+    "torch's default": (torch.nn.CrossEntropyLoss(), [-100] * 8 + [0, 2, 1, 2]),
+    "weighted": (torch.nn.CrossEntropyLoss(weight=torch.tensor([0.0, 5.0, 1.0])), [0, 0, 0, 0, 1, 2, 2, 2, 2, 1, 0, 1]),
+    "half the steps": (torch.nn.CrossEntropyLoss(), [-100] * 12 + [0, 2, 1, 2] * 6),
+    "masked outputs": (torch.nn.CrossEntropyLoss(), [-100] * 8 + [0, 2, 2, 0]),
+    "sequences": (torch.nn.CrossEntropyLoss(), [[-100, -100]] * 8 + [[0, 2], [1, -100], [2, 1], [0, 0]]),
+    "probabilities": (torch.nn.CrossEntropyLoss(), [[1, 0, 0]] * 8 + [[0, 1, 0], [0, 0, 1]] * 2),
+}
+
+
+class Masked(torch.nn.Module):
+    """Says that a class is impossible."""
+
+    def forward(self, x):
+        return x.masked_fill(torch.tensor([False, True, False]), float("-inf"))
+
+
+def ignoring_network(kind):
+    torch.manual_seed(3)
+    if kind == "sequences":
+        return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Unflatten(1, (3, 2)))
+    return torch.nn.Sequential(network(), Masked()) if kind == "masked outputs" else network()
+
+
+def train_ignoring(kind, sizes):
+    world, (loss, labels) = session.current().world, IGNORING[kind]
+    model, shape = ignoring_network(kind), np.shape(labels)[1:]
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": loss, "label_cols": ("y",)}
+    data = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", shape, "array" if shape else "scalar"))
+    trainer = PLUGIN.trainer(PLUGIN.pack({**params, "schema": data}), spec(data), world)
+    data = source(sizes, world.rank, world.size)
+    count = data.rows()
+    data.columns["y"] = np.array(labels * 9)[:count]
+    validation, hooks = replace(data, columns=dict(data.columns)), Hooks()
+    trainer.fit(data, validation, hooks)
+    record = averaged(hooks.reports[-1], session.current())
+    model = trainer._model.eval()
+    with torch.no_grad():
+        wanted = loss(model(torch.from_numpy(data.columns["x"]).float()), ignoring_labels(kind, data.columns["y"]))
+    return flat(model), record, wanted.item()
+
+
+def ignoring_labels(kind, labels):
+    return torch.as_tensor(labels, dtype=torch.float32 if kind == "probabilities" else torch.int64)
+
+
+def train_ignoring_plainly(kind, steps):
+    loss_of, labels = IGNORING[kind]
+    model = ignoring_network(kind)
+    optimizer, data, start = OPTIMIZERS["momentum"](model), rows(sum(steps)), 0
+    label = ignoring_labels(kind, labels * 9)[: sum(steps)]
+    losses = []
+    for size in steps:
+        part = slice(start, start + size)
+        start += size
+        optimizer.zero_grad()
+        loss = loss_of(model(torch.from_numpy(data["x"][part]).float()), label[part])
+        if torch.isfinite(loss):
+            loss.backward()
+            losses.append((loss.item(), size))
+        else:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return flat(model), np.average([loss for loss, _ in losses], weights=[size for _, size in losses])
+
+
+@pytest.mark.parametrize("kind", IGNORING)
+def test_labels_that_a_loss_leaves_out_count_in_training_and_validation_as_in_one_big_batch(group, kind):
+    """Also where a rank, or all ranks, have no other labels in a step."""
+    sizes = [(4, 4, 4), (4, 2, 3), (4, 0, 4), (4, 4, 4)]
+    wanted, loss = train_ignoring_plainly(kind, [sum(step[: group.size]) for step in sizes])
+    for parameters, record, of_validation in group.run(train_ignoring, kind, sizes):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+        assert record.validation["loss"] == pytest.approx(of_validation, rel=1e-5)
+
+
+class OfLogarithms(torch.nn.Module):
+    """Takes positive numbers only."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = torch.nn.Linear(6, 4, bias=False), norm(4), torch.nn.Linear(4, 3)
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("seen", torch.tensor(0.0))
+
+    def forward(self, x):
+        self.seen = self.seen + len(x) * self.training
+        return self.last(self.norm(self.first(torch.log(x))) * self.scale)
+
+
+def train_synchronized(sizes):
+    world, model = session.current().world, OfLogarithms(hvd.SyncBatchNorm)
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+    data = source(sizes, world.rank, world.size)
+    data.columns["x"] = np.abs(data.columns["x"]) + 0.1
+    sample = {name: array[:2] for name, array in data.columns.items()}
+    trainer = PLUGIN.trainer(payload, spec(DATA, sample=sample), world)
+    trainer.fit(data, None, Hooks())
+    return flat(trainer._model)
+
+
+def test_a_rank_that_never_has_a_row_takes_part_in_synchronized_statistics_with_a_real_one(group):
+    sizes = [(0, 4, 4)] * 4
+    steps = [sum(step[: group.size]) for step in sizes]
+    model, data = OfLogarithms(torch.nn.BatchNorm1d), rows(sum(steps))
+    optimizer = OPTIMIZERS["momentum"](model)
+    for x, y in zip(*(torch.split(torch.from_numpy(data[name]), steps) for name in "xy"), strict=True):
+        optimizer.zero_grad()
+        functional.cross_entropy(model((x.abs() + 0.1).float()), y).backward()
+        optimizer.step()
+    for parameters in group.run(train_synchronized, sizes):
+        assert relative_error(parameters, flat(model)) < 1e-5
+
+
+def try_on_one_rank():
+    world, model = session.current().world, OfLogarithms(hvd.SyncBatchNorm)
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+    sample = {name: np.abs(array) for name, array in source([(2, 0, 0)], 0, world.size).columns.items()}
+    shapes = PLUGIN.try_out(payload, DATA, sample) if world.rank == 0 else [(3,)]
+    hvd.barrier()
+    return shapes
+
+
+def test_a_rank_that_tries_a_model_with_synchronized_layers_waits_for_no_other(group):
+    assert group.run(try_on_one_rank) == [[(3,)]] * group.size

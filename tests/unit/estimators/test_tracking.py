@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import keras
@@ -239,3 +239,96 @@ def test_a_sparse_column_of_a_pandas_table_reaches_the_model_by_its_entries():
     rows, places, values = columns.coordinates(keeps.given["s"])
     assert (len(keeps.given["s"]), rows.tolist(), places.tolist()) == (4, [0, 0, 2], [1, 3, 2])
     assert values.tolist() == [5.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("trained", "given", "wanted", "dtype"),
+    [
+        ("int8", [1.75, 300.0], [1.75, 300.0], "float64"),
+        ("int8", [1, 300], [1, 300], "int64"),
+        ("int64", pd.array([2**60 + 1, 2], "Int64"), [2**60 + 1, 2], "int64"),
+        ("float32", [0.1, 1.0], [0.1, 1.0], "float64"),
+        ("float32", [16777217, 1], [16777217, 1], "int64"),
+        ("bool", [2.5, 0.0], [2.5, 0.0], "float64"),
+        ("float64", [True, False], [True, False], "bool"),
+        ("int32", np.array([200, 1], "uint8"), [200, 1], "int16"),
+    ],
+)
+def test_numbers_of_a_pandas_table_keep_their_type(trained, given, wanted, dtype):
+    column = ColumnSpec("x", trained, (), "feature", "scalar")
+    pandas_model(keeps := Keeps(), (("x", column),)).predict(pd.DataFrame({"x": given}))
+    assert (keeps.given["x"].tolist(), keeps.given["x"].dtype) == (wanted, dtype)
+    rows = ColumnSpec("x", trained, (2,), "feature", "array")
+    pandas_model(keeps := Keeps(), (("x", rows),)).predict(pd.DataFrame({"x": [np.asarray(given)[:2]] * 3}))
+    assert keeps.given["x"].tolist() == [wanted] * 3
+
+
+def test_a_fill_that_the_type_of_a_table_does_not_hold_is_not_rounded():
+    column = ColumnSpec("x", "float64", (), "feature", "scalar", fill=0.5)
+    table = pd.DataFrame({"x": pd.array([3, None], "Int64")})
+    pandas_model(keeps := Keeps(), (("x", column),)).predict(table)
+    assert keeps.given["x"].tolist() == [3.0, 0.5]
+
+
+def test_what_transform_refuses_a_pandas_table_refuses():
+    column = ColumnSpec("x", "float64", (), "feature", "scalar")
+    pairs = replace(column, shape=(2,), kind="array")
+    for given, asked, error, message in (
+        (["1.5", "2"], column, SchemaError, "'x' holds str values; the model takes numbers"),
+        ([[1.0], [2.0]], column, DataError, r"rows of shape \[1\]; the model was trained with rows of shape \[\]"),
+        ([[1.0] * 4] * 2, pairs, DataError, r"rows of shape \[4\]; the model was trained with rows of shape \[2\]"),
+        ([[1.0, 2.0], [1.0]], pairs, DataError, "'x' has rows of different shapes"),
+    ):
+        with pytest.raises(error, match=message):
+            pandas_model(Keeps(), (("x", asked),)).predict(pd.DataFrame({"x": given}))
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
+def test_a_logged_model_has_a_signature_that_takes_what_transform_takes(mlflow, tmp_path):
+    schema = DataSchema((ColumnSpec("n", "int8", (), "feature", "scalar"), *SCHEMA.columns))
+    network = TwoInputs()
+    PLUGIN.export({"model": network}, schema, tmp_path)
+    files, kept = keep_folder(tmp_path)
+    trained = Trained(kept, files, schema, (OutputSpec((), "float64", vector=False),), HISTORY)
+    with mlflow.start_run():
+        tracking.log_model(TorchModel(trained, feature_columns=["n", "w"], output_cols=["found"]))
+    (logged,) = mlflow.search_logged_models(output_format="list")
+    opened = mlflow.pyfunc.load_model(logged.model_uri)
+    assert opened.metadata.get_input_schema().input_names() == ["n", "w"]
+    assert str(opened.metadata.get_output_schema()) == "['found': double (required)]"
+    for given in ([1.75, 300.0], [1, 300]):
+        table = pd.DataFrame({"n": given, "w": [np.array([0.5, 0.25])] * 2})
+        assert opened.predict(table)["found"].tolist() == given
+    with pytest.raises(mlflow.exceptions.MlflowException, match="n"):
+        opened.predict(table[["w"]])
+
+
+class TwoInputs(torch.nn.Module):
+    """Gives the first input."""
+
+    def forward(self, n, w):
+        return n + 0 * w.sum(1)
+
+
+def test_parameters_are_logged_without_addresses(mlflow, model, monkeypatch):
+    monkeypatch.setattr(tracking, "log_model", lambda _: None)
+    with mlflow.start_run() as run:
+        track(model, {"loss": torch.nn.functional.mse_loss, "callbacks": [object(), "a"]})
+    logged = mlflow.get_run(run.info.run_id).data.params
+    assert logged == {"loss": "mse_loss", "callbacks": "[object, a]"}
+
+
+def test_the_folds_of_a_search_name_their_runs(mlflow, model, monkeypatch):
+    monkeypatch.setattr(tracking, "log_model", lambda _: None)
+    search = {"__name__": "pyspark.ml.tuning"}
+    loop = "def _fit(call, nFolds=2):\n  for i in range(nFolds):\n    call()\n  bestIndex = 0\n  call()\n"
+    exec(loop, search)
+    parts = []
+    search["_fit"](lambda: parts.append(TorchEstimator().copy()._part))
+    assert parts == ["fold 1 of 2", "fold 2 of 2", "all rows"]
+    assert TorchEstimator().copy()._part is None
+    with mlflow.start_run() as outer:
+        track(model, {"run_id": "one"})
+        track(model, {"run_id": "two"}, name="fold 2 of 2")
+    (nested,) = mlflow.MlflowClient().search_runs(["0"], f"tags.mlflow.parentRunId = '{outer.info.run_id}'")
+    assert nested.info.run_name == "fold 2 of 2"

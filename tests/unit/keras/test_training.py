@@ -154,6 +154,17 @@ def start_from_the_same(folder):
         assert np.array_equal(mine, wanted)
 
 
+def start_without_variables():
+    """Of a model that gets its variables, and those of its optimizer, from its first batch."""
+    keras.utils.set_random_seed(hvd.rank())
+    model = keras.Sequential([keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    part = slice(hvd.rank(), None, 2)
+    fitted(model, optimizer, part, 24, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    trained = [*model.trainable_variables, *optimizer.variables]
+    return [keras.ops.convert_to_numpy(each) for each in trained]
+
+
 def average_metrics():
     class Shown(keras.callbacks.Callback):
         logs = None
@@ -210,6 +221,9 @@ def reduce_eagerly():
     result = hvd.allreduce(keras.ops.ones((2,)) * hvd.rank(), op=hvd.Sum, name="eager")
     assert keras.ops.convert_to_numpy(result).tolist() == [1.0, 1.0]
     assert hvd.broadcast_object("text", 0) == "text"
+    assert int(hvd.broadcast(3 + hvd.rank(), 0, name="epoch")) == 3
+    means = hvd.allreduce([1.0 + hvd.rank(), 0.5], name="scores")  # as model.evaluate gives them
+    assert keras.ops.convert_to_numpy(means).tolist() == [1.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +246,11 @@ def test_the_ranks_of_a_process_set_train_by_themselves(group):
 
 def test_all_ranks_start_from_the_root(group, tmp_path):
     group.run(start_from_the_same, str(tmp_path))
+
+
+def test_ranks_agree_where_the_first_batch_builds_the_model(group):
+    first, second = group.run(start_without_variables)
+    assert all(np.array_equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_metrics_are_averaged(group):

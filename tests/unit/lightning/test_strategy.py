@@ -314,3 +314,67 @@ def test_the_import_registers_the_name_with_the_lightning_in_use_alone():
     command = [sys.executable, "-c", ONE_OF_TWO]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def kept_and_validated(folder, flavour):
+    """The validation losses by file that was written after them; and the module's buffers in the end."""
+    lightning = import_module(flavour)
+    model = simple(flavour, normalize=True)
+    # Every validation sees all rows on both ranks, so its loss is that of the model alone.
+    kept = lightning.callbacks.ModelCheckpoint(folder, save_top_k=-1, monitor="val", mode="min")
+    trainer = lightning.Trainer(
+        strategy="sparkhvd",
+        plugins=plugins(flavour),
+        accelerator="cpu",
+        devices=1,
+        callbacks=[kept],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        max_epochs=1,
+        val_check_interval=2,
+    )
+    trainer.fit(model, loader(16, SIZE), loader(48))
+    buffers = {name: value.numpy() for name, value in model.named_buffers()}
+    return {path: score.item() for path, score in kept.best_k_models.items()}, buffers
+
+
+def test_a_validation_measures_the_checkpoint_that_is_made_after_it(group, tmp_path):
+    found = group.run(kept_and_validated, str(tmp_path), FLAVOURS[0])
+    (kept, buffers), (_, others) = found
+    for name, buffer in buffers.items():
+        assert np.array_equal(buffer, others[name]), name
+    x, y = rows().tensors
+    assert len(kept) == 1
+    for path, score in kept.items():
+        model = simple(FLAVOURS[0], normalize=True)
+        model.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        with torch.no_grad():
+            wanted = torch.nn.functional.mse_loss(model.eval().layers(x), y)
+        assert score == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def saved_by_an_exception(folder):
+    """What rank 0's callback saves while it alone has one, and how its fit ends."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+    from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
+
+    class Failing(type(simple("lightning.pytorch", normalize=True))):
+        def training_step(self, batch, index):
+            if index == 1:
+                raise ArithmeticError("no such step")
+            return super().training_step(batch, index)
+
+    first = session.current().world.rank == 0
+    callbacks = [ModelCheckpoint(folder, filename="kept", save_on_exception=True, save_last=True)] if first else []
+    more = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "default_root_dir": folder}
+    how = {"strategy": "sparkhvd", "plugins": plugins("lightning.pytorch"), "accelerator": "cpu", "devices": 1}
+    trainer = lightning.Trainer(**how, max_epochs=1, callbacks=callbacks, **more)
+    with pytest.raises(ArithmeticError, match="no such step"):
+        trainer.fit(Failing(), loader(4, SIZE))
+
+
+def test_a_checkpoint_that_an_exception_makes_waits_for_no_other_rank(group, tmp_path):
+    group.run(saved_by_an_exception, tmp_path)
+    assert [path.name for path in tmp_path.glob("*.ckpt")]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+import sparkhvd.torch as hvd
 from sparkhvd.comm import session
 from sparkhvd.data import DataModule
-from sparkhvd.estimators.history import averaged
+from sparkhvd.estimators.history import averaged, history_of
 from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
 from tests.unit.estimators.arrays import Hooks
@@ -92,6 +93,30 @@ def test_batch_normalization_over_all_ranks_is_that_of_the_big_batch_also_where_
         assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+def validated_twice_an_epoch(sizes):
+    """The last validation loss, and that of the model that rank 0 has after it."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: PLC0415
+
+    rank, hooks = session.current().world.rank, Hooks()
+    own = {"callbacks": [EMAWeightAveraging(decay=0.5)], "trainer_args": {"val_check_interval": 0.5}}
+    trainer = trainer_of(module("normalizing"), 2, **own)
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
+    loss = averaged(hooks.reports[-1], session.current()).validation["loss"]
+    model = trainer._given.model
+    model.load_state_dict(hvd.broadcast_object(model.state_dict()))
+    model.eval()
+    data = rows(sum(map(sum, sizes)))
+    with torch.no_grad():
+        wanted = torch.nn.functional.cross_entropy(model(torch.from_numpy(data["x"])), torch.from_numpy(data["y"]))
+    return loss, wanted.item()
+
+
+def test_a_validation_measures_the_model_that_is_returned_also_one_that_a_callback_puts_in_its_place(group):
+    found = group.run(validated_twice_an_epoch, [(5, 3), (2, 7), (4, 0), (3, 2)])
+    for loss, wanted in found:
+        assert loss == pytest.approx(wanted, rel=1e-6)
+
+
 def test_accumulated_and_clipped_batches_make_one_bigger_batch_also_at_the_end_of_the_epoch(group):
     """Seven steps are no multiple of three: the last one makes a step of its own."""
     each = [sum(step) for step in SOME_EMPTY]
@@ -139,6 +164,50 @@ def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all
         assert 0 < record.train.pop("f1.macro") < after["f1.macro"]  # of the model while it was learning
         assert record.train == pytest.approx({"loss": loss, "accuracy": accuracy}, rel=1e-5)
         assert record.validation == pytest.approx(after, rel=1e-4)
+
+
+def ignoring(sizes):
+    """A plain module whose labels do not count on rank 0 in some steps: the last record, and what it should hold."""
+    rank, hooks, loss = session.current().world.rank, Hooks(), torch.nn.CrossEntropyLoss(ignore_index=1)
+    model = network()
+    trainer = trainer_of(model, optimizer=torch.optim.Adam(model.parameters(), lr=0.02), loss=loss)
+    data = source(sizes, rank)
+    data.columns["y"] = np.where(np.arange(data.rows()) % 8 < 5, 1, data.columns["y"])
+    trainer.fit(data, data, hooks)
+    with torch.no_grad():
+        output = trainer._given.model(torch.from_numpy(data.columns["x"]).float())
+        wanted = loss(output, torch.from_numpy(data.columns["y"])).item()
+    return averaged(hooks.reports[-1], session.current()), wanted
+
+
+def test_labels_that_a_plain_modules_loss_leaves_out_count_in_validation_as_in_training(group):
+    for record, wanted in group.run(ignoring, [(4, 4), (4, 4), (4, 0), (4, 4)]):
+        assert math.isfinite(record.train["loss"])
+        assert record.validation == pytest.approx({"loss": wanted}, rel=1e-5)
+
+
+def only_logged():
+    """The record of an epoch whose validation_step returns nothing, but logs a mean some batches have no rows for."""
+
+    class OnlyLogs(type(module())):
+        def validation_step(self, batch, index):
+            counted = batch["y"] == (2 if index % 2 else 0)
+            share = (self(batch["x"]).argmax(dim=1)[counted] == 0).float().mean()
+            self.log("val_zeros", share, batch_size=int(counted.sum()))
+
+    trainer, hooks = trainer_of(OnlyLogs()), Hooks()
+    rows_of_rank = source(EVEN, session.current().world.rank)
+    trainer.fit(rows_of_rank, rows_of_rank, hooks)
+    return averaged(hooks.reports[-1], session.current())
+
+
+def test_a_validation_step_that_only_logs_has_what_it_logs_in_the_history_and_no_loss(group):
+    for record in group.run(only_logged):
+        assert list(record.validation) == ["zeros"]
+        assert 0 <= record.validation["zeros"] <= 1
+        (entry,) = history_of([record])
+        assert entry["validation"] == {"all_metrics": [{"zeros": record.validation["zeros"]}]}
+        assert "val_loss" not in history_of([record]).to_pandas()
 
 
 def weighted(kind):

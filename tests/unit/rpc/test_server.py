@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import select
 import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -20,6 +21,7 @@ from sparkhvd.rpc.server import Server
 from tests.waiting import wait_for
 
 SECRET = b"k" * 32
+HELLO_BYTES = 4 + 2 + 1 + 32  # of the server
 
 
 def await_hang_up(connection: socket.socket) -> None:
@@ -66,23 +68,36 @@ def test_many_clients_are_served_at_once():
     assert {one.rank for one in recorder.messages if isinstance(one, Output)} == set(range(40))
 
 
-def test_who_is_turned_away_by_a_crowd_knocks_again():
-    with Server(SECRET, Recorder(), name="besieged") as server:
+def test_who_makes_room_for_others_is_told_to_come_again():
+    with Server(SECRET, Recorder(), name="besieged") as server, ExitStack() as crowd:
         address = ("127.0.0.1", server.port)
-        crowd = [socket.create_connection(address) for _ in range(32)]
-        wait_for(lambda: sum(thread.name == "besieged-peer" for thread in threading.enumerate()) == 32)
-        with socket.create_connection(address) as turned_away, pytest.raises(TurnedAwayError):
-            connect_handshake(turned_away, SECRET, soon())
-        with ThreadPoolExecutor(2) as pool:
-            calls = [pool.submit(connect, [address], SECRET, soon()) for _ in range(2)]
-            time.sleep(0.3)
-            assert not any(call.done() for call in calls)
-            for connection in crowd:
-                connection.close()
-            for call in calls:
+        first = crowd.enter_context(socket.create_connection(address))
+        for _ in range(32):
+            crowd.enter_context(socket.create_connection(address))
+        wait_for(lambda: select.select([first], [], [], 0)[0] and len(first.recv(1000, socket.MSG_PEEK)) > HELLO_BYTES)
+        with pytest.raises(TurnedAwayError):
+            connect_handshake(first, SECRET, soon())
+
+
+def test_five_hundred_idle_strangers_keep_no_member_out():
+    with Server(SECRET, Recorder(), name="besieged") as server, ExitStack() as crowd:
+        address = ("127.0.0.1", server.port)
+        for _ in range(500):
+            crowd.enter_context(socket.create_connection(address))
+        with ThreadPoolExecutor(16) as pool:
+            for call in [pool.submit(connect, [address], SECRET, soon()) for _ in range(16)]:
                 client = call.result()
                 assert client.ask(Flush(), soon()) == Acknowledged()
                 client.close()
+
+
+def test_two_hundred_members_connect_at_once():
+    with Server(SECRET, Recorder()) as server, ThreadPoolExecutor(200) as pool:
+        address = ("127.0.0.1", server.port)
+        for call in [pool.submit(connect, [address], SECRET, soon()) for _ in range(200)]:
+            client = call.result()
+            assert client.ask(Flush(), soon()) == Acknowledged()
+            client.close()
 
 
 def test_whoever_only_hangs_up_is_not_asked_again():
@@ -171,13 +186,16 @@ from tests.unit.rpc.test_server import SECRET, Recorder
 logging.basicConfig(format="%(message)s")
 with Server(SECRET, Recorder(), name="the server") as server:
     waiting = [socket.socket() for _ in range(5)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, 4096))
+    spare = [os.dup(0) for _ in range(20)]
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     for one in waiting:
         one.connect(("127.0.0.1", server.port))
     before = time.process_time()
     time.sleep(1.0)
     print("busy for", time.process_time() - before)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+    for one in spare:
+        os.close(one)
     client = connect([("127.0.0.1", server.port)], SECRET, Deadline.after(20.0))
     print(client.ask(Flush(), Deadline.after(20.0)))
     client.close()
@@ -252,8 +270,7 @@ def test_what_is_no_message_ends_its_connection_with_one_line_and_disturbs_nobod
 def test_no_more_strangers_than_allowed_hold_a_thread():
     with Server(SECRET, Recorder(), name="crowded") as server:
         crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
-        # Whoever comes last is hung up on at once: all places are taken.
-        await_hang_up(crowd[-1])
+        await_hang_up(crowd[0])  # which makes room
         assert sum(thread.name == "crowded-peer" for thread in threading.enumerate()) <= 32
         for connection in crowd:
             connection.close()

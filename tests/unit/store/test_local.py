@@ -32,6 +32,13 @@ def test_a_home_folder_is_expanded(tmp_path, monkeypatch):
     assert LocalStore("~/data").root == f"{tmp_path}/data"
 
 
+def test_a_folder_is_made_by_the_first_file_and_not_before(tmp_path):
+    store = Store.create(str(tmp_path / "deep" / "store"))
+    assert (store.list(""), store.exists("x"), list(tmp_path.iterdir())) == ([], False, [])
+    store.publish("runs/x", b"1")
+    assert Store.create(store.url).list("") == ["runs/x"]
+
+
 def test_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=rf"^file://{tmp_path}/file is a file, and a Store is a folder"):
@@ -71,7 +78,7 @@ def test_an_unfinished_file_of_a_killed_process_is_not_listed_and_is_deleted_wit
 
 def test_deleting_a_link_keeps_what_it_leads_to(tmp_path):
     (tmp_path / "target").mkdir()
-    store = LocalStore(str(tmp_path / "store"))
+    store = LocalStore(str(tmp_path))
     Path(store.root, "link").symlink_to(tmp_path / "target")
     store.delete("link")
     assert (tmp_path / "target").exists()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -132,8 +133,12 @@ def test_a_process_that_holds_the_pipe_open_does_not_hold_the_task():
         held_open.append(writer)
     pump = OutputPump(*readers, DriverLog(Job(b"", 1)))
     pump.start()
+    before = time.monotonic()
     pump.finish(seconds=0.01)
+    assert time.monotonic() - before < 5
     for writer in held_open:
+        with pytest.raises(BrokenPipeError):  # the task has let go of its end
+            os.write(writer, b"late")
         os.close(writer)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -53,6 +54,15 @@ def test_an_exception_is_reported_with_its_traceback():
     assert report.cause == "raised ValueError: bad value"
     assert "in throw" in report.traceback
     assert not report.secondary
+
+
+def assert_nothing() -> None:
+    raise AssertionError
+
+
+def test_an_error_without_a_message_is_reported_with_its_line():
+    cause = run_payload(call(assert_nothing)).cause
+    assert re.fullmatch(r"raised AssertionError: line \d+ of test_worker.py: raise AssertionError", cause)
 
 
 def test_exit_codes_are_told_apart():

@@ -1,0 +1,216 @@
+"""A run has one fit at a time, and of several writers the last one only; on every kind of Store, with processes."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from unittest import mock
+
+import pytest
+
+from sparkhvd.errors import ParamError, StoreError
+from sparkhvd.estimators import checkpoint, run_lease
+from sparkhvd.estimators.run_lease import Fence, fence_of_rank, take
+from sparkhvd.store import layout
+from tests.contract.test_store import create
+
+# Takes the run "r", saves a checkpoint, and tries to save another one when it is told to.
+HOLDER = """
+import pickle, sys
+from sparkhvd.data.leases import Hold
+from sparkhvd.errors import StoreError
+from sparkhvd.estimators import checkpoint, run_lease
+run_lease.machine = lambda: sys.argv[2]
+with open(sys.argv[1], "rb") as file:
+    store = pickle.load(file)
+lease = run_lease.take(store, "r")
+hold = Hold(lease, look_seconds=0.05, renew_seconds=0.05)
+fence = run_lease.fence_of_rank(store, "r", lease.holder)
+checkpoint.save(fence, checkpoint.Checkpoint(0, 1, (), b"of the holder"))
+print("HOLDS", flush=True)
+sys.stdin.readline()
+try:
+    checkpoint.save(fence, checkpoint.Checkpoint(7, 1, (), b"late"))
+except StoreError as error:
+    print("FENCED", error, flush=True)
+else:
+    print("SAVED", flush=True)
+hold.close()
+"""
+
+
+@pytest.fixture(params=["file", "hdfs", "s3"])
+def store(request, tmp_path):
+    made = create(request.param, request, tmp_path)
+    yield made
+    if hasattr(made, "_connection"):
+        made._connection.close()
+
+
+@contextmanager
+def another_fit(store, folder, machine):
+    """A process that holds the run, as on this machine or on another one."""
+    path = folder / "store.pickle"
+    path.write_bytes(pickle.dumps(store))
+    command = [sys.executable, "-c", HOLDER, str(path), machine]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "HOLDS\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def latest(store):
+    path = checkpoint.latest(store, "r")
+    return checkpoint.load(store, path)
+
+
+def saved(fence, epoch, state):
+    checkpoint.save(fence, checkpoint.Checkpoint(epoch, 1, (), state))
+
+
+@contextmanager
+def looked_before():
+    """The next look for a higher token has been before that was claimed."""
+    look, looks = Fence.check, []
+
+    def check(fence):
+        looks.append(fence)
+        if len(looks) > 1:
+            look(fence)
+
+    with mock.patch.object(Fence, "check", check):
+        yield
+    assert looks
+
+
+def test_a_second_fit_is_refused_while_the_first_lives_and_takes_over_when_it_was_killed(store, tmp_path):
+    with another_fit(store, tmp_path, run_lease.machine()) as process:
+        with pytest.raises(ParamError, match=rf"Run 'r' is being trained by another fit \(process {process.pid} on"):
+            take(store, "r")
+        process.kill()
+        process.wait(60)
+        lease = take(store, "r")
+        assert latest(store).state == b"of the holder"
+        fence = fence_of_rank(store, "r", lease.holder)
+        saved(fence, 1, b"ours")
+        assert latest(store).state == b"ours"
+        assert len(store.list(layout.checkpoints_folder("r"))) == 1
+        lease.release()
+        take(store, "r").release()
+
+
+def test_a_fit_on_another_machine_that_shows_life_is_not_taken_over_and_a_suspended_one_is(store, tmp_path):
+    with another_fit(store, tmp_path, "elsewhere") as process:
+        with pytest.raises(ParamError, match="is being trained by another fit"):
+            take(store, "r")
+        process.send_signal(signal.SIGSTOP)
+        lease = take(store, "r", silent_seconds=1.0)
+        fence = fence_of_rank(store, "r", lease.holder)
+        saved(fence, 1, b"ours")
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        said = process.stdout.readline()
+        assert said.startswith("FENCED Run 'r' in "), said
+        assert "was taken over by another fit" in said
+        assert (latest(store).epoch, latest(store).state) == (1, b"ours")
+        lease.check()
+        lease.release()
+
+
+def test_of_fits_that_begin_at_once_exactly_one_gets_the_run(store):
+    barrier, outcomes = threading.Barrier(4), []
+
+    def begin():
+        barrier.wait(30)
+        with suppress(ParamError):
+            outcomes.append(take(store, "r"))
+
+    threads = [threading.Thread(target=begin) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (lease,) = outcomes
+    lease.check()
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_writer_that_was_suspended_between_its_look_and_its_write_changes_nothing(store):
+    first = take(store, "r")
+    old = fence_of_rank(store, "r", first.holder)
+    saved(old, 3, b"first")
+    first.release()
+    second = take(store, "r")
+    new = fence_of_rank(store, "r", second.holder)
+    assert latest(store).state == b"first"
+    with looked_before(), pytest.raises(StoreError, match="was taken over"):
+        saved(old, 9, b"late")
+    with looked_before():
+        checkpoint.save_end(old, checkpoint.Checkpoint(9, 1, (), b"late"))
+    assert (latest(store).epoch, checkpoint.ended(store, "r")) == (3, {3})
+    saved(new, 4, b"second")
+    with looked_before(), pytest.raises(StoreError, match="was taken over"):
+        saved(old, 10, b"late")
+    assert (latest(store).epoch, latest(store).state) == (4, b"second")
+    with pytest.raises(StoreError, match="was taken over by another fit"):
+        first.check()
+    with pytest.raises(StoreError, match="was taken over by another fit"):
+        old.check()
+    with pytest.raises(StoreError, match="was taken over by another fit"):
+        fence_of_rank(store, "r", first.holder)
+    second.release()
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_ranks_that_start_again_fence_the_ranks_before_them(store):
+    lease = take(store, "r")
+    before = fence_of_rank(store, "r", lease.holder)
+    saved(before, 1, b"before")
+    again = fence_of_rank(store, "r", lease.holder)
+    with pytest.raises(StoreError, match="was taken over"):
+        saved(before, 2, b"before")
+    saved(again, 2, b"again")
+    assert latest(store).state == b"again"
+    lease.check()
+    lease.release()
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_crash_between_the_two_files_of_a_claim_loses_nothing(store):
+    lease = take(store, "r")
+    saved(fence_of_rank(store, "r", lease.holder), 1, b"kept")
+    lease.release()
+    with mock.patch.object(run_lease, "belonging", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        take(store, "r")
+    assert latest(store).state == b"kept"
+    again = take(store, "r", silent_seconds=0.2)
+    assert latest(store).state == b"kept"
+    again.release()
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_what_claims_leave_does_not_grow(store):
+    for _ in range(5):
+        lease = take(store, "r")
+        fence_of_rank(store, "r", lease.holder)
+        lease.release()
+    assert len(store.list(layout.holders_folder("r"))) == 3
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_fit_that_could_not_release_its_run_does_not_keep_it_from_the_next_of_this_process(store):
+    lease = take(store, "r")
+    with (
+        mock.patch.object(run_lease.RunLease, "_beat", side_effect=StoreError("No space left on device.")),
+        suppress(StoreError),
+    ):
+        lease.release()
+    take(store, "r").release()

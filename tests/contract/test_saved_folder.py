@@ -1,0 +1,201 @@
+"""A saved object is replaced whole or not at all, wherever the writer is killed or a disk is full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import signal
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from sparkhvd.errors import StoreError
+from sparkhvd.estimators import saved_folder
+from sparkhvd.store import LocalStore
+from tests.contract.test_store import create
+
+FILES = ("objects.pkl", "trained.json", "model/weights")
+BYTES = 50_000
+
+
+class Killed(BaseException):
+    """The process ends here, and cleans nothing up."""
+
+
+class Failing:
+    """A Store in which the operation of one number, of those that change something, does not return.
+
+    Args:
+        store: does the work.
+        number: which operation fails, counted from 1.
+        fail: what happens in its place; the later ones fail with it where ``for_good`` is set.
+    """
+
+    def __init__(self, store, number, fail, *, for_good):
+        self.store, self.number, self.fail, self.for_good = store, number, fail, for_good
+        self.url, self.count = store.url, 0
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def _step(self):
+        self.count += 1
+        if self.count == self.number or (self.for_good and self.count > self.number):
+            self.fail()
+
+    @contextmanager
+    def open(self, path, mode):
+        with self.store.open(path, mode) as file:
+            if mode == "wb":
+                self._step()  # before the content appears
+            yield file
+
+    def publish(self, path, content):
+        self._step()
+        self.store.publish(path, content)
+
+    def delete(self, path):
+        self._step()
+        self.store.delete(path)
+
+
+def writing(text):
+    """Writes an object of which every file says which one it is."""
+
+    def write(store, folder):
+        for name in FILES:
+            with store.open(f"{folder}/{name}", "wb") as file:
+                file.write(text.encode() * BYTES)
+        return {"class": "a.Thing", "text": text, "sparkhvd": {}}
+
+    return write
+
+
+def found(store):
+    """Which object is there; every file of it must be."""
+
+    def load(metadata, folder):
+        for name in FILES:
+            with store.open(f"{folder}/{name}", "rb") as file:
+                assert file.read() == metadata["text"].encode() * BYTES
+        return metadata["text"]
+
+    return saved_folder.read(store, "thing", "Thing", load)
+
+
+@pytest.fixture(params=["file", "hdfs", "s3"])
+def store(request, tmp_path):
+    made = create(request.param, request, tmp_path)
+    yield made
+    if hasattr(made, "_connection"):
+        made._connection.close()
+
+
+def killed():
+    raise Killed
+
+
+def full():
+    raise StoreError("Cannot write: No space left on device.") from OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("fail", "for_good"), [(killed, True), (full, False)])
+def test_whatever_fails_when_one_whole_object_is_there(store, fail, for_good):
+    saved_folder.write_new(store, "thing", writing("0"))
+    outcomes, number, ended = [], 0, False
+    while not ended:
+        before, number = found(store), number + 1
+        failing, ended = Failing(store, number, fail, for_good=for_good), True
+        try:
+            saved_folder.overwrite(failing, "thing", writing(str(number)))
+        except (Killed, StoreError):
+            ended = False
+        ended = ended and failing.count < number
+        now = found(store)
+        assert now in {before, str(number)}
+        outcomes.append(now != before)
+    assert set(outcomes) == {False, True}
+    assert sorted(store.list("thing")) == sorted(f"thing/{name}" for name in (*FILES, saved_folder.METADATA))
+    with store.open(f"thing/{saved_folder.METADATA}", "rb") as file:
+        assert json.loads(file.read())["sparkhvd"] == {"format": 1}
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_writer_that_is_killed_leaves_one_whole_object(store):
+    saved_folder.write_new(store, "thing", writing("0"))
+    for number in range(1, 100):
+        pid = os.fork()
+        if pid == 0:
+            dying = Failing(store, number, lambda: os.kill(os.getpid(), signal.SIGKILL), for_good=False)
+            saved_folder.overwrite(dying, "thing", writing("1"))
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] == 0:
+            break
+        assert found(store) in {"0", "1"}
+    assert number > len(FILES)
+    assert found(store) == "1"
+    assert len(store.list("thing")) == len(FILES) + 1
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_disk_that_is_full_leaves_the_old_object(store):
+    """Stands in for a full disk: the kernel refuses to let the process write so large a file."""
+    saved_folder.write_new(store, "thing", writing("0"))
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (BYTES // 2, BYTES // 2))
+        try:
+            saved_folder.overwrite(LocalStore(store.root), "thing", writing("1"))
+        except StoreError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert found(store) == "0"
+    assert len(store.list("thing")) == len(FILES) + 1
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_metadata_of_spark_are_replaced_with_their_checksum(store):
+    store.publish("thing/metadata/part-00000", b"{}\n")
+    store.publish("thing/metadata/.part-00000.crc", b"a checksum")
+    store.publish("thing/stages/0/metadata/part-00000", b"{}\n")
+    saved_folder.overwrite(store, "thing", writing("1"))
+    assert found(store) == "1"
+    assert len(store.list("thing")) == len(FILES) + 1
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+@pytest.mark.parametrize("when", range(len(FILES)))
+def test_a_reader_that_meets_a_writer_finds_one_whole_object(store, when):
+    saved_folder.write_new(store, "thing", writing("0"))
+    writers = [partial(saved_folder.overwrite, store, "thing", writing("1"))]
+
+    def load(metadata, folder):
+        found = []
+        for number, name in enumerate(FILES):
+            if number == when and writers:
+                writers.pop()()
+            with store.open(f"{folder}/{name}", "rb") as file:
+                found.append(file.read(1).decode())
+        return metadata["text"], found
+
+    assert saved_folder.read(store, "thing", "Thing", load) == ("1", ["1"] * len(FILES))
+
+
+@pytest.mark.parametrize("store", ["file"], indirect=True)
+def test_a_writer_that_was_overtaken_leaves_the_other_object_alone(store, monkeypatch):
+    saved_folder.write_new(store, "thing", writing("0"))
+    move = saved_folder._move_to_place
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(saved_folder, "_move_to_place", move)
+        move(*arguments)
+        saved_folder.overwrite(store, "thing", writing("2"))
+
+    monkeypatch.setattr(saved_folder, "_move_to_place", overtaken)
+    saved_folder.overwrite(store, "thing", writing("1"))
+    assert found(store) == "2"

@@ -1,0 +1,101 @@
+"""Run by test_user_code.py in a process of its own: trains models whose code is a project of the user's.
+
+Arguments: the folder of the project, which goes to the import path here, and a folder to work in.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+PROJECT, FOLDER = sys.argv[1], Path(sys.argv[2])
+sys.path.insert(0, PROJECT)
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+import keras  # noqa: E402
+import torch  # noqa: E402
+from pyspark.sql import DataFrame, SparkSession  # noqa: E402
+from scaling import keras_model, lightning_model, modes, torch_model  # noqa: E402
+
+import sparkhvd  # noqa: E402
+from sparkhvd import (  # noqa: E402
+    KerasEstimator,
+    KerasModel,
+    LightningEstimator,
+    LightningModel,
+    TorchEstimator,
+    TorchModel,
+)
+from sparkhvd.driver import importable  # noqa: E402
+from tests.scripts import tell  # noqa: E402
+
+
+def estimators() -> dict[str, Any]:
+    net = torch_model.Net()
+    common = {"feature_cols": ["x"], "label_cols": ["y"], "num_proc": 2, "batch_size": 4, "epochs": 1, "verbose": 0}
+    return {
+        "torch": TorchEstimator(
+            model=net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.0),
+            loss=torch_model.loss,
+            input_shapes=[[-1, 1]],
+            transformation_fn=torch_model.seen,
+            **common,
+        ),
+        "lightning": LightningEstimator(model=lightning_model.LitNet(), input_shapes=[[-1, 1]], **common),
+        "keras": KerasEstimator(model=keras_model.model(), optimizer=keras.optimizers.SGD(0.0), loss="mse", **common),
+    }
+
+
+def value(model: Any, df: DataFrame) -> float:
+    return float(model.transform(df).select("y__output").first()[0])
+
+
+def results(name: str, estimator: Any, df: DataFrame) -> dict[str, object]:
+    """What a fit, transform and a saved model make of 1/64, which is 1 wherever all classes are themselves."""
+    loaded = {"torch": TorchModel, "lightning": LightningModel, "keras": KerasModel}[name]
+    function = keras_model.predicted if name == "keras" else torch_model.predicted
+    model = estimator.fit(df)
+    print(name, file=sys.stderr)
+    found: dict[str, object] = {"loss": model.getHistory()[0]["train"]["loss"], "transform": value(model, df)}
+    model.setPredictionFn(function)
+    found["prediction_fn"] = value(model, df)
+    path = str(FOLDER / f"{name}-model")
+    model.write().overwrite().save(path)
+    again = loaded.load(path)
+    found["saved"] = value(again, df)
+    again.setPredictionFn(function)
+    found["saved, new prediction_fn"] = value(again, df)
+    own = again.getModel() if name != "keras" else again.getModel().layers[1]
+    kind = {"torch": torch_model.Net, "lightning": lightning_model.LitNet, "keras": keras_model.Scale}[name]
+    found["own class"] = isinstance(own, kind)
+    return found
+
+
+def recognised(mode: object, missing: object, kind: type) -> tuple[str, list[bool]]:
+    from scaling.modes import Mode as Late  # noqa: PLC0415 - as users do
+
+    same = [mode is modes.Mode.TIMES, mode is Late.TIMES, missing is modes.MISSING, issubclass(kind, torch_model.Scale)]
+    return type(modes).__name__, same
+
+
+class Half(torch_model.Scale):
+    pass
+
+
+if __name__ == "__main__":
+    # Spark's Python workers and the ranks are processes of their own, also on a local master.
+    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    spark = builder.config("spark.log.level", "ERROR").getOrCreate()
+    jobs = []
+    ask = importable._ask
+    importable._ask = lambda *arguments: jobs.append(1) or ask(*arguments)
+    df = spark.range(8).selectExpr("cast(1 / 64 as float) x", "cast(1 as float) y")
+    found: dict[str, Any] = {name: results(name, each, df) for name, each in estimators().items()}
+    found["run"] = sparkhvd.run(recognised, (modes.Mode.TIMES, modes.MISSING, Half), num_proc=2, spark=spark)
+    found["forward is its module's"] = torch_model.Net.forward.__globals__ is vars(torch_model)
+    found["questions"] = len(jobs)
+    tell(found)
+    spark.stop()

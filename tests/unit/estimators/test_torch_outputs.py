@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from sparkhvd.errors import DataError
+from sparkhvd.estimators.torch.steps import outputs_of
+
+ONE, TWO = torch.zeros(3, 1), torch.ones(3, 2)
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As Hugging Face's models return it: a dataclass that is a mapping of its fields that are set."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    pooled: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.update({name: value for name, value in vars(self).items() if value is not None})
+
+
+@dataclass
+class Plain:
+    prediction: torch.Tensor
+    loss: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    ("result", "outputs"),
+    [
+        (ONE, [ONE]),
+        ((ONE, TWO), [ONE, TWO]),
+        (Output(logits=TWO, hidden_states=(ONE,)), [TWO]),
+        (Output(loss=torch.tensor(1.0), logits=TWO, pooled=ONE), [TWO]),
+        (Output(logits=(ONE, TWO)), [ONE, TWO]),
+        (Output(loss=torch.tensor(1.0), pooled=ONE), [ONE]),
+        ({"prediction": ONE, "loss": torch.tensor(1.0)}, [ONE]),
+        (Plain(ONE, torch.tensor(1.0)), [ONE]),
+    ],
+)
+def test_outputs_of_a_result_are_its_tensors_its_logits_or_its_only_tensor(result, outputs):
+    found = outputs_of(result)
+    assert all(one is other for one, other in zip(found, outputs, strict=True))
+
+
+def test_a_result_with_several_tensors_by_name_is_refused_with_the_way_out():
+    with pytest.raises(DataError, match=r"returned dict with the fields \['a', 'b'\].*return_dict=False"):
+        outputs_of({"a": ONE, "b": TWO})
+    with pytest.raises(DataError, match="returned str; it must return a tensor"):
+        outputs_of("nothing")
