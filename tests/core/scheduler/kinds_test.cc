@@ -108,8 +108,10 @@ TEST_P(EngineKinds, AlltoallTellsHowManyRowsCameFromEveryRank) {
 }
 
 TEST_P(EngineKinds, ThoseWhoJoinedContributeNothingUntilAllHaveJoined) {
-  Run([this](int rank, Rank& self) {
-    for (int turn = 0; turn < 2; ++turn) {
+  // Nobody else joins before rank 0 was refused: with the last join it is no longer joined.
+  Gate refused[2]{Gate(size()), Gate(size())};
+  Run([this, &refused](int rank, Rank& self) {
+    for (Gate& rank_0_was_refused : refused) {
       // Rank r does r steps more than rank 0 and joins; names and lengths are known from turn one.
       for (int step = 0; step < rank; ++step) {
         std::vector<float> data(5, 1.0f);
@@ -131,12 +133,16 @@ TEST_P(EngineKinds, ThoseWhoJoinedContributeNothingUntilAllHaveJoined) {
           EXPECT_EQ(gathered.value()->rows()[static_cast<size_t>(r)], r > step ? r : 0);
         }
       }
+      if (rank > 0) rank_0_was_refused.Meet();
       Result<Pointer> join = TryJoin(self);
       ASSERT_TRUE(join.ok());
-      std::vector<float> late(1);
-      if (size() > 1 && rank == 0) {
-        ExpectFailure(FailureOf(self.TryAllreduce("late", late)), StatusCode::kInvalidArgument,
-                      {"has joined"});
+      if (rank == 0) {
+        std::vector<float> late(1);
+        if (size() > 1) {
+          ExpectFailure(FailureOf(self.TryAllreduce("late", late)), StatusCode::kInvalidArgument,
+                        {"has joined"});
+        }
+        rank_0_was_refused.Meet();
       }
       ASSERT_TRUE(join.value()->Wait(Patience()).ok());
       EXPECT_EQ(join.value()->rows(), std::vector<int64_t>{size() - 1});
