@@ -276,8 +276,9 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: i
     early = fault.phase == "before registration"
     of_task = fault.launcher == "mpi" or fault.how == "host cut off"
     if fault.how == "hang":  # what bounds the waits of the others, long by default
-        environment |= {"SPARKHVD_START_TIMEOUT": str(_START_SECONDS), "SPARKHVD_RESULT_TIMEOUT": "2"}
+        environment["SPARKHVD_RESULT_TIMEOUT"] = "2"
         environment |= {"SPARKHVD_STALL_CHECK_SECONDS": "1", "SPARKHVD_STALL_SHUTDOWN_SECONDS": "2"}
+    bounded = early or (fault.how == "hang" and fault.phase == "at rendezvous")  # by start_timeout, as init() is
     error: BaseException | None = None
     (folder / "driver").write_text(str(os.getpid()))
     if early and fault.how == "port taken":  # the driver is the first to need one
@@ -297,7 +298,7 @@ def produced(fault: Fault, folder: Path, spark: SparkSession | None, num_proc: i
                 num_proc=num_proc,
                 env=environment,
                 preload=("tests.launch.faulty_module",) if early and not of_task else (),
-                start_timeout=_BOUNDED.get(fault.how, _LONG) if early else _LONG,
+                start_timeout=_BOUNDED.get(fault.how, _LONG) if bounded else _LONG,
                 stdout=io.StringIO(),
                 stderr=io.StringIO(),
                 spark=None if fault.launcher == "local" else spark,
