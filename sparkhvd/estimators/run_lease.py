@@ -25,7 +25,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
 from sparkhvd.data.leases import Hold, let_go
@@ -94,11 +94,13 @@ class RunLease:
         store: where the run is kept.
         run_id: names the run.
         holder: who holds it.
+        token: what the fit claimed when it began; 0 before that.
     """
 
     store: Store
     run_id: str
     holder: Holder
+    token: int = 0
 
     def check(self) -> None:
         """Raise ``StoreError`` where another fit has taken the run over."""
@@ -115,10 +117,27 @@ class RunLease:
         """Let the next fit begin at once."""
         _held_here.discard(self.holder.name)  # also where the Store cannot be written now
         last = _last_token(self.store, self.run_id)
-        if _holder(self.store, self.run_id, last) == self.holder:
-            self._beat(_RELEASED)
-        else:
+        if _holder(self.store, self.run_id, last) != self.holder:
             self.store.delete(layout.beat_path(self.run_id, self.holder.name))
+        elif last == self.token == 1 and self._left_nothing():
+            self._forget()
+        else:
+            self._beat(_RELEASED)
+
+    def _left_nothing(self) -> bool:
+        """Whether the run consists of claims alone: the fit failed before its ranks started."""
+        holders = f"{layout.holders_folder(self.run_id)}/"
+        return all(path.startswith(holders) for path in self.store.list(layout.run_folder(self.run_id)))
+
+    def _forget(self) -> None:
+        """Remove the run. Nobody else has had a token of it, so that tokens may begin at 1 again.
+
+        The beat goes last: until then other fits are refused. Whoever claims the run after its claim is gone finds
+        files of its own only.
+        """
+        self.store.delete(layout.inheritance_path(self.run_id, self.token))
+        self.store.delete(layout.claim_path(self.run_id, self.token))
+        self.store.delete(layout.beat_path(self.run_id, self.holder.name))
 
     def _beat(self, content: str) -> None:
         with self.store.open(layout.beat_path(self.run_id, self.holder.name), "wb") as file:
@@ -156,7 +175,7 @@ def take(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -
             if before is not None:
                 _refuse_living(store, run_id, before, silent_seconds)
             if _claim(store, run_id, last + 1, lease.holder):
-                return lease
+                return replace(lease, token=last + 1)
     except BaseException:
         let_go(lease)  # it may have been claimed already
         raise

@@ -125,6 +125,17 @@ def test_a_fit_on_another_machine_that_shows_life_is_not_taken_over_and_a_suspen
         lease.release()
 
 
+def test_a_fit_that_fails_before_its_ranks_start_leaves_no_run_unless_an_earlier_fit_had_it(store):
+    take(store, "r").release()
+    assert store.list(layout.run_folder("r")) == []
+    lease = take(store, "r")
+    fence = fence_of_rank(store, "r", lease.holder)
+    lease.release()
+    take(store, "r").release()
+    with pytest.raises(StoreError, match="was taken over by another fit"):
+        fence.check()
+
+
 def test_of_fits_that_begin_at_once_exactly_one_gets_the_run(store):
     barrier, outcomes = threading.Barrier(4), []
 

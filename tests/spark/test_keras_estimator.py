@@ -65,7 +65,7 @@ def estimator(store, **more):
 
 
 def test_a_model_learns_stops_early_predicts_as_keras_does_and_is_the_same_once_loaded(xor, store, tmp_path):
-    patience = keras.callbacks.EarlyStopping(monitor="val_accuracy", patience=2)
+    patience = keras.callbacks.EarlyStopping(monitor="val_loss", min_delta=0.02, patience=2)
     given = network()
     before = [weight.copy() for weight in given.get_weights()]
     trained = estimator(store, model=given, callbacks=[patience], epochs=30).fit(xor)
