@@ -61,7 +61,7 @@ def test_the_preflight_says_of_a_good_cluster_that_it_is_ready(spark, rows, tmp_
     assert report.ok, printed.getvalue()
     assert printed.getvalue() == f"{report}\n"
     found = {check.name: check for check in report.checks}
-    assert set(found) == {"slots", "network", "devices", "versions", "shared memory", "store", "model"}
+    assert set(found) == {"slots", "network", "devices", "versions", "frameworks", "shared memory", "store", "model"}
     assert found["slots"].says == "2 ranks (2 asked for; master local[4])"
     assert "x [5], pixels [5, 3], y [5] gave [5, 1]" in found["model"].says
     assert [task.task_index for task in report.tasks] == [0, 1]
