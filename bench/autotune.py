@@ -22,7 +22,7 @@ import sparkhvd
 from bench import machine
 from bench.training_step import mlp
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 
 Step = Callable[[], None]

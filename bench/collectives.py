@@ -147,7 +147,7 @@ def _build_limit(folder: Path) -> None:
 def _own_rank(folder: str, seconds: float, largest: int) -> Turns:
     import sparkhvd.torch as hvd  # noqa: PLC0415  (the other peers run without it)
     from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
     hvd.init()
     me, nothing = session.current(), np.zeros(1, np.float32)

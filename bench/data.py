@@ -35,10 +35,10 @@ from pyarrow import parquet
 from sparkhvd import Store
 from sparkhvd.config import given_rows
 from sparkhvd.data import torch_loader
-from sparkhvd.data.direct import GivenRows, checked, dealt
-from sparkhvd.data.prepared import prepare_data
-from sparkhvd.data.readers import PREFETCH_BYTES, Reading
-from sparkhvd.data.selection import select
+from sparkhvd.data.prepare.direct_rows import GivenRows, checked, dealt
+from sparkhvd.data.prepare.prepared_data import prepare_data
+from sparkhvd.data.read.readers import PREFETCH_BYTES, Reading
+from sparkhvd.data.schema.selection import select
 from sparkhvd.driver.run import run
 from sparkhvd.world import World
 
@@ -288,7 +288,7 @@ def _direct(spark: SparkSession, df: DataFrame) -> float:
     selection = select(df.schema, feature_cols=df.columns[1:], label_cols=df.columns[:1])
     started = time.time()
     rows = dealt(df, selection, num_proc=2, seed=1)
-    arrived = run(_first_batch, (selection,), num_proc=2, spark=spark, rows=rows, preload=["sparkhvd.data.direct"])
+    arrived = run(_first_batch, (selection,), num_proc=2, spark=spark, rows=rows, preload=[dealt.__module__])
     return max(arrived) - started
 
 

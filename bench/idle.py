@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from bench import machine
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.config import Config
 from sparkhvd.world import layout
 

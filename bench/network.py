@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from bench import machine
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.world import layout
 
 MIB = 1 << 20

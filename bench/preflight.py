@@ -23,13 +23,13 @@ import sparkhvd
 from bench import machine
 from sparkhvd import Store
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.resources import TaskResources
-from sparkhvd.driver.slots import reserve_tasks
+from sparkhvd.driver.spark.resources import TaskResources
+from sparkhvd.driver.spark.slots import reserve_tasks
 from tests.launch import hosts
 from tests.launch.namespaces_script import session_on
 
 if TYPE_CHECKING:
-    from sparkhvd.driver.preflight import Tryable
+    from sparkhvd.driver.preflight.preflight import Tryable
 
 _RANKS = 2
 _SECONDS = 120.0

@@ -9,37 +9,37 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from sparkhvd.moved import is_extra, missing, not_installed
+from sparkhvd.compat.horovod import is_extra, missing, not_installed
 
 if TYPE_CHECKING:
-    from sparkhvd.data.prepared import prepare_data as prepare_data
-    from sparkhvd.driver.preflight import preflight as preflight
+    from sparkhvd.data.prepare.prepared_data import prepare_data as prepare_data
+    from sparkhvd.driver.preflight.preflight import preflight as preflight
     from sparkhvd.driver.run import run as run
-    from sparkhvd.estimators.backend import SparkBackend as SparkBackend
     from sparkhvd.estimators.keras import KerasEstimator as KerasEstimator
     from sparkhvd.estimators.keras import KerasModel as KerasModel
     from sparkhvd.estimators.lightning import LightningEstimator as LightningEstimator
     from sparkhvd.estimators.lightning import LightningModel as LightningModel
-    from sparkhvd.estimators.policies import Checkpoints as Checkpoints
-    from sparkhvd.estimators.policies import EarlyStopping as EarlyStopping
+    from sparkhvd.estimators.params.backend import SparkBackend as SparkBackend
+    from sparkhvd.estimators.params.policies import Checkpoints as Checkpoints
+    from sparkhvd.estimators.params.policies import EarlyStopping as EarlyStopping
     from sparkhvd.estimators.torch import TorchEstimator as TorchEstimator
     from sparkhvd.estimators.torch import TorchModel as TorchModel
     from sparkhvd.store import Store as Store
-    from sparkhvd.task.log_files import LogFiles as LogFiles
+    from sparkhvd.task.worker.log_files import LogFiles as LogFiles
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "Checkpoints": "sparkhvd.estimators.policies",
-    "EarlyStopping": "sparkhvd.estimators.policies",
-    "SparkBackend": "sparkhvd.estimators.backend",
+    "Checkpoints": "sparkhvd.estimators.params.policies",
+    "EarlyStopping": "sparkhvd.estimators.params.policies",
+    "SparkBackend": "sparkhvd.estimators.params.backend",
     "KerasEstimator": "sparkhvd.estimators.keras",
     "KerasModel": "sparkhvd.estimators.keras",
-    "LogFiles": "sparkhvd.task.log_files",
-    "preflight": "sparkhvd.driver.preflight",
+    "LogFiles": "sparkhvd.task.worker.log_files",
+    "preflight": "sparkhvd.driver.preflight.preflight",
     "LightningEstimator": "sparkhvd.estimators.lightning",
     "LightningModel": "sparkhvd.estimators.lightning",
-    "prepare_data": "sparkhvd.data.prepared",
+    "prepare_data": "sparkhvd.data.prepare.prepared_data",
     "run": "sparkhvd.driver.run",
     "Store": "sparkhvd.store",
     "TorchEstimator": "sparkhvd.estimators.torch",

@@ -1,6 +1,6 @@
 """The compiled core (``core/``), as seen from Python.
 
-Only ``sparkhvd.comm``, ``sparkhvd.rpc.protection`` and ``sparkhvd.data.mixing`` import it.
+Only ``sparkhvd.comm``, ``sparkhvd.rpc.protection`` and ``sparkhvd.data.read.shuffle`` import it.
 
 All waits release the GIL. Every failure is a ``CoreError`` whose ``args`` are ``(code, message)`` with ``code`` one of
 ``invalid_argument``, ``mismatch``, ``timeout``, ``aborted``, ``peer_lost``, ``io``, ``authentication``, ``shut_down``,

@@ -17,12 +17,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.comm.handle import Handle
-from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.comm.rendezvous import RendezvousServer
 from sparkhvd.config import Config
 from sparkhvd.world import layout
 

@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
-from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import AuthenticationError, SparkHvdError
 from tests.ranks import RankGroup

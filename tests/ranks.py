@@ -24,12 +24,12 @@ from typing import Any, Self
 
 import cloudpickle
 
+from sparkhvd._util.framework_imports import while_importing
 from sparkhvd.comm import session
-from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
-from sparkhvd.frameworks import while_importing
 from sparkhvd.world import layout
 
 CASE_SECONDS = 60.0

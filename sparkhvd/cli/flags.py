@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import sparkhvd
-from sparkhvd.nearest import did_you_mean
+from sparkhvd._util.suggestions import did_you_mean
 
 
 def _megabytes(text: str) -> str:

@@ -19,11 +19,11 @@ from typing import IO, TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import sparkhvd
-from sparkhvd.background import in_background
+from sparkhvd._util.background import in_background
 from sparkhvd.cli.flags import Parser, add_interfaces
 from sparkhvd.config import java_home
 from sparkhvd.driver.arguments import check_counts, check_seconds
-from sparkhvd.driver.preflight import preflight
+from sparkhvd.driver.preflight.preflight import preflight
 from sparkhvd.errors import ConfigError, LaunchError, SparkHvdError
 from sparkhvd.store import Store
 

@@ -14,19 +14,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from sparkhvd.addresses import is_ipv6
+from sparkhvd._util.addresses import is_ipv6
 from sparkhvd.cli.check_build import check_build
 from sparkhvd.cli.flags import MPI_ARGS, parser
 from sparkhvd.cli.settings import notices, read_file, variables
 from sparkhvd.config import environment_for_hosts, export, from_environment, variable_of
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, words_of
+from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.mpi.command import find_mpirun, interface_parameters, is_root, parameters_of
-from sparkhvd.driver.remote import SshOptions
 from sparkhvd.driver.run import run_with
 from sparkhvd.errors import ConfigError, SparkHvdError
-from sparkhvd.task.command import run_command
+from sparkhvd.task.worker.command import run_command
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What mpirun may take to end its ranks.

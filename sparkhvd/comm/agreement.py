@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.comm import objects
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]

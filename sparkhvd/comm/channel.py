@@ -9,17 +9,17 @@ from itertools import count
 from typing import Protocol, TypeVar
 
 from sparkhvd import _core
+from sparkhvd._util.file_descriptors import allow_files
 from sparkhvd.comm import nccl
-from sparkhvd.comm.absent import INIT, late, warning_of_absent
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.routes import addresses_to_offer
 from sparkhvd.comm.failures import translated
 from sparkhvd.comm.handle import Handle, Pending, Waits
-from sparkhvd.comm.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.comm.rendezvous import RendezvousClient
-from sparkhvd.comm.routes import addresses_to_offer
+from sparkhvd.comm.stall.stragglers import INIT, late, warning_of_absent
 from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
-from sparkhvd.descriptors import allow_files
 from sparkhvd.errors import ConfigError, DeadlineExceededError
 
 T = TypeVar("T")

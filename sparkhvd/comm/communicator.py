@@ -12,15 +12,16 @@ from typing import NoReturn, Self
 import numpy as np
 
 from sparkhvd import _core
-from sparkhvd.comm import arrays, direct, nccl, raw
-from sparkhvd.comm.buffers import buffer_of
+from sparkhvd.comm import nccl
 from sparkhvd.comm.channel import Channel, connect_rendezvous, open_channel
-from sparkhvd.comm.doctor import HangDoctor
+from sparkhvd.comm.collectives import arrays, direct, raw
+from sparkhvd.comm.collectives.buffers import buffer_of
+from sparkhvd.comm.collectives.options import Way
+from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.failures import translated
-from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, Proposal, Registration, agreed_sets
-from sparkhvd.comm.stall_report import StallReport
+from sparkhvd.comm.stall.detector import HangDoctor
+from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.timeline import recording_name, timeline_path
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
@@ -159,7 +160,7 @@ class Communicator:
         """Who kept this rank waiting when a collective last took longer than ``stall_check_seconds``."""
         return None if self._doctor is None else self._doctor.last_report
 
-    # Collectives on raw memory, for the framework adapters; see sparkhvd.comm.raw.
+    # Collectives on raw memory, for the framework adapters; see sparkhvd.comm.collectives.raw.
 
     reduce_buffer = raw.reduce_buffer
     reduce_in_place = raw.reduce_in_place
@@ -175,7 +176,7 @@ class Communicator:
     barrier = arrays.waited(raw.barrier_async)
     join = arrays.waited(raw.join_async)
 
-    # Collectives on numpy arrays; see sparkhvd.comm.arrays.
+    # Collectives on numpy arrays; see sparkhvd.comm.collectives.arrays.
 
     allreduce_async = arrays.allreduce_async
     grouped_allreduce_async = arrays.grouped_allreduce_async

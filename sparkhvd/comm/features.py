@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sparkhvd.comm import mpi, nccl, session
+from sparkhvd.comm import nccl, session
+from sparkhvd.comm.connect import mpi
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.features import (
     ccl_built,
     cuda_built,

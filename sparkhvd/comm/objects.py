@@ -10,9 +10,9 @@ from typing import TypeVar
 import cloudpickle
 import numpy as np
 
-from sparkhvd.comm.buffers import buffer_of
+from sparkhvd.comm.collectives.buffers import buffer_of
+from sparkhvd.comm.collectives.options import Way
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.options import Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import CollectiveError
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from sparkhvd.comm import mpi
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.inherited import inherited
-from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.connect import mpi
+from sparkhvd.comm.connect.inherited_world import inherited
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
-from sparkhvd.comm.rendezvous import RendezvousClient, RendezvousServer
-from sparkhvd.comm.stall_report import StallReport
+from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.subset import subset
 from sparkhvd.config import Config, from_environment, notice_one_of_several, notice_without_effect, started_by_mpi
 from sparkhvd.deadline import Deadline

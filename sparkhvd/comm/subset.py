@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from sparkhvd.comm.absent import INIT, late, warning_of_absent
-from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.comm.mpi import require_member
-from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.mpi import require_member
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.comm.stall.stragglers import INIT, late, warning_of_absent
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.world import World, layout

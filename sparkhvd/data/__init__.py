@@ -1,6 +1,6 @@
 """From a DataFrame to the batches of a rank: select, prepare, plan, read.
 
-The function that prepares is ``sparkhvd.data.prepare.prepare``; a package cannot offer it under the name of its module.
+The function that prepares is ``sparkhvd.data.prepare.prepare.prepare``: ``prepare`` is a package here.
 """
 
 from __future__ import annotations
@@ -9,52 +9,52 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparkhvd.data.batches import Batch as Batch
-    from sparkhvd.data.batches import BatchSource as BatchSource
-    from sparkhvd.data.loaders import tf_dataset as tf_dataset
-    from sparkhvd.data.loaders import torch_loader as torch_loader
-    from sparkhvd.data.manifest import Manifest as Manifest
-    from sparkhvd.data.manifest import load as load
-    from sparkhvd.data.plan import Plan as Plan
-    from sparkhvd.data.prepared import PreparedData as PreparedData
-    from sparkhvd.data.prepared import clean as clean
-    from sparkhvd.data.prepared import prepare_data as prepare_data
-    from sparkhvd.data.readers import ParquetSource as ParquetSource
-    from sparkhvd.data.readers import head as head
-    from sparkhvd.data.schema import ColumnSpec as ColumnSpec
-    from sparkhvd.data.schema import DataSchema as DataSchema
-    from sparkhvd.data.selection import Selection as Selection
-    from sparkhvd.data.selection import expressions as expressions
-    from sparkhvd.data.selection import schema_of as schema_of
-    from sparkhvd.data.selection import select as select
-    from sparkhvd.data.user_loaders import AsyncDataLoaderMixin as AsyncDataLoaderMixin
-    from sparkhvd.data.user_loaders import BaseDataLoader as BaseDataLoader
-    from sparkhvd.data.user_loaders import DataContext as DataContext
-    from sparkhvd.data.user_loaders import DataModule as DataModule
+    from sparkhvd.data.loaders.parquet_loaders import tf_dataset as tf_dataset
+    from sparkhvd.data.loaders.parquet_loaders import torch_loader as torch_loader
+    from sparkhvd.data.loaders.user_loaders import AsyncDataLoaderMixin as AsyncDataLoaderMixin
+    from sparkhvd.data.loaders.user_loaders import BaseDataLoader as BaseDataLoader
+    from sparkhvd.data.loaders.user_loaders import DataContext as DataContext
+    from sparkhvd.data.loaders.user_loaders import DataModule as DataModule
+    from sparkhvd.data.prepare.prepared_data import PreparedData as PreparedData
+    from sparkhvd.data.prepare.prepared_data import clean as clean
+    from sparkhvd.data.prepare.prepared_data import prepare_data as prepare_data
+    from sparkhvd.data.read.batches import Batch as Batch
+    from sparkhvd.data.read.batches import BatchSource as BatchSource
+    from sparkhvd.data.read.plan import Plan as Plan
+    from sparkhvd.data.read.readers import ParquetSource as ParquetSource
+    from sparkhvd.data.read.readers import head as head
+    from sparkhvd.data.schema.data_schema import ColumnSpec as ColumnSpec
+    from sparkhvd.data.schema.data_schema import DataSchema as DataSchema
+    from sparkhvd.data.schema.manifest import Manifest as Manifest
+    from sparkhvd.data.schema.manifest import load as load
+    from sparkhvd.data.schema.selection import Selection as Selection
+    from sparkhvd.data.schema.selection import expressions as expressions
+    from sparkhvd.data.schema.selection import schema_of as schema_of
+    from sparkhvd.data.schema.selection import select as select
 
 _HOME_OF = {
-    "AsyncDataLoaderMixin": "sparkhvd.data.user_loaders",
-    "BaseDataLoader": "sparkhvd.data.user_loaders",
-    "DataContext": "sparkhvd.data.user_loaders",
-    "DataModule": "sparkhvd.data.user_loaders",
-    "Batch": "sparkhvd.data.batches",
-    "BatchSource": "sparkhvd.data.batches",
-    "ColumnSpec": "sparkhvd.data.schema",
-    "DataSchema": "sparkhvd.data.schema",
-    "Manifest": "sparkhvd.data.manifest",
-    "ParquetSource": "sparkhvd.data.readers",
-    "PreparedData": "sparkhvd.data.prepared",
-    "clean": "sparkhvd.data.prepared",
-    "prepare_data": "sparkhvd.data.prepared",
-    "Plan": "sparkhvd.data.plan",
-    "Selection": "sparkhvd.data.selection",
-    "expressions": "sparkhvd.data.selection",
-    "head": "sparkhvd.data.readers",
-    "load": "sparkhvd.data.manifest",
-    "schema_of": "sparkhvd.data.selection",
-    "select": "sparkhvd.data.selection",
-    "tf_dataset": "sparkhvd.data.loaders",
-    "torch_loader": "sparkhvd.data.loaders",
+    "AsyncDataLoaderMixin": "sparkhvd.data.loaders.user_loaders",
+    "BaseDataLoader": "sparkhvd.data.loaders.user_loaders",
+    "DataContext": "sparkhvd.data.loaders.user_loaders",
+    "DataModule": "sparkhvd.data.loaders.user_loaders",
+    "Batch": "sparkhvd.data.read.batches",
+    "BatchSource": "sparkhvd.data.read.batches",
+    "ColumnSpec": "sparkhvd.data.schema.data_schema",
+    "DataSchema": "sparkhvd.data.schema.data_schema",
+    "Manifest": "sparkhvd.data.schema.manifest",
+    "ParquetSource": "sparkhvd.data.read.readers",
+    "PreparedData": "sparkhvd.data.prepare.prepared_data",
+    "clean": "sparkhvd.data.prepare.prepared_data",
+    "prepare_data": "sparkhvd.data.prepare.prepared_data",
+    "Plan": "sparkhvd.data.read.plan",
+    "Selection": "sparkhvd.data.schema.selection",
+    "expressions": "sparkhvd.data.schema.selection",
+    "head": "sparkhvd.data.read.readers",
+    "load": "sparkhvd.data.schema.manifest",
+    "schema_of": "sparkhvd.data.schema.selection",
+    "select": "sparkhvd.data.schema.selection",
+    "tf_dataset": "sparkhvd.data.loaders.parquet_loaders",
+    "torch_loader": "sparkhvd.data.loaders.parquet_loaders",
 }
 
 __all__ = [

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparkhvd.addresses import is_ipv6, with_port, without_brackets
+from sparkhvd._util.addresses import is_ipv6, with_port, without_brackets
 from sparkhvd.errors import ConfigError, SlotsError
 
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")

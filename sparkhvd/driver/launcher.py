@@ -9,14 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.remote import SshOptions
-from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.errors import ConfigError, LaunchError
 from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.host.versions import different_versions
 from sparkhvd.task.job import Job
-from sparkhvd.task.versions import different_versions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

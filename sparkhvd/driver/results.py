@@ -9,9 +9,9 @@ from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.frames import is_cut_off
 from sparkhvd.rpc.messages import Attending
 from sparkhvd.rpc.server import SILENT_SECONDS
+from sparkhvd.task.failure_report import LAUNCH, NOT_MET, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.job import FAILURE
-from sparkhvd.task.report import LAUNCH, NOT_MET, NOT_STARTED, TOO_LARGE, FailureReport
-from sparkhvd.task.supervise import Outcome
+from sparkhvd.task.supervision import Outcome
 
 if TYPE_CHECKING:
     from pyspark.sql import Row

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any, Never, TextIO, TypeVar
 
 import cloudpickle
 
-from sparkhvd.brief import brief_errors
+from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.compat.horovod import unknown_argument
 from sparkhvd.config import changed_environment, from_environment, notice_without_effect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, words_of
-from sparkhvd.driver.encryption import readable_secret
+from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import parse_hosts
-from sparkhvd.driver.importable import importable_here, importable_nowhere, importable_on
 from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose, launcher_for
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.payload import pickle_call
-from sparkhvd.driver.pickling import Importable
-from sparkhvd.driver.remote import SshOptions
-from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.spark.encryption import readable_secret
+from sparkhvd.driver.spark.resources import TaskResources
+from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere, importable_on
+from sparkhvd.driver.user_code.payload import pickle_call
+from sparkhvd.driver.user_code.pickling import Importable
 from sparkhvd.errors import CollectiveError, LaunchError
-from sparkhvd.moved import unknown_argument
 from sparkhvd.rpc.protection import require_encryption
+from sparkhvd.task.host.versions import in_use
 from sparkhvd.task.job import Job
-from sparkhvd.task.log_files import LogFiles
-from sparkhvd.task.versions import in_use
+from sparkhvd.task.worker.log_files import LogFiles
 
 logger = logging.getLogger(__name__)
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.data.batches import Arrays, BatchSource
-from sparkhvd.data.facts import LabelRanges
-from sparkhvd.data.readers import Reading
-from sparkhvd.data.schema import DataSchema
-from sparkhvd.estimators.continued import ModelFacts
+from sparkhvd.data.read.batches import Arrays, BatchSource
+from sparkhvd.data.read.readers import Reading
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.data.schema.manifest import LabelRanges
 from sparkhvd.estimators.normalization import Normalization
-from sparkhvd.estimators.policies import Checkpoints, EarlyStopping
+from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
+from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
+from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.world import World
-
-if TYPE_CHECKING:
-    from sparkhvd.estimators.history import EpochRecord
 
 
 @dataclass(frozen=True)
@@ -57,76 +55,6 @@ class TrainSpec:
     def seed_of(self, epoch: int, rank: int) -> int:
         """Of a rank's random numbers in an epoch, so that a resumed run draws what an undisturbed one would."""
         return ((self.seed * 100_003 + epoch) * 10_007 + rank) % 2**63
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Where the time of an epoch's training steps went on this rank, in seconds.
-
-    Attributes:
-        data_wait: waiting for rows.
-        compute: forward, backward and the optimizer.
-        communication: with the other ranks, as far as the computing had to wait for it.
-    """
-
-    data_wait: float = 0.0
-    compute: float = 0.0
-    communication: float = 0.0
-
-
-@dataclass(frozen=True)
-class EpochReport:
-    """What a trainer tells the hooks at the end of an epoch. Values are this rank's sums, not yet averaged over ranks.
-
-    Before its validation the trainer has given all ranks the same of what each rank changes for itself (running
-    statistics): the model that is measured is the one that rank 0 keeps.
-
-    Attributes:
-        epoch: from 0.
-        train: metric name -> (sum over this rank's rows, rows); ``loss`` is always there.
-        validation: the same over the validation rows; empty without validation.
-        times: where the time went.
-        steps: training steps, the same on every rank.
-        on_record: called with the record of all ranks before the checkpoint is made: for what the trainer's state is to
-            hold. Returns whether this rank wants the training to end; it ends on all ranks when one wants it.
-    """
-
-    epoch: int
-    train: Mapping[str, tuple[float, int]]
-    validation: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    times: StepTimes = StepTimes()
-    steps: int = 0
-    on_record: Callable[[EpochRecord], bool] | None = None
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a trainer tells the hooks after a training step.
-
-    Attributes:
-        epoch: from 0.
-        step: batches of the epoch that are done, those before an interruption included.
-        steps: batches of the whole epoch.
-        loss: of this rank in this step; None where it had no rows.
-        sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``.
-        rank_state: what this rank has of its own and needs to go on from here, such as the state of random numbers.
-        whole: whether the trainer's state is all there is; not where gradients wait for those of further batches.
-        synchronize: gives all ranks the same of what each rank changes for itself, such as running statistics;
-            collective, called before a checkpoint within the epoch.
-    """
-
-    epoch: int
-    step: int
-    steps: int
-    loss: float | None
-    sums: Callable[[], Mapping[str, tuple[float, int]]]
-    rank_state: Callable[[], bytes]
-    whole: bool = True
-    synchronize: Callable[[], None] = _nothing
 
 
 class TrainHooks(Protocol):

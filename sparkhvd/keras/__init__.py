@@ -15,11 +15,11 @@ import keras
 
 from sparkhvd.comm import interface
 from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
+from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras import callbacks
 from sparkhvd.keras.callbacks import broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
-from sparkhvd.moved import missing
 
 _OF_BACKEND = (
     "Compression",

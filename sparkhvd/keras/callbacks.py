@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 

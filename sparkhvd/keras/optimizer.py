@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 
+from sparkhvd._util.keras_layers import variables_of_layers
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras.batches import Gathering, weighted
 from sparkhvd.keras.exchange import Exchange, gradient_exchange, scaled
-from sparkhvd.layers import variables_of_layers
 
 
 @dataclass

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd.compat.horovod import missing
 from sparkhvd.lightning.environment import RankEnvironment
 from sparkhvd.lightning.flavour import FlavourName, chosen, fabric, imported, package
 from sparkhvd.lightning.strategy import STRATEGY_NAME, RankStrategy
-from sparkhvd.moved import missing
 
 if TYPE_CHECKING:
     SparkHvdStrategy = RankStrategy

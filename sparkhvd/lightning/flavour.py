@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Literal
 
+from sparkhvd._util.framework_imports import keep_triton_from_tensorflow
 from sparkhvd.errors import ConfigError
-from sparkhvd.frameworks import keep_triton_from_tensorflow
 
 FlavourName = Literal["lightning.pytorch", "pytorch_lightning"]
 

@@ -8,7 +8,7 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 

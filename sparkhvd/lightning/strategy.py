@@ -16,16 +16,16 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
 from sparkhvd.lightning.normalization import ReplacedNormalizations
 from sparkhvd.lightning.reductions import SharedMetrics, reduced, stacked
 from sparkhvd.torch.buffers import synchronize_buffers
 from sparkhvd.torch.compression import Compression, Compressor
-from sparkhvd.torch.gradients import GradientExchange
-from sparkhvd.torch.parameters import members_of
+from sparkhvd.torch.ops.transfer import ExchangeSettings
+from sparkhvd.torch.optimizer.gradients import GradientExchange
+from sparkhvd.torch.optimizer.parameters import members_of
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
-from sparkhvd.torch.transfer import ExchangeSettings
 from sparkhvd.world import World
 
 STRATEGY_NAME = "sparkhvd"

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from sparkhvd.addresses import with_port
+from sparkhvd._util.addresses import with_port
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError
 from sparkhvd.rpc.frames import FrameSocket, TurnedAwayError, connect_handshake, notice_lost_peer

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparkhvd.addresses import is_ipv6, is_ipv6_only, is_loopback
+from sparkhvd._util.addresses import is_ipv6, is_ipv6_only, is_loopback
 from sparkhvd.errors import LaunchError
 
 # The requests of netdevice(7), which say the same on every architecture that Linux runs on.

@@ -28,7 +28,7 @@ class Attending:
         rank: which it watches over; -1 before it has one.
         host: where it runs.
         attempt: by Spark's count.
-        phase: how far the rank is, in the words of ``sparkhvd.task.report``.
+        phase: how far the rank is, in the words of ``sparkhvd.task.failure_report``.
     """
 
     task_index: int

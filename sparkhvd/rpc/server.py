@@ -13,9 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from sparkhvd.closing import Closing
+from sparkhvd._util.closable import Closing
+from sparkhvd._util.file_descriptors import allow_more_files
 from sparkhvd.deadline import Deadline
-from sparkhvd.descriptors import allow_more_files
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import (

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sparkhvd.moved import SPARK
+from sparkhvd.compat.horovod import SPARK
 
 raise ImportError(SPARK)

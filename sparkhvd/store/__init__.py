@@ -8,12 +8,12 @@ from sparkhvd.errors import ParamError
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
-    from sparkhvd.store.dbfs import DBFSLocalStore as DBFSLocalStore
-    from sparkhvd.store.dbfs import DBFSStore as DBFSStore
-    from sparkhvd.store.filesystem import FilesystemStore as FilesystemStore
-    from sparkhvd.store.hdfs import HDFSStore as HDFSStore
-    from sparkhvd.store.local import LocalStore as LocalStore
-    from sparkhvd.store.s3 import S3Store as S3Store
+    from sparkhvd.store.backends.dbfs import DBFSLocalStore as DBFSLocalStore
+    from sparkhvd.store.backends.dbfs import DBFSStore as DBFSStore
+    from sparkhvd.store.backends.filesystem import FilesystemStore as FilesystemStore
+    from sparkhvd.store.backends.hdfs import HDFSStore as HDFSStore
+    from sparkhvd.store.backends.local import LocalStore as LocalStore
+    from sparkhvd.store.backends.s3 import S3Store as S3Store
 
 # The class by name -> a scheme that it serves.
 _SERVES = {

@@ -9,8 +9,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from sparkhvd.compat.databricks import mounted_path
 from sparkhvd.config import runs_on_databricks
-from sparkhvd.databricks import mounted_path
 from sparkhvd.errors import StoreError
 from sparkhvd.store.options import refuse_credentials
 from sparkhvd.store.protocol import Store
@@ -29,13 +29,13 @@ class StoreEntry:
     missing: str
 
 
-_S3 = StoreEntry("sparkhvd.store.s3:S3Store", "Install s3fs: pip install 'sparkhvd[s3]'.")
-_HDFS = StoreEntry("sparkhvd.store.hdfs:HDFSStore", "Install hdfs-native: pip install 'sparkhvd[hdfs]'.")
+_S3 = StoreEntry("sparkhvd.store.backends.s3:S3Store", "Install s3fs: pip install 'sparkhvd[s3]'.")
+_HDFS = StoreEntry("sparkhvd.store.backends.hdfs:HDFSStore", "Install hdfs-native: pip install 'sparkhvd[hdfs]'.")
 
 STORES: Mapping[str, StoreEntry] = MappingProxyType(
     {
-        "file": StoreEntry("sparkhvd.store.local:LocalStore", "Install pyarrow: pip install 'pyarrow>=18'."),
-        "dbfs": StoreEntry("sparkhvd.store.dbfs:DBFSStore", "Install pyarrow: pip install 'pyarrow>=18'."),
+        "file": StoreEntry("sparkhvd.store.backends.local:LocalStore", "Install pyarrow: pip install 'pyarrow>=18'."),
+        "dbfs": StoreEntry("sparkhvd.store.backends.dbfs:DBFSStore", "Install pyarrow: pip install 'pyarrow>=18'."),
         "hdfs": _HDFS,
         "viewfs": _HDFS,
         "s3": _S3,
@@ -44,7 +44,7 @@ STORES: Mapping[str, StoreEntry] = MappingProxyType(
     }
 )
 # Serves every other scheme that fsspec knows.
-ANY_OTHER = StoreEntry("sparkhvd.store.filesystem:FilesystemStore", "Install fsspec: pip install 'fsspec'.")
+ANY_OTHER = StoreEntry("sparkhvd.store.backends.filesystem:FilesystemStore", "Install fsspec: pip install 'fsspec'.")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
 

@@ -11,32 +11,32 @@ from dataclasses import asdict
 
 import pyarrow as pa
 
-from sparkhvd.addresses import address_to_bind
-from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd._util.addresses import address_to_bind
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.config import given_rows_variable, local_folders, yarn_container
-from sparkhvd.data.facts import SPLIT
-from sparkhvd.data.spool import Spool
+from sparkhvd.data.prepare.stats import SPLIT
+from sparkhvd.data.read.spool import Spool
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, StoreError
 from sparkhvd.rpc.fields import built
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Introduction, TaskOffer
+from sparkhvd.task.all_gather import all_gather
 from sparkhvd.task.assignment import assign
-from sparkhvd.task.devices import mixed_devices, write_device_map
-from sparkhvd.task.driver_line import DriverLine
-from sparkhvd.task.gather import all_gather
-from sparkhvd.task.host_hash import host_hash
+from sparkhvd.task.driver_connection import DriverLine
+from sparkhvd.task.failure_report import LAUNCH, FailureReport
+from sparkhvd.task.host.devices import mixed_devices, write_device_map
+from sparkhvd.task.host.host_hash import host_hash
+from sparkhvd.task.host.versions import different_versions, here
 from sparkhvd.task.job import Job
-from sparkhvd.task.output import DriverLog
-from sparkhvd.task.place import TaskPlace, place_of_task
-from sparkhvd.task.process import WorkerProcess, spawn_or_substitute
 from sparkhvd.task.rank import Plan, accompany, await_rows, worker_spec
-from sparkhvd.task.report import LAUNCH, FailureReport
-from sparkhvd.task.rows import result_rows
-from sparkhvd.task.threads import thread_defaults
-from sparkhvd.task.versions import different_versions, here
-from sparkhvd.task.worker_spec import Raised
+from sparkhvd.task.result_rows import result_rows
+from sparkhvd.task.task_info import TaskPlace, place_of_task
+from sparkhvd.task.worker.output import DriverLog
+from sparkhvd.task.worker.process import WorkerProcess, spawn_or_substitute
+from sparkhvd.task.worker.spec import Raised
+from sparkhvd.task.worker.threads import thread_defaults
 
 
 def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

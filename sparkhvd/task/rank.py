@@ -6,16 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
-from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import changed_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.assignment import Slot
-from sparkhvd.task.devices import ORDER, VISIBLE, device_variables
-from sparkhvd.task.import_path import IMPORT_PATH
+from sparkhvd.task.host.devices import ORDER, VISIBLE, device_variables
 from sparkhvd.task.job import RESULT_CAP_BYTES, Job
-from sparkhvd.task.process import WorkerProcess
-from sparkhvd.task.supervise import (
+from sparkhvd.task.supervision import (
     JOB_SECONDS,
     NOTE_SECONDS,
     Outcome,
@@ -28,7 +26,9 @@ from sparkhvd.task.supervise import (
     wait_for_leave,
     watch_outcome,
 )
-from sparkhvd.task.worker_spec import WorkerSpec
+from sparkhvd.task.worker.import_path import IMPORT_PATH
+from sparkhvd.task.worker.process import WorkerProcess
+from sparkhvd.task.worker.spec import WorkerSpec
 
 
 @dataclass(frozen=True)

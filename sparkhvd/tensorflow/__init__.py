@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.comm import interface
 from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
-from sparkhvd.moved import missing
+from sparkhvd.compat.horovod import missing
 from sparkhvd.tensorflow.compression import Compression
 from sparkhvd.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
 from sparkhvd.tensorflow.movements import (

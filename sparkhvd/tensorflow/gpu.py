@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import Buffer, ReduceOp
-from sparkhvd.comm.options import Reduction, Way
+from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
+from sparkhvd.comm.collectives.options import Reduction, Way
 from sparkhvd.comm.process_sets import ProcessSet
 
 # TensorFlow has the integers of a GPU in the memory of the host, as they tell shapes.

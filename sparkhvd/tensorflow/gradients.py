@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from sparkhvd._util.keras_layers import variables_of_layers
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
-from sparkhvd.layers import variables_of_layers
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.operations import grouped_allreduce, reduce_slices
 from sparkhvd.tensorflow.tensors import as_written

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import Array, ReduceOp
+from sparkhvd.comm.collectives.buffers import Array, ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor

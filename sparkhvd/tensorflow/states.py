@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from sparkhvd.comm import objects, session
-from sparkhvd.comm.buffers import Array
+from sparkhvd.comm.collectives.buffers import Array
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.tensorflow.tensors import array_of, as_written, outside_graph
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import Array, ReduceOp
+from sparkhvd.comm.collectives.buffers import Array, ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.operations import allreduce

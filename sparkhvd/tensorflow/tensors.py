@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from sparkhvd.comm.buffers import DTYPES, Array
+from sparkhvd.comm.collectives.buffers import DTYPES, Array
 from sparkhvd.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])

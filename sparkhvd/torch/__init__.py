@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparkhvd.comm import interface
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
+from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import MismatchError, PeerLostError
-from sparkhvd.moved import missing
 from sparkhvd.torch.compression import Compression, Compressor
-from sparkhvd.torch.operations import (
+from sparkhvd.torch.ops.operations import (
     allgather,
     allgather_async,
     allreduce,
@@ -44,7 +44,7 @@ from sparkhvd.torch.operations import (
     sparse_allreduce_async,
     synchronize,
 )
-from sparkhvd.torch.optimizer import DistributedOptimizer
+from sparkhvd.torch.optimizer.distributed_optimizer import DistributedOptimizer
 from sparkhvd.torch.states import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sparkhvd.moved import ELASTIC
+from sparkhvd.compat.horovod import ELASTIC
 
 raise ImportError(ELASTIC)

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 
 from sparkhvd.comm import objects, session
-from sparkhvd.comm.options import Way
+from sparkhvd.comm.collectives.options import Way
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.calls import Call, every
-from sparkhvd.torch.movements import Broadcast
+from sparkhvd.torch.ops.calls import Call, every
+from sparkhvd.torch.ops.movements import Broadcast
 
 T = TypeVar("T")
 

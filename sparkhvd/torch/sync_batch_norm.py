@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.torch.operations import allgather, allreduce
+from sparkhvd.torch.ops.operations import allgather, allreduce
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  torch's own layers derive from it

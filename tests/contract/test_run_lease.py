@@ -13,17 +13,19 @@ from unittest import mock
 import pytest
 
 from sparkhvd.errors import ParamError, StoreError
-from sparkhvd.estimators import checkpoint, run_lease
-from sparkhvd.estimators.run_lease import Fence, fence_of_rank, take
+from sparkhvd.estimators.runs import run_lease
+from sparkhvd.estimators.runs.run_lease import Fence, fence_of_rank, take
+from sparkhvd.estimators.training import checkpoint
 from sparkhvd.store import layout
 from tests.contract.test_store import create
 
 # Takes the run "r", saves a checkpoint, and tries to save another one when it is told to.
 HOLDER = """
 import pickle, sys
-from sparkhvd.data.leases import Hold
+from sparkhvd.data.reuse.leases import Hold
 from sparkhvd.errors import StoreError
-from sparkhvd.estimators import checkpoint, run_lease
+from sparkhvd.estimators.runs import run_lease
+from sparkhvd.estimators.training import checkpoint
 run_lease.machine = lambda: sys.argv[2]
 with open(sys.argv[1], "rb") as file:
     store = pickle.load(file)

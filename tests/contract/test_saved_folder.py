@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from sparkhvd.errors import StoreError
-from sparkhvd.estimators import saved_folder
+from sparkhvd.estimators.models import saved_folder
 from sparkhvd.store import LocalStore
 from tests.contract.test_store import create
 

@@ -15,8 +15,8 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.data import ParquetSource
-from sparkhvd.data.existing import open_data, open_existing
-from sparkhvd.data.located import Access
+from sparkhvd.data.external.locate import Access
+from sparkhvd.data.external.parquet_files import open_data, open_existing
 from sparkhvd.errors import StoreError
 from sparkhvd.store import Store
 from sparkhvd.store.registry import STORES

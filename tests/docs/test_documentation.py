@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkhvd.config import WITHOUT_EFFECT, Config, declarations, variable_of
-from sparkhvd.estimators.params import RETIRED, RETIRED_OF_LIGHTNING
+from sparkhvd.estimators.params.params import RETIRED, RETIRED_OF_LIGHTNING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

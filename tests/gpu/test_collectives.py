@@ -13,7 +13,7 @@ from sparkhvd.comm import session
 from sparkhvd.errors import SparkHvdError
 from tests.gpu.devices import GPUS, needs_gpu, needs_two_gpus
 from tests.ranks import RankGroup
-from tests.unit.torch.test_devices import CASES
+from tests.unit.torch.ops.test_devices import CASES
 
 pytestmark = needs_gpu
 

@@ -16,8 +16,8 @@ from pyspark.sql import SparkSession
 import sparkhvd
 from sparkhvd import Store
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.resources import TaskResources
-from sparkhvd.driver.slots import reserve_tasks
+from sparkhvd.driver.spark.resources import TaskResources
+from sparkhvd.driver.spark.slots import reserve_tasks
 from sparkhvd.errors import LaunchError
 from tests import lines
 from tests.hdfs_server import running_hdfs
@@ -33,7 +33,7 @@ def place() -> dict[str, object]:
     import numpy as np  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
     session.init()
     communicator = session.current()
@@ -118,7 +118,7 @@ def say(backwards: str) -> None:
     import numpy as np  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
     session.init()
     word = "".join(reversed(backwards))

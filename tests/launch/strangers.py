@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import SparkHvdError
 from sparkhvd.rpc.client import connect

@@ -11,9 +11,9 @@ import pytest
 
 from sparkhvd.config import Config
 from sparkhvd.errors import LaunchError
-from sparkhvd.task.gather import all_gather
+from sparkhvd.task.all_gather import all_gather
 from sparkhvd.task.job import Job
-from sparkhvd.task.place import place_of_task
+from sparkhvd.task.task_info import place_of_task
 from tests.launch.faults import FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
 from tests.launch.losses import DRIVER_FAULTS, lost_driver

@@ -19,7 +19,7 @@ import sparkhvd
 from sparkhvd.driver.launcher import LaunchRequest
 from sparkhvd.driver.launchers.local import LocalLauncher
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.payload import pickle_call
+from sparkhvd.driver.user_code.payload import pickle_call
 from sparkhvd.errors import RankFailedError, StartTimeoutError
 from sparkhvd.task.job import Job
 from tests.scripts import ROOT
@@ -29,7 +29,7 @@ def sum_of_ranks(offset: int) -> tuple[int, float, str | None]:
     import numpy as np  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
     session.init()
     rank = session.current().world.rank

@@ -14,9 +14,9 @@ import torch
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.cli.main import _last_line, main
-from sparkhvd.driver.preflight import AskedTasks
-from sparkhvd.driver.preflight_report import Check, Verdict
-from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.preflight.preflight import AskedTasks
+from sparkhvd.driver.preflight.report import Check, Verdict
+from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.errors import ConfigError
 from tests.waiting import wait_for
 

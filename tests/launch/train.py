@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 
 TUNING = [f"autotune{rest}" for rest in ("", "_log", "_warmup_samples", "_steps_per_sample", "_max_samples")]
 

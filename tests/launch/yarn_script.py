@@ -20,7 +20,7 @@ def place() -> dict[str, object]:
     import numpy as np  # noqa: PLC0415  (imported where it is needed)
 
     from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
     session.init()
     world = session.current().world

@@ -18,7 +18,7 @@ from unittest import mock
 import psutil
 
 from sparkhvd.errors import LaunchError
-from sparkhvd.task.report import CONNECTED, ENDED
+from sparkhvd.task.failure_report import CONNECTED, ENDED
 from tests.launch.faults import SLOWNESS, left_of
 from tests.launch.misbehaviour import note_pid
 from tests.mpi.tasks import Launched
@@ -186,7 +186,7 @@ MPI_FAULTS = [
     MpiFault(
         "agent killed",
         r"mpirun ended with exit code \d+\. It says:[\s\S]*start one or more daemons",
-        loss=_kill_below("sparkhvd.driver.rsh"),
+        loss=_kill_below("sparkhvd.driver.mpi.remote_shell"),
     ),
     MpiFault("mpirun killed", r"mpirun was killed by signal 9 \(SIGKILL\)", loss=_kill_below("mpirun")),
     MpiFault("task killed", "Spark gave the job up", loss=_kill_tasks, phase="before registration"),

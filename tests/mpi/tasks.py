@@ -21,12 +21,12 @@ from sparkhvd.config import changed_environment, from_environment
 from sparkhvd.driver.launchers.mpi import MpiHandle, MpiSetup
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import find_mpirun
-from sparkhvd.driver.payload import pickle_call
+from sparkhvd.driver.user_code.payload import pickle_call
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
 from sparkhvd.task.mpi.task import serve
-from sparkhvd.task.place import TaskPlace
-from sparkhvd.task.rows import result_rows
+from sparkhvd.task.result_rows import result_rows
+from sparkhvd.task.task_info import TaskPlace
 
 SECONDS = 100.0
 _ROOT = Path(__file__).parents[2]

@@ -48,7 +48,7 @@ def meet_through_both_worlds():
     from mpi4py import MPI  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
     session.init()
     communicator = session.current()

@@ -13,9 +13,9 @@ from pyarrow import parquet
 petastorm = pytest.importorskip("petastorm", reason="needs petastorm's own environment: make test-petastorm")
 
 from sparkhvd.data import ParquetSource  # noqa: E402
-from sparkhvd.data.existing import open_existing  # noqa: E402
-from sparkhvd.data.located import Access  # noqa: E402
-from sparkhvd.data.petastorm_reader import PetastormSource  # noqa: E402
+from sparkhvd.data.external.locate import Access  # noqa: E402
+from sparkhvd.data.external.parquet_files import open_existing  # noqa: E402
+from sparkhvd.data.external.petastorm_reader import PetastormSource  # noqa: E402
 from sparkhvd.errors import DataError  # noqa: E402
 from sparkhvd.store import Store  # noqa: E402
 from sparkhvd.world import World  # noqa: E402

@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd import Store
-from sparkhvd.driver.meeting import Meeting
+from sparkhvd.driver.spark.task_exchange import Meeting
 from sparkhvd.errors import SlotsError
 from sparkhvd.rpc.messages import Message
 from tests.launch.faults import FAULTS, complaints, produced
@@ -33,7 +33,7 @@ def sum_on_third_attempt(folder: str) -> float:
     import numpy as np  # noqa: PLC0415
 
     from sparkhvd.comm import session  # noqa: PLC0415
-    from sparkhvd.comm.buffers import ReduceOp  # noqa: PLC0415
+    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
 
     session.init()
     communicator = session.current()
@@ -97,7 +97,7 @@ def pids_left(folder: Path) -> list[int]:
     """The ranks, of any attempt, that still run after a while."""
     pids = {int(pid) for path in folder.iterdir() for pid in path.read_text().split()}
     running = [one for one in psutil.process_iter(["cmdline"]) if one.pid in pids]
-    workers = [one for one in running if "sparkhvd.task.worker" in (one.info["cmdline"] or [])]
+    workers = [one for one in running if "sparkhvd.task.worker.main" in (one.info["cmdline"] or [])]
     return [process.pid for process in psutil.wait_procs(workers, timeout=20.0)[1]]
 
 

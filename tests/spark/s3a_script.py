@@ -10,7 +10,7 @@ import s3fs
 from pyspark.sql import SparkSession
 
 from sparkhvd import Store, TorchModel
-from sparkhvd.data.spark_settings import spark_can_write
+from sparkhvd.data.spark.settings import spark_can_write
 from tests import lines
 from tests.s3_server import BUCKET
 from tests.scripts import tell

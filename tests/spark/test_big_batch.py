@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from sparkhvd import LightningEstimator, Store, TorchEstimator
 from sparkhvd.data import ParquetSource
-from sparkhvd.data.prepared import prepare_data
+from sparkhvd.data.prepare.prepared_data import prepare_data
 from sparkhvd.world import World
 
 pytestmark = pytest.mark.spark

@@ -18,9 +18,9 @@ from torch.nn import functional
 import sparkhvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.config import given_rows
-from sparkhvd.data.blocks import ArrowBlocks
-from sparkhvd.data.direct import dealt
-from sparkhvd.data.selection import select
+from sparkhvd.data.prepare.direct_rows import dealt
+from sparkhvd.data.read.blocks import ArrowBlocks
+from sparkhvd.data.schema.selection import select
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, RankFailedError, SchemaError
 from sparkhvd.store import layout
 
@@ -172,7 +172,7 @@ def test_without_a_row_it_is_said_although_spark_starts_no_task(df, caplog):
 
 
 def test_a_model_that_is_too_large_to_travel_with_the_job_is_refused_before_it(df, monkeypatch):
-    monkeypatch.setattr("sparkhvd.estimators.files.INLINE_BYTES", 100)
+    monkeypatch.setattr("sparkhvd.estimators.training.job_files.INLINE_BYTES", 100)
     with pytest.raises(
         ParamError, match=r"The model with its optimizer and loss is [\d,]+ bytes; more than 100 need a Store"
     ):

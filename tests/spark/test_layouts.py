@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from sparkhvd import Store
 from sparkhvd.data import torch_loader
-from sparkhvd.data.existing import open_existing
+from sparkhvd.data.external.parquet_files import open_existing
 from sparkhvd.errors import DataError
 
 pytestmark = pytest.mark.spark

@@ -12,8 +12,8 @@ from pyspark.ml.feature import VectorAssembler
 
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import ParamError, StoreError
-from sparkhvd.estimators import spare
 from sparkhvd.estimators.keras import KerasModel
+from sparkhvd.estimators.models import retained_files
 from sparkhvd.store import LocalStore
 
 pytestmark = pytest.mark.spark
@@ -93,9 +93,9 @@ def test_a_loaded_pipeline_model_is_saved_over_what_it_was_loaded_from(trained, 
     """Spark removes the folder first. Small files and large ones, also of a Store whose files cannot be mapped."""
     path, wanted = str(tmp_path / "pipeline"), trained.stages[-1].getModel().weight
     trained.save(path)
-    for small, remote in ((spare._SMALL_BYTES, False), (1, False), (1, True)):
+    for small, remote in ((retained_files._SMALL_BYTES, False), (1, False), (1, True)):
         with monkeypatch.context() as patch:
-            patch.setattr(spare, "_SMALL_BYTES", small)
+            patch.setattr(retained_files, "_SMALL_BYTES", small)
             if remote:
                 patch.setattr(LocalStore, "arrow", lambda *_: (None, ""))
             loaded = PipelineModel.load(path)
@@ -103,7 +103,7 @@ def test_a_loaded_pipeline_model_is_saved_over_what_it_was_loaded_from(trained, 
             loaded.write().overwrite().save(path)
             assert torch.equal(PipelineModel.load(path).stages[-1].getModel().weight, wanted)
         assert torch.equal(loaded.stages[-1].getModel().weight, wanted)
-    monkeypatch.setattr(spare, "_SMALL_BYTES", 1)
+    monkeypatch.setattr(retained_files, "_SMALL_BYTES", 1)
     weights = next(Path(path).rglob("state_dict.pt"))
     again = PipelineModel.load(path)
     weights.write_bytes(b"")

@@ -13,13 +13,14 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import Row, functions
 from pyspark.sql import types as t
 
-from sparkhvd.data import ParquetSource, columns, head, load, select
-from sparkhvd.data import prepare as prepare_module
-from sparkhvd.data.direct import GivenRows, checked, dealt
-from sparkhvd.data.facts import SPLIT
-from sparkhvd.data.prepare import Writing, prepare
-from sparkhvd.data.readers import Reading
-from sparkhvd.data.spool import Spool
+from sparkhvd.data import ParquetSource, head, load, select
+from sparkhvd.data.prepare import prepare as prepare_module
+from sparkhvd.data.prepare.direct_rows import GivenRows, checked, dealt
+from sparkhvd.data.prepare.prepare import Writing, prepare
+from sparkhvd.data.prepare.stats import SPLIT
+from sparkhvd.data.read.readers import Reading
+from sparkhvd.data.read.spool import Spool
+from sparkhvd.data.schema import columns
 from sparkhvd.errors import ConfigError, DataError, SchemaError, StoreError
 from sparkhvd.store import LocalStore
 from sparkhvd.world import World
@@ -123,7 +124,7 @@ def test_the_lineage_is_evaluated_once(spark, store):
 
 
 def test_where_a_session_has_no_copy_the_rows_are_sorted_once_and_a_spill_keeps_their_order(spark, store, monkeypatch):
-    monkeypatch.setattr("sparkhvd.data.prepare.with_own_settings", lambda rows, settings: None)
+    monkeypatch.setattr("sparkhvd.data.prepare.prepare.with_own_settings", lambda rows, settings: None)
     before = executions(spark)
     # The order of equal keys is lost where spilled runs are merged; with runs of 1000 rows that happens here.
     setting = "spark.shuffle.spill.numElementsForceSpillThreshold"

@@ -17,9 +17,9 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions
 
 from sparkhvd import TorchEstimator, TorchModel, prepare_data
+from sparkhvd._util.process_identity import machine, process_start
 from sparkhvd.data import ParquetSource, clean, load
-from sparkhvd.data.fingerprint import fingerprint, living_caches
-from sparkhvd.data.processes import machine, process_start
+from sparkhvd.data.reuse.fingerprint import fingerprint, living_caches
 from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError, StoreError
 from sparkhvd.store import LocalStore, layout
 from sparkhvd.world import World
@@ -558,7 +558,7 @@ def test_verbose_tells_in_the_log(store, source, caplog):
     _, read = source
     for verbose, lines in [(0, 0), (1, 1)]:
         with (
-            caplog.at_level(logging.INFO, "sparkhvd.data.prepared"),
+            caplog.at_level(logging.INFO, "sparkhvd.data.prepare.prepared_data"),
             prepare_data(1, store, read(), ["y"], verbose=verbose),
         ):
             assert len([r for r in caplog.records if "40 rows to train on> in file://" in r.getMessage()]) == lines

@@ -18,9 +18,11 @@ from torch.nn import functional
 from sparkhvd import Checkpoints, EarlyStopping, SparkBackend, Store, TorchEstimator
 from sparkhvd.data import AsyncDataLoaderMixin, BaseDataLoader, DataModule
 from sparkhvd.errors import DataError, ParamError, RankFailedError
-from sparkhvd.estimators import base, checkpoint, run_lease
-from sparkhvd.estimators.run_lease import Fence
+from sparkhvd.estimators.api import estimator as estimator_api
+from sparkhvd.estimators.runs import run_lease
+from sparkhvd.estimators.runs.run_lease import Fence
 from sparkhvd.estimators.torch import LRSchedule, TorchCallback
+from sparkhvd.estimators.training import checkpoint
 from sparkhvd.store import layout
 from tests.spark import trainings
 
@@ -235,7 +237,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
     assert again.getRunId() == first.getRunId()
     assert again.getHistory()[0] == first.getHistory()[0]
     assert len(again.getHistory()) == 2
-    with mock.patch.object(base, "run_ranks", side_effect=AssertionError("no ranks are needed")):
+    with mock.patch.object(estimator_api, "run_ranks", side_effect=AssertionError("no ranks are needed")):
         at_once = estimator(store, num_proc=1, resume="auto", epochs=2).fit(df)
         assert at_once.getHistory() == again.getHistory()
         assert torch.equal(parameters(at_once.getModel()), parameters(again.getModel()))

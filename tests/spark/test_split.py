@@ -10,9 +10,9 @@ from pyspark.ml.linalg import SparseVector, Vectors, VectorUDT
 from pyspark.sql import functions
 from pyspark.sql.types import ArrayType, DoubleType, IntegerType, StringType, StructField, StructType
 
-from sparkhvd.data.prepare import prepared
-from sparkhvd.data.selection import select
-from sparkhvd.data.split import WIDE
+from sparkhvd.data.prepare.prepare import prepared
+from sparkhvd.data.prepare.validation_split import WIDE
+from sparkhvd.data.schema.selection import select
 
 ROWS = 60
 

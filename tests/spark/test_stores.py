@@ -16,10 +16,10 @@ from pyarrow import parquet
 from pyspark.sql import functions
 
 from sparkhvd import Store, TorchModel
-from sparkhvd.data import arrow_writer
-from sparkhvd.data.prepared import prepare_data
-from sparkhvd.data.spark_settings import in_default_file_system, spark_can_write, told_by_spark
-from sparkhvd.data.store_check import check_store
+from sparkhvd.data.prepare import arrow_writer
+from sparkhvd.data.prepare.prepared_data import prepare_data
+from sparkhvd.data.prepare.store_check import check_store
+from sparkhvd.data.spark.settings import in_default_file_system, spark_can_write, told_by_spark
 from sparkhvd.errors import ParamError, StartTimeoutError, StoreError
 from sparkhvd.store import HDFSStore, layout
 from tests import lines

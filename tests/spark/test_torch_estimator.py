@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError, SlotsError
-from sparkhvd.estimators import base, predict
+from sparkhvd.estimators.api import estimator as estimator_api
+from sparkhvd.estimators.models import predict
 from sparkhvd.store import layout
 
 pytestmark = pytest.mark.spark
@@ -471,7 +472,7 @@ def test_how_rows_are_prepared_is_what_the_parameters_say(xor, tmp_path, monkeyp
     def asked(dataset, selection, store, writing, *, keep_seconds):
         raise AskedError(writing.compress, writing.partitions_per_process, writing.num_proc, keep_seconds)
 
-    monkeypatch.setattr(base, "acquire", asked)
+    monkeypatch.setattr(estimator_api, "acquire", asked)
     given = {"compress_sparse_cols": True, "partitions_per_process": 3, "keep_data": 0.5}
     with pytest.raises(AskedError) as caught:
         estimator(Store.create(str(tmp_path)), **given).fit(xor)

@@ -14,7 +14,7 @@ from pyspark.sql import Row
 
 from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SchemaError
-from sparkhvd.estimators.native import load, write_folder
+from sparkhvd.estimators.models.pyfunc import load, write_folder
 from tests.spark import trainings
 
 pytestmark = pytest.mark.spark

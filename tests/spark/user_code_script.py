@@ -28,7 +28,7 @@ from sparkhvd import (  # noqa: E402
     TorchEstimator,
     TorchModel,
 )
-from sparkhvd.driver import importable  # noqa: E402
+from sparkhvd.driver.user_code import importable  # noqa: E402
 from tests.scripts import tell  # noqa: E402
 
 

@@ -12,8 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.errors import StoreError
-from sparkhvd.store import HDFSStore, Store, filesystem
-from sparkhvd.store import hdfs as module
+from sparkhvd.store import HDFSStore, Store
+from sparkhvd.store.backends import filesystem
+from sparkhvd.store.backends import hdfs as module
 from tests.hdfs_server import running_hdfs
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sparkhvd.errors import StoreError
 from sparkhvd.store import HDFSStore, Store
-from sparkhvd.store.tokens import name_with_token
+from sparkhvd.store.access.delegation_tokens import name_with_token
 from tests.hadoop import START_SECONDS, start_daemon
 
 KERBEROS = {"hadoop.security.authentication": "kerberos"}  # what makes a client look for tokens

@@ -99,7 +99,9 @@ def test_a_folder_that_may_not_be_written_is_refused_when_the_store_is_made():
     # pytest's own folders are closed to others; and root may write everywhere, so somebody else has to try.
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         Path(folder).chmod(0o755)
-        code = f"import os; from sparkhvd.store.local import LocalStore; os.setuid(65534); LocalStore({folder!r})"
+        code = (
+            f"import os; from sparkhvd.store.backends.local import LocalStore; os.setuid(65534); LocalStore({folder!r})"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"The Store file://{folder} is not readable and writable for this user" in done.stderr
 

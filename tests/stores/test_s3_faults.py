@@ -12,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.errors import StoreError
-from sparkhvd.store import Store, filesystem
+from sparkhvd.store import Store
+from sparkhvd.store.backends import filesystem
 from tests.s3_server import BUCKET, SECRET, options_for
 from tests.stores.faulty_s3 import faulty_s3
 

@@ -10,26 +10,26 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
-from sparkhvd.background import is_set_within
-from sparkhvd.data.facts import no_rows
-from sparkhvd.data.spark_job import is_connect
+from sparkhvd._util.background import is_set_within
+from sparkhvd.data.prepare.stats import no_rows
+from sparkhvd.data.spark.job import is_connect
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.driver_address import driver_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.meeting import Meeting
-from sparkhvd.driver.resources import profile_of
 from sparkhvd.driver.results import failure_of, lost, not_met, results_of
-from sparkhvd.driver.slots import reserve_tasks
-from sparkhvd.driver.spark_errors import spark_failure
-from sparkhvd.driver.stage import BarrierStage
+from sparkhvd.driver.spark.barrier_stage import BarrierStage
+from sparkhvd.driver.spark.driver_address import driver_hosts
+from sparkhvd.driver.spark.job_failures import spark_failure
+from sparkhvd.driver.spark.resources import profile_of
+from sparkhvd.driver.spark.slots import reserve_tasks
+from sparkhvd.driver.spark.task_exchange import Meeting
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import Attending
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.entry import entry_of
+from sparkhvd.task.failure_report import FailureReport
 from sparkhvd.task.job import Job
 from sparkhvd.task.main import run_task
-from sparkhvd.task.report import FailureReport
 
 logger = logging.getLogger(__name__)
 

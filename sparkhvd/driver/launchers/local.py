@@ -9,9 +9,9 @@ import socket
 from concurrent import futures
 from contextlib import ExitStack
 
-from sparkhvd.addresses import LOOPBACK
-from sparkhvd.background import in_background, is_done_within
-from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd._util.addresses import LOOPBACK
+from sparkhvd._util.background import in_background, is_done_within
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest
 from sparkhvd.driver.log_stream import LogStream
@@ -19,15 +19,15 @@ from sparkhvd.driver.results import results_in_order
 from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
-from sparkhvd.task.host import run_ranks
-from sparkhvd.task.host_hash import host_hash
+from sparkhvd.task.failure_report import FailureReport
+from sparkhvd.task.host.host_hash import host_hash
+from sparkhvd.task.host.ranks import run_ranks
 from sparkhvd.task.job import Job
-from sparkhvd.task.output import HandlerLog
-from sparkhvd.task.process import WorkerProcess, spawn_worker
 from sparkhvd.task.rank import Plan, worker_spec
-from sparkhvd.task.report import FailureReport
-from sparkhvd.task.supervise import OUTCOME
-from sparkhvd.task.threads import thread_defaults
+from sparkhvd.task.supervision import OUTCOME
+from sparkhvd.task.worker.output import HandlerLog
+from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
+from sparkhvd.task.worker.threads import thread_defaults
 
 logger = logging.getLogger(__name__)
 

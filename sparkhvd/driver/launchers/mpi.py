@@ -12,13 +12,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from sparkhvd.addresses import LOOPBACK
-from sparkhvd.background import is_set_within
-from sparkhvd.comm.rendezvous import RendezvousServer
+from sparkhvd._util.addresses import LOOPBACK
+from sparkhvd._util.background import is_set_within
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
 from sparkhvd.config import changed_environment
-from sparkhvd.data.spark_job import is_connect
+from sparkhvd.data.spark.job import is_connect
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.driver_address import driver_hosts
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import (
@@ -32,11 +31,12 @@ from sparkhvd.driver.mpi.command import (
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.ring import linked
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
-from sparkhvd.driver.resources import profile_of
 from sparkhvd.driver.results import failure_of, lost, not_met, results_of
-from sparkhvd.driver.slots import reserve_tasks
-from sparkhvd.driver.spark_errors import spark_failure
-from sparkhvd.driver.stage import BarrierStage
+from sparkhvd.driver.spark.barrier_stage import BarrierStage
+from sparkhvd.driver.spark.driver_address import driver_hosts
+from sparkhvd.driver.spark.job_failures import spark_failure
+from sparkhvd.driver.spark.resources import profile_of
+from sparkhvd.driver.spark.slots import reserve_tasks
 from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, SparkHvdError
 from sparkhvd.rpc.client import Client
 from sparkhvd.rpc.frames import is_cut_off
@@ -45,13 +45,13 @@ from sparkhvd.rpc.messages import Assign, Attend, Attending, StillThere
 from sparkhvd.rpc.registration import Registration, TaskOffer
 from sparkhvd.rpc.server import SILENT_SECONDS, UNANSWERED_SECONDS, Server
 from sparkhvd.task.assignment import assign
-from sparkhvd.task.devices import mixed_devices
 from sparkhvd.task.entry import entry_of
+from sparkhvd.task.failure_report import LAUNCH, STARTING, FailureReport, describe_exit
+from sparkhvd.task.host.devices import mixed_devices
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
 from sparkhvd.task.mpi.task import run_mpi_task
-from sparkhvd.task.report import LAUNCH, STARTING, FailureReport, describe_exit
-from sparkhvd.task.supervise import OUTCOME
+from sparkhvd.task.supervision import OUTCOME
 
 if TYPE_CHECKING:
     from pyspark.sql import Row

@@ -9,22 +9,22 @@ from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
 
-from sparkhvd.background import in_background, is_done_within
+from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
+from sparkhvd.driver.host_process import Gone, HostProcess, host_command
 from sparkhvd.driver.hosts import Host, take_slots
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.remote import Gone, HostProcess, host_command
 from sparkhvd.driver.results import results_in_order
 from sparkhvd.errors import ConfigError, LaunchError, StartTimeoutError
 from sparkhvd.rpc.messages import Flush, Output, Started
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
+from sparkhvd.task.host.messages import HostDone, HostJob, HostLost, HostReady
 from sparkhvd.task.job import Job
 from sparkhvd.task.rank import Plan
-from sparkhvd.task.remote_job import HostDone, HostJob, HostLost, HostReady
-from sparkhvd.task.supervise import Outcome
+from sparkhvd.task.supervision import Outcome
 
 # How long a host may take to say what became of its ranks once another one has failed.
 _FAILED_SECONDS = 3.0

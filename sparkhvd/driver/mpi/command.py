@@ -15,7 +15,7 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.task.mpi.job import RANK_COMMAND
 
 _VERSION_SECONDS = 20.0
-_AGENT = "sparkhvd.driver.rsh"
+_AGENT = "sparkhvd.driver.mpi.remote_shell"
 _LAST_WITH_ORTED = 4
 # A parameter as a variable.
 _VARIABLE = "OMPI_MCA_"

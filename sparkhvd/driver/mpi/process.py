@@ -17,11 +17,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparkhvd.comm.inherited import in_memory
+from sparkhvd.comm.connect.inherited_world import in_memory
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import mpirun_defaults
-from sparkhvd.driver.rsh import DRIVER_ADDRESSES, DRIVER_ENCRYPTS, DRIVER_SECRET
-from sparkhvd.task.import_path import IMPORT_PATH, import_path
+from sparkhvd.driver.mpi.remote_shell import DRIVER_ADDRESSES, DRIVER_ENCRYPTS, DRIVER_SECRET
+from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 
 logger = logging.getLogger(__name__)
 

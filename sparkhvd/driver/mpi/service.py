@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.meeting import stage_attempt
+from sparkhvd.driver.spark.task_exchange import stage_attempt
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.messages import Acknowledged, Attending, FindTask, Message, Refused, Register, TaskAddress
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer

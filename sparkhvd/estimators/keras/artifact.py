@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from sparkhvd.driver.pickling import dumps
+from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.estimators.keras.inputs import Port, Ports
 
 MODEL, OBJECTS, PORTS = "model.keras", "objects.pkl", "ports.json"

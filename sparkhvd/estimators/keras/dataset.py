@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from sparkhvd.data import columns
-from sparkhvd.data.batches import Arrays, Batch, BatchSource
+from sparkhvd.data.read.batches import Arrays, Batch, BatchSource
+from sparkhvd.data.schema import columns
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.keras.inputs import Ports
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.estimators.keras.dataset import BatchDataset
 
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.base import DistributedEstimator
-from sparkhvd.estimators.declare import Declared, declared
-from sparkhvd.estimators.files import fetched
+from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import use_backend
-from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import objects, objects_or_named, positive_integer, shapes
+from sparkhvd.estimators.models.model import TrainedModel
+from sparkhvd.estimators.params.declarations import Declared, declared
+from sparkhvd.estimators.params.params import objects, objects_or_named, positive_integer, shapes
+from sparkhvd.estimators.training.job_files import fetched
 
 if TYPE_CHECKING:
     import keras
@@ -66,7 +66,7 @@ class KerasEstimator(DistributedEstimator):
         "keras",
         "sparkhvd.estimators.keras.trainer",
         "sparkhvd.estimators.keras.plugin",
-        "sparkhvd.estimators.worker",
+        "sparkhvd.estimators.training.worker",
     )
     required: ClassVar[tuple[str, ...]] = ("model", "loss", "feature_cols", "label_cols")
 

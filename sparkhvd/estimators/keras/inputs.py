@@ -2,7 +2,7 @@
 
 Inputs, in the order in which the rules are tried:
 
-0. ``inputs`` given: what it says, see ``sparkhvd.estimators.named_inputs``; a subclassed model gets a dict.
+0. ``inputs`` given: what it says, see ``sparkhvd.estimators.params.named_inputs``; a subclassed model gets a dict.
 1. The model has as many inputs as there are feature columns: by name where the names are the same, else in order.
 2. The model has one input (or is a subclass whose inputs are not known): all feature columns side by side as
    ``(rows, k)``, scalars counting one; a single array or vector column as it is.
@@ -21,11 +21,11 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.data.schema import ColumnSpec
-from sparkhvd.data.spark_types import numbers_only
+from sparkhvd.data.schema.data_schema import ColumnSpec
+from sparkhvd.data.schema.spark_types import numbers_only
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.named_inputs import NamedInput, in_order, refuse_shapes
-from sparkhvd.estimators.shapes import check_input_shapes, row_shape
+from sparkhvd.estimators.params.named_inputs import NamedInput, in_order, refuse_shapes
+from sparkhvd.estimators.params.shapes import check_input_shapes, row_shape
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Port:
     def array(self, arrays: Arrays, rows: int) -> Any:
         """The values for these rows: an array, or TensorFlow's tensor where they are sparse or strings."""
         if self.sparse is not None:
-            from sparkhvd.data.tf_data import sparse_tensor  # noqa: PLC0415  (imports TensorFlow)
+            from sparkhvd.data.loaders.tf_data import sparse_tensor  # noqa: PLC0415  (imports TensorFlow)
 
             return sparse_tensor(arrays[self.columns[0]], self.sparse, self.dtype or "float32")
         parts = [arrays[name] for name in self.columns]

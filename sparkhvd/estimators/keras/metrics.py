@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 
 
 def sum_over_ranks(model: Any, name: str) -> None:

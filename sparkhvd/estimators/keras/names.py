@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
+from sparkhvd._util.suggestions import did_you_mean
 from sparkhvd.errors import ParamError
-from sparkhvd.nearest import did_you_mean
 
 # What compile makes of the output's shape, in any case, and the modules do not know.
 _LOSSES_OF_COMPILE = frozenset({"crossentropy", "ce"})

@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 import sparkhvd.keras as hvd
 from sparkhvd.config import scratch_folder
-from sparkhvd.data.schema import DataSchema
-from sparkhvd.driver.pickling import dumps
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError, SparkHvdError
 from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
-from sparkhvd.estimators.raised import with_stop
+from sparkhvd.estimators.training.user_errors import with_stop
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 
 _CONFIGURED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)

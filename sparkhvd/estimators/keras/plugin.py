@@ -18,20 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.config import export
-from sparkhvd.data.batches import Arrays
-from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError
-from sparkhvd.estimators.content import AUTOMATIC_NUMBER
-from sparkhvd.estimators.continued import ModelFacts
-from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
-from sparkhvd.estimators.made_up import tried_without_rows
-from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.normalization import Normalization
+from sparkhvd.estimators.params.named_inputs import NamedInput
+from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
+from sparkhvd.estimators.params.policies import check_measured
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
-from sparkhvd.estimators.policies import check_measured
-from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
+from sparkhvd.estimators.runs.canonical import AUTOMATIC_NUMBER
+from sparkhvd.estimators.runs.resume_check import ModelFacts
+from sparkhvd.estimators.training.synthetic_rows import tried_without_rows
+from sparkhvd.estimators.training.user_errors import described, is_about_tensors, with_stop
 from sparkhvd.world import World
 
 if TYPE_CHECKING:

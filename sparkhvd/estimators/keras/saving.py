@@ -11,8 +11,8 @@ import keras
 
 from sparkhvd.config import scratch_folder
 from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.policies import Checkpoints, Mode, measured
 from sparkhvd.estimators.plugin import TrainHooks
-from sparkhvd.estimators.policies import Checkpoints, Mode, measured
 
 
 class UserRate(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.keras.callbacks import broadcast_variables
 
 

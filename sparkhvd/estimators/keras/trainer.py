@@ -14,8 +14,8 @@ import keras
 import numpy as np
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
-from sparkhvd.data.batches import BatchSource
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.dataset import BatchDataset
 from sparkhvd.estimators.keras.divisors import CurrentBatch, divide_over_ranks
@@ -23,7 +23,8 @@ from sparkhvd.estimators.keras.metrics import sum_over_ranks
 from sparkhvd.estimators.keras.package import Package, arrays_of_bytes, arrays_to_bytes, refuse_own_optimizers
 from sparkhvd.estimators.keras.saving import KeptFiles
 from sparkhvd.estimators.keras.statistics import Statistics
-from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, Trainer, TrainHooks, TrainSpec
+from sparkhvd.estimators.plugin import Trainer, TrainHooks, TrainSpec
+from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.keras.callbacks import LearningRateScheduleCallback, broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer
 from sparkhvd.world import World

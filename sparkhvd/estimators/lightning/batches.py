@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparkhvd.data import columns as columns_of
-from sparkhvd.data.batches import Batch, BatchSource
-from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.data.read.batches import Batch, BatchSource
+from sparkhvd.data.schema import columns as columns_of
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.estimators.torch.divisors import Divisor, Factors, factors_of
 from sparkhvd.estimators.torch.inputs import ModelInput, model_dtype, plan_inputs
 

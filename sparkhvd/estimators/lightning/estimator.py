@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.base import DistributedEstimator
-from sparkhvd.estimators.declare import Declared, declared
-from sparkhvd.estimators.files import fetched
+from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS
-from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import RETIRED, RETIRED_OF_LIGHTNING, numbers, objects, objects_or_named, shapes
+from sparkhvd.estimators.models.model import TrainedModel
+from sparkhvd.estimators.params.declarations import Declared, declared
+from sparkhvd.estimators.params.params import RETIRED, RETIRED_OF_LIGHTNING, numbers, objects, objects_or_named, shapes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.package import dumps_params
+from sparkhvd.estimators.training.job_files import fetched
 
 _PLUGIN = "sparkhvd.estimators.lightning.plugin:PLUGIN"
 _BATCH_FORMATS = ("dict", "tuple")
@@ -122,7 +122,7 @@ class LightningEstimator(DistributedEstimator):
     preload: ClassVar[tuple[str, ...]] = (
         "torch",
         "torch._dynamo",  # Lightning imports it
-        "sparkhvd.estimators.worker",
+        "sparkhvd.estimators.training.worker",
     )
     required: ClassVar[tuple[str, ...]] = ("model", "feature_cols", "label_cols")
     retired = RETIRED | RETIRED_OF_LIGHTNING

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparkhvd.estimators.raised import described
+from sparkhvd.estimators.training.user_errors import described
 
 _OF_UNPACKING = ("not str", "'str' object", "values to unpack")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from sparkhvd.data.schema import DataSchema
-from sparkhvd.estimators.named_inputs import NamedInput
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.torch.divisors import counts_of
+from sparkhvd.estimators.torch.epoch_metrics import combined
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
-from sparkhvd.estimators.torch.measures import combined
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
 

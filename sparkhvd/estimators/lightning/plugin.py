@@ -12,23 +12,21 @@ import cloudpickle
 import numpy as np
 import torch
 
-from sparkhvd.data import columns
-from sparkhvd.data.batches import Arrays
-from sparkhvd.data.schema import DataSchema
-from sparkhvd.data.user_loaders import loads_rows
+from sparkhvd.data.loaders.user_loaders import loads_rows
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
-from sparkhvd.estimators.continued import ModelFacts
-from sparkhvd.estimators.foreign import belongs_elsewhere
 from sparkhvd.estimators.lightning import best_model
 from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
-from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.normalization import Normalization
+from sparkhvd.estimators.params.named_inputs import NamedInput
+from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
+from sparkhvd.estimators.params.policies import Checkpoints, check_measured
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
-from sparkhvd.estimators.policies import Checkpoints, check_measured
-from sparkhvd.estimators.raised import described, with_stop
+from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.estimators.torch.divisors import inexact_losses
-from sparkhvd.estimators.torch.made_up import fails_by_shape
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.package import dumps
 from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
@@ -41,6 +39,8 @@ from sparkhvd.estimators.torch.plugin import (
 )
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
+from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
+from sparkhvd.estimators.training.user_errors import described, with_stop
 from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
 from sparkhvd.world import World
 

@@ -16,9 +16,9 @@ import torch
 
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.lightning.batches import RankLoader, Share
-from sparkhvd.estimators.lightning.begun import begin_epoch_again
 from sparkhvd.estimators.lightning.hints import about_batch
 from sparkhvd.estimators.lightning.hot_start import take_states
+from sparkhvd.estimators.lightning.mid_epoch_resume import begin_epoch_again
 from sparkhvd.estimators.torch.divisors import counted_rows
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule

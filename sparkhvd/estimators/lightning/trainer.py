@@ -18,19 +18,20 @@ import torch
 
 from sparkhvd.comm import objects, session
 from sparkhvd.config import scratch_folder
-from sparkhvd.data.batches import BatchSource
+from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
 from sparkhvd.estimators.lightning.batches import RankLoader, batch_form
-from sparkhvd.estimators.lightning.begun import go_on_after, validates_after
+from sparkhvd.estimators.lightning.mid_epoch_resume import go_on_after, validates_after
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
 from sparkhvd.estimators.lightning.steps import BatchEnd, EstimatorSteps, Feed, SharedLog, scale_lr
-from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
-from sparkhvd.estimators.raised import described
+from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
+from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.divisors import divisors_of
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
+from sparkhvd.estimators.training.user_errors import described
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
 from sparkhvd.torch.buffers import buffers_beside, take_buffers

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from sparkhvd.driver.pickling import Code, dumps_with
+from sparkhvd._util.framework_imports import keep_triton_from_tensorflow
+from sparkhvd.driver.user_code.pickling import Code, dumps_with
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.package import PicklerWithScripts, script_bytes, script_of
-from sparkhvd.frameworks import keep_triton_from_tensorflow
 
 STATE, MODULE, SCRIPT = "state_dict.pt", "module.pkl", "module.pt"
 OPTIMIZER, INPUTS = "optimizer.pkl", "inputs.json"

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
-from sparkhvd.data.batches import Batch
-from sparkhvd.data.facts import LabelRanges
-from sparkhvd.data.schema import ColumnSpec, DataSchema
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.data.schema.manifest import LabelRanges
 from sparkhvd.estimators.torch.objective import Objective, is_as_torch_has_it, is_class_loss, name_of
 
 _NOTHING_IGNORED = -100  # torch's default; labels of it are none of a user's

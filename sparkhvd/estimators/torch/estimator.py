@@ -8,11 +8,10 @@ from typing import Any, ClassVar, cast
 import torch
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.base import DistributedEstimator
-from sparkhvd.estimators.declare import Declared, declared
-from sparkhvd.estimators.files import fetched
-from sparkhvd.estimators.model import TrainedModel
-from sparkhvd.estimators.params import (
+from sparkhvd.estimators.api.estimator import DistributedEstimator
+from sparkhvd.estimators.models.model import TrainedModel
+from sparkhvd.estimators.params.declarations import Declared, declared
+from sparkhvd.estimators.params.params import (
     a_function,
     flag_or_arguments,
     numbers,
@@ -27,6 +26,7 @@ from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.package import dumps_params
 from sparkhvd.estimators.torch.schedule import a_schedule
+from sparkhvd.estimators.training.job_files import fetched
 
 Measure = Callable[..., torch.Tensor]
 
@@ -85,7 +85,7 @@ class TorchEstimator(DistributedEstimator):
         "torch",
         "torch._dynamo",  # the first step of an optimizer imports it
         "sparkhvd.estimators.torch.plugin",
-        "sparkhvd.estimators.worker",
+        "sparkhvd.estimators.training.worker",
     )
     required: ClassVar[tuple[str, ...]] = ("model", "optimizer", "feature_cols", "label_cols")
 

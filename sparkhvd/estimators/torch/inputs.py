@@ -2,7 +2,7 @@
 
 The rule, in the order in which it is tried:
 
-0. ``inputs`` given: what it says (``sparkhvd.estimators.named_inputs``), by the names of ``forward``'s arguments.
+0. ``inputs`` given: what it says (``params.named_inputs``), by the names of ``forward``'s arguments.
 1. ``input_shapes`` given: one input per feature column, each reshaped to its shape; a leading -1 stands for the rows.
 2. ``forward`` takes as many arguments as there are feature columns (and more than one): one input per column, in order,
    each with the column's own shape; a scalar column is ``(rows,)``.
@@ -26,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparkhvd.data.schema import ColumnSpec
-from sparkhvd.data.torch_data import sparse_tensor
+from sparkhvd.data.loaders.torch_data import sparse_tensor
+from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ParamError, SchemaError
-from sparkhvd.estimators.named_inputs import NamedInput, in_order, refuse_shapes
-from sparkhvd.estimators.shapes import check_input_shapes, row_shape
+from sparkhvd.estimators.params.named_inputs import NamedInput, in_order, refuse_shapes
+from sparkhvd.estimators.params.shapes import check_input_shapes, row_shape
 
 
 @dataclass(frozen=True)

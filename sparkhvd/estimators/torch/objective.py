@@ -25,10 +25,10 @@ import torch
 from torch.nn import functional
 
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
-from sparkhvd.estimators.foreign import belongs_elsewhere
-from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
-from sparkhvd.estimators.shapes import row_shape
-from sparkhvd.estimators.torch.made_up import fails_by_shape
+from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
+from sparkhvd.estimators.params.shapes import row_shape
+from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
+from sparkhvd.estimators.training.user_errors import described, is_about_tensors, with_stop
 
 Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

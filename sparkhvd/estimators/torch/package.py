@@ -12,10 +12,10 @@ from typing import Any, Protocol, cast
 import cloudpickle
 import torch
 
-from sparkhvd.driver.pickling import Code, CodePickler, dumps_with
+from sparkhvd.driver.user_code.pickling import Code, CodePickler, dumps_with
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.named_inputs import NamedInput
-from sparkhvd.estimators.torch import parametrized
+from sparkhvd.estimators.params.named_inputs import NamedInput
+from sparkhvd.estimators.torch import parametrizations
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.schedule import LRSchedule
@@ -104,8 +104,8 @@ class PicklerWithScripts(CodePickler):
             return script_of, (script_bytes(value),)
         if isinstance(value, torch.nn.Parameter) and id(value) in self._parameters:
             return _parameter_of, self._parameters[id(value)]
-        if parametrized.is_parametrized(value):
-            return parametrized.reduced(value)
+        if parametrizations.is_parametrized(value):
+            return parametrizations.reduced(value)
         return super().reducer_override(value)
 
 

@@ -13,29 +13,29 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparkhvd.data import columns
-from sparkhvd.data.batches import Arrays
-from sparkhvd.data.schema import DataSchema
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
-from sparkhvd.estimators.continued import ModelFacts, Shape
-from sparkhvd.estimators.foreign import belongs_elsewhere
-from sparkhvd.estimators.named_inputs import NamedInput
 from sparkhvd.estimators.normalization import Normalization
+from sparkhvd.estimators.params.named_inputs import NamedInput
+from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
+from sparkhvd.estimators.params.policies import check_measured
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
-from sparkhvd.estimators.policies import check_measured
-from sparkhvd.estimators.raised import described, is_about_tensors, with_stop
+from sparkhvd.estimators.runs.resume_check import ModelFacts, Shape
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.divisors import inexact_losses
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
-from sparkhvd.estimators.torch.made_up import fails_by_shape
 from sparkhvd.estimators.torch.normalization import normalization_of
 from sparkhvd.estimators.torch.objective import objective_of
 from sparkhvd.estimators.torch.package import Package, Stepping, dumps, loads
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
 from sparkhvd.estimators.torch.steps import MINIBATCH_ARGUMENTS, outputs_of
+from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.torch.trainer import TorchTrainer
+from sparkhvd.estimators.training.user_errors import described, is_about_tensors, with_stop
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 from sparkhvd.world import World

@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 import torch
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.history import EpochRecord
-from sparkhvd.estimators.policies import measured
+from sparkhvd.estimators.params.policies import measured
+from sparkhvd.estimators.reports import EpochRecord
 
 logger = logging.getLogger(__name__)
 

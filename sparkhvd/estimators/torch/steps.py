@@ -13,15 +13,15 @@ import numpy as np
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.data.batches import Arrays, Batch
+from sparkhvd.data.read.batches import Arrays, Batch
 from sparkhvd.errors import DataError
 from sparkhvd.estimators.torch.divisors import Divisor, Factors, factors_of
+from sparkhvd.estimators.torch.epoch_metrics import Measures
 from sparkhvd.estimators.torch.inputs import ModelInput
-from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.package import Stepping
 from sparkhvd.torch.buffers import buffers_unchanged
-from sparkhvd.torch.exchanging import ExchangingOptimizer
+from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm, synchronized_layers
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,15 +15,15 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import objects, session
-from sparkhvd.data.batches import Batch, BatchSource
+from sparkhvd.data.read.batches import Batch, BatchSource
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.history import EpochRecord
-from sparkhvd.estimators.plugin import EpochReport, StepReport, StepTimes, TrainHooks, TrainSpec
+from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
+from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport, StepTimes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchRun
 from sparkhvd.estimators.torch.divisors import divisors_of
+from sparkhvd.estimators.torch.epoch_metrics import Measures
 from sparkhvd.estimators.torch.inputs import plan_inputs
-from sparkhvd.estimators.torch.measures import Measures
 from sparkhvd.estimators.torch.package import Package
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import plain_numbers

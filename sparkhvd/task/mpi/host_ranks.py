@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
-from sparkhvd.comm.inherited import in_memory
+from sparkhvd.comm.connect.inherited_world import in_memory
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, accept_handshake
 from sparkhvd.rpc.messages import Message, Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
-from sparkhvd.task.process import Exited, Spawned
-from sparkhvd.task.report import describe_exit
+from sparkhvd.task.failure_report import describe_exit
+from sparkhvd.task.worker.process import Exited, Spawned
 
 T = TypeVar("T", bound=Message)
 

@@ -21,9 +21,9 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import FrameSocket, connect_handshake
 from sparkhvd.rpc.messages import Preload, RankConnected, WorkerEnded, WorkerForked, decode, encode
-from sparkhvd.task import worker
 from sparkhvd.task.mpi.job import EXECUTABLE, FOLDER, RANK_SECRET, RANK_SOCKET
-from sparkhvd.task.scratch import make_scratch, remove_scratch
+from sparkhvd.task.worker.main import main as worker_main
+from sparkhvd.task.worker.scratch import make_scratch, remove_scratch
 
 _CONNECT_SECONDS = 30.0
 _NOTE_SECONDS = 30.0
@@ -66,7 +66,7 @@ def _become_worker(connection: socket.socket, control: int, stdout: int, stderr:
     os.dup2(stderr, 2)
     os.close(stdout)
     os.close(stderr)
-    return worker.main(["--control-fd", str(control), *preload])
+    return worker_main(["--control-fd", str(control), *preload])
 
 
 def _stay(link: FrameSocket, pid: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import changed_environment, yarn_container
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, LaunchError
@@ -24,10 +24,11 @@ from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import Slot, assign, assign_started
-from sparkhvd.task.devices import write_device_map
-from sparkhvd.task.host import run_ranks
-from sparkhvd.task.host_hash import host_hash
-from sparkhvd.task.import_path import IMPORT_PATH, import_path
+from sparkhvd.task.failure_report import LAUNCH, FailureReport
+from sparkhvd.task.host.devices import write_device_map
+from sparkhvd.task.host.host_hash import host_hash
+from sparkhvd.task.host.ranks import run_ranks
+from sparkhvd.task.host.versions import here
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.host_ranks import RankListener, orted_failure
 from sparkhvd.task.mpi.job import (
@@ -38,15 +39,14 @@ from sparkhvd.task.mpi.job import (
     MpiJob,
 )
 from sparkhvd.task.mpi.service import TaskService
-from sparkhvd.task.output import DriverLog
-from sparkhvd.task.place import TaskPlace, place_of_task
-from sparkhvd.task.process import WorkerProcess, not_started
 from sparkhvd.task.rank import Plan, worker_spec
-from sparkhvd.task.report import LAUNCH, FailureReport
-from sparkhvd.task.rows import result_rows
-from sparkhvd.task.supervise import NOTE_SECONDS, OUTCOME, Outcome, Supervision, await_outcome, watch_outcome
-from sparkhvd.task.threads import thread_defaults
-from sparkhvd.task.versions import here
+from sparkhvd.task.result_rows import result_rows
+from sparkhvd.task.supervision import NOTE_SECONDS, OUTCOME, Outcome, Supervision, await_outcome, watch_outcome
+from sparkhvd.task.task_info import TaskPlace, place_of_task
+from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
+from sparkhvd.task.worker.output import DriverLog
+from sparkhvd.task.worker.process import WorkerProcess, not_started
+from sparkhvd.task.worker.threads import thread_defaults
 
 # How often a task that waits for the driver looks whether it still lives.
 _DRIVER_CHECK_SECONDS = 2.0

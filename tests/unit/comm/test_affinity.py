@@ -13,7 +13,7 @@ import pytest
 from sparkhvd.comm import session
 from sparkhvd.comm.channel import processor_core_of
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.config import Config, from_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError

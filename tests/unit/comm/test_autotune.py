@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.config import Config
 from sparkhvd.errors import CollectiveError

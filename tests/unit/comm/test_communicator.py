@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.errors import ConfigError, DeadlineExceededError, MismatchError, NotInitializedError
 from sparkhvd.world import World
 from tests.ranks import RankGroup

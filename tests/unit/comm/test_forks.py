@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import CollectiveError, ConfigError, NotInitializedError
 from tests.ranks import RankGroup

@@ -10,7 +10,7 @@ import pytest
 
 from sparkhvd.cli.check_build import check_build
 from sparkhvd.comm import features, nccl, session
-from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.config import NCCL_INTERFACES, Config
 from sparkhvd.errors import ConfigError
 

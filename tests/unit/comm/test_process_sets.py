@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
+from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet, Proposal, agreed_sets
 from sparkhvd.errors import CollectiveError, ConfigError, MismatchError, NotInitializedError
 from tests.ranks import RankGroup

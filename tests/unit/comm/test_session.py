@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from sparkhvd.comm import session
-from sparkhvd.comm.buffers import ReduceOp
-from sparkhvd.comm.launch_context import LaunchContext
-from sparkhvd.comm.rendezvous import RendezvousClient
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import (
     CollectiveError,

@@ -8,7 +8,7 @@ import pytest
 
 from sparkhvd.comm import session
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.timeline import merge_timelines, read_timeline, recording_name, timeline_path
 from sparkhvd.config import Config
 from sparkhvd.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from sparkhvd.data import ColumnSpec, DataSchema, Manifest
-from sparkhvd.data.manifest import DataFile, Split
+from sparkhvd.data.schema.manifest import DataFile, Split
 from sparkhvd.store import LocalStore, layout
 
 SCHEMA = DataSchema(

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from sparkhvd.driver.host_process import SshOptions, host_command
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
-from sparkhvd.driver.remote import SshOptions, host_command
 from sparkhvd.errors import ConfigError, SlotsError
 
 
@@ -60,5 +60,5 @@ def test_ssh_gets_one_quoted_command_and_never_asks_for_a_password():
     command = host_command("node1", "/a path/python", SshOptions(2222, "/key"))
     assert command[:4] == ["ssh", "-T", "-o", "BatchMode=yes"]
     assert command[-6:-1] == ["-p", "2222", "-i", "/key", "node1"]
-    assert command[-1].endswith("'/a path/python' -m sparkhvd.task.remote")
+    assert command[-1].endswith("'/a path/python' -m sparkhvd.task.host.main")
     assert host_command("localhost", "", SshOptions())[0] == "env"

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
+from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host
 from sparkhvd.driver.launcher import LaunchRequest, choose
-from sparkhvd.driver.remote import SshOptions
-from sparkhvd.driver.resources import TaskResources
+from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.errors import ConfigError
 
 HOSTS = (Host("node1", 2),)

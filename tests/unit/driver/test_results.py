@@ -7,8 +7,8 @@ import pytest
 from sparkhvd.driver.results import cut_off, failure_of, not_met, results_of, silent
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.messages import Attending
+from sparkhvd.task.failure_report import CONNECTED, IN_FN, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.job import FAILURE, RESULT
-from sparkhvd.task.report import CONNECTED, IN_FN, NOT_STARTED, TOO_LARGE, FailureReport
 
 
 def row(rank: int, chunk: int, content: bytes, kind: str = RESULT) -> SimpleNamespace:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from sparkhvd.data.batches import Batch
-from sparkhvd.data.schema import ColumnSpec, DataSchema
-from sparkhvd.estimators.history import EpochRecord
-from sparkhvd.estimators.plugin import EpochReport, StepReport, TrainSpec
+from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.estimators.plugin import TrainSpec
+from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 
 
 def schema(**columns: tuple[str, str, tuple[int, ...] | None, str]) -> DataSchema:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.ranks import RankGroup
-from tests.unit.lightning.networks import SIZE
+from tests.unit.estimators.lightning.networks import SIZE
 
 
 @pytest.fixture(scope="session", autouse=True)

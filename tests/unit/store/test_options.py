@@ -6,11 +6,11 @@ import traceback
 import pytest
 
 from sparkhvd.data import torch_loader
-from sparkhvd.data.located import Access, locate
+from sparkhvd.data.external.locate import Access, locate
 from sparkhvd.errors import StoreError
 from sparkhvd.store import FilesystemStore, HDFSStore, S3Store, Store
+from sparkhvd.store.backends.s3 import storage_options_from
 from sparkhvd.store.options import StorageOptions, refuse_credentials
-from sparkhvd.store.s3 import storage_options_from
 
 SECRETS = {"secret": "hunter22", "client_kwargs": {"aws_session_token": "a-long-token"}, "endpoint_url": "http://x:1"}
 

@@ -89,7 +89,7 @@ def test_importing_store_and_data_loads_neither_spark_nor_arrow():
     code = (
         "import sys; from sparkhvd.store import Store, LocalStore; "
         "from sparkhvd.data import ParquetSource, Manifest, Plan, select, load, head, DataSchema; "
-        "import sparkhvd.data.prepare; "
+        "import sparkhvd.data.prepare.prepare; "
         "print([name for name in ('pyspark', 'pyarrow', 'pandas', 'torch') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

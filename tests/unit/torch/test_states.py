@@ -5,7 +5,7 @@ import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.comm import session
-from sparkhvd.comm.launch_context import LaunchContext
+from sparkhvd.comm.connect.launch_context import LaunchContext
 from tests.ranks import RankGroup
 
 

@@ -1,0 +1,1 @@
+"""Small helpers that any layer may use: addresses, threads, file locks, tracebacks, suggestions."""

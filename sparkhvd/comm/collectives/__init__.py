@@ -1,0 +1,1 @@
+"""The operations of a ``Communicator``: on numpy arrays, on raw memory, and on the calling thread."""

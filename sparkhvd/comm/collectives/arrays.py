@@ -1,0 +1,203 @@
+"""Collectives on numpy arrays: methods of ``Communicator``.
+
+All take the keywords ``name``, ``process_set`` and ``with_waiter`` of ``options.Way``, reductions also
+``prescale`` and ``postscale`` of ``Reduction``. Each comes in two forms: ``..._async`` returns a ``Handle``, the other
+one its result. Results raise
+
+- ``MismatchError`` on every rank when the ranks disagree,
+- ``PeerLostError`` when a rank is gone,
+- ``DeadlineExceededError`` when not all ranks took part in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar, Unpack
+
+import numpy as np
+
+from sparkhvd.comm.channel import HasChannels
+from sparkhvd.comm.collectives import raw
+from sparkhvd.comm.collectives.buffers import Array, ReduceOp, buffer_of
+from sparkhvd.comm.collectives.options import Options, ReduceOptions, Way, asked
+from sparkhvd.comm.collectives.raw import Gathered
+from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.process_sets import ProcessSet
+
+C = TypeVar("C")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def waited(start: Callable[Concatenate[C, P], Handle[T]]) -> Callable[Concatenate[C, P], T]:
+    """The collective that ``start`` starts ``with_waiter``, as a call that returns its result."""
+
+    @wraps(start)
+    def call(me: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        kwargs["with_waiter"] = True
+        return start(me, *args, **kwargs).wait()
+
+    return call
+
+
+def allreduce_async(
+    me: HasChannels,
+    array: Array,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    *,
+    out: Array | None = None,
+    **options: Unpack[ReduceOptions],
+) -> Handle[Array]:
+    """Combine the arrays of all ranks element by element; the result is the same on every rank.
+
+    Args:
+        me: the communicator.
+        array: the same shape and dtype on all ranks.
+        op: the reduction.
+        out: receives the result, a new array by default; ``array`` itself works in place.
+    """
+    array = _contiguous(array)
+    target = np.empty_like(array) if out is None else out
+    handle = raw.reduce_buffer(
+        me,
+        buffer_of(array, "The array to reduce"),
+        buffer_of(target, "The array for the result"),
+        *asked(op, **options),
+    )
+    return handle.bringing(target)
+
+
+def grouped_allreduce_async(
+    me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
+) -> Handle[list[Array]]:
+    """Allreduce several arrays that run together: all of them or, where the ranks disagree about one, none."""
+    arrays = [_contiguous(array) for array in arrays]
+    targets = [np.empty_like(array) for array in arrays]
+    pairs = [
+        (buffer_of(array, f"Array {i} to reduce"), buffer_of(target, "The array for the result"))
+        for i, (array, target) in enumerate(zip(arrays, targets, strict=True))
+    ]
+    handle = raw.reduce_buffers(me, pairs, *asked(op, **options))
+    return handle.bringing(targets)
+
+
+def reducescatter_async(
+    me: HasChannels, array: Array, op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
+) -> Handle[Array]:
+    """Combine the arrays of all ranks; each rank gets some rows of the result, the first ranks one more if need be.
+
+    Args:
+        me: the communicator.
+        array: the same shape and dtype on all ranks.
+        op: the reduction.
+    """
+    array = _contiguous(array)
+    target = _own_rows(me, array, options.get("process_set"))
+    handle = raw.reducescatter_buffer(
+        me,
+        buffer_of(array, "The array to reduce"),
+        buffer_of(target, "The array for the result"),
+        *asked(op, **options),
+    )
+    return handle.bringing(target)
+
+
+def grouped_reducescatter_async(
+    me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
+) -> Handle[list[Array]]:
+    """Reducescatter several arrays that run together: all of them or, where the ranks disagree about one, none."""
+    arrays = [_contiguous(array) for array in arrays]
+    targets = [_own_rows(me, array, options.get("process_set")) for array in arrays]
+    pairs = [
+        (buffer_of(array, f"Array {i} to reduce"), buffer_of(target, "The array for the result"))
+        for i, (array, target) in enumerate(zip(arrays, targets, strict=True))
+    ]
+    handle = raw.reducescatter_buffers(me, pairs, *asked(op, **options))
+    return handle.bringing(targets)
+
+
+def allgather_async(
+    me: HasChannels,
+    array: Array,
+    **options: Unpack[Options],
+) -> Handle[Array]:
+    """Join the arrays of all ranks along the first dimension, in rank order.
+
+    Args:
+        me: the communicator.
+        array: the same dtype and shape on all ranks but for the first dimension.
+    """
+    array = _contiguous(array)
+    handle = raw.gather_buffer(me, buffer_of(array, "The array to gather"), Way(**options))
+    return handle.then(lambda gathered: _joined(gathered, array))
+
+
+def grouped_allgather_async(
+    me: HasChannels,
+    arrays: Sequence[Array],
+    **options: Unpack[Options],
+) -> Handle[list[Array]]:
+    """Allgather several arrays that run together: all of them or, where the ranks disagree about one, none."""
+    kept = [_contiguous(array) for array in arrays]
+    sources = [buffer_of(array, f"Array {i} to gather") for i, array in enumerate(kept)]
+    handle = raw.gather_buffers(me, sources, Way(**options))
+    return handle.then(lambda all_gathered: [_joined(*pair) for pair in zip(all_gathered, kept, strict=True)])
+
+
+def alltoall_async(
+    me: HasChannels,
+    array: Array,
+    splits: Sequence[int] | None = None,
+    **options: Unpack[Options],
+) -> Handle[tuple[Array, tuple[int, ...]]]:
+    """Send some rows of the array to every rank; the result is what came from all, and how many rows from each.
+
+    Args:
+        me: the communicator.
+        array: the rows for all ranks, in rank order; the number of rows may differ among ranks.
+        splits: how many rows go to each rank; equal numbers when None.
+    """
+    array = _contiguous(array)
+    source = buffer_of(array, "The array to send")
+    handle = raw.alltoall_buffer(me, source, splits, Way(**options))
+    return handle.then(lambda gathered: (_joined(gathered, array), gathered.first_dims))
+
+
+def broadcast_async(
+    me: HasChannels,
+    array: Array,
+    root: int = 0,
+    *,
+    out: Array | None = None,
+    **options: Unpack[Options],
+) -> Handle[Array]:
+    """The array of rank ``root``, on every rank; all ranks pass one of its shape and dtype.
+
+    Args:
+        me: the communicator.
+        array: what the root sends.
+        root: a rank of the job, also where a process set is given.
+        out: receives the result, a new array by default; ``array`` itself works in place.
+    """
+    array = _contiguous(array)
+    target = np.empty_like(array) if out is None else out
+    source, destination = buffer_of(array, "The array to send"), buffer_of(target, "The array for the result")
+    handle = raw.broadcast_buffer(me, source, destination, root, Way(**options))
+    return handle.bringing(target)
+
+
+def _own_rows(me: HasChannels, array: Array, process_set: ProcessSet | None) -> Array:
+    channel = me.channel(process_set)
+    rows = raw.rows_of(len(array), channel.size)[channel.engine.rank] if array.ndim else 0
+    return np.empty((rows, *array.shape[1:]), array.dtype)
+
+
+def _joined(gathered: Gathered, like: Array) -> Array:
+    joined: Array = np.frombuffer(gathered.content, like.dtype)
+    return joined.reshape(sum(gathered.first_dims), *like.shape[1:])
+
+
+def _contiguous(array: Array) -> Array:
+    # numpy.ascontiguousarray would make a scalar one-dimensional.
+    return np.require(array, requirements="C")

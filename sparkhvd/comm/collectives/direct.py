@@ -1,0 +1,61 @@
+"""Collectives on the calling thread, without negotiation: methods of ``Communicator``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sparkhvd._core import CoreError
+from sparkhvd.comm.channel import HasChannels
+from sparkhvd.comm.collectives import arrays
+from sparkhvd.comm.collectives.buffers import Array, ReduceOp
+from sparkhvd.comm.failures import translate
+from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import ConfigError
+
+_allreduce = arrays.waited(arrays.allreduce_async)
+
+
+def allreduce_now(
+    me: HasChannels,
+    array: Array,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    *,
+    out: Array | None = None,
+    process_set: ProcessSet | None = None,
+) -> Array:
+    """Combine the arrays of all ranks, like ``allreduce`` but with nothing around it: the fastest call there is.
+
+    There is no name and no negotiation: the first call of a rank meets the first calls of the others, its second the
+    second ones, and so on, so every rank must make the same calls in the same order, one at a time. Where the ranks do
+    not all share memory it is an ``allreduce`` under a fixed name. It never waits for other collectives of this
+    communicator, nor they for it. It is not part of the timeline.
+
+    Args:
+        me: the communicator.
+        array: contiguous; the same length and dtype on all ranks.
+        op: the reduction; not Adasum.
+        out: receives the result, a new array by default; ``array`` itself works in place.
+        process_set: the ranks that take part, all by default.
+
+    Returns:
+        The result, the same on every rank.
+
+    Raises:
+        ConfigError: an array is not contiguous, or of a dtype that the core has not.
+        MismatchError: on every rank, when they disagree; the communicator goes on.
+        PeerLostError: a rank is gone, or left a call by an exception such as ``KeyboardInterrupt``.
+        DeadlineExceededError: not all ranks came in time; the communicator has ended.
+    """
+    engine = me.channel(process_set).engine
+    if not engine.has_direct_calls():
+        return _allreduce(me, array, op, name="allreduce_now", out=out, process_set=process_set)
+    target = np.empty_like(array) if out is None else out
+    try:
+        engine.allreduce_now(array, target, op)
+    except CoreError as error:
+        raise translate(error) from None
+    except (BufferError, ValueError) as error:
+        raise ConfigError(
+            f"The core cannot work on this memory: {error}. Pass contiguous arrays, out writable."
+        ) from error
+    return target

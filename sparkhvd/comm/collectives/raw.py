@@ -1,0 +1,303 @@
+"""Collectives on raw memory, for the framework adapters: methods of ``Communicator``.
+
+All take a ``Way``: the name, the ranks, and when to begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from sparkhvd._core import CoreError, Operation
+from sparkhvd.comm.channel import Channel, HasChannels
+from sparkhvd.comm.collectives.buffers import Buffer
+from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.failures import translate, translated
+from sparkhvd.comm.handle import Handle, PendingGroup
+from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import ConfigError
+
+T = TypeVar("T")
+Pairs = Sequence[tuple[Buffer, Buffer]]
+
+_ANY = Way()
+_MEAN = Reduction()
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What an allgather or alltoall of raw memory brought.
+
+    Attributes:
+        content: the bytes of all ranks in rank order; empty where they are on a device.
+        first_dims: the first dimension of what came from each rank.
+        operation: brings what is on a device.
+    """
+
+    content: memoryview
+    first_dims: tuple[int, ...]
+    operation: Operation = field(repr=False)
+
+    def move_to(self, address: int, stream: int) -> None:
+        """Copy what is on a device into its memory at ``address``, in the order of ``stream``; once."""
+        with translated():
+            self.operation.move_output(address, stream)
+
+
+def rows_of(total: int, size: int) -> list[int]:
+    """How a reducescatter divides ``total`` rows among ``size`` ranks: the first ones get one more."""
+    return [total // size + (rank < total % size) for rank in range(size)]
+
+
+def reduce_buffer(
+    me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, way: Way = _ANY
+) -> Handle[None]:
+    """Start an allreduce of ``source`` into ``target`` of the same shape and dtype, which may be the same memory."""
+    _require_same_form(source, target)
+    channel = me.channel(way.process_set)
+    return channel.handle(*_submitted("allreduce", channel, source, target, reduction, way))
+
+
+def reduce_in_place(  # noqa: PLR0917  the way of most tensors: records would cost more than the rest of the call
+    me: HasChannels,
+    address: int,
+    shape: tuple[int, ...],
+    dtype: str,
+    owner: T,
+    op: str,
+    prescale: float,
+    postscale: float,
+    name: str | None,
+    process_set: ProcessSet | None,
+    with_waiter: bool,
+) -> Handle[T]:
+    """Start an allreduce within some memory; the handle brings its owner.
+
+    The arguments are the fields of a ``Buffer``, a ``Reduction`` and a ``Way``, one by one.
+    """
+    channel = me.channel(process_set)
+    if name is None:
+        name = channel.named("allreduce", None)
+    try:
+        operation = channel.engine.allreduce(
+            name, address, address, shape, dtype, op, prescale, postscale, owner, with_waiter
+        )
+    except CoreError as error:
+        raise translate(error) from None
+    return Handle(name, operation, channel.waits, owner)
+
+
+def reduce_buffers(me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, way: Way = _ANY) -> Handle[None]:
+    """Start an allreduce of every source into its target; all run together, or none where the ranks disagree."""
+    for source, target in pairs:
+        _require_same_form(source, target)
+    return _reduced_together("grouped_allreduce", me.channel(way.process_set), pairs, reduction, way)
+
+
+def reducescatter_buffer(
+    me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, way: Way = _ANY
+) -> Handle[None]:
+    """Start a reduction of ``source`` whose first dimension is divided among the ranks, see ``rows_of``.
+
+    ``target`` receives this rank's rows and must not overlap the source.
+    """
+    channel = me.channel(way.process_set)
+    _require_own_rows(channel, source, target)
+    return channel.handle(*_submitted("reducescatter", channel, source, target, reduction, way))
+
+
+def reducescatter_buffers(me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, way: Way = _ANY) -> Handle[None]:
+    """Start a reducescatter of every source into its target; all run together, or none where the ranks disagree."""
+    channel = me.channel(way.process_set)
+    for source, target in pairs:
+        _require_own_rows(channel, source, target)
+    return _reduced_together("grouped_reducescatter", channel, pairs, reduction, way)
+
+
+def gather_buffer(me: HasChannels, source: Buffer, way: Way = _ANY) -> Handle[Gathered]:
+    """Start an allgather of ``source`` along its first dimension, which may differ between the ranks."""
+    _require_rows(source, "An allgather", "join")
+    channel = me.channel(way.process_set)
+    name = channel.named("allgather", way.name)
+    with translated():
+        operation = channel.engine.allgather(
+            name, source.address, source.shape, source.dtype, source.owner, way.with_waiter, source.device
+        )
+    return channel.handle(name, operation, lambda: _gathered(operation))
+
+
+def gather_buffers(me: HasChannels, sources: Sequence[Buffer], way: Way = _ANY) -> Handle[list[Gathered]]:
+    """Start an allgather of every source; all run together, or none where the ranks disagree."""
+    for source in sources:
+        _require_rows(source, "An allgather", "join")
+    channel = me.channel(way.process_set)
+    name = channel.named("grouped_allgather", way.name)
+    with translated():
+        tensors = _tensors(name, [(source, source) for source in sources])
+        operations = channel.engine.grouped_allgather(name, tensors, way.with_waiter, sources[0].device)
+    return channel.handle(
+        name, PendingGroup(tuple(operations)), lambda: [_gathered(operation) for operation in operations]
+    )
+
+
+def alltoall_buffer(
+    me: HasChannels, source: Buffer, splits: Sequence[int] | None = None, way: Way = _ANY
+) -> Handle[Gathered]:
+    """Start sending a part of ``source`` to every rank.
+
+    Args:
+        me: the communicator.
+        source: the rows for all ranks, in rank order; the number of rows may differ among ranks.
+        splits: how many rows go to each rank; equal numbers when None.
+        way: see above.
+    """
+    _require_rows(source, "An alltoall", "divide")
+    channel = me.channel(way.process_set)
+    if splits is None:
+        if source.shape[0] % channel.size:
+            raise ConfigError(
+                f"An alltoall of {source.shape[0]} rows cannot be divided evenly among {channel.size} ranks; "
+                "give splits."
+            )
+        splits = [source.shape[0] // channel.size] * channel.size
+    name = channel.named("alltoall", way.name)
+    with translated():
+        operation = channel.engine.alltoall(
+            name,
+            source.address,
+            source.shape,
+            list(splits),
+            source.dtype,
+            source.owner,
+            way.with_waiter,
+            source.device,
+        )
+    return channel.handle(name, operation, lambda: _gathered(operation))
+
+
+def broadcast_buffer(me: HasChannels, source: Buffer, target: Buffer, root: int = 0, way: Way = _ANY) -> Handle[None]:
+    """Start copying the ``source`` of rank ``root``, a rank of the job, into the ``target`` of all ranks."""
+    channel = me.channel(way.process_set)
+    place = channel.place_of(root)
+    name = channel.named("broadcast", way.name)
+    owners = (source.owner, target.owner)
+    with translated():
+        operation = channel.engine.broadcast(
+            name,
+            source.address,
+            target.address,
+            source.shape,
+            source.dtype,
+            place,
+            owners,
+            way.with_waiter,
+            source.device,
+        )
+    return channel.handle(name, operation)
+
+
+def barrier_async(
+    me: HasChannels, *, name: str | None = None, process_set: ProcessSet | None = None, with_waiter: bool = False
+) -> Handle[None]:
+    """Start a barrier: done once every rank has come to it."""
+    channel = me.channel(process_set)
+    name = channel.named("barrier", name)
+    with translated():
+        operation = channel.engine.barrier(name, with_waiter)
+    return channel.handle(name, operation)
+
+
+def join_async(
+    me: HasChannels,
+    *,
+    process_set: ProcessSet | None = None,
+    with_waiter: bool = False,
+    device: tuple[int, int] | None = None,
+) -> Handle[int]:
+    """Start waiting for all ranks to join; the result is the last rank that did.
+
+    Until then this rank takes part in what the others still do: it contributes zeros (the neutral element of a minimum,
+    maximum or product) to their allreduces and reducescatters, no rows to their allgathers, and takes part in their
+    barriers and in broadcasts of a root that has not joined. An average divides by the number of all ranks. Other
+    collectives fail with ``ConfigError`` on the ranks that call them, on devices reducescatter and broadcast, too.
+    ``device``, as in ``Buffer``, is where it takes part in what the others do on theirs.
+    """
+    channel = me.channel(process_set)
+    with translated():
+        operation = channel.engine.join(with_waiter, device)
+    return channel.handle("join", operation, lambda: channel.ranks[operation.rows()[0]])
+
+
+def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
+    kind: Literal["allreduce", "reducescatter"],
+    channel: Channel,
+    source: Buffer,
+    target: Buffer,
+    reduction: Reduction,
+    way: Way,
+) -> tuple[str, Operation]:
+    name = channel.named(kind, way.name)
+    engine = channel.engine
+    submit = engine.allreduce if kind == "allreduce" else engine.reducescatter
+    address, shape, dtype, owner, device = source
+    op, prescale, postscale = reduction
+    owners = owner if source is target else (owner, target.owner)
+    try:
+        operation = submit(
+            name, address, target.address, shape, dtype, op, prescale, postscale, owners, way.with_waiter, device
+        )
+    except CoreError as error:
+        raise translate(error) from None
+    return name, operation
+
+
+def _reduced_together(
+    kind: Literal["grouped_allreduce", "grouped_reducescatter"],
+    channel: Channel,
+    pairs: Pairs,
+    reduction: Reduction,
+    way: Way,
+) -> Handle[None]:
+    name = channel.named(kind, way.name)
+    engine = channel.engine
+    submit = engine.grouped_allreduce if kind == "grouped_allreduce" else engine.grouped_reducescatter
+    with translated():
+        device = pairs[0][0].device if pairs else None
+        operations = submit(name, _tensors(name, pairs), *reduction, way.with_waiter, device)
+    return channel.handle(name, PendingGroup(tuple(operations)))
+
+
+def _require_same_form(source: Buffer, target: Buffer) -> None:
+    if source.shape != target.shape or source.dtype != target.dtype:
+        raise ConfigError(
+            f"An allreduce of {source.dtype}{list(source.shape)} cannot go into "
+            f"{target.dtype}{list(target.shape)}; give both the same shape and dtype."
+        )
+
+
+def _require_rows(source: Buffer, what: str, verb: str) -> None:
+    if not source.shape:
+        raise ConfigError(f"{what} needs at least one dimension to {verb} along; reshape the scalar to (1,).")
+
+
+def _require_own_rows(channel: Channel, source: Buffer, target: Buffer) -> None:
+    _require_rows(source, "A reducescatter", "divide")
+    rows = rows_of(source.shape[0], channel.size)[channel.engine.rank]
+    shape = (rows, *source.shape[1:])
+    if target.shape != shape or target.dtype != source.dtype:
+        raise ConfigError(
+            f"A reducescatter of {source.dtype}{list(source.shape)} brings this rank {source.dtype}{list(shape)}, "
+            f"which cannot go into {target.dtype}{list(target.shape)}."
+        )
+
+
+def _tensors(name: str, pairs: Pairs) -> list[tuple[str, int, int, tuple[int, ...], str, object]]:
+    return [
+        (f"{name}.{i}", source.address, target.address, source.shape, source.dtype, (source.owner, target.owner))
+        for i, (source, target) in enumerate(pairs)
+    ]
+
+
+def _gathered(operation: Operation) -> Gathered:
+    return Gathered(operation.output(), tuple(operation.rows()), operation)

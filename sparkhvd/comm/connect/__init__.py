@@ -1,0 +1,1 @@
+"""How ranks find each other: the launch context, the rendezvous, addresses, and MPI."""

@@ -1,0 +1,72 @@
+"""A rank's place for a program that the rank starts: how ``hvd.init()`` works in ``sparkhvdrun ... python train.py``.
+
+The launch context lies in memory of the rank's worker process. The environment names it by a path below ``/proc`` that
+only the same user can open and that is gone with the worker, so the job's secret is in no file and no environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.config import Config, inherited_context_path
+from sparkhvd.errors import LaunchError
+from sparkhvd.world import World
+
+
+@contextmanager
+def in_memory(content: bytes) -> Iterator[str]:
+    """Within this block, the path under which processes of the same user on this host find ``content``.
+
+    For secrets of child processes: their environment can be read as long as they live, and is inherited.
+    """
+    descriptor = os.memfd_create("sparkhvd-launch-context")
+    try:
+        os.write(descriptor, content)
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def bequeathed(context: LaunchContext) -> AbstractContextManager[str]:
+    """Within this block, the path under which child processes find ``context``."""
+    return in_memory(to_json(context))
+
+
+def inherited() -> LaunchContext | None:
+    """The context of the rank that this program is part of; None outside such a program.
+
+    Raises:
+        LaunchError: the rank has ended.
+    """
+    path = inherited_context_path()
+    if not path:
+        return None
+    try:
+        return from_json(Path(path).read_bytes())
+    except OSError as error:
+        raise LaunchError(
+            f"This program was started as part of a rank that is gone ({error}); it cannot join that job any more."
+        ) from error
+
+
+def to_json(context: LaunchContext) -> bytes:
+    fields = {**dataclasses.asdict(context), "token": context.token.hex()}
+    return json.dumps(fields).encode()
+
+
+def from_json(content: bytes) -> LaunchContext:
+    fields: dict[str, Any] = json.loads(content)
+    fields["world"] = World(**fields["world"])
+    settings = fields["config"]
+    fields["config"] = Config(**settings | {"thread_affinity": tuple(settings["thread_affinity"])})
+    fields["rendezvous"] = tuple((str(host), int(port)) for host, port in fields["rendezvous"])
+    fields["members"] = tuple(fields["members"])
+    fields["token"] = bytes.fromhex(fields["token"])
+    return LaunchContext(**fields)

@@ -1,0 +1,103 @@
+"""The key-value store through which the processes of a job find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparkhvd import _core
+from sparkhvd._util.closable import Closing
+from sparkhvd.comm.failures import translated
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import NotInitializedError
+
+
+class RendezvousServer(Closing):
+    """Serves keys and values to holders of ``token``, from construction until ``close()``.
+
+    Args:
+        token: the job's secret; a client that doesn't know it is turned away before anything it sends is parsed.
+        host: the local address to bind.
+        port: the port to bind, 0 for any free one.
+        encrypt: whether all that travels is encrypted; the clients follow.
+
+    Raises:
+        CollectiveError: the address cannot be bound, or OpenSSL is missing.
+    """
+
+    def __init__(self, token: bytes, host: str = "127.0.0.1", port: int = 0, *, encrypt: bool = False) -> None:
+        with translated():
+            self._core: _core.RendezvousServer | None = _core.RendezvousServer(token, host, port, encrypt)
+        self._port = self._core.port
+
+    @property
+    def port(self) -> int:
+        """The port that clients connect to."""
+        return self._port
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store ``value`` and wake everybody who waits for ``key``."""
+        with translated():
+            self._open().set(key, value)
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """The value of ``key``, waiting until somebody sets it.
+
+        Raises:
+            DeadlineExceededError: nobody set it in time.
+        """
+        with translated():
+            return self._open().get(key, deadline.remaining())
+
+    def close(self) -> None:
+        """Stop serving; clients that wait are woken with an error. Closing twice is fine."""
+        server, self._core = self._core, None  # the core's object frees its last descriptor when it is dropped
+        if server is not None:
+            with translated():
+                server.close()
+
+    def _open(self) -> _core.RendezvousServer:
+        if self._core is None:
+            raise NotInitializedError("This rendezvous server is closed; start a new one.")
+        return self._core
+
+
+class RendezvousClient(Closing):
+    """Connection to a ``RendezvousServer``; several threads may use it at once.
+
+    Args:
+        addresses: where the server may be reached, tried in order.
+        token: the job's secret; the server has to know it too.
+        deadline: when to give up connecting.
+        encrypt: whether a server that does not encrypt is refused.
+
+    Raises:
+        AuthenticationError: the other side doesn't know the secret, or does not encrypt.
+        CollectiveError: no address answers.
+        DeadlineExceededError: none answered in time.
+    """
+
+    def __init__(
+        self, addresses: Sequence[tuple[str, int]], token: bytes, deadline: Deadline, *, encrypt: bool = False
+    ) -> None:
+        with translated():
+            self.core = _core.RendezvousClient(list(addresses), token, deadline.remaining(), encrypt)
+
+    def set(self, key: str, value: bytes, deadline: Deadline) -> None:
+        """Store ``value`` and wake everybody who waits for ``key``."""
+        with translated():
+            self.core.set(key, value, deadline.remaining())
+
+    def get(self, key: str, deadline: Deadline) -> bytes:
+        """The value of ``key``, waiting until somebody sets it.
+
+        Raises:
+            DeadlineExceededError: nobody set it in time.
+            PeerLostError: the server went away.
+        """
+        with translated():
+            return self.core.get(key, deadline.remaining())
+
+    def close(self) -> None:
+        """Leave the server. Closing twice is fine."""
+        with translated():
+            self.core.close()

@@ -1,0 +1,229 @@
+"""Finds out why a collective does not end.
+
+Every rank has a thread that answers a question posted in the rendezvous: what is pending there, what its threads are
+executing, who of its host lives. It answers also while the rank's main thread is busy in Python code. A rank on which a
+collective takes too long posts the question; all that wait then say what came out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from sparkhvd.comm.channel import Channel
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.comm.stall.report import StallReport, report
+from sparkhvd.comm.stall.snapshot import (
+    Condition,
+    Identity,
+    Pending,
+    decode_condition,
+    decode_identity,
+    encode,
+    own_identity,
+    stacks,
+    trouble,
+)
+from sparkhvd.comm.stall.stragglers import Absent, tell
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import DeadlineExceededError, SparkHvdError
+
+_log = logging.getLogger(__name__)
+
+# How often the thread looks up: also the longest that it holds up the end of a process that forgot to shut down.
+_GLANCE_SECONDS = 0.5
+_ANSWER_SECONDS = 3.0
+_STORE_SECONDS = 10.0
+# How long before a collective is given up those who watch over the ranks learn who is waited for.
+_BEFORE_SECONDS = 1.5
+
+
+@dataclass
+class _Watched:
+    """What only the thread writes and anybody reads."""
+
+    progress: str = ""
+    report: StallReport | None = None
+
+
+class HangDoctor:
+    """One rank's part in finding out who keeps the others waiting; owns a thread from construction to ``close()``.
+
+    Args:
+        channels: whose collectives are watched, by the number of the process set; may change at any time.
+        sets: the ranks of every process set; may change at any time.
+        rendezvous: where questions and answers are posted; closing it wakes the thread.
+        context: the rank's place, and how long is too long.
+        scope: tells apart the communicators of a job.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[int, Channel],
+        sets: Mapping[int, tuple[int, ...]],
+        rendezvous: RendezvousClient,
+        context: LaunchContext,
+        scope: str,
+    ) -> None:
+        self._channels = channels
+        self._sets = sets
+        self._rendezvous = rendezvous
+        self._world = context.world
+        self._rank_in_job = context.rank_in_job
+        self._scope = scope
+        self._patience = context.config.stall_check_seconds
+        self._shutdown_after = context.config.stall_shutdown_seconds
+        self._watched = _Watched()
+        self._timeout = context.config.collective_timeout
+        self._next_report = self._patience
+        self._operations, self._changed = 0, time.monotonic()
+        self._stopping = threading.Event()
+        self._is_asked(0, 0.0)  # the question's connection is there from now on
+        self._rendezvous.set(self._key("who", self._world.rank), encode(own_identity()), self._soon())
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-doctor")
+        self._thread.start()
+
+    @property
+    def last_report(self) -> StallReport | None:
+        """The latest report on this rank; None while no collective has taken too long."""
+        return self._watched.report
+
+    def note_progress(self, text: str) -> None:
+        """What this rank says when it is asked how far its data is."""
+        self._watched.progress = text
+
+    def close(self) -> None:
+        """End the thread; call after the rendezvous was closed, which ends its wait. Closing twice is fine."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            question = 0
+            glance = min(_GLANCE_SECONDS, self._patience / 4)
+            while not self._over():
+                if self._is_asked(question, glance):
+                    self._answer(question)
+                    question += 1
+                self._look_for_stall(question)
+        except SparkHvdError as error:
+            # Without a rendezvous there is nobody to ask, and the job is over or about to be.
+            _log.debug("The hang doctor of rank %d leaves: %s", self._world.rank, error)
+
+    def _over(self) -> bool:
+        # An interpreter that ends waits for this thread, which therefore goes when the main thread has gone.
+        return self._stopping.is_set() or not threading.main_thread().is_alive()
+
+    def _is_asked(self, question: int, seconds: float) -> bool:
+        """Whether the question comes within so many seconds."""
+        try:
+            self._rendezvous.get(self._key("question", question), Deadline.after(seconds))
+        except DeadlineExceededError:
+            return False
+        return True
+
+    def _look_for_stall(self, question: int) -> None:
+        operations = self._completed()
+        if operations != self._operations:
+            self._operations, self._changed = operations, time.monotonic()
+        oldest = self._oldest()
+        if oldest < self._patience:
+            self._next_report = self._patience
+        elif 0 < self._shutdown_after <= oldest:
+            self._end_job()
+        elif oldest >= self._timeout - _BEFORE_SECONDS:
+            self._tell(f"SPARKHVD_COLLECTIVE_TIMEOUT={self._timeout:g}")
+        elif oldest >= self._next_report:
+            # Set by whoever is first; the others find it there.
+            self._rendezvous.set(self._key("question", question), b"", self._soon())
+
+    def _pending(self) -> tuple[Pending, ...]:
+        """What this rank waits for, the longest wait first."""
+        found = [
+            Pending(title, age, number)
+            for number, channel in list(self._channels.items())
+            for title, age in channel.engine.pending()
+        ]
+        return tuple(sorted(found, key=lambda one: -one.age))
+
+    def _completed(self) -> int:
+        return sum(channel.engine.counters()["operations"] for channel in list(self._channels.values()))
+
+    def _oldest(self) -> float:
+        return max((one.age for one in self._pending()), default=0.0)
+
+    def _answer(self, question: int) -> None:
+        waits = self._oldest() >= self._patience / 2
+        self._rendezvous.set(self._key(f"answer/{question}", self._world.rank), encode(self._own()), self._soon())
+        if waits:
+            self._next_report = 2 * max(self._oldest(), self._patience / 2)
+            found = self._collect(question)
+            self._watched.report = found
+            if found.tensors:
+                _log.warning("%s", found)
+
+    def _own(self) -> Condition:
+        neighbours = self._channels[0].engine.host_ranks()
+        troubles = {rank: trouble(identity) for rank, identity in self._identities(neighbours).items()}
+        return Condition(
+            pending=self._pending(),
+            operations=self._completed(),
+            idle=time.monotonic() - self._changed,
+            progress=self._watched.progress,
+            stacks=stacks(without=self._thread),
+            neighbours={rank: what for rank, what in troubles.items() if what is not None},
+        )
+
+    def _collect(self, question: int) -> StallReport:
+        """The report, from all answers that come within a few seconds."""
+        deadline = Deadline.after(_ANSWER_SECONDS)
+        conditions: dict[int, Condition] = {}
+        for rank in range(self._world.size):
+            try:
+                content = self._rendezvous.get(self._key(f"answer/{question}", rank), deadline)
+            except DeadlineExceededError:
+                continue
+            conditions[rank] = decode_condition(content)
+        identities = self._identities(range(self._world.size))
+        return report(conditions, identities, dict(self._sets), since=self._patience / 2)
+
+    def _identities(self, ranks: list[int] | range) -> dict[int, Identity]:
+        deadline = Deadline.after(_ANSWER_SECONDS)
+        found = {}
+        for rank in ranks:
+            try:
+                found[rank] = decode_identity(self._rendezvous.get(self._key("who", rank), deadline))
+            except DeadlineExceededError:
+                continue
+        return found
+
+    def _end_job(self) -> None:
+        known = self._watched.report
+        what = known.headline() if known is not None and known.tensors else self._pending()[0]
+        _log.error("The job ends because it has stalled for %.0f s: %s.", self._shutdown_after, what)
+        self._tell(f"SPARKHVD_STALL_SHUTDOWN_SECONDS={self._shutdown_after:g}")
+        for channel in list(self._channels.values()):
+            channel.engine.abort(f"stalled for more than {self._shutdown_after:g} s: {what}")
+
+    def _tell(self, limit: str) -> None:
+        """Let those who watch over the ranks know which one it is that the others wait for until this limit."""
+        known = self._watched.report
+        if known is None or not known.absent:
+            return
+        rank = known.absent[0]
+        stack = next(iter(known.conditions.get(rank, Condition()).stacks.values()), "")
+        absent = Absent(self._rank_in_job(rank), f"{known.headline()}, until {limit} ended the job", True, stack)
+        with suppress(SparkHvdError):  # the job ends all the same
+            tell(self._rendezvous, absent)
+
+    def _key(self, what: str, number: int) -> str:
+        return f"{self._scope}/doctor/{what}/{number}"
+
+    @staticmethod
+    def _soon() -> Deadline:
+        return Deadline.after(_STORE_SECONDS)

@@ -1,0 +1,173 @@
+"""What is said of a collective that does not end: a pure function of the ranks' answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sparkhvd.comm.stall.snapshot import Condition, Identity, Pending
+
+_MOST_TENSORS = 10
+_MOST_RANKS = 16
+
+
+@dataclass(frozen=True)
+class StalledTensor:
+    """A collective that is not done.
+
+    Attributes:
+        title: such as ``allreduce 'grad/7'``, and of which process set where it is not among all ranks.
+        age: the longest that a rank has waited for it, in seconds.
+        waiting: the ranks that have submitted it.
+        missing: the ranks that have not, as far as they answered.
+        silent: the ranks that did not answer, so that nobody knows.
+    """
+
+    title: str
+    age: float
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    silent: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StallReport:
+    """Why collectives do not end; ``str()`` of it is what was logged.
+
+    Attributes:
+        tensors: what is waited for, the longest wait first.
+        conditions: the answers of the ranks, by rank.
+        silent: what is known of the ranks that did not answer, by rank.
+        identities: the processes of the ranks, by rank, as far as they are known.
+    """
+
+    tensors: tuple[StalledTensor, ...]
+    conditions: Mapping[int, Condition]
+    silent: Mapping[int, str]
+    identities: Mapping[int, Identity] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that keep the others waiting, as far as that is known."""
+        late = {rank for tensor in self.tensors for rank in tensor.missing}
+        return tuple(sorted(late | set(self.silent)))
+
+    @property
+    def absent(self) -> tuple[int, ...]:
+        """The ranks that keep those of the longest wait waiting, and wait for no other themselves."""
+        late = {rank for tensor in self.tensors[:1] for rank in (*tensor.missing, *tensor.silent)}
+        return tuple(sorted(late - {rank for tensor in self.tensors for rank in tensor.waiting}))
+
+    def headline(self) -> str:
+        """One sentence: the tensors and the ranks that have not come."""
+        if not self.tensors:
+            return "no collective waits any more"
+        first = self.tensors[0]
+        others = f" and {len(self.tensors) - 1} more" if len(self.tensors) > 1 else ""
+        return f"{first.title}{others} not done after {first.age:.0f} s: {_who_is_missing(first)}"
+
+    def __str__(self) -> str:
+        lines = [f"Stalled: {self.headline()}."]
+        shown = self.tensors[:_MOST_TENSORS]
+        lines += [f"  {tensor.title}: {tensor.age:.0f} s; {_who_is_missing(tensor)}" for tensor in shown]
+        if len(self.tensors) > _MOST_TENSORS:
+            lines.append(f"  and {len(self.tensors) - _MOST_TENSORS} more")
+        for rank in self.missing[:_MOST_RANKS] or tuple(self.conditions)[:_MOST_RANKS]:
+            lines += self._lines_about(rank)
+        if len(self.missing) > _MOST_RANKS:
+            lines.append(f"  and {len(self.missing) - _MOST_RANKS} more ranks")
+        return "\n".join(lines)
+
+    def _lines_about(self, rank: int) -> list[str]:
+        identity = self.identities.get(rank)
+        name = f"  rank {rank}" + (f" ({identity.host}, pid {identity.pid})" if identity else "")
+        if rank in self.silent:
+            return [f"{name} does not answer: {self.silent[rank]}"]
+        condition = self.conditions[rank]
+        pending = ", ".join(map(str, condition.pending[:_MOST_TENSORS])) or "nothing"
+        facts = [
+            f"waits for {pending}",
+            f"has completed {condition.operations} collectives, none for {condition.idle:.0f} s",
+        ]
+        if condition.progress:
+            facts.append(f"its data: {condition.progress}")
+        lines = [f"{name} is alive, {'; '.join(facts)}"]
+        for thread, stack in condition.stacks.items():
+            lines.append(f"    {thread}:")
+            lines += [f"    {line}" for line in stack.rstrip().splitlines()]
+        return lines
+
+
+def report(
+    conditions: Mapping[int, Condition],
+    identities: Mapping[int, Identity],
+    sets: Mapping[int, tuple[int, ...]],
+    *,
+    since: float,
+) -> StallReport:
+    """Draw the conclusions.
+
+    Args:
+        conditions: the answers that came, by rank.
+        identities: of the ranks' processes, as far as they are known.
+        sets: the ranks of every process set, by its number; 0 is all.
+        since: seconds from which on a wait counts as too long.
+    """
+    silent = {rank: _about_silent(rank, conditions, identities) for rank in sets[0] if rank not in conditions}
+    waits: dict[str, dict[int, Pending]] = {}
+    for rank, condition in conditions.items():
+        for one in condition.pending:
+            if one.process_set in sets:  # and was not removed meanwhile
+                waits.setdefault(str(one), {})[rank] = one
+    tensors = [
+        _stalled(title, by_rank, conditions, sets)
+        for title, by_rank in waits.items()
+        if max(one.age for one in by_rank.values()) >= since
+    ]
+    tensors.sort(key=lambda tensor: -tensor.age)
+    return StallReport(tuple(tensors), conditions, silent, identities)
+
+
+def _stalled(
+    title: str,
+    waiting: Mapping[int, Pending],
+    conditions: Mapping[int, Condition],
+    sets: Mapping[int, tuple[int, ...]],
+) -> StalledTensor:
+    first = next(iter(waiting.values()))
+    members = set(sets[first.process_set])
+    return StalledTensor(
+        title,
+        max(one.age for one in waiting.values()),
+        tuple(sorted(waiting)),
+        tuple(sorted((members & conditions.keys()) - waiting.keys())),
+        tuple(sorted(members - conditions.keys())),
+    )
+
+
+def _about_silent(rank: int, conditions: Mapping[int, Condition], identities: Mapping[int, Identity]) -> str:
+    if rank not in identities:
+        return "it has not got as far as to say who it is"
+    for condition in conditions.values():
+        if rank in condition.neighbours:
+            return f"its process {condition.neighbours[rank]}"
+    host = identities[rank].host
+    if any(identities[other].host == host for other in conditions if other in identities):
+        return "its process lives, but executes code that lets no other thread run"
+    return f"no rank of its host {host} answers either"
+
+
+def _who_is_missing(tensor: StalledTensor) -> str:
+    parts = []
+    if tensor.missing:
+        parts.append(f"not submitted by {_ranks(tensor.missing)}")
+    if tensor.silent:
+        parts.append(f"no answer from {_ranks(tensor.silent)}")
+    if not parts:
+        return "all ranks have submitted it, the data does not come through"
+    return f"{' and '.join(parts)}, while {_ranks(tensor.waiting)} waited"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if len(ranks) > _MOST_RANKS else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

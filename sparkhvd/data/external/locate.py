@@ -1,0 +1,76 @@
+"""From the paths and URLs of files that are there already to a Store that they lie in."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkhvd.compat.databricks import mounted_path
+from sparkhvd.errors import DataError
+from sparkhvd.store.backends.local import absolute_path
+from sparkhvd.store.backends.read_only import ReadOnlyFolder
+from sparkhvd.store.options import refuse_credentials
+from sparkhvd.store.protocol import Store
+from sparkhvd.store.registry import is_served_alike
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://([^/]*))?(/.*|)")
+
+
+@dataclass(frozen=True)
+class Access:
+    """How file systems are reached.
+
+    Attributes:
+        near: a Store; files on a file system of its kind are reached as it is.
+        storage_options: what to open other file systems with.
+        told: gives a Store that was made here what else is known, such as the credentials of Spark's session.
+    """
+
+    near: Store | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    told: Callable[[Store], Store] = lambda store: store
+
+
+def locate(urls: Sequence[str], access: Access) -> tuple[Store, list[str]]:
+    """A Store above all of these files and folders, and their paths in it.
+
+    Raises:
+        DataError: they do not lie on one file system, or one of them is a whole file system.
+        StoreError: no Store serves them.
+    """
+    for url in urls:
+        refuse_credentials(url)
+    parsed = [_parsed(url) for url in urls]
+    if len({where for where, _ in parsed}) > 1:
+        raise DataError(f"{' and '.join(urls)} do not lie on one file system; put the rows side by side.")
+    places = [place for _, place in parsed]
+    root = posixpath.commonpath([posixpath.dirname(place) for place in places])
+    if root in places:
+        raise DataError(f"There is no folder around {' and '.join(urls)}; put the rows into one.")
+    return _store_at(parsed[0][0], root, access), [posixpath.relpath(place, root) for place in places]
+
+
+def _store_at(where: str, root: str, access: Access) -> Store:
+    if where == "file:":
+        return ReadOnlyFolder(root)
+    url = f"{where}{root}"
+    if access.near is not None and is_served_alike(url, access.near.url):
+        return access.near.at(url)
+    options = {} if access.storage_options is None else {"storage_options": access.storage_options}
+    return access.told(Store.create(url, **options))
+
+
+def _parsed(url: str) -> tuple[str, str]:
+    """The file system (scheme and server or bucket), and the path on it."""
+    match = _URL.fullmatch(url)
+    scheme = "file" if match is None else match[1].lower()
+    if scheme == "file":
+        return "file:", absolute_path(url)
+    if scheme == "dbfs" and (mounted := mounted_path(url)) is not None:
+        return "file:", absolute_path(mounted)
+    assert match is not None  # noqa: S101  (other schemes come from it)
+    server, place = match[2], posixpath.normpath("/" + match[3].strip("/"))
+    return (f"{scheme}:" if server is None else f"{scheme}://{server}"), place

@@ -1,0 +1,429 @@
+"""Parquet files that are there already (of Spark, pandas, pyarrow, petastorm or ours), as a dataset for the readers.
+
+Their footers tell the row groups and the NULLs, the first row the shapes of arrays and vectors. Nothing else is read,
+and nothing is written. That all rows have those shapes is checked as they are read.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import posixpath
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.data.external import petastorm_schema
+from sparkhvd.data.external.folder_layout import partition_columns, shown_files, visible_files
+from sparkhvd.data.external.locate import Access, locate
+from sparkhvd.data.prepare.footers import Footer, LeafFacts, read_footers
+from sparkhvd.data.prepare.prepared_data import chosen
+from sparkhvd.data.prepare.stats import too_few_rows
+from sparkhvd.data.reuse import leases
+from sparkhvd.data.schema import arrow_types, codecs, columns
+from sparkhvd.data.schema.data_schema import NUMBERS, ColumnSpec, DataSchema, Fill, Role
+from sparkhvd.data.schema.manifest import DataFile, Manifest, Split, load
+from sparkhvd.data.schema.selection import RESERVED_PREFIX, completed, no_such_column
+from sparkhvd.data.schema.spark_types import checked_fill
+from sparkhvd.errors import DataError, SchemaError, StoreError
+from sparkhvd.store import Store, layout, store_at
+from sparkhvd.store.backends.read_only import ReadOnlyFolder
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+logger = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+_PATTERN = re.compile(r"[*?{\[]")
+_SOME_ROWS = 16  # read at once where one that is not NULL is looked for
+# What lies in the folder of a table, whose log tells which of the Parquet files beside it are rows of it.
+_TABLES = (
+    ("delta", re.compile(r"(^|/)_delta_log/")),
+    ("hudi", re.compile(r"(^|/)\.hoodie/")),
+    ("iceberg", re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$")),
+)
+
+
+@dataclass(frozen=True)
+class ExistingFiles:
+    """Where the files of a dataset lie, and what they consist of.
+
+    Attributes:
+        store: where they lie.
+        manifest: what they consist of.
+        hold: keeps prepared rows from being removed; None where nobody would remove the files.
+    """
+
+    store: Store
+    manifest: Manifest
+    hold: leases.Hold | None = None
+
+    def close(self) -> None:
+        """Let go of them."""
+        if self.hold is not None:
+            self.hold.close()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which columns are wanted of files, and for what.
+
+    Attributes:
+        features: columns, or ``struct.field``; None means all but the others.
+        labels: columns to learn.
+        weight: the rows' weights.
+        fill: by column, what to read where it is NULL.
+        transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
+    """
+
+    features: Sequence[str] | None
+    labels: Sequence[str] = ()
+    weight: str | None = None
+    fill: Mapping[str, Fill] | None = None
+    transformed: bool = False
+
+
+def open_existing(
+    train: str,
+    validation: str | None = None,
+    *,
+    feature_cols: Sequence[str] | None,
+    label_cols: Sequence[str],
+    weight_col: str | None = None,
+    fill: Mapping[str, Fill] | None = None,
+    transformed: bool = False,
+    num_proc: int = 1,
+    access: Access | None = None,
+) -> ExistingFiles:
+    """The Parquet files at a path or URL, as a dataset to train on.
+
+    Args:
+        train: a folder with the rows to train on, or one file. Of a folder, the files that Spark shows rows of (see
+            ``sparkhvd.data.external.folder_layout``), in the order of their names.
+        validation: the same for the rows to validate on; it has to lie on the same file system.
+        feature_cols: columns, or ``struct.field``; None means all but the others.
+        label_cols: columns to learn.
+        weight_col: the rows' weights.
+        fill: by column, what to read where it is NULL.
+        transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
+        num_proc: the number of ranks; there have to be as many training rows at least.
+        access: how the file system is reached.
+
+    Raises:
+        DataError: nothing is there, a file is no Parquet file or damaged, there are too few rows, or NULL without fill.
+        SchemaError: a column is missing or cannot be used, or the files differ in it.
+        StoreError: the file system cannot be reached.
+    """
+    store, places = locate([train] if validation is None else [train, validation], access or Access())
+    files = _opened(store, places, Wanted(feature_cols, label_cols, weight_col, fill, transformed))
+    if files.manifest.train.rows < num_proc:
+        files.close()
+        raise DataError(too_few_rows(files.manifest.train.rows, num_proc))
+    return files
+
+
+def open_data(
+    data: str | Manifest,
+    names: Sequence[str] | None,
+    fill: Mapping[str, Fill] | None = None,
+    *,
+    store: Store | str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ExistingFiles:
+    """The rows that a loader goes over, with columns of any type.
+
+    Args:
+        data: a manifest, or a URL (with ``store``: a path in it) of a Parquet file, of a folder with such files (see
+            ``sparkhvd.data.external.folder_layout``), or of a prepared dataset.
+        names: the columns in their order; None means all.
+        fill: by column, what to put where the data have NULL.
+        store: the Store in which ``data`` lies, or its URL; needed for a manifest.
+        storage_options: of the Store of a URL.
+
+    Raises:
+        SparkHvdError: see ``open_existing``.
+    """
+    store = None if store is None else store_at("store", store)
+    wanted = Wanted(names, fill=fill, transformed=True)
+    if isinstance(data, Manifest):
+        if store is None:
+            raise StoreError("A manifest says nothing of the Store that it lies in; pass store= with it.")
+        return ExistingFiles(store, selected(data, wanted))
+    if store is not None:
+        return _opened(store, [data.strip("/")], wanted)
+    found, places = locate([data], Access(storage_options=storage_options))
+    return _opened(found, places, wanted)
+
+
+def _opened(store: Store, places: Sequence[str], wanted: Wanted) -> ExistingFiles:
+    """What lies at a place: a prepared dataset, or other files; at two of them, to train and to validate on."""
+    at = places[0] if places[0].endswith(_MANIFEST) else f"{places[0]}/{_MANIFEST}"
+    if len(places) > 1 or not store.exists(at):
+        return ExistingFiles(store, _manifest(store, places, wanted))
+    hold = _held(store, at.removesuffix(_MANIFEST))
+    try:
+        return ExistingFiles(store, selected(load(store, at), wanted), hold)
+    except BaseException:
+        if hold is not None:
+            hold.close()
+        raise
+
+
+def _held(store: Store, folder: str) -> leases.Hold | None:
+    """A hold on the prepared rows in a folder, if it belongs to a Store whose drivers could remove them."""
+    found = layout.dataset_at(f"{store.url}/{folder}")
+    if found is None:
+        return None
+    url, dataset_id = found
+    try:
+        home = store if url == f"{store.url}/" else store.at(url)
+        if not home.list(layout.lease_folder(dataset_id)):
+            return None  # a copy: only what was held before is ever removed
+        if isinstance(home, ReadOnlyFolder):
+            home = Store.create(url)
+        return leases.Hold(leases.borrow(home, dataset_id))
+    except StoreError as error:
+        logger.info("The prepared rows in %s are read without a hold on them: %s", url, error)
+        return None
+
+
+def _manifest(store: Store, places: Sequence[str], wanted: Wanted) -> Manifest:
+    """What other files consist of."""
+    listed = [_visible_files(store, place) for place in places]
+    footers = [read_footers(store, files) for files in listed]
+    first = next((footer for footer in footers[0] if any(footer.row_groups)), None)
+    if first is None:
+        raise DataError(f"There are no rows to train on in {store.url}/{places[0]}: its files are empty.")
+    in_folders = partition_columns([path.removeprefix(places[0]) for path in listed[0]])
+    _refuse_in_folders(in_folders, first.schema.names, wanted, f"{store.url}/{places[0]}")
+    schema = _schema(store, places[0], [footer for footer in footers[0] if any(footer.row_groups)], wanted)
+    for footer in (footer for group in footers for footer in group if any(footer.row_groups)):
+        _check(store, footer, first, schema)
+    tops = [
+        posixpath.dirname(place) if files == [place] else place for place, files in zip(places, listed, strict=True)
+    ]
+    folder = posixpath.commonpath(tops)
+    splits = [_split(group, folder) for group in footers]
+    if len(places) > 1 and not splits[1].rows:
+        raise DataError(f"There are no rows to validate on in {store.url}/{places[1]}: its files are empty.")
+    held_out = splits[1] if len(places) > 1 else None
+    return Manifest("existing files", folder, schema, splits[0], held_out, 0, places[1] if len(places) > 1 else None)
+
+
+def selected(manifest: Manifest, wanted: Wanted) -> Manifest:
+    """A prepared dataset with the columns that are wanted of it.
+
+    Raises:
+        SchemaError: it has no such column, or a fill does not go with it.
+    """
+    if wanted.features is not None:
+        manifest = chosen(manifest, wanted.features, wanted.labels, wanted.weight)
+    elif wanted.labels or wanted.weight:
+        others = [*wanted.labels, *([] if wanted.weight is None else [wanted.weight])]
+        features = [name for name in manifest.schema.names() if name not in others]
+        manifest = chosen(manifest, features, wanted.labels, wanted.weight)
+    if not wanted.fill:
+        return manifest
+    known = manifest.schema.names()
+    for name in wanted.fill:
+        if name not in known:
+            raise SchemaError(f"fill names {name!r}, which is no selected column; those are {known}.")
+    filled = [
+        replace(manifest.schema[name], fill=checked_fill(manifest.schema[name], value))
+        for name, value in wanted.fill.items()
+    ]
+    return replace(manifest, schema=manifest.schema.replaced(filled))
+
+
+def _visible_files(store: Store, place: str) -> list[str]:
+    found = store.list(place)
+    inside = {path.removeprefix(place).lstrip("/"): path for path in found}
+    for name in inside:
+        _refuse_table(name, f"{store.url}/{place}")
+    shown = [inside[name] for name in shown_files(list(inside))]
+    if not shown:
+        pattern = " Patterns are not expanded; give a folder." if _PATTERN.search(place) else ""
+        raise DataError(f"There are no Parquet files in {store.url}/{place}; check the path.{pattern}")
+    left_out = sorted({inside[name] for name in visible_files(list(inside))} - set(shown))
+    if left_out:
+        logger.warning(
+            "%s/%s has %d files that are not read, because Spark does not read them either, such as %s. Read their "
+            "folders one by one, or name all folders by values (day=1).",
+            store.url,
+            place,
+            len(left_out),
+            left_out[0],
+        )
+    return shown
+
+
+def _refuse_table(inside: str, url: str) -> None:
+    for kind, log in _TABLES:
+        if log.search(inside):
+            raise DataError(
+                f"{url} is a table of {kind.capitalize()}: which of its files hold its rows now stands in its log "
+                f"({inside.lstrip('/')}), so its files alone may be rows that were deleted or replaced. Let Spark read "
+                f'it: fit(spark.read.format("{kind}").load(...)), or prepare_data of that.'
+            )
+
+
+def _refuse_in_folders(names: Iterable[str], in_files: Sequence[str], wanted: Wanted, url: str) -> None:
+    """Refuse columns that Spark reads from the names of folders, also where the files have other values for them."""
+    stored = {name.lower(): name for name in in_files}
+    selected = None if wanted.features is None else {*wanted.features, *wanted.labels, wanted.weight}
+    for folder in sorted(names):
+        name = stored.get(folder.lower(), folder)
+        if name.startswith(RESERVED_PREFIX) or not (selected is None or name in selected):
+            continue
+        where = "in the files of {} and also" if folder.lower() in stored else "not in the files of {} but"
+        raise SchemaError(
+            f"Column {name!r} is {where.format(url)} in the names of their folders ({folder}=...), which are not read. "
+            "Select the other columns by name, or write the rows without partitionBy."
+        )
+
+
+def _schema(store: Store, place: str, footers: Sequence[Footer], wanted: Wanted) -> DataSchema:
+    packed = petastorm_schema.read(store, place, footers[0])
+    schema = _selected(footers[0].schema, wanted, packed)
+    schema = completed(schema, (), wanted.fill or {}, transformed=wanted.transformed)
+    return _with_shapes(store, schema, footers)
+
+
+def _selected(arrow: pa.Schema, wanted: Wanted, packed: Mapping[str, petastorm_schema.Field]) -> DataSchema:
+    others = [*wanted.labels, *([wanted.weight] if wanted.weight is not None else [])]
+    features = wanted.features
+    if features is None:
+        features = [name for name in arrow.names if name not in others and not name.startswith(RESERVED_PREFIX)]
+    roles: list[tuple[str, Role]] = [(name, "feature") for name in features]
+    roles += [(name, "label") for name in wanted.labels]
+    roles += [(name, "weight") for name in others[len(wanted.labels) :]]
+    stored = dict(zip(arrow.names, arrow.types, strict=True))
+    return DataSchema(tuple(column for name, role in roles for column in _columns(stored, name, role, packed)))
+
+
+def _columns(
+    stored: Mapping[str, pa.DataType], name: str, role: Role, packed: Mapping[str, petastorm_schema.Field]
+) -> list[ColumnSpec]:
+    if name in packed and name in stored and packed[name].codec is not None:
+        field = packed[name]
+        return [ColumnSpec(name, field.dtype, field.shape, role, "array", codec=field.codec)]
+    found = [leaf.column(role) for top in _tops(stored, name) for leaf in arrow_types.leaves((top,), stored[top])]
+    if len(found) == 1 and name in packed:
+        found = [_as_declared(found[0], packed[name], stored[found[0].name])]
+    found = [column for column in found if column.name == name or column.name.startswith(f"{name}.")]
+    if not found:
+        raise no_such_column(name, role, [*stored], "The files have")
+    return found
+
+
+def _as_declared(column: ColumnSpec, field: petastorm_schema.Field, arrow: pa.DataType) -> ColumnSpec:
+    """A number of petastorm in the type that its schema says, which Spark may have no column for."""
+    import pyarrow as pa  # noqa: PLC0415  (heavy)
+
+    is_plain = column.kind == "scalar" and column.is_number and not pa.types.is_decimal(arrow)
+    if not is_plain or field.dtype not in NUMBERS or field.dtype == column.dtype:
+        return column
+    return replace(column, dtype=field.dtype, codec="scalar")
+
+
+def _tops(stored: Mapping[str, pa.DataType], name: str) -> list[str]:
+    """The columns of the files that hold ``name``: its own, those of its fields, or that of its struct."""
+    if name in stored:
+        return [name]
+    # What prepare_data wrote has the fields of a struct as columns of their own.
+    fields = [other for other in stored if other.startswith(f"{name}.")]
+    return fields or [other for other in stored if name.startswith(f"{other}.")]
+
+
+def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) -> DataSchema:
+    """The schema with the shapes that the first values tell which are not NULL."""
+    unknown = {column.name: column for column in schema.columns if column.shape is None}
+    known = []
+    for footer in footers:
+        if not unknown:
+            break
+        filesystem, place = store.arrow(footer.path)
+        names = columns.stored_names(DataSchema(tuple(unknown.values())))
+        with filesystem.open_input_file(place) as file:
+            for batch in columns.open_parquet(file).iter_batches(_SOME_ROWS, columns=names):
+                for column in list(unknown.values()):
+                    values = columns.stored(batch, column).drop_null()
+                    if len(values):
+                        known.append(_with_shape(values[:1], column, f"{store.url}/{footer.path}"))
+                        del unknown[column.name]
+                if not unknown:
+                    break
+    if unknown:
+        raise DataError(f"Column {next(iter(unknown))!r} is NULL in all rows, so that its shape is not to be seen.")
+    return schema.replaced(known)
+
+
+def _with_shape(value: pa.Array, column: ColumnSpec, url: str) -> ColumnSpec:
+    """The column with the shape of one value."""
+    if column.codec is not None:
+        found = codecs.peek(value[0].as_py(), column.codec)
+        return replace(column, shape=found.shape, dtype=str(found.dtype))
+    shape = []
+    for _ in range(column.depth):
+        lengths = columns.lengths(value)
+        if lengths is None or not len(lengths) or not lengths[0]:
+            raise SchemaError(f"Column {column.name!r} has an empty array in the first row of {url}; leave it out.")
+        shape.append(int(lengths[0]))
+        value = value if column.kind == "vector" else value.flatten()
+    return replace(column, shape=tuple(shape))
+
+
+def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> None:
+    """Refuse what the footer tells already: another type, NULL, arrays of other lengths."""
+    url = f"{store.url}/{footer.path}"
+    wanted, found = _types(first), _types(footer)
+    leaves = _leaves(footer)
+    for column in schema.columns:
+        top = column.path[0]
+        if found.get(top) != wanted[top]:
+            raise SchemaError(
+                f"Column {top!r} is {wanted[top]} in {store.url}/{first.path} and {found.get(top, 'missing')} in "
+                f"{url}; all files need the same columns."
+            )
+        within = leaves.get(".".join(column.path), [])
+        if column.kind != "vector" and len(within) == 1:
+            _check_leaf(column, within[0], footer.row_groups, url)
+
+
+def _types(footer: Footer) -> dict[str, pa.DataType]:
+    return dict(zip(footer.schema.names, footer.schema.types, strict=True))
+
+
+def _leaves(footer: Footer) -> dict[str, list[LeafFacts]]:
+    """The leaves at and below every path of a file."""
+    found: dict[str, list[LeafFacts]] = {}
+    for leaf in footer.columns:
+        for path in accumulate(leaf.path.split("."), "{}.{}".format):
+            found.setdefault(path, []).append(leaf)
+    return found
+
+
+def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], url: str) -> None:
+    if column.fill is not None:
+        return  # NULL takes the place of a whole array then, so the numbers of values say nothing
+    if leaf.nulls:
+        raise DataError(
+            f"Column {column.name!r} ({column.role}) has {leaf.nulls} NULL values in {url}. Say what to read there "
+            "(fill), or write the files without these rows."
+        )
+    expected = 1 if column.codec is not None else math.prod(column.shape or ())
+    for rows, values in zip(row_groups, leaf.values, strict=True):
+        if values != rows * expected:
+            raise SchemaError(
+                f"Column {column.name!r} ({column.role}) has arrays of different lengths in {url}: {values} values in "
+                f"{rows} rows, where the first row has {expected}. All rows need one shape; pad or cut them."
+            )
+
+
+def _split(footers: Iterable[Footer], folder: str) -> Split:
+    inside = f"{folder}/" if folder else ""
+    paths = [(footer, footer.path.removeprefix(inside)) for footer in footers]
+    return Split(tuple(DataFile(path, footer.row_groups) for footer, path in paths if any(footer.row_groups)))

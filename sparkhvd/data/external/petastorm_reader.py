@@ -1,0 +1,200 @@
+"""Batches by petastorm's own reader, for who has to stay with it; the native reader reads the same datasets.
+
+petastorm deals row groups out to ranks: row group ``i`` goes to rank ``i % size``. The ranks therefore have different
+numbers of rows; here all of them make as many steps as the one with the most, and those that have run out of rows get
+empty batches. petastorm's reader threads are known to end early and lose rows without an error, so the reader is used
+without threads, and what it gave is counted against the Parquet footers.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from importlib import import_module
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from sparkhvd.data.external import petastorm_files
+from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.data.schema.manifest import Manifest, SplitName
+from sparkhvd.errors import ConfigError, DataError
+from sparkhvd.store.protocol import Store
+from sparkhvd.world import World
+
+WORKING_SET = "petastorm==0.13.1 pyarrow==14.0.2 numpy==1.26.4 pandas==2.3.3 pyspark==4.0.5 'setuptools<70'"
+WINDOW_ROWS = 16_384
+
+_Rows = dict[str, np.ndarray[Any, Any]]
+
+
+def rows_of_rank(block_rows: tuple[int, ...], rank: int, size: int) -> int:
+    """The rows that petastorm gives to a rank."""
+    return sum(block_rows[rank::size])
+
+
+class PetastormSource:
+    """The rows of one split as one rank sees them (a ``BatchSource``), read by petastorm.
+
+    Args:
+        store: where the files lie.
+        manifest: what they consist of; from ``sparkhvd.data.external.parquet_files.open_existing``.
+        split: ``"train"`` or ``"validation"``.
+        world: this rank and the number of ranks.
+        batch_size: rows of one rank in a full step.
+        seed: of the shuffling.
+        shuffle: whether the rows of a rank come in another order in every epoch, shuffled within a window.
+
+    Raises:
+        DataError: petastorm cannot be imported, or the dataset has no such split.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        split: SplitName,
+        world: World,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1.")
+        self._petastorm = _import()
+        self._schema = manifest.schema
+        self._blocks = manifest.split(split).block_rows()
+        self._rank, self._size, self._batch = world.rank, world.size, batch_size
+        self._seed, self._shuffle = seed, shuffle
+        folders = {posixpath.dirname(file.path) for file in manifest.split(split).files}
+        self._store = store
+        self._folder = posixpath.join(manifest.folder, posixpath.commonpath(folders)).strip("/")
+
+    @property
+    def schema(self) -> DataSchema:
+        """The columns of every batch."""
+        return self._schema
+
+    def steps(self) -> int:
+        """Steps per epoch, the same on every rank and in every epoch."""
+        most = max(rows_of_rank(self._blocks, rank, self._size) for rank in range(self._size))
+        return -(-most // self._batch)
+
+    def rows(self) -> int:
+        """Rows of the split over all ranks."""
+        return sum(self._blocks)
+
+    def has_rows(self, step: int) -> bool:
+        """Whether this rank has rows in a step of every epoch."""
+        return self._rows_in(step, self._rank) > 0
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of epoch ``number`` (from 0), or those from a step on.
+
+        Raises:
+            DataError: petastorm gave more or fewer rows than the files have.
+        """
+        wanted = rows_of_rank(self._blocks, self._rank, self._size)
+        found = self._shuffled(self._read() if wanted else iter(()), number)
+        given = 0
+        for step in range(self.steps()):
+            here = self._rows_in(step, self._rank)
+            rows = list(islice(found, here))
+            given += len(rows)
+            if len(rows) < here:
+                raise self._lost(given, wanted)
+            if step >= first_step:
+                together = sum(self._rows_in(step, rank) for rank in range(self._size))
+                yield Batch(self._stacked(rows), here, together)
+        if next(found, None) is not None:
+            raise self._lost(given + 1, wanted)
+
+    def _rows_in(self, step: int, rank: int) -> int:
+        left = rows_of_rank(self._blocks, rank, self._size) - step * self._batch
+        return max(0, min(self._batch, left))
+
+    def _lost(self, given: int, wanted: int) -> DataError:
+        return DataError(
+            f"petastorm read {given} rows of {self._store.url}/{self._folder} for rank {self._rank}, where the Parquet "
+            f"footers have {wanted}. Read the dataset without it: reader='native'."
+        )
+
+    def _shuffled(self, rows: Iterator[tuple[Any, ...]], epoch: int) -> Iterator[tuple[Any, ...]]:
+        if not self._shuffle:
+            yield from rows
+            return
+        random = np.random.default_rng([self._seed, epoch, self._rank])
+        while window := list(islice(rows, WINDOW_ROWS)):
+            for place in random.permutation(len(window)):
+                yield window[place]
+
+    def _read(self) -> Iterator[tuple[Any, ...]]:
+        """The rows of this rank, one by one; each has the columns of the schema in their order."""
+        names = self._schema.names()
+        options = {
+            "schema_fields": [f"^{name}$" for name in names],
+            "reader_pool_type": "dummy",
+            "shuffle_row_groups": False,
+            "num_epochs": 1,
+            "cur_shard": self._rank,
+            "shard_count": min(self._size, len(self._blocks)),  # it refuses shards without a row group
+            "filesystem": petastorm_files.filesystem(self._store, self._folder),
+        }
+        packed = any(column.codec is not None for column in self._schema.columns)
+        make: Callable[..., Any] = self._petastorm.make_reader if packed else self._petastorm.make_batch_reader
+        with closing(_Stopping(make(petastorm_files.URL, **options))) as reader:
+            for found in reader.rows():
+                values = [getattr(found, name) for name in names]
+                if packed:
+                    yield tuple(values)
+                else:
+                    yield from zip(*values, strict=True)
+
+    def _stacked(self, rows: list[tuple[Any, ...]]) -> _Rows:
+        return {
+            column.name: _stack(column, [row[index] for row in rows])
+            for index, column in enumerate(self._schema.columns)
+        }
+
+
+class _Stopping:
+    """petastorm's reader, ended in its own way."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def rows(self) -> Iterator[Any]:
+        yield from self._reader
+
+    def close(self) -> None:
+        self._reader.stop()
+        self._reader.join()
+
+
+def _stack(column: ColumnSpec, values: list[Any]) -> np.ndarray[Any, Any]:
+    into = columns.empty(column, len(values))
+    for index, value in enumerate(values):
+        array = np.asarray(value)
+        if column.is_number and array.dtype != into.dtype:
+            raise DataError(
+                f"petastorm gave {array.dtype} for column {column.name!r}, which is {column.dtype}. Read the dataset "
+                "without it: reader='native'."
+            )
+        into[index] = array.reshape(columns.row_shape(column)) if column.is_number else value
+    return into
+
+
+def _import() -> Any:
+    try:
+        return import_module("petastorm")
+    except (ImportError, AttributeError) as error:
+        raise DataError(
+            f"reader='petastorm' needs petastorm, which cannot be imported ({error}). It does not work with current "
+            f"versions of its dependencies; these work together: {WORKING_SET}. reader='native' reads the same "
+            "datasets without it."
+        ) from error

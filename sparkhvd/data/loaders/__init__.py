@@ -1,0 +1,1 @@
+"""Batches as torch tensors and as a ``tf.data.Dataset``, and base classes for loaders that users write."""

@@ -1,0 +1,59 @@
+"""What a transformation function makes of columns, found out by calling it on a few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema.data_schema import NUMBERS, ColumnSpec, DataSchema
+from sparkhvd.errors import DataError
+
+
+def transformed(schema: DataSchema, function: Callable[[Arrays], Arrays], rows: Arrays) -> tuple[DataSchema, Arrays]:
+    """The columns that a model gets, and these rows as it gets them.
+
+    Args:
+        schema: the columns as they are read.
+        function: from columns by name to columns by name, with as many rows.
+        rows: a few rows.
+
+    Raises:
+        DataError: the function fails, or what it returns cannot be trained on; the message names the column.
+    """
+    before = ", ".join(f"{name}: {array.dtype}{list(array.shape)}" for name, array in rows.items())
+    try:
+        found = function({name: array.copy() for name, array in rows.items()})
+        arrays = {name: np.asarray(values) for name, values in found.items()}
+    except Exception as error:
+        raise DataError(
+            f"transformation_fn raised {type(error).__name__}: {str(error).rstrip('.')}. It was called with {before}."
+        ) from error
+    return DataSchema(tuple(_column(column, arrays, rows) for column in schema.columns)), arrays
+
+
+def _column(column: ColumnSpec, arrays: Arrays, rows: Arrays) -> ColumnSpec:
+    if column.name not in arrays:
+        raise DataError(
+            f"transformation_fn returned the columns {list(arrays)} without {column.name!r}, which is a {column.role} "
+            "column; return every feature, label and weight under its own name."
+        )
+    array, count = arrays[column.name], len(rows[column.name])
+    if array.ndim == 0 or len(array) != count:
+        raise DataError(
+            f"transformation_fn made shape {list(array.shape)} of {count} rows of column {column.name!r}; it may "
+            "change columns but not the number of rows."
+        )
+    if column.sparse and array.dtype == rows[column.name].dtype:
+        return column
+    if str(array.dtype) not in NUMBERS:
+        raise DataError(
+            f"transformation_fn left column {column.name!r} as {array.dtype}, which is no number; make one of it."
+        )
+    shape = tuple(array.shape[1:])
+    kind = column.kind if shape == column.shape else ("array" if shape else "scalar")
+    return replace(
+        column, dtype=str(array.dtype), shape=shape, kind=kind, sparse=False, entries=None, fill=None, depth=len(shape)
+    )

@@ -1,0 +1,232 @@
+"""Base classes for loaders of users' own: ``data_module=`` of an estimator.
+
+A data module is made on every rank and gives loaders of that rank's batches: dicts of numpy arrays by column, the first
+dimension of each counting the rows. Ranks may have different numbers of rows and of batches.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.comm import objects
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.read.prefetch import Ahead
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.errors import DataError
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+Columns = Mapping[str, npt.NDArray[np.generic]]
+
+_BATCH_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class DataContext:
+    """What a data module is told.
+
+    Attributes:
+        store: where the prepared rows lie.
+        train_files: paths of the Parquet files of the training rows within it, the same on every rank.
+        val_files: the same of the rows to validate with; empty without validation.
+        schema: the columns to deliver.
+        rank: this rank.
+        size: the number of ranks.
+        batch_size: rows of a training batch.
+        val_batch_size: rows of a validation batch.
+        shuffle: whether epochs shall have orders of their own.
+        seed: for that.
+    """
+
+    store: Store
+    train_files: tuple[str, ...]
+    val_files: tuple[str, ...]
+    schema: DataSchema
+    rank: int
+    size: int
+    batch_size: int
+    val_batch_size: int
+    shuffle: bool
+    seed: int
+
+
+class BaseDataLoader(ABC):
+    """Batches of one rank; iterating over it once is one epoch."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of batches of an epoch, the same in every epoch."""
+
+    @abstractmethod
+    def _iterate(self) -> Iterator[Columns]:
+        """The batches of an epoch."""
+
+    def _process_batch(self, batch: Columns) -> Columns:
+        """Change a batch before it is trained on."""
+        return batch
+
+    def set_epoch(self, epoch: int) -> None:  # noqa: B027  (a loader without an order needs none)
+        """Called before every epoch (from 0), for another order of the rows."""
+
+    def __iter__(self) -> Iterator[Columns]:
+        for batch in self._iterate():
+            yield self._process_batch(batch)
+
+
+class AsyncDataLoaderMixin:
+    """Makes a thread load batches ahead; name it before the loader's base.
+
+    Args:
+        *args: of the loader.
+        async_loader_queue_size: batches that may wait; 0 loads them when they are asked for.
+        **kwargs: of the loader.
+
+    Example:
+        >>> class Ahead(AsyncDataLoaderMixin, MyLoader):  # doctest: +SKIP
+        ...     pass
+    """
+
+    def __init__(self, *args: Any, async_loader_queue_size: int = 64, **kwargs: Any) -> None:
+        self._queue_size = async_loader_queue_size
+        super().__init__(*args, **kwargs)
+
+    def __iter__(self) -> Iterator[Columns]:
+        batches: Iterable[Columns] = super().__iter__()  # type: ignore[misc]  # of the loader
+        if self._queue_size < 1:
+            yield from batches
+            return
+        ahead = Ahead(
+            [lambda: ((batch, 1) for batch in batches)],
+            limit=self._queue_size,
+            threads=1,
+            name="sparkhvd-loader",
+            timeout=_BATCH_SECONDS,
+            waiting_for="the next batch of the data module's loader",
+        )
+        try:
+            yield from ahead
+        finally:
+            ahead.stop()
+            ahead.join()
+
+
+class DataModule(ABC):
+    """Gives a rank its loaders; a context manager that is entered before the training and left after it.
+
+    Args:
+        context: where the rows are, and whose batches are wanted.
+    """
+
+    def __init__(self, context: DataContext) -> None:
+        self.context = context
+
+    @abstractmethod
+    def train_data(self) -> BaseDataLoader:
+        """The loader of this rank's training batches."""
+
+    def val_data(self) -> BaseDataLoader | None:
+        """The loader of this rank's validation batches; None validates on nothing."""
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(  # noqa: B027  (a module that holds nothing has nothing to let go of)
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let go of what the module holds."""
+
+
+def loads_rows(value: object) -> TypeGuard[type[DataModule]]:
+    """Whether ``data_module`` takes the place of the readers: frameworks may take other kinds for what they do."""
+    return isinstance(value, type) and issubclass(value, DataModule)
+
+
+class LoaderSource:
+    """The batches of a loader as estimators take them (a ``BatchSource``); construction is collective.
+
+    The ranks agree on the number of steps once, and on the rows of a step in every step.
+    """
+
+    def __init__(self, loader: BaseDataLoader, schema: DataSchema, split: str, communicator: Communicator) -> None:
+        self._loader = loader
+        self._schema = schema
+        self._split = split
+        self._communicator = communicator
+        self._steps = max(objects.allgather_object(communicator, len(loader), name=f"batches of {split} loaders"))
+        if self._steps < 1:
+            raise DataError(f"The data module's loaders have no {split} batches on any rank.")
+
+    @property
+    def schema(self) -> DataSchema:
+        """The columns of every batch."""
+        return self._schema
+
+    def steps(self) -> int:
+        """Steps per epoch: those of the rank with the most batches."""
+        return self._steps
+
+    def rows(self) -> int:
+        """Not known before they are loaded."""
+        return 0
+
+    def has_rows(self, step: int) -> bool:  # noqa: ARG002
+        """Not known before they are loaded."""
+        return False
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from a step on; ranks that have run out of them get empty ones."""
+        self._loader.set_epoch(number)
+        with closing(_generator(self._loader)) as found:
+            for step in range(self._steps):
+                batch = next(found, None)
+                if step == self._steps - 1:
+                    self._refuse_more(found)
+                if step < first_step:
+                    continue
+                arrays = self._nothing() if batch is None else self._checked(batch)
+                rows = len(next(iter(arrays.values())))
+                total = self._communicator.allreduce(
+                    np.array([rows], np.int64), ReduceOp.SUM, name=f"rows of {self._split} step {step}"
+                )
+                if total[0] > 0:
+                    yield Batch(arrays, rows, int(total[0]))
+
+    def _refuse_more(self, found: Iterator[Columns]) -> None:
+        if next(found, None) is not None:
+            raise DataError(
+                f"The data module's {self._split} loader gave more than {self._steps} batches in an epoch, although "
+                f"its len() is {len(self._loader)} and the longest of all ranks has {self._steps}. The rest would not "
+                "be used: return the number of batches from __len__, or end _iterate after that many."
+            )
+
+    def _checked(self, batch: Columns) -> dict[str, npt.NDArray[np.generic]]:
+        missing = [name for name in self._schema.names() if name not in batch]
+        if missing:
+            raise DataError(
+                f"The data module's {self._split} loader gave the columns {list(batch)} without {missing[0]!r}."
+            )
+        arrays = {name: np.require(batch[name], requirements=["C", "W"]) for name in self._schema.names()}
+        if len({len(array) for array in arrays.values()}) > 1:
+            sizes = {name: len(array) for name, array in arrays.items()}
+            raise DataError(f"The data module's {self._split} loader gave columns of different lengths: {sizes}.")
+        return arrays
+
+    def _nothing(self) -> dict[str, npt.NDArray[np.generic]]:
+        return {column.name: columns.empty(column, 0) for column in self._schema.columns}
+
+
+def _generator(loader: BaseDataLoader) -> Generator[Columns]:
+    yield from loader

@@ -1,0 +1,324 @@
+"""From a DataFrame to a prepared dataset, in one evaluation of its lineage.
+
+Spark writes the Parquet files of both splits at once, without a shuffle. Everything else that has to be known (row
+counts, NULLs, the lengths of arrays) is in the footers of these files. So that they tell the lengths too, every array
+column is accompanied by a column of its sizes: the readers never touch it, and the footer has its minimum and maximum.
+
+Two splits in one write means dynamic partitioning, for which Spark sorts every task's rows by split unless it may have
+a file open for each (spark.sql.maxConcurrentOutputFileWriters). That setting belongs to a session and cannot be given
+to one write, so the write runs in a copy of the user's session. Where there is no copy to be had (Spark Connect), the
+rows are sorted by (split, row number), which satisfies Spark and keeps the DataFrame's order: a sort by split alone
+does not keep it when it spills to disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, cast
+
+from sparkhvd.data.prepare import validation_split
+from sparkhvd.data.prepare.footers import Footer, read_footers
+from sparkhvd.data.prepare.stats import (
+    SPLIT,
+    ColumnFacts,
+    FileFacts,
+    Measure,
+    SplitValue,
+    check_rows,
+    checked_schema,
+    label_ranges,
+    size_columns,
+)
+from sparkhvd.data.reuse.fingerprint import Fingerprint
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.data.schema.manifest import DataFile, Manifest, Split
+from sparkhvd.data.schema.selection import RESERVED_PREFIX, Selection, expressions, quoted, source
+from sparkhvd.data.spark.job import counting, is_connect, run_job
+from sparkhvd.data.spark.settings import spark_can_write, with_own_settings
+from sparkhvd.errors import ConfigError, DataError, SparkHvdError, StoreError
+from sparkhvd.store import layout
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+logger = logging.getLogger(__name__)
+
+# Small enough that a rank reads little more than its shard and that windows mix several row groups, large enough for
+# sequential reading.
+ROW_GROUP_BYTES = 8 * 1024 * 1024
+SMALLEST_ROW_GROUP_BYTES = 1024 * 1024
+
+_ROW = RESERVED_PREFIX + "row"
+_SPLIT_FILES = 4  # files that a task has open: of both splits, and of the rows that will be refused
+# Spark names files by task and by their number within the task; tasks are in DataFrame order.
+_PART = re.compile(r"part-(\d+)-.*[.-]c(\d+)\.(?:\w+\.)?parquet")
+_MICROSECONDS = "TIMESTAMP_MICROS"
+_VECTOR_LEAVES = 4  # Parquet columns of a vector: type, size, indices, values
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How the rows are written.
+
+    Attributes:
+        num_proc: the number of ranks that will train.
+        seed: decides which rows a validation fraction holds out.
+        partitions_per_process: row groups that each rank should find at least, where there are rows enough.
+        row_group_bytes: bytes of a row group in memory; None chooses by ``partitions_per_process``.
+        compress: write dense vectors in the sparse form too.
+    """
+
+    num_proc: int
+    seed: int
+    partitions_per_process: int = 10
+    row_group_bytes: int | None = None
+    compress: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_proc", "partitions_per_process", "row_group_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+
+
+def new_dataset_id() -> str:
+    """An id that no dataset had before."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:16]}"
+
+
+def refuse_streaming(df: DataFrame) -> None:
+    """Raise ``DataError`` for a DataFrame without an end."""
+    if df.isStreaming:
+        raise DataError("A streaming DataFrame has no end and cannot be prepared; call this from foreachBatch.")
+
+
+def prepare(
+    df: DataFrame,
+    selection: Selection,
+    store: Store,
+    *,
+    writing: Writing,
+    dataset_id: str | None = None,
+    name: str | None = None,
+    fingerprint: Fingerprint | None = None,
+    identify: Callable[[], Fingerprint | None] = lambda: None,
+) -> Manifest:
+    """Write the selected columns of ``df`` to ``store`` as a new dataset.
+
+    The lineage of ``df`` is evaluated once. The dataset has an id of its own, is never changed, and becomes visible
+    when its manifest is published as the last step; a failure leaves nothing behind, and an interrupt cancels the Spark
+    job first.
+
+    Args:
+        df: the rows; their order is kept.
+        selection: what ``select(df.schema, ...)`` returned.
+        store: where the dataset goes.
+        writing: how. A fraction is held out by a hash of the features' and labels' values and the seed (see
+            ``sparkhvd.data.prepare.validation_split``), so equal rows fall on the same side.
+        dataset_id: from ``new_dataset_id``; None makes one.
+        name: what the user calls the dataset.
+        fingerprint: what identified the rows of ``df`` just now.
+        identify: tells it again; the manifest has it if the rows are still the same after they have been written.
+
+    Returns:
+        The manifest as published, with all shapes known.
+
+    Raises:
+        DataError: NULL in a column or an array without a fill, no rows, no training rows, fewer training rows than
+            ranks, no validation rows though some were asked for, or a validation column with other values than 0 and 1.
+        SchemaError: an array or vector column has rows of different lengths, or of length 0.
+        StoreError: the Store could not be written or read, or what Spark wrote is not in it.
+    """
+    refuse_streaming(df)
+    dataset_id = dataset_id or new_dataset_id()
+    try:
+        written = _write(df, selection, store, layout.dataset_rows_folder(dataset_id), writing)
+        files = _read_facts(store, dataset_id, selection.schema)
+        _check_all_came(written, files, store)
+        check_rows(files, selection, writing.num_proc)
+        manifest = Manifest(
+            dataset_id=dataset_id,
+            folder=layout.dataset_folder(dataset_id),
+            schema=as_written(checked_schema(selection.schema, files)),
+            train=_split(files, "train"),
+            validation=None if selection.validation is None else _split(files, "validation"),
+            seed=writing.seed,
+            validated_by=selection.validation,
+            labels=label_ranges(selection.schema, files),
+            fingerprint=fingerprint.text if fingerprint is not None and fingerprint == identify() else None,
+            name=name,
+        )
+        store.publish(layout.manifest_path(dataset_id), manifest.to_json())
+    except BaseException:
+        _remove(store, layout.dataset_folder(dataset_id))
+        raise
+    held_out = 0 if manifest.validation is None else manifest.validation.rows
+    logger.info("Prepared dataset %s: %d rows to train on, %d held out", dataset_id, manifest.train.rows, held_out)
+    return manifest
+
+
+def _check_all_came(written: int, files: Sequence[FileFacts], store: Store) -> None:
+    """Tell a folder that is not the same for all: Spark's commit moves only the files that the driver sees."""
+    came = sum(sum(file.row_groups) for file in files)
+    if came != written:
+        raise StoreError(
+            f"The DataFrame has {written} rows, but {came} of them came to {store.url}. Check that the driver and all "
+            "executors share this folder."
+        )
+
+
+def _remove(store: Store, folder: str) -> None:
+    try:
+        store.delete(folder)
+    except SparkHvdError as error:  # the failure that led here is the one to report
+        logger.warning("Could not remove the unfinished dataset: %s", error)
+
+
+def prepared(df: DataFrame, selection: Selection, seed: int, *, compress: bool = False) -> DataFrame:
+    """The rows as they are written: the selected columns, the sizes of arrays, and with validation the split."""
+    from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
+
+    columns = selection.schema.columns
+    chosen = expressions(columns, compress=compress)
+    if selection.validation is None:
+        rows = df.select(*chosen)
+    elif isinstance(selection.validation, str):
+        rows = df.select(*chosen, validation_split.by_column(df, selection.validation).alias(SPLIT))
+    else:
+        side = validation_split.by_fraction(columns, selection.validation, seed)
+        read = dict.fromkeys(column.path[0] for column in columns)
+        rows = df.select(*map(quoted, read), side.alias(SPLIT)).select(*chosen, SPLIT)
+    sizes = [_measured(measure, functions).alias(measure.name) for measure in size_columns(columns)]
+    rest = rows.columns[len(columns) :]
+    return rows.select(*(quoted(column.name) for column in columns), *sizes, *map(quoted, rest))
+
+
+def _measured(measure: Measure, functions: Any) -> Column:
+    value = source(measure.column.name)
+    if measure.column.kind == "vector":
+        is_dense, places, values = value["type"] == 1, value["indices"], value["values"]
+        if measure.what == "length":
+            found = functions.when(is_dense, functions.array_size(values)).otherwise(value["size"])
+        else:
+            filled = functions.array_size(functions.filter(values, lambda element: element != 0))
+            found = functions.when(is_dense, filled).otherwise(functions.array_size(places))
+        return cast("Column", found)
+    if measure.what == "length":
+        return cast("Column", functions.array_size(value))
+    for _ in range(measure.level - 1):
+        value = functions.flatten(value)
+    sizes = functions.transform(value, functions.array_size)
+    return cast("Column", (functions.array_min if measure.what == "shortest" else functions.array_max)(sizes))
+
+
+def row_group_bytes(rows: DataFrame, writing: Writing) -> int:
+    """Bytes of a row group, so that each rank finds ``partitions_per_process`` of them where there are rows enough."""
+    if writing.row_group_bytes is not None:
+        return writing.row_group_bytes
+    parts = writing.num_proc * writing.partitions_per_process
+    return max(SMALLEST_ROW_GROUP_BYTES, min(ROW_GROUP_BYTES, _estimated_bytes(rows) // parts))
+
+
+def _estimated_bytes(rows: DataFrame) -> int:
+    """What Spark's planner expects; far too much where it knows nothing."""
+    if is_connect(rows.sparkSession):
+        return 2**62
+    plan = rows._jdf.queryExecution().optimizedPlan()  # noqa: SLF001  (nothing public tells its statistics)
+    return int(str(plan.stats().sizeInBytes()))
+
+
+def _write(df: DataFrame, selection: Selection, store: Store, folder: str, writing: Writing) -> int:
+    """Write the rows; tells how many the job had."""
+    rows = prepared(df, selection, writing.seed, compress=writing.compress)
+    group_bytes = row_group_bytes(rows, writing)
+    url = store.spark_url(folder)
+    if url is not None and spark_can_write(df.sparkSession, url) and not _changes_times(df, selection.schema):
+        options = {"parquet.block.size": str(group_bytes), **store.spark_options()}
+        return _write_by_spark(rows, url, options, divided=selection.validation is not None)
+    from sparkhvd.data.prepare import arrow_writer  # noqa: PLC0415  (heavy)
+
+    by = None if selection.validation is None else SPLIT
+    write = partial(arrow_writer.write, rows, store, folder, row_group_bytes=group_bytes, split=by)
+    return sum(run_job(df.sparkSession, write).values())
+
+
+def _changes_times(df: DataFrame, schema: DataSchema) -> bool:
+    """Whether Spark's writer stores timestamps other than it has them: cut to milliseconds, or without statistics."""
+    if not any(column.dtype == "datetime64[us]" for column in schema.columns):
+        return False
+    name = "spark.sql.parquet.outputTimestampType"
+    return df.sparkSession.conf.get(name, _MICROSECONDS) != _MICROSECONDS
+
+
+def _write_by_spark(rows: DataFrame, url: str, more_options: dict[str, str], *, divided: bool) -> int:
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    options = {
+        "compression": "snappy",
+        # Numbers to train on seldom repeat enough for a dictionary to pay for its making.
+        "parquet.enable.dictionary": "false",
+        "parquet.column.statistics.enabled": "true",
+        **more_options,
+    }
+    if divided:
+        unsorted = with_own_settings(rows, {"spark.sql.maxConcurrentOutputFileWriters": str(_SPLIT_FILES)})
+        if unsorted is not None:
+            rows = unsorted
+        else:
+            numbered = rows.withColumn(_ROW, functions.monotonically_increasing_id())
+            rows = numbered.sortWithinPartitions(SPLIT, _ROW).drop(_ROW)
+    rows, counted = counting(rows)
+    writer = rows.write.mode("error").options(**options)
+    if divided:
+        writer = writer.partitionBy(SPLIT)
+    run_job(rows.sparkSession, lambda: writer.parquet(url))
+    return counted()
+
+
+def as_written(schema: DataSchema) -> DataSchema:
+    """The schema of the files, in which fields of structs are columns."""
+    return schema.replaced([replace(column, source=()) for column in schema.columns])
+
+
+def _read_facts(store: Store, dataset_id: str, schema: DataSchema) -> list[FileFacts]:
+    folder = layout.dataset_folder(dataset_id)
+    paths = [path for path in store.list(layout.dataset_rows_folder(dataset_id)) if path.endswith(".parquet")]
+    footers = [footer for footer in read_footers(store, paths) if any(footer.row_groups)]
+    files = [_facts(store, folder, footer, schema) for footer in footers]
+    return sorted(files, key=lambda file: (file.place, file.path))
+
+
+def _facts(store: Store, folder: str, footer: Footer, schema: DataSchema) -> FileFacts:
+    name = _PART.fullmatch(footer.path.rpartition("/")[2])
+    leaves = [_VECTOR_LEAVES if column.kind == "vector" else 1 for column in schema.columns]
+    leaves += [1] * len(size_columns(schema.columns))
+    if name is None or len(footer.columns) != sum(leaves):
+        raise DataError(f"{store.url}/{footer.path} is not a file as Spark writes it: {len(footer.columns)} columns.")
+    if any(column.nulls is None for column in footer.columns):
+        raise DataError(
+            f"{store.url}/{footer.path} has no statistics; allow Spark to write them (parquet.column.statistics)."
+        )
+    starts = [0, *accumulate(leaves)]
+    split = re.search(rf"/{SPLIT}=(\w+)/", footer.path)
+    return FileFacts(
+        path=footer.path.removeprefix(folder + "/"),
+        split=split[1] if split else "train",  # type: ignore[arg-type]  # the values of the split expressions
+        place=(int(name[1]), int(name[2])),
+        row_groups=footer.row_groups,
+        columns=tuple(
+            ColumnFacts(footer.columns[start].nulls or 0, footer.columns[start].low, footer.columns[start].high)
+            for start in starts[:-1]
+        ),
+    )
+
+
+def _split(files: Sequence[FileFacts], split: SplitValue) -> Split:
+    return Split(tuple(DataFile(file.path, file.row_groups) for file in files if file.split == split))

@@ -1,0 +1,410 @@
+"""``prepare_data``: rows of a DataFrame in a Store, held while they are used, and found again when they can be.
+
+The rows are removed when the last user lets go of them, with one exception: where it can be told what the rows were
+made of (``data.reuse.fingerprint``), they stay for ``keep_seconds`` after their last use, and a preparation of the
+same rows takes them instead of writing them again, in this session or a later one, on this driver or another. Rows with
+a name are kept as long, whatever they were made of, and found by it. Every preparation removes what has been kept for
+long enough.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sparkhvd._util.closable import Closing
+from sparkhvd._util.file_lock import in_turn
+from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.data.prepare.prepare import Writing, new_dataset_id, prepare, refuse_streaming
+from sparkhvd.data.prepare.stats import too_few_rows
+from sparkhvd.data.prepare.store_check import check_store
+from sparkhvd.data.reuse import leases
+from sparkhvd.data.reuse.dataset_names import difference, notes_of
+from sparkhvd.data.reuse.fingerprint import Fingerprint, fingerprint, living_caches
+from sparkhvd.data.schema.data_schema import DataSchema, Fill, Role
+from sparkhvd.data.schema.manifest import Manifest, load
+from sparkhvd.data.schema.selection import Selection, no_such_column, select
+from sparkhvd.data.spark.settings import told_by_spark
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import ConfigError, DataError, SchemaError, SparkHvdError, StoreError
+from sparkhvd.store import layout, store_at
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
+
+KEEP_SECONDS = 24 * 3600.0
+# How long somebody who prepares the same rows is waited for; longer than that takes, or all who wait start at once.
+_TURN_SECONDS = 24 * 3600.0
+
+
+class PreparedData(Closing):
+    """A dataset in a Store that stays there until ``close``, or the end of ``with``; then see the module's text.
+
+    Attributes:
+        store: where it lies.
+        manifest: what it consists of.
+        reused: whether it had been prepared before.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, lease: leases.Lease, *, reused: bool) -> None:
+        self.store = store
+        self.manifest = manifest
+        self.reused = reused
+        self._hold: leases.Hold | None = leases.Hold(lease)
+
+    @property
+    def dataset_id(self) -> str:
+        """Names the dataset in its Store."""
+        return self.manifest.dataset_id
+
+    @property
+    def schema(self) -> DataSchema:
+        """The columns, all shapes known."""
+        return self.manifest.schema
+
+    @property
+    def train_rows(self) -> int:
+        """Rows to train on."""
+        return self.manifest.train.rows
+
+    @property
+    def validation_rows(self) -> int:
+        """Rows held out."""
+        return 0 if self.manifest.validation is None else self.manifest.validation.rows
+
+    def close(self) -> None:
+        """Let go of the dataset; a second call does nothing."""
+        if self._hold is not None:
+            self._hold.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Ranks get to know the dataset; who prepared it holds it."""
+        return {**self.__dict__, "_hold": None}
+
+    def __repr__(self) -> str:
+        held_out = f", {self.validation_rows} held out" if self.manifest.validation is not None else ""
+        return f"<PreparedData {self.dataset_id}: {self.train_rows} rows to train on{held_out}>"
+
+
+@brief_errors
+def prepare_data(  # noqa: PLR0917  (Horovod's order)
+    num_processes: int,
+    store: Store | str,
+    df: DataFrame,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str] | None = None,
+    validation: float | str | None = None,
+    sample_weight_col: str | None = None,
+    compress_sparse: bool = False,
+    partitions_per_process: int = 10,
+    verbose: int = 0,
+    *,
+    seed: int = 0,
+    sparse_cols: Sequence[str] = (),
+    fill: Mapping[str, Fill] | None = None,
+    row_group_bytes: int | None = None,
+    keep_seconds: float = KEEP_SECONDS,
+    name: str | None = None,
+) -> PreparedData:
+    """Write the columns of a DataFrame to a Store, once, for any number of trainings.
+
+    One Spark job evaluates the DataFrame once, whatever ``validation`` is, without a shuffle. The result is a context
+    manager; without ``with``, call its ``close()``.
+
+    Args:
+        num_processes: the number of ranks that will train; there have to be as many training rows at least.
+        store: where the rows go: a Store or its URL.
+        df: the rows.
+        label_columns: columns to learn.
+        feature_columns: columns to learn from; None means all others.
+        validation: rows to hold out: a fraction in [0, 1), decided by a hash of each row's feature and label values and
+            ``seed``, or the name of a column that is true or 1 for them.
+        sample_weight_col: a column with one number per row: its weight.
+        compress_sparse: also store dense vectors by their entries that are not 0. Sparse vectors always are.
+        partitions_per_process: row groups that each rank should find, as long as they have 1 MiB; more of them mix
+            better, fewer read faster.
+        verbose: above 0, tell how many rows there are in a line of the log.
+        seed: of the split by fraction.
+        sparse_cols: vector columns that the readers deliver by their entries instead of as dense arrays.
+        fill: by column, what the readers put where the data have NULL; without it NULL is refused.
+        row_group_bytes: the size of a row group; None chooses it by ``partitions_per_process``.
+        keep_seconds: how long the rows stay after their last use where they have a name or can be recognised; 0 keeps
+            and reuses nothing.
+        name: names the rows, which keeps them whatever they are made of. ``fit_on_parquet(dataset_idx=name)`` of a
+            later job finds them, and so does ``prepare_data`` with the same name, columns and split, which then
+            evaluates nothing: another name is needed for other rows.
+
+    Raises:
+        SchemaError: a column is missing or cannot be used; raised before any Spark job.
+        ConfigError: a number is too small.
+        DataError: the rows cannot be trained on (see ``prepare``), or the name has other rows.
+        StoreError: the Store could not be written or read, or is not shared; before the rows are evaluated.
+
+    Example:
+        >>> with prepare_data(2, store, df, ["label"], ["features"], validation=0.1):  # doctest: +SKIP
+        ...     model = estimator.fit_on_parquet()
+    """
+    store = store_at("store", store)
+    writing = Writing(num_processes, seed, partitions_per_process, row_group_bytes, compress_sparse)
+    if not label_columns:
+        raise SchemaError("No label column is selected; label_columns is empty.")
+    selection = select(
+        df.schema,
+        feature_cols=feature_columns,
+        label_cols=label_columns,
+        weight_col=sample_weight_col,
+        validation=validation,
+        sparse_cols=sparse_cols,
+        fill=fill,
+        transformed=True,
+    )
+    data = acquire(
+        df,
+        selection,
+        store,
+        writing,
+        keep_seconds=keep_seconds,
+        before_writing=check_store,
+        name=name,
+        report=logger.warning,
+    )
+    if verbose > 0:
+        logger.info("%r in %s%s", data, store.url, " (prepared before)" if data.reused else "")
+    return data
+
+
+def acquire(
+    df: DataFrame,
+    selection: Selection,
+    store: Store,
+    writing: Writing,
+    *,
+    keep_seconds: float,
+    before_writing: Callable[[SparkSession, Store], None] | None = None,
+    name: str | None = None,
+    report: Callable[..., None] = logger.info,
+) -> PreparedData:
+    """The prepared rows of a DataFrame: those of an earlier preparation, or new ones.
+
+    ``before_writing`` is called where the rows have to be written, ``report`` (of a logger) where they cannot be kept.
+
+    Raises:
+        ConfigError: ``keep_seconds`` is negative, or 0 for rows with a name.
+        DataError: the name has other rows.
+        SparkHvdError: see ``prepare``.
+    """
+    if keep_seconds < 0:
+        raise ConfigError(f"keep_seconds is {keep_seconds}; it must be at least 0.")
+    if name is not None and not keep_seconds:
+        raise ConfigError(f"name={name!r} keeps rows, and keep_seconds=0 keeps none; leave one of them out.")
+    refuse_streaming(df)
+    store = told_by_spark(store, df.sparkSession)
+    _remove_expired(store, df.sparkSession)
+    reasons: list[str] = []
+    identify = partial(_identity, df, selection, writing, reasons.append)
+    known = identify() if keep_seconds > 0 else None
+
+    def prepare_anew(keep_seconds: float) -> PreparedData:
+        if before_writing is not None:
+            before_writing(df.sparkSession, store)
+        return _prepared_now(
+            df, selection, store, writing=writing, name=name, identify=identify, known=known, keep_seconds=keep_seconds
+        )
+
+    if known is None and name is None:
+        if reasons:
+            report(
+                "The prepared rows are removed after this use, and no later job finds them: %s. prepare_data(name=...) "
+                "keeps them.",
+                reasons[0],
+            )
+        return prepare_anew(keep_seconds=0.0)
+    what = f"named {name!r}" if known is None or name is not None else known.text
+    with in_turn(f"preparing the rows {what} in {store.url}", Deadline.after(_TURN_SECONDS)):
+        if name is not None:
+            found = _named_before(store, name, keep_seconds)
+            if found is not None:
+                _refuse_others(found, selection, writing, known)
+        else:
+            assert known is not None  # noqa: S101  (see above)
+            found = _prepared_before(store, known, keep_seconds)
+        found = found or prepare_anew(keep_seconds=keep_seconds)
+    if found.train_rows < writing.num_proc:
+        found.close()
+        raise DataError(too_few_rows(found.train_rows, writing.num_proc))
+    return found
+
+
+def _prepared_now(
+    df: DataFrame,
+    selection: Selection,
+    store: Store,
+    *,
+    writing: Writing,
+    name: str | None,
+    identify: Callable[[], Fingerprint | None],
+    known: Fingerprint | None,
+    keep_seconds: float,
+) -> PreparedData:
+    dataset_id = new_dataset_id()
+    if name is not None and known is not None and known.caches:
+        known = None  # rows with a name outlive the caches that they are of
+    caches = () if known is None else known.caches
+    lease = leases.take(store, dataset_id, keep_seconds, caches)
+    try:
+        manifest = prepare(
+            df,
+            selection,
+            store,
+            writing=writing,
+            dataset_id=dataset_id,
+            name=name,
+            fingerprint=known,
+            identify=identify,
+        )
+        if name is not None:
+            store.publish(layout.name_path(name, dataset_id), b"")
+        elif manifest.fingerprint is not None:
+            store.publish(layout.fingerprint_path(manifest.fingerprint, dataset_id), b"")
+    except BaseException:
+        leases.let_go(replace(lease, keep_seconds=0.0))
+        raise
+    if manifest.fingerprint is None and name is None:
+        lease = replace(lease, keep_seconds=0.0)
+    return PreparedData(store, manifest, lease, reused=False)
+
+
+def _named_before(store: Store, name: str, keep_seconds: float) -> PreparedData | None:
+    for note, dataset_id in notes_of(store, name):
+        lease = leases.take(store, dataset_id, keep_seconds, ())
+        manifest = _complete(store, dataset_id)
+        if manifest is not None:
+            logger.info("Dataset %s has the name %r; using its rows", dataset_id, name)
+            return PreparedData(store, manifest, lease, reused=True)
+        store.delete(note)
+        leases.let_go(replace(lease, keep_seconds=0.0))
+    return None
+
+
+def _refuse_others(found: PreparedData, selection: Selection, writing: Writing, known: Fingerprint | None) -> None:
+    """Refuse rows of a name that are not those which are asked for."""
+    differs = difference(found.manifest, selection, writing.seed, known)
+    if differs is not None:
+        found.close()
+        raise DataError(
+            f"The name {found.manifest.name!r} has other rows in {found.store.url} (dataset {found.dataset_id}): "
+            f"{differs} differ. Choose another name, or remove the rows that have it (sparkhvd.data.clean)."
+        )
+
+
+def hold(store: Store, dataset_id: str) -> PreparedData:
+    """A dataset that was prepared before, for one more use: it cannot be removed before ``close``.
+
+    Raises:
+        StoreError: there is no such dataset, or it cannot be held.
+        DataError: its manifest is damaged.
+    """
+    lease = leases.borrow(store, dataset_id)
+    try:
+        return PreparedData(store, load(store, layout.manifest_path(dataset_id)), lease, reused=True)
+    except BaseException:
+        try:
+            lease.withdraw()
+        except SparkHvdError as error:  # it must not hide the error that led here
+            logger.warning("Could not let go of dataset %s in %s: %s", dataset_id, store.url, error)
+        raise
+
+
+def open_here(store: Store, columns: Collection[str]) -> Manifest | None:
+    """The dataset of a Store that this process opened last, among those it holds that have all of these columns."""
+    for dataset_id in leases.held_here(store):
+        path = layout.manifest_path(dataset_id)
+        if not store.exists(path):  # it is being prepared
+            continue
+        manifest = load(store, path)
+        if all(manifest.schema.fields_of(name) for name in columns):
+            return manifest
+    return None
+
+
+def chosen(
+    manifest: Manifest, feature_cols: Sequence[str], label_cols: Sequence[str], weight_col: str | None = None
+) -> Manifest:
+    """The dataset with these columns alone, each for the use that it is given here.
+
+    Raises:
+        SchemaError: it has no such column.
+    """
+    wanted: list[tuple[str, Role]] = [(name, "feature") for name in feature_cols]
+    wanted += [(name, "label") for name in label_cols]
+    wanted += [] if weight_col is None else [(weight_col, "weight")]
+    columns = []
+    for name, role in wanted:
+        fields = manifest.schema.fields_of(name)
+        if not fields:
+            raise no_such_column(name, role, manifest.schema.names(), f"The dataset {manifest.dataset_id} has")
+        columns += [replace(manifest.schema[field], role=role) for field in fields]
+    return replace(manifest, schema=DataSchema(tuple(columns)))
+
+
+def clean(store: Store | str) -> list[str]:
+    """Remove all prepared rows that nobody uses, also those that are kept for reuse.
+
+    Returns:
+        The ids of the datasets that were removed.
+    """
+    return leases.remove_all_unused(store_at("store", store))
+
+
+def _identity(
+    df: DataFrame, selection: Selection, writing: Writing, report: Callable[[str], None]
+) -> Fingerprint | None:
+    by_fraction = isinstance(selection.validation, float)
+    asked = () if writing.row_group_bytes is None else (writing.row_group_bytes,)
+    seed = writing.seed if by_fraction else None
+    return fingerprint(df, selection, writing.compress, seed, *asked, report=report)
+
+
+def _prepared_before(store: Store, known: Fingerprint, keep_seconds: float) -> PreparedData | None:
+    for note in reversed(store.list(layout.fingerprint_folder(known.text))):
+        dataset_id = note.rpartition("/")[2]
+        lease = leases.take(store, dataset_id, keep_seconds, known.caches)
+        manifest = _complete(store, dataset_id)
+        if manifest is not None and manifest.fingerprint == known.text:
+            logger.info("Dataset %s holds these rows already; using it", dataset_id)
+            return PreparedData(store, manifest, lease, reused=True)
+        store.delete(note)
+        leases.let_go(replace(lease, keep_seconds=0.0))
+    return None
+
+
+def _complete(store: Store, dataset_id: str) -> Manifest | None:
+    """The manifest, if all of its files are there."""
+    path = layout.manifest_path(dataset_id)
+    if not store.exists(path):
+        return None
+    try:
+        manifest = load(store, path)
+    except (StoreError, DataError) as error:
+        logger.warning("Preparing the data again: %s", error)
+        return None
+    there = set(store.list(layout.dataset_rows_folder(dataset_id)))
+    splits = [manifest.train, *([] if manifest.validation is None else [manifest.validation])]
+    wanted = {f"{manifest.folder}/{file.path}" for split in splits for file in split.files}
+    return manifest if wanted <= there else None
+
+
+def _remove_expired(store: Store, spark: SparkSession) -> None:
+    try:
+        removed = leases.remove_expired(store, living_caches(spark))
+    except SparkHvdError as error:  # somebody else's leftovers must not keep anybody from training
+        logger.warning("Could not remove expired datasets: %s", error)
+    else:
+        if removed:
+            logger.info("Removed %d datasets that had expired", len(removed))

@@ -1,0 +1,236 @@
+"""What is known of prepared rows without reading them, and whether they can be trained on.
+
+The numbers come from Parquet footers, or from the Arrow batches of rows that were never written to a Store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.data.schema.manifest import LabelRanges
+from sparkhvd.data.schema.selection import RESERVED_PREFIX, Selection
+from sparkhvd.errors import DataError, SchemaError
+
+SplitValue = Literal["train", "validation", "null", "other"]
+
+# The column that says to which split a row belongs, where rows of several travel together.
+SPLIT = RESERVED_PREFIX + "split"
+SIZE_PREFIX = RESERVED_PREFIX + "size_"
+
+_DROP = "Drop these rows (df.dropna(subset=[{name!r}])), fill them (df.fillna), or say what to read instead (fill)."
+_REPLACE = "Replace them, for example with pyspark.sql.functions.transform and coalesce, or say what to read (fill)."
+
+
+@dataclass(frozen=True)
+class ColumnFacts:
+    """One column of one file: its NULLs, and the smallest and largest value where they are known.
+
+    The NULLs of an array column are those of its innermost elements; those of a vector column are not counted here but
+    in its ``length``.
+    """
+
+    nulls: int
+    low: Any = None
+    high: Any = None
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """One file, or the rows of one split that one rank was given.
+
+    Attributes:
+        path: the file.
+        split: which rows are in it; "null" and "other" are what a validation column must not hold.
+        place: files in this order hold the rows in their order.
+        row_groups: rows of each row group.
+        columns: the columns of the schema, then the columns of ``size_columns``.
+    """
+
+    path: str
+    split: SplitValue
+    place: tuple[int, int]
+    row_groups: tuple[int, ...]
+    columns: tuple[ColumnFacts, ...]
+
+
+def rows_of(files: Sequence[FileFacts], split: SplitValue) -> int:
+    """The rows of one split."""
+    return sum(sum(file.row_groups) for file in files if file.split == split)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of integers that accompanies another one, so that its smallest and largest value tell that one's shape.
+
+    Attributes:
+        name: its name in the data.
+        column: the column that it belongs to.
+        what: ``length`` of arrays and vectors; ``shortest`` and ``longest`` of the arrays inside an array, ``level``
+            arrays deep; ``entries`` of vectors that are delivered sparse.
+        level: 0 for the column's own arrays.
+    """
+
+    name: str
+    column: ColumnSpec
+    what: Literal["length", "shortest", "longest", "entries"]
+    level: int = 0
+
+
+def size_columns(columns: Sequence[ColumnSpec]) -> list[Measure]:
+    """The columns that tell the shapes of arrays and vectors; a scalar needs none."""
+    found: list[Measure] = []
+
+    def add(column: ColumnSpec, what: Literal["length", "shortest", "longest", "entries"], level: int = 0) -> None:
+        found.append(Measure(f"{SIZE_PREFIX}{len(found)}", column, what, level))
+
+    for column in columns:
+        if column.kind != "scalar":
+            add(column, "length")
+        for level in range(1, column.depth):
+            add(column, "shortest", level)
+            add(column, "longest", level)
+        if column.sparse:
+            add(column, "entries")
+    return found
+
+
+def is_ranged(column: ColumnSpec) -> bool:
+    """Whether a column is a label whose smallest and largest value tell something: a class number may be too large."""
+    return column.role == "label" and column.kind == "scalar" and column.dtype.startswith(("int", "uint", "float"))
+
+
+def label_ranges(schema: DataSchema, files: Sequence[FileFacts]) -> LabelRanges:
+    """The ranges of the labels, as far as all files tell them."""
+    found = []
+    for index, column in enumerate(schema.columns):
+        ends = [(file.columns[index].low, file.columns[index].high) for file in files if is_ranged(column)]
+        if ends and all(low is not None and high is not None for low, high in ends):
+            found.append((column.name, _number(min(low for low, _ in ends)), _number(max(high for _, high in ends))))
+    return tuple(found)
+
+
+def with_extreme_labels(rows: Arrays, ranges: LabelRanges) -> Arrays:
+    """A few rows in which labels are the smallest and the largest of all rows.
+
+    A loss that does not take one of them, such as a class number without an output, says so before the training.
+    """
+    changed = {}
+    for name, low, high in ranges:
+        if name in rows:
+            changed[name] = rows[name].copy()
+            changed[name][0] = low
+            changed[name][-1] = high
+    return {**rows, **changed}
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int) else float(value)
+
+
+def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) -> None:
+    """Refuse rows that cannot be trained on.
+
+    Args:
+        files: all that there are.
+        selection: what was asked for.
+        num_proc: number of ranks.
+
+    Raises:
+        DataError: too few rows in a split, or a validation column with other values than 0 and 1.
+    """
+    if not files:
+        raise no_rows()
+    by = selection.validation
+    nulls, others = rows_of(files, "null"), rows_of(files, "other")
+    if nulls or others:
+        raise DataError(
+            f"Validation column {by!r} has {nulls} rows with NULL and {others} rows with another value than 0 and 1; "
+            "it must be true (1) for the rows to hold out and false (0) for the rows to train on."
+        )
+    train, held_out = rows_of(files, "train"), rows_of(files, "validation")
+    rule = f"validation column {by!r}" if isinstance(by, str) else f"validation={by}"
+    if not train:
+        raise DataError(f"No row is left to train on: {rule} holds out all {held_out} rows.")
+    if by is not None and not held_out:
+        raise DataError(
+            f"No row is held out: {rule} selects none of {train} rows. Take a larger fraction, a column that is 1 for "
+            "some rows, another seed, or validation=None. (A fraction decides by content: equal rows go together.)"
+        )
+    if train < num_proc:
+        raise DataError(too_few_rows(train, num_proc))
+
+
+def no_rows() -> DataError:
+    """The error for an empty DataFrame."""
+    return DataError("The DataFrame has no rows to train on. Check the filters and joins that it comes from.")
+
+
+def too_few_rows(train: int, num_proc: int) -> str:
+    """What to say when some rank would have no row."""
+    rows = "is 1 row" if train == 1 else f"are {train} rows"
+    return (
+        f"There {rows} to train on but num_proc is {num_proc}; every rank needs at least one row. "
+        "Lower num_proc or give more rows."
+    )
+
+
+def checked_schema(schema: DataSchema, files: Sequence[FileFacts]) -> DataSchema:
+    """The schema with all shapes, or the error that says which column cannot be trained on.
+
+    Raises:
+        DataError: NULL in a column without a fill.
+        SchemaError: arrays or vectors of different lengths, or empty ones.
+    """
+    measures = size_columns(schema.columns)
+    known = []
+    for index, column in enumerate(schema.columns):
+        own = [file.columns[index] for file in files]
+        measured: dict[tuple[str, int], list[ColumnFacts]] = {
+            (measure.what, measure.level): [file.columns[len(schema.columns) + place] for file in files]
+            for place, measure in enumerate(measures)
+            if measure.column.name == column.name
+        }
+        whole = measured.get(("length", 0), own)
+        _refuse_null(column, sum(facts.nulls for facts in whole), "NULL values", _DROP)
+        if column.kind != "scalar":
+            known.append(_with_shape(column, measured))
+            # All arrays have the same length above 0 here, so what is NULL in their elements' column is an element.
+            inside = 0 if column.kind == "vector" else sum(facts.nulls for facts in own)
+            _refuse_null(column, inside, "NULL values inside its arrays", _REPLACE)
+    return schema.replaced(known)
+
+
+def _refuse_null(column: ColumnSpec, count: int, what: str, next_step: str) -> None:
+    if count and column.fill is None:
+        raise DataError(
+            f"Column {column.name!r} ({column.role}) has {count} {what}. {next_step.format(name=column.name)}"
+        )
+
+
+def _with_shape(column: ColumnSpec, measured: Mapping[tuple[str, int], list[ColumnFacts]]) -> ColumnSpec:
+    shape = [_common_length(column, measured["length", 0], measured["length", 0], "rows")]
+    shape += [
+        _common_length(column, measured["shortest", level], measured["longest", level], "inner arrays")
+        for level in range(1, column.depth)
+    ]
+    entries = max((facts.high or 0 for facts in measured.get(("entries", 0), [])), default=0)
+    return replace(column, shape=tuple(shape), entries=max(1, entries) if column.sparse else None)
+
+
+def _common_length(
+    column: ColumnSpec, shortest: Sequence[ColumnFacts], longest: Sequence[ColumnFacts], what: str
+) -> int:
+    low = min((facts.low for facts in shortest if facts.low is not None), default=0)
+    high = max((facts.high for facts in longest if facts.high is not None), default=0)
+    if low != high:
+        raise SchemaError(
+            f"Column {column.name!r} ({column.role}) has {what} of length {low} and {high}; all {what} of an array or "
+            "vector column need the same length. Pad or cut them."
+        )
+    if high == 0:
+        raise SchemaError(f"Column {column.name!r} ({column.role}) holds only empty arrays or NULL. Leave it out.")
+    return high

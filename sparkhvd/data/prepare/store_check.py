@@ -1,0 +1,130 @@
+"""The check that a Store is shared, before a job whose failure would be hard to understand later."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from sparkhvd.config import from_environment
+from sparkhvd.data.spark.job import is_connect, is_local, run_job
+from sparkhvd.errors import SparkHvdError, StartTimeoutError, StoreError
+from sparkhvd.store.probe import Probe, new_probe
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import Row, SparkSession
+
+logger = logging.getLogger(__name__)
+
+_ROWS = 4096  # for any number of tasks
+_MOST_TASKS = 256  # where Spark decides how many
+_SCHEMA = "host string, name string, trouble string"
+
+
+def needs_check(spark: SparkSession, store: Store) -> bool:
+    """Whether a Store might not be shared: a folder on a ``local`` master, with one machine only, cannot but be."""
+    master = "connect" if is_connect(spark) else str(spark.sparkContext.master)
+    return not (store.url.startswith("file:") and is_local(master))
+
+
+def check_store(
+    spark: SparkSession, store: Store, slots: Callable[[], int] | None = None, seconds: float | None = None
+) -> None:
+    """Check that the executors read what the driver writes to a Store, and the other way round.
+
+    One Spark job of short tasks, as many as there are slots (Spark spreads them over idle executors, so that all are
+    asked), each with one file to read and one to write. Nothing is done for a folder on a ``local`` master, where all
+    processes are on one machine.
+
+    Args:
+        spark: the session whose executors are asked.
+        store: the Store.
+        slots: counts the slots; None asks as many tasks as Spark makes of a query of its own, one per core by default.
+        seconds: how long to wait for the answers; None is the start_timeout of the environment.
+
+    Raises:
+        StartTimeoutError: the tasks did not run and answer in time.
+        StoreError: an executor cannot use the Store, or does not see the same files; the message names the host.
+    """
+    if not needs_check(spark, store):
+        return
+    tasks = None if slots is None else max(1, slots())
+    probe = new_probe(store)
+    # As bytes, so that an executor that lacks the package of the Store can say so.
+    sent = pickle.dumps(probe)
+    try:
+        probe.leave()
+        asked = spark.range(tasks or _ROWS, numPartitions=tasks)
+        asked = asked.coalesce(_MOST_TASKS) if tasks is None else asked
+        seconds = from_environment().start_timeout if seconds is None else seconds
+        rows = _in_time(spark, asked.mapInArrow(partial(answer, sent), _SCHEMA).collect, store, seconds)
+        judge(probe, [(row["host"], row["name"], row["trouble"]) for row in rows])
+    finally:
+        remove(probe)
+
+
+def _in_time(spark: SparkSession, collect: Callable[[], list[Row]], store: Store, seconds: float) -> list[Row]:
+    try:
+        return run_job(spark, collect, seconds)
+    except TimeoutError:
+        raise StartTimeoutError(
+            f"The executors did not say within start_timeout={seconds:g} s whether they see the Store {store.url}: "
+            "other jobs keep the slots busy, or the Store does not answer them. Wait for those jobs, give this one a "
+            "cluster of its own, or raise start_timeout."
+        ) from None
+
+
+def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Answer a probe from inside a task."""
+    from pyspark import TaskContext  # noqa: PLC0415  (this runs in Spark's tasks)
+
+    for _ in batches:  # Spark wants its input read
+        continue
+    context = TaskContext.get()
+    name = "task" if context is None else f"{context.partitionId()}-{context.taskAttemptId()}"
+    try:
+        trouble = pickle.loads(sent).answer(name)
+    except ImportError as error:
+        trouble = f"cannot use it: {error}"
+    row = {"host": [socket.gethostname()], "name": [name], "trouble": [trouble]}
+    yield pa.RecordBatch.from_pydict({key: pa.array(value, pa.string()) for key, value in row.items()})
+
+
+def judge(probe: Probe, answers: Sequence[tuple[str, str, str]]) -> None:
+    """Say what is wrong with the Store of a probe.
+
+    Args:
+        probe: was left there.
+        answers: host, name and trouble of everybody who was asked.
+
+    Raises:
+        StoreError: somebody cannot use it or sees other files; the message names the host.
+    """
+    store = probe.store
+    for host, _, trouble in answers:
+        if trouble:
+            raise StoreError(f"The Store {store.url} is not shared: the executor on host {host} {trouble}. {_WAY_OUT}")
+    unseen = set(probe.unseen([name for _, name, _ in answers]))
+    for host, name, _ in answers:
+        if name in unseen:
+            raise StoreError(
+                f"The Store {store.url} is not shared: the driver does not see what the executor on host {host} has "
+                f"just written. {_WAY_OUT}"
+            )
+
+
+_WAY_OUT = "Use a folder that all machines mount at the same path, or HDFS or an object store that all can reach."
+
+
+def remove(probe: Probe) -> None:
+    """Remove what a probe left; a failure is logged."""
+    try:
+        probe.remove()
+    except SparkHvdError as error:  # what the check found is the one to report
+        logger.warning("Could not remove what checked the Store: %s", error)

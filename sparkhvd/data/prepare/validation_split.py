@@ -1,0 +1,86 @@
+"""Which rows are held out for validation, as Spark expressions.
+
+A fraction is decided by a hash of the values of a row's features and labels. Their encoding does not count: a vector,
+dense or sparse, has the hash of the array with the same values, and a number that of the equal ``double``. The columns
+are taken in the order of their names. Weights do not count. So equal rows always fall on the same side, and the same
+rows do in every preparation, however their columns are stored or ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparkhvd.data.schema.data_schema import ColumnSpec, Fill
+from sparkhvd.data.schema.selection import source, value_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+# Elements of the longest vector that is hashed as an array. A longer one is hashed by its entries that are not 0.
+WIDE = 4096
+
+
+def by_fraction(columns: Sequence[ColumnSpec], fraction: float, seed: int) -> Column:
+    """The side of a row, from the columns of the user's DataFrame."""
+    from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
+
+    hashed = sorted((column for column in columns if column.role != "weight"), key=lambda column: column.name)
+    values = [value for column in hashed for value in _canonical(column)]
+    digest = functions.xxhash64(functions.lit(seed % 2**63).cast("long"), *values)
+    held_out = digest < functions.lit(int(fraction * 2**64) - 2**63).cast("long")
+    return functions.when(held_out, "validation").otherwise("train")
+
+
+def by_column(df: DataFrame, name: str) -> Column:
+    """The side of a row, from a column that is true or 1 for the rows to hold out."""
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    value = source(name)
+    unknown = functions.when(value.isNull(), "null")
+    if df.schema[name].dataType.simpleString() == "boolean":
+        return unknown.when(value, "validation").otherwise("train")
+    return unknown.when(value == 1, "validation").when(value == 0, "train").otherwise("other")
+
+
+def _canonical(column: ColumnSpec) -> list[Column]:
+    """What is hashed of a column. Spark's hash skips NULL, and takes -0.0 for 0.0 and every NaN for the same."""
+    value = value_of(column)
+    if column.kind == "vector":
+        return _of_vector(value)
+    if column.is_number or column.dtype == "decimal":
+        value = value.cast("array<" * column.depth + "double" + ">" * column.depth)
+    fill = column.fill if column.dtype == "str" or column.fill is None else _number(column.fill)
+    return [value if fill is None else _filled(value, column.depth, fill)]
+
+
+def _number(fill: Fill) -> float | None:
+    """A fill that is a number; the NULL of a time or of bytes is hashed as NULL."""
+    return None if isinstance(fill, str) else float(fill)
+
+
+def _filled(value: Column, depth: int, fill: float | str) -> Column:
+    """A column with the fill in place of NULL; an array that is NULL has no known length and stays so."""
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    if depth:
+        return functions.transform(value, lambda element: _filled(element, depth - 1, fill))
+    return functions.coalesce(value, functions.lit(fill))
+
+
+def _of_vector(vector: Column) -> list[Column]:
+    """The elements of a vector, or the entries of a wide one; whichever it is not is NULL."""
+    from pyspark.ml.functions import vector_to_array  # noqa: PLC0415
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    stored = functions.unwrap_udt(vector)
+    is_dense, indices, values = stored["type"] == 1, stored["indices"], stored["values"]
+    width = functions.when(is_dense, functions.array_size(values)).otherwise(stored["size"])
+
+    def entry(place: Column, value: Column) -> Column:
+        return functions.when(value != 0, functions.xxhash64(place, value))
+
+    of_dense = functions.transform(values, lambda value, place: entry(place, value))
+    of_sparse = functions.transform(values, lambda value, number: entry(indices[number], value))
+    entries = functions.when(is_dense, of_dense).otherwise(of_sparse)
+    return [functions.when(width <= WIDE, vector_to_array(vector)), functions.when(width > WIDE, entries)]

@@ -1,0 +1,143 @@
+"""Where rows come from, block by block, as Arrow record batches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Protocol
+
+from sparkhvd.data.read.shards import Piece
+from sparkhvd.data.schema.manifest import DataFile, Split
+from sparkhvd.errors import DataError, SparkHvdError, StoreError
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Blocks(Protocol):
+    """Blocks of rows that can be read in any order and from several threads."""
+
+    @property
+    def where(self) -> str:
+        """What they are, for errors."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the memory of every batch belongs to who asked for it, so that it may be written to."""
+
+    def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        """The rows of a piece.
+
+        Raises:
+            DataError: there are other rows than were announced.
+            StoreError: they cannot be read.
+        """
+
+
+class ParquetBlocks:
+    """The row groups of a split in a Store.
+
+    Args:
+        store: where the files lie.
+        folder: the dataset's folder in it.
+        split: the files.
+        columns: the columns to read.
+        chunk_rows: rows that are decoded at once.
+    """
+
+    fresh = True
+
+    def __init__(self, store: Store, folder: str, split: Split, columns: Sequence[str], chunk_rows: int) -> None:
+        self._store = store
+        self._folder = folder
+        self._blocks = split.blocks()
+        self._columns = list(columns)
+        self._chunk_rows = chunk_rows
+        self._lock = threading.Lock()  # guards _footers
+        self._footers: dict[str, pa.FileMetaData] = {}
+        self.where = f"{store.url}/{folder}"
+
+    def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa  # noqa: PLC0415  (heavy)
+
+        file, index = self._blocks[piece.block]
+        path = f"{self._folder}/{file.path}".lstrip("/")
+        url = f"{self._store.url}/{path}"
+        end = 0
+        try:
+            filesystem, place = self._store.arrow(path)
+            with filesystem.open_input_file(place) as content, closing(self._opened(content, file, url)) as opened:
+                for batch in opened.iter_batches(
+                    self._chunk_rows, row_groups=[index], columns=self._columns, use_threads=False
+                ):
+                    begin, end = end, end + batch.num_rows
+                    if end > piece.start:
+                        first = max(piece.start - begin, 0)
+                        yield batch.slice(first, min(piece.stop, end) - begin - first)
+                    if end >= piece.stop:
+                        return
+        except SparkHvdError:
+            raise
+        except (OSError, pa.ArrowException) as error:
+            raise StoreError(f"Cannot read {url}: {error}.") from error
+        raise DataError(f"{url} ends after {end} rows of a row group that should have more.")
+
+    def _opened(self, content: pa.NativeFile, file: DataFile, url: str) -> pa.parquet.ParquetFile:
+        from pyarrow import parquet  # noqa: PLC0415
+
+        with self._lock:
+            footer = self._footers.get(url)
+        opened = parquet.ParquetFile(content, metadata=footer, pre_buffer=True, coerce_int96_timestamp_unit="us")
+        if footer is None:
+            _check_row_groups(opened.metadata, file, url)
+            with self._lock:
+                self._footers[url] = opened.metadata
+        return opened
+
+
+class ArrowBlocks:
+    """The record batches of a local Arrow file, mapped into memory: nothing is copied.
+
+    Args:
+        path: the file.
+        where: what to call it in errors.
+        names: what to call columns that have other names in the file, by those.
+    """
+
+    fresh = False
+
+    def __init__(self, path: str, where: str, names: Mapping[str, str] | None = None) -> None:
+        import pyarrow as pa  # noqa: PLC0415
+
+        self.where = where
+        self._names = names or {}
+        self._lock = threading.Lock()  # guards _reader
+        try:
+            self._reader = pa.ipc.open_file(pa.memory_map(path))
+        except (OSError, pa.ArrowException) as error:
+            raise StoreError(f"Cannot read {where}: {error}.") from error
+
+    @property
+    def count(self) -> int:
+        """How many record batches there are."""
+        return int(self._reader.num_record_batches)
+
+    def whole(self, block: int) -> pa.RecordBatch:
+        """One record batch."""
+        with self._lock:
+            batch = self._reader.get_batch(block)
+        return batch.rename_columns([self._names.get(name, name) for name in batch.schema.names])
+
+    def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        yield self.whole(piece.block).slice(piece.start, piece.rows)
+
+
+def _check_row_groups(metadata: pa.FileMetaData, file: DataFile, url: str) -> None:
+    found = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    if found != list(file.row_groups):
+        raise DataError(
+            f"{url} has row groups of {found} rows, the manifest says {list(file.row_groups)}; the dataset was changed "
+            "after it was prepared. Prepare it again."
+        )

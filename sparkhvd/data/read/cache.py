@@ -1,0 +1,94 @@
+"""Rows kept near a rank after they were read once: in memory, or in memory-mapped files on the executor's disk."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from sparkhvd.data.read.blocks import Blocks
+from sparkhvd.data.read.shards import Piece
+from sparkhvd.data.read.spool import unnamed_file
+from sparkhvd.errors import StoreError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# How the batches of a piece are kept; the result gives them back.
+Keep = Callable[[Iterator["pa.RecordBatch"]], Sequence["pa.RecordBatch"]]
+
+
+class CachedBlocks:
+    """Blocks of which each piece is read once.
+
+    Args:
+        blocks: where the rows are.
+        pieces: all that will be asked for, or parts of them.
+        keep: where the rows are kept.
+        kept: what has been kept so far; it belongs to whoever uses it for more than one epoch.
+    """
+
+    fresh = False
+
+    def __init__(
+        self, blocks: Blocks, pieces: Sequence[Piece], keep: Keep, kept: dict[Piece, Sequence[pa.RecordBatch]]
+    ) -> None:
+        self._blocks = blocks
+        self._pieces: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.block, []).append(piece)
+        self._keep = keep
+        self._kept = kept
+
+    @property
+    def where(self) -> str:
+        return self._blocks.where
+
+    def batches(self, piece: Piece) -> Iterator[pa.RecordBatch]:
+        whole = next(one for one in self._pieces[piece.block] if one.start <= piece.start and piece.stop <= one.stop)
+        if whole not in self._kept:
+            self._kept[whole] = self._keep(self._blocks.batches(whole))
+        end = whole.start
+        for batch in self._kept[whole]:
+            begin, end = end, end + batch.num_rows
+            first, stop = max(piece.start, begin), min(piece.stop, end)
+            if first < stop:
+                yield batch.slice(first - begin, stop - first)
+
+
+def in_memory(batches: Iterator[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
+    """Keep batches as they are."""
+    return list(batches)
+
+
+def on_disk(folders: Sequence[str]) -> Keep:
+    """Keep batches in files without a name, in the first of the folders that takes them.
+
+    Whatever ends this process, nothing is left of them.
+    """
+
+    def keep(batches: Iterator[pa.RecordBatch]) -> Sequence[pa.RecordBatch]:
+        import pyarrow as pa  # noqa: PLC0415  (heavy)
+
+        first = next(batches, None)
+        if first is None:
+            return []
+        try:
+            with unnamed_file(folders) as file:
+                with pa.ipc.new_stream(file, first.schema) as writer:
+                    writer.write_batch(first)
+                    for batch in batches:
+                        writer.write_batch(batch)
+                file.flush()
+                # The mapping keeps the file's content alive; it goes when the last batch does.
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"Cannot keep rows on the local disk in {', '.join(folders)}: {error.strerror or error}. Give it more "
+                "room (spark.local.dir) or train without the cache."
+            ) from error
+        return list(pa.ipc.open_stream(pa.py_buffer(content)))
+
+    return keep

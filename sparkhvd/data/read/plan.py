@@ -1,0 +1,251 @@
+"""Which rows a rank reads in which step: a pure function of integers that every rank computes for itself.
+
+Every rank has a shard of the rows; the shards' sizes differ by at most one. Without ``shuffle``, rank ``r`` has the
+``r``-th contiguous part of the dataset. With it, every epoch has other shards, and each is a fair sample of the dataset
+whatever the dataset's order: neighbouring parts of the dataset go to different ranks and windows, at random.
+
+- Rows that fit into one window are read by every rank, each block once; a rank takes its share by runs of rows.
+- Other rows are assigned by whole blocks, so that a rank decodes its shard only. Blocks are cut where there would be
+  fewer than ``shards.SLICES`` per rank.
+- Rows that one rank alone can read (one partition per rank) stay there, and are read in small slices.
+
+In step ``s`` a rank has the rows ``s * B`` to ``(s + 1) * B`` of its shard, as far as there are any, so a pass has as
+many steps as the largest shard needs, on every rank. Every row comes exactly once. With ``shuffle`` the rows of a shard
+are permuted window by window: a window is what a rank holds in memory to mix it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain, count, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.read.shards import DRAW_BY_ALL, WINDOW_ORDER, Draw, Piece, Pieces, Shards, SharedBlocks, joined
+from sparkhvd.data.read.stratified import in_portions, part_in_portions
+from sparkhvd.errors import ConfigError
+
+RowIds = npt.NDArray[np.int64]
+
+# Counts the rules by which rows are shuffled: an interrupted epoch continues under its own rules only.
+_RULES = 2
+
+# Rows that are permuted together: what a processor has in its cache is permuted several times as fast.
+PORTION_ROWS = 128 * 1024
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a rank reads at once, and the steps that come out of it.
+
+    Attributes:
+        pieces: what to read, in this order.
+        order: the places, among the rows of ``pieces``, of the rows to deliver; None delivers all as they are read.
+        rows: this rank's rows in each step of the window.
+        global_rows: the rows of all ranks in each of these steps.
+        portion: steps whose rows are picked together.
+    """
+
+    pieces: tuple[Piece, ...]
+    order: RowIds | None
+    rows: tuple[int, ...]
+    global_rows: tuple[int, ...]
+    portion: int = 1
+
+    def first(self, steps: int) -> Window:
+        """The same window, ending after ``steps`` steps."""
+        return replace(self, rows=self.rows[:steps], global_rows=self.global_rows[:steps])
+
+    def after(self, steps: int) -> Window:
+        """The same window without its first ``steps`` steps."""
+        order = np.arange(sum(self.rows)) if self.order is None else self.order
+        return replace(
+            self, order=order[sum(self.rows[:steps]) :], rows=self.rows[steps:], global_rows=self.global_rows[steps:]
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The division of a split's rows into steps and ranks; the module's text states the rules.
+
+    Attributes:
+        shards: who has which rows.
+        batch_size: rows of one rank in a full step.
+        seed: decides the order where ``shuffle`` is set.
+        shuffle: whether every epoch has an order of its own; otherwise rows come as they lie.
+        window_rows: rows that a rank may hold in memory to shuffle them.
+        steps_per_epoch: None means one pass over the rows. Fewer steps leave out the pass's last rows (without
+            shuffling the same ones in every epoch), more go on with further passes, each with an order of its own.
+        pair_last_row: whether a rank's last batch, where it would be a single row, takes one from the batch before it.
+            Batch normalization cannot train on a single row.
+
+    Raises:
+        ConfigError: there are no rows, or a number is too small.
+    """
+
+    shards: Shards
+    batch_size: int
+    seed: int
+    shuffle: bool
+    window_rows: int
+    steps_per_epoch: int | None = None
+    pair_last_row: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "window_rows", "steps_per_epoch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.total_rows < 1:
+            raise ConfigError("There are no rows to plan for; prepare a dataset with at least one row.")
+
+    @cached_property
+    def total_rows(self) -> int:
+        """Rows of the split over all ranks."""
+        return sum(self.shards.rows)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.shards.rows)
+
+    def order(self) -> tuple[bool | int | str, ...]:
+        """What decides, besides seed, ranks and batch size, which rows come when."""
+        paired = ("paired",) if self.pair_last_row else ()
+        if not self.shuffle:
+            return (False, *paired)
+        return (_RULES, isinstance(self.shards, SharedBlocks) and self.shards.keep, self.window_rows, *paired)
+
+    def steps(self) -> int:
+        """Steps per epoch, the same on every rank and in every epoch."""
+        return self.steps_per_epoch or self._steps_per_pass
+
+    def rows_in(self, rank: int, step: int) -> int:
+        """The rows that a rank has in a step, in every epoch."""
+        return self._rows(self.shards.rows[rank], step % self._steps_per_pass)
+
+    def has_single_row(self) -> bool:
+        """Whether some rank has a batch of exactly one row."""
+        return any(
+            self._rows(shard, step) == 1
+            for shard in self._sizes
+            for step in range(max(0, shard // self.batch_size - 1), min(self._steps_per_pass, self.steps()))
+        )
+
+    @property
+    def read_by_all(self) -> bool:
+        """Whether every rank reads all rows and takes its share of them."""
+        return self.shuffle and self.shards.read_by_all(self.window_rows)
+
+    def shard(self, rank: int) -> tuple[Piece, ...]:
+        """All that a rank reads, where it reads the same rows in every epoch."""
+        return tuple(joined(sorted(self._read(rank, Draw(self.seed, 0, 0)), key=Piece.place)))
+
+    def pieces(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Piece]:
+        """What ``windows`` will read, in the same order; neighbours within a block are joined."""
+        windows = self._windows(rank, epoch, first_step, ordered=False)
+        return joined(chain.from_iterable(window.pieces for window in windows))
+
+    def windows(self, rank: int, epoch: int, first_step: int = 0) -> Iterator[Window]:
+        """What ``rank`` reads in ``epoch`` (from 0), window by window.
+
+        Args:
+            rank: whose rows.
+            epoch: from 0.
+            first_step: the steps before it are left out; the others are those of the whole epoch.
+        """
+        return self._windows(rank, epoch, first_step, ordered=True)
+
+    def global_batches(self, epoch: int) -> Iterator[list[RowIds]]:
+        """For every step of ``epoch``: the row ids of every rank, in the order that the rank delivers them.
+
+        Row ids count the rows of shared blocks in dataset order, from 0. Their concatenation over the ranks is the
+        global batch in the order that equals single-process training.
+        """
+        per_rank = [self._batches(rank, epoch) for rank in range(self.size)]
+        for batches in zip(*per_rank, strict=True):
+            yield list(batches)
+
+    def _batches(self, rank: int, epoch: int) -> Iterator[RowIds]:
+        blocks: Sequence[int] = self.shards.block_rows  # type: ignore[attr-defined]  # both kinds have them
+        starts = [0, *accumulate(blocks)]
+        for window in self.windows(rank, epoch):
+            read = [np.arange(starts[p.block] + p.start, starts[p.block] + p.stop) for p in window.pieces]
+            ids = np.concatenate(read) if read else np.empty(0, np.int64)
+            ordered = ids if window.order is None else ids[window.order]
+            for start, stop in pairwise([0, *accumulate(window.rows)]):
+                yield ordered[start:stop]
+
+    @cached_property
+    def _steps_per_pass(self) -> int:
+        return -(-max(self.shards.rows) // self.batch_size)
+
+    @property
+    def _portion(self) -> int:
+        return max(1, PORTION_ROWS // self.batch_size)
+
+    @cached_property
+    def _sizes(self) -> Counter[int]:
+        return Counter(self.shards.rows)
+
+    def _rows(self, shard: int, step: int) -> int:
+        """The rows of one step that a shard of so many rows has."""
+        return self._before(shard, step + 1) - self._before(shard, step)
+
+    def _before(self, shard: int, step: int) -> int:
+        """The rows of all steps before this one that a shard of so many rows has."""
+        full, rest = divmod(shard, self.batch_size)
+        moved = self.pair_last_row and self.batch_size > 2 and full > 0 and rest == 1 and step == full
+        return min(step * self.batch_size, shard) - moved
+
+    def _global_rows(self, step: int) -> int:
+        return sum(ranks * self._rows(shard, step) for shard, ranks in self._sizes.items())
+
+    def _windows(self, rank: int, epoch: int, first_step: int, *, ordered: bool) -> Iterator[Window]:
+        left = self.steps() - first_step
+        first_pass, skipped = divmod(first_step, self._steps_per_pass)
+        for number in count(first_pass):
+            for window in self._windows_of_pass(rank, Draw(self.seed, epoch, number), skipped, ordered=ordered):
+                if left <= 0:
+                    return
+                yield window.first(left)
+                left -= len(window.rows)
+            skipped = 0
+            if left <= 0:
+                return
+
+    def _windows_of_pass(self, rank: int, draw: Draw, skipped: int, *, ordered: bool) -> Iterator[Window]:
+        sequence, stride = Pieces(self._read(rank, draw)), self._stride
+        shard = self.shards.rows[rank]
+        for index in range(skipped // stride, -(-self._steps_per_pass // stride)):
+            steps = range(index * stride, min((index + 1) * stride, self._steps_per_pass))
+            rows = tuple(self._rows(shard, step) for step in steps)
+            start = self._before(shard, steps.start)
+            pieces = self.shards.whole if self.read_by_all else sequence.between(start, start + sum(rows))
+            order = self._order(rank, draw, index, sum(rows)) if self.shuffle and ordered else None
+            global_rows = tuple(self._global_rows(step) for step in steps)
+            window = Window(pieces, order, rows, global_rows, self._portion)
+            yield window.after(skipped - steps.start) if skipped > steps.start else window
+
+    def _read(self, rank: int, draw: Draw) -> tuple[Piece, ...]:
+        if self.read_by_all:
+            return self.shards.whole
+        return self.shards.pieces(rank, draw if self.shuffle else None, self._stride * self.batch_size)
+
+    @cached_property
+    def _stride(self) -> int:
+        """The steps of a window: windows are of one size, and end where steps end, so that no batch needs two."""
+        if self.read_by_all:
+            return self._steps_per_pass
+        windows = -(-self._steps_per_pass // max(1, self.window_rows // self.batch_size))
+        return -(-self._steps_per_pass // windows)
+
+    def _order(self, rank: int, draw: Draw, window: int, rows: int) -> RowIds:
+        random, portion = draw.random(WINDOW_ORDER, rank, window), self._portion * self.batch_size
+        if not self.read_by_all:
+            return in_portions(rows, portion, random)
+        return part_in_portions(self.shards.rows, rank, portion, draw.random(DRAW_BY_ALL), random)

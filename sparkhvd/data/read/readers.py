@@ -1,0 +1,370 @@
+"""Reading rows: the batches of one rank, decoded by threads ahead of their use.
+
+Threads decode the pieces of the plan; one more puts windows together, has others shuffle them and cuts them into
+batches. A batch is a part of its window's memory wherever that allows, so most rows are moved once or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.config import local_folders
+from sparkhvd.data.read import cache
+from sparkhvd.data.read.batches import Arrays, Batch
+from sparkhvd.data.read.blocks import Blocks, ParquetBlocks
+from sparkhvd.data.read.plan import Plan, Window
+from sparkhvd.data.read.prefetch import Ahead
+from sparkhvd.data.read.prefetch import Job as AheadJob
+from sparkhvd.data.read.row_stream import RowStream
+from sparkhvd.data.read.shards import Piece, SharedBlocks
+from sparkhvd.data.read.shuffle import mixed
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.data.schema.manifest import Manifest, SplitName
+from sparkhvd.errors import ConfigError, DataError
+from sparkhvd.store.protocol import Store
+from sparkhvd.world import World
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Transformation = Callable[[Arrays], Arrays]
+
+PREFETCH_BYTES = 256 * 1024 * 1024
+READ_TIMEOUT = 600.0  # seconds that a rank waits for one batch before it calls the Store stuck
+THREADS = 2
+_CHUNK_BYTES = 8 * 1024 * 1024
+# More rows mix no better, and the numbers that say their order take memory, too.
+_WINDOW_ROWS = 1024 * 1024
+# Batches are handed over in groups of so many bytes: every hand-over costs two threads some time.
+_GROUP_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read, whatever they are read from.
+
+    Attributes:
+        prefetch_bytes: decoded bytes that a rank holds, including what the trainer works on; a quarter of it is the
+            window within which rows are shuffled, one waits, one is in the making and one in use.
+        window_bytes: the window's own size, where it is not the less of a quarter of ``prefetch_bytes`` and 1,048,576
+            rows; the same on every rank.
+        threads: how many threads decode, and mix columns.
+        timeout: seconds to wait for one batch.
+        transformation: makes the columns of a batch into other columns with as many rows; called by a reader thread.
+        made: the columns that the transformation makes, where they are known: what a batch without rows has then, for
+            which it cannot be called.
+        cache: ``memory`` or ``disk`` keeps this rank's rows near it after they were read once; it then has the same
+            rows in every epoch, unless all rows fit into one window.
+        cache_folder: where files of the cache go; empty takes the first of Spark's local folders that takes files.
+    """
+
+    prefetch_bytes: int = PREFETCH_BYTES
+    window_bytes: int | None = None
+    threads: int = THREADS
+    timeout: float = READ_TIMEOUT
+    transformation: Transformation | None = None
+    made: DataSchema | None = None
+    cache: str | None = None
+    cache_folder: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_bytes", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.cache not in {None, "memory", "disk"}:
+            raise ConfigError(f"cache={self.cache!r} does not exist; there are 'memory', 'disk' and None.")
+
+    def window_rows(self, schema: DataSchema) -> int:
+        """The rows of a window."""
+        row = columns.row_bytes(schema)
+        if self.window_bytes is not None:
+            return max(1, self.window_bytes // row)
+        return max(1, min(self.prefetch_bytes // 4 // row, _WINDOW_ROWS))
+
+
+class RowSource:
+    """The rows of one split, as one rank sees them (a ``BatchSource``).
+
+    Args:
+        schema: the columns.
+        plan: which rows come when.
+        rank: whose rows.
+        blocks: opens what the rows are read from; called once per epoch.
+        reading: how to read.
+    """
+
+    def __init__(
+        self, schema: DataSchema, plan: Plan, rank: int, blocks: Callable[[], Blocks], reading: Reading
+    ) -> None:
+        self._schema = schema
+        self._plan = plan
+        self._rank = rank
+        self._open = blocks
+        self._reading = reading
+
+    @property
+    def schema(self) -> DataSchema:
+        """The columns of every batch; as they are read, where it is not known what a transformation makes of them."""
+        return self._reading.made or self._schema
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the batches follow; ``plan.global_batches(epoch)`` tells the order of rows over all ranks."""
+        return self._plan
+
+    @cached_property
+    def sample(self) -> Arrays:
+        """A row as it will come: the first one, transformed; a made-up one where no transformation wants to see it."""
+        function = self._reading.transformation
+        if function is None:
+            return self._first_row()
+        return {name: np.asarray(array) for name, array in function(self._first_row()).items()}
+
+    def _first_row(self) -> Arrays:
+        return {column.name: columns.blank(column, 1) for column in self._schema.columns}
+
+    def _nothing(self) -> Arrays:
+        """The columns of a batch without rows."""
+        if self._reading.transformation is not None and self._reading.made is None:
+            return {name: array[:0].copy() for name, array in self.sample.items()}
+        return {column.name: columns.empty(column, 0) for column in self.schema.columns}
+
+    def steps(self) -> int:
+        """Steps per epoch, the same on every rank and in every epoch."""
+        return self._plan.steps()
+
+    def rows(self) -> int:
+        """Rows of the split over all ranks."""
+        return self._plan.total_rows
+
+    def has_rows(self, step: int) -> bool:
+        """Whether this rank has rows in a step of every epoch."""
+        return self._plan.rows_in(self._rank, step) > 0
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of epoch ``number`` (from 0). Closing the iterator ends the prefetching at once.
+
+        Args:
+            number: the epoch.
+            first_step: where to begin; the batches are those that the whole epoch has from there on.
+
+        Raises:
+            DataError: the rows are not what was announced, or a transformation changed their number.
+            StoreError: a file cannot be read.
+            DeadlineExceededError: no batch came within the time for it.
+        """
+        if not 0 <= first_step <= self.steps():
+            raise ConfigError(f"first_step is {first_step}; an epoch has {self.steps()} steps, from 0.")
+        return self._epoch(number, first_step)
+
+    def _epoch(self, number: int, first_step: int) -> Iterator[Batch]:
+        blocks = self._open()
+        reading, name = self._reading, f"sparkhvd-read-{self._rank}"
+        decode = partial(_decoded, blocks, self._schema)
+        jobs: Iterator[AheadJob[Arrays]] = (
+            partial(decode, piece) for piece in self._plan.pieces(self._rank, number, first_step)
+        )
+        share = max(1, reading.prefetch_bytes // 4)
+        wait_for = f"the next rows of {blocks.where}"
+        chunks = Ahead(
+            jobs, limit=share, threads=reading.threads, name=name, timeout=reading.timeout, waiting_for=wait_for
+        )
+        windows = self._plan.windows(self._rank, number, first_step)
+        cut = partial(_groups, windows, chunks, self._schema, reading, self._nothing)
+        groups = Ahead([cut], limit=share, threads=1, name=name, timeout=reading.timeout + 1.0, waiting_for=wait_for)
+        try:
+            for group in groups:
+                yield from group
+        finally:
+            chunks.stop()
+            groups.stop()
+            groups.join()
+            chunks.join()
+
+
+class ParquetSource(RowSource):
+    """The rows of one split of a prepared dataset, as one rank sees them.
+
+    Args:
+        store: where the dataset lies.
+        manifest: what it consists of.
+        split: ``"train"`` or ``"validation"``.
+        world: this rank and the number of ranks.
+        batch_size: rows of one rank in a full step.
+        seed: of the shuffling.
+        shuffle: whether every epoch has an order of its own; otherwise a rank's rows come in dataset order.
+        steps_per_epoch: None means one pass over the rows. Fewer steps cut the pass short, more continue with
+            further passes.
+        reading: how to read.
+        pair_last_row: see ``Plan``.
+
+    Raises:
+        ConfigError: a number is below 1.
+        DataError: the dataset has no such split.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        split: SplitName,
+        world: World,
+        batch_size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        steps_per_epoch: int | None = None,
+        reading: Reading | None = None,
+        pair_last_row: bool = False,
+    ) -> None:
+        reading = Reading() if reading is None else reading
+        files, schema = manifest.split(split), manifest.schema
+        shards = SharedBlocks(files.block_rows(), world.size, keep=reading.cache is not None)
+        plan = Plan(shards, batch_size, seed, shuffle, reading.window_rows(schema), steps_per_epoch, pair_last_row)
+        kept: dict[Piece, Sequence[pa.RecordBatch]] = {}
+        # What every rank decodes whole fits into a window; decoded once, it costs less than a shard in every epoch.
+        where = reading.cache or ("memory" if plan.read_by_all else None)
+
+        def blocks() -> Blocks:
+            found = ParquetBlocks(store, manifest.folder, files, columns.stored_names(schema), _chunk_rows(schema))
+            if where is None:
+                return found
+            folders = (reading.cache_folder,) if reading.cache_folder else local_folders()
+            keep = cache.in_memory if where == "memory" else cache.on_disk(folders)
+            return cache.CachedBlocks(found, plan.shard(world.rank), keep, kept)
+
+        super().__init__(schema, plan, world.rank, blocks, reading)
+        self._head = partial(head, store, manifest, 1, split)
+
+    def _first_row(self) -> Arrays:
+        return super()._first_row() if self._reading.transformation is None else self._head()
+
+
+def head(store: Store, manifest: Manifest, rows: int, of: SplitName = "train") -> Arrays:
+    """The first rows (at most ``rows``) of a split by column."""
+    schema, split = manifest.schema, manifest.split(of)
+    blocks = ParquetBlocks(store, manifest.folder, split, columns.stored_names(schema), rows)
+    parts: list[Arrays] = []
+    for block, available in enumerate(split.block_rows()):
+        if rows > 0 and available:
+            piece = Piece(block, 0, min(rows, available))
+            parts += [chunk for chunk, _ in _decoded(blocks, schema, piece)]
+            rows -= piece.rows
+    return _joined(parts, schema)
+
+
+def _chunk_rows(schema: DataSchema) -> int:
+    return min(1 << 20, max(16, _CHUNK_BYTES // columns.row_bytes(schema)))
+
+
+def _decoded(blocks: Blocks, schema: DataSchema, piece: Piece) -> Iterator[tuple[Arrays, int]]:
+    for batch in blocks.batches(piece):
+        arrays = {column.name: columns.decode(batch, column, blocks.where) for column in schema.columns}
+        if blocks.fresh:
+            arrays = {name: _owned(array) for name, array in arrays.items()}
+        yield arrays, sum(array.nbytes for array in arrays.values())
+
+
+class _Memory:
+    """Memory that an array lies in, for numpy to take as its own."""
+
+    def __init__(self, array: npt.NDArray[np.generic]) -> None:
+        self.owner = array
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def _owned(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """The same memory as a writable array: Arrow marks as read-only also what it has just made for us alone."""
+    if array.flags.writeable or not array.flags.c_contiguous or array.dtype.hasobject or array.dtype.kind in "Mm":
+        return array
+    return np.asarray(_Memory(array))
+
+
+def _groups(
+    windows: Iterator[Window],
+    chunks: Ahead[Arrays],
+    schema: DataSchema,
+    reading: Reading,
+    nothing: Callable[[], Arrays],
+) -> Iterator[tuple[list[Batch], int]]:
+    """The batches of all windows, in groups, with their bytes."""
+    rows = RowStream(iter(chunks))
+    row_bytes = columns.row_bytes(schema)
+    transformation = reading.transformation
+    group: list[Batch] = []
+    size = 0
+    with ThreadPoolExecutor(reading.threads, thread_name_prefix="sparkhvd-mix") as threads:
+        for batch in chain.from_iterable(_cut(window, rows, schema, threads) for window in windows):
+            if transformation is None:
+                group.append(batch)
+                size += batch.rows * row_bytes
+            else:
+                made = _transformed(batch, transformation) if batch.rows else replace(batch, columns=nothing())
+                group.append(made)
+                size += sum(array.nbytes for array in group[-1].columns.values())
+            if size >= _GROUP_BYTES:
+                yield group, size
+                group, size = [], 0
+    if group:
+        yield group, size
+
+
+def _cut(window: Window, rows: RowStream, schema: DataSchema, threads: Executor) -> Iterator[Batch]:
+    """The batches of a window from the rows that it reads."""
+    if window.order is None:
+        for count, global_rows in zip(window.rows, window.global_rows, strict=True):
+            yield Batch(_writable(list(rows.parts(count)), schema), count, global_rows)
+        return
+    parts = list(rows.parts(sum(piece.rows for piece in window.pieces)))
+    ends = np.cumsum([0, *window.rows])
+    for first in range(0, len(window.rows), window.portion):
+        last = min(first + window.portion, len(window.rows))
+        order = window.order[ends[first] : ends[last]]
+        shuffled = mixed(parts, order, schema, threads, release=last == len(window.rows))
+        bounds = (ends[first : last + 1] - ends[first]).tolist()
+        for (start, stop), global_rows in zip(pairwise(bounds), window.global_rows[first:last], strict=True):
+            yield Batch({name: array[start:stop] for name, array in shuffled.items()}, stop - start, global_rows)
+
+
+def _writable(parts: list[Arrays], schema: DataSchema) -> Arrays:
+    if len(parts) != 1:
+        return _joined(parts, schema)
+    return {name: array if array.flags.writeable else array.copy() for name, array in parts[0].items()}
+
+
+def _joined(parts: list[Arrays], schema: DataSchema) -> Arrays:
+    """Parts one after the other, as arrays of their own."""
+    return {
+        column.name: np.array(
+            _together([part[column.name] for part in parts], column.name, schema), copy=len(parts) == 1
+        )
+        for column in schema.columns
+    }
+
+
+def _together(parts: list[npt.NDArray[np.generic]], name: str, schema: DataSchema) -> npt.NDArray[np.generic]:
+    if not parts:
+        return columns.empty(schema[name], 0)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _transformed(batch: Batch, transformation: Transformation) -> Batch:
+    found = transformation(batch.columns)
+    for name, array in found.items():
+        if len(array) != batch.rows:
+            raise DataError(
+                f"transformation_fn made {len(array)} rows of column {name!r} from a batch of {batch.rows}; it may "
+                "change columns but not the number of rows."
+            )
+    return Batch({name: np.ascontiguousarray(array) for name, array in found.items()}, batch.rows, batch.global_rows)

@@ -1,0 +1,114 @@
+"""The rest of an epoch that other ranks have begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.read.plan import Plan
+from sparkhvd.data.read.readers import RowSource
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.world import World
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RestOfEpoch:
+    """The rows of one rank where the first epoch was begun by another number of ranks (a ``BatchSource``).
+
+    The batches that the old ranks have not trained on are dealt out to the new ones, one old rank's after the
+    other's, in contiguous parts, so that a rank reads little more than its part. Every row of the epoch comes exactly
+    once. Later epochs are those of ``whole``.
+
+    Attributes:
+        whole: the rows as this rank sees them in every other epoch.
+        epoch_begun: the epoch that was begun.
+        first_step: the steps that the old ranks did.
+        old: opens the rows as an old rank saw them.
+        plan: of the old ranks.
+        world: this rank and the number of ranks.
+    """
+
+    whole: RowSource
+    epoch_begun: int
+    first_step: int
+    old: Callable[[int], RowSource]
+    plan: Plan
+    world: World
+
+    @property
+    def schema(self) -> DataSchema:
+        """The columns of every batch."""
+        return self.whole.schema
+
+    def steps(self) -> int:
+        """Steps per whole epoch."""
+        return self.whole.steps()
+
+    def steps_left(self) -> int:
+        """Steps of the epoch that was begun."""
+        return -(-len(self._places) // self.world.size)
+
+    def rows(self) -> int:
+        """Rows of the split over all ranks."""
+        return self.whole.rows()
+
+    def has_rows(self, step: int) -> bool:
+        """Whether this rank certainly has rows in a step: the epoch that was begun has others than the whole ones."""
+        return step < len(self._part(self.world.rank)) and self.whole.has_rows(step)
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch from a step on."""
+        if number != self.epoch_begun:
+            return self.whole.epoch(number, first_step)
+        return self._rest(first_step)
+
+    def _rest(self, first_step: int) -> Iterator[Batch]:
+        rows = self._rows_left.ravel()
+        parts = [self._part(rank) for rank in range(self.world.size)]
+        batches = self._dealt(parts[self.world.rank])
+        for step in range(self.steps_left()):
+            together = sum(int(rows[part[step]]) for part in parts if step < len(part))
+            batch = next(batches, None)
+            if step >= first_step:
+                yield Batch(self._nothing(), 0, together) if batch is None else replace(batch, global_rows=together)
+
+    def _dealt(self, places: Places) -> Iterator[Batch]:
+        """The batches at these places, one old rank after the other."""
+        left = self._rows_left.shape[1]
+        for rank in np.unique(places // left).tolist():
+            steps = places[places // left == rank] % left
+            found = self.old(rank).epoch(self.epoch_begun, self.first_step + int(steps[0]))
+            try:
+                for batch in islice(found, int(steps[-1] - steps[0]) + 1):
+                    if batch.rows:
+                        yield batch
+            finally:
+                found.close()  # type: ignore[attr-defined]  # a generator; this ends its threads
+
+    @cached_property
+    def _rows_left(self) -> Places:
+        """The rows of every old rank in every step that was not done."""
+        steps = range(self.first_step, self.plan.steps())
+        rows = [[self.plan.rows_in(rank, step) for step in steps] for rank in range(self.plan.size)]
+        return np.array(rows, np.int64)
+
+    @cached_property
+    def _places(self) -> Places:
+        """The batches that are left, counted old rank by old rank; those without rows are left out."""
+        return np.flatnonzero(self._rows_left)
+
+    def _part(self, rank: int) -> Places:
+        count = len(self._places)
+        return self._places[rank * count // self.world.size : (rank + 1) * count // self.world.size]
+
+    def _nothing(self) -> dict[str, npt.NDArray[np.generic]]:
+        return {column.name: columns.empty(column, 0) for column in self.schema.columns}

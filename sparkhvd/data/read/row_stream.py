@@ -1,0 +1,32 @@
+"""Rows that come in chunks of any size, taken in other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.errors import DataError
+
+
+class RowStream:
+    """Rows one after the other, from chunks of any size."""
+
+    def __init__(self, chunks: Iterator[Arrays]) -> None:
+        self._chunks = chunks
+        self._chunk: Arrays = {}
+        self._at = self._end = 0  # what is left of the chunk
+
+    def parts(self, rows: int) -> Iterator[Arrays]:
+        """The next rows, in as many parts as they come in."""
+        while rows > 0:
+            if self._at == self._end:
+                chunk = next(self._chunks, None)
+                if chunk is None:
+                    raise DataError(f"The reader ended {rows} rows before the end of the plan.")
+                self._chunk, self._at = chunk, 0
+                self._end = len(next(iter(chunk.values())))
+            stop = min(self._at + rows, self._end)
+            part = {name: array[self._at : stop] for name, array in self._chunk.items()}
+            rows -= stop - self._at
+            self._at = stop
+            yield part

@@ -1,0 +1,56 @@
+"""The rows of a window, put into another order by threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from itertools import chain
+
+import numpy as np
+
+from sparkhvd._core import RowOrder
+from sparkhvd.data.read import arrow_memory
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.read.plan import RowIds
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import OBJECTS, ColumnSpec, DataSchema
+
+# Of rows so small, the core picks those of so many columns together.
+_SMALL_BYTES = 8
+_COLUMNS = 4
+
+
+def mixed(
+    parts: Sequence[Arrays], order: RowIds, schema: DataSchema, threads: Executor, *, release: bool = True
+) -> Arrays:
+    """Return the rows of all parts at these places as arrays of their own.
+
+    With ``release``, each column leaves ``parts`` as soon as it is picked, to free its memory.
+    """
+    if not len(order):  # fewer rows than ranks
+        return {column.name: columns.empty(column, 0) for column in schema.columns}
+    rows = RowOrder(order, sum(len(next(iter(part.values()))) for part in parts))
+
+    def pick(some: Sequence[ColumnSpec]) -> Arrays:
+        take = dict.pop if release else dict.__getitem__
+        from_parts = {column.name: [take(part, column.name) for part in parts] for column in some}
+        if some[0].dtype in OBJECTS:
+            return {name: np.concatenate(arrays)[order] for name, arrays in from_parts.items()}
+        into = {column.name: arrow_memory.empty(column, len(order)) for column in some}
+        rows.pick([(from_parts[name], array) for name, array in into.items()], columns.column_bytes(some[0]))
+        return into
+
+    found = dict(chain.from_iterable(arrays.items() for arrays in threads.map(pick, picked_together(schema))))
+    return {name: found[name] for name in schema.names()}
+
+
+def picked_together(schema: DataSchema) -> list[list[ColumnSpec]]:
+    """The columns in groups of one size, small so that what has been picked is soon let go."""
+    by_size: dict[tuple[bool, int], list[ColumnSpec]] = {}
+    for column in schema.columns:
+        by_size.setdefault((column.dtype in OBJECTS, columns.column_bytes(column)), []).append(column)
+    groups = []
+    for (_, size), some in by_size.items():
+        count = _COLUMNS if size <= _SMALL_BYTES else 1
+        groups += [some[at : at + count] for at in range(0, len(some), count)]
+    return groups

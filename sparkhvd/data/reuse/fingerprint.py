@@ -1,0 +1,350 @@
+"""What identifies the rows that a preparation would write, so that an earlier one can be used instead.
+
+A fingerprint is given only where everything that decides the rows is known; everything else has none and is prepared
+anew. What is known:
+
+- the analysed plan of the DataFrame, made only of operators and expressions of an allow-list, all deterministic.
+  User-defined functions, the current time and unseeded randomness have no place on it;
+- functions of Spark ML's own transformers (``VectorAssembler``), by their code's name and what they hold;
+- its leaves: ranges, rows that are part of the plan, caches, and files. Of files, everything that Spark's listing says:
+  path, size and modification time, listed now and equal to the listing that the DataFrame reads by. A cache holds the
+  rows of then, whatever its files hold now; so it counts as itself, by the number of its RDD, which the application
+  gives to no other, and its rows are recognised as long as it lives;
+- the session's ``spark.sql`` settings, the versions of Spark and of this writing, the selection and the split's seed;
+- with ``sample`` or ``randomSplit``, which take rows by their places in partitions, the parallelism that divides files
+  and ranges into these.
+
+Two things follow from Spark and not from this module: ``limit`` without an order, and functions such as ``first``, may
+choose other rows in every evaluation; the rows of an earlier evaluation are as right as those of a new one. A file that
+is replaced by one of the same path, size and modification time (in milliseconds) cannot be told from the old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd._util.process_identity import machine, process_start
+from sparkhvd.data.spark.job import is_connect, run_job
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
+
+# Raise when the same plan would be written differently.
+_WRITING = 2
+
+# In groups: names and values; arithmetic and comparison; NULL and choice; numbers; texts; arrays and structs; times;
+# aggregates and windows.
+_EXPRESSION_NAMES = """
+Alias AttributeReference OuterReference Literal Cast SortOrder
+Add Subtract Multiply Divide IntegralDivide Remainder Pmod UnaryMinus UnaryPositive Abs EqualTo EqualNullSafe
+GreaterThan GreaterThanOrEqual LessThan LessThanOrEqual And Or Not In InSet Between Greatest Least BitwiseAnd
+BitwiseOr BitwiseXor BitwiseNot ShiftLeft ShiftRight
+If CaseWhen Coalesce IsNull IsNotNull IsNaN NaNvl NullIf Nvl Nvl2
+Acos Asin Atan Atan2 Cbrt Ceil Cos Cosh Exp Expm1 Floor Hypot Log Log10 Log1p Log2 Pow Rint Round BRound Signum Sin
+Sinh Sqrt Tan Tanh ToDegrees ToRadians Murmur3Hash XxHash64 Crc32 Md5 Sha1 Sha2
+Concat ConcatWs Contains EndsWith StartsWith Length Like Lower Upper RLike RegExpExtract RegExpReplace StringSplit
+StringTrim StringTrimLeft StringTrimRight Substring StringReplace StringRepeat
+ArrayContains ArrayMax ArrayMin ArrayRepeat ArraySize CreateArray CreateNamedStruct CreateMap ElementAt Flatten
+GetArrayItem GetArrayStructFields GetMapValue GetStructField Reverse Sequence Size Slice SortArray UnwrapUDT Explode
+ScalaUDF
+PosExplode ArrayTransform ArrayFilter LambdaFunction NamedLambdaVariable ArrayAggregate ArraysZip
+DateAdd DateSub DateDiff DayOfMonth DayOfWeek DayOfYear Hour Minute Month Quarter Second UnixDate UnixMicros
+UnixMillis UnixSeconds WeekDay WeekOfYear Year
+AggregateExpression Average Count Max Min Sum StddevPop StddevSamp VariancePop VarianceSamp DenseRank Lag Lead Rank
+RowNumber SpecifiedWindowFrame WindowExpression WindowSpecDefinition CurrentRow$ UnboundedFollowing$
+UnboundedPreceding$ RowFrame$ RangeFrame$
+"""
+_PLAN_NAMES = """
+Aggregate CTERelationDef CTERelationRef Deduplicate Distinct Except Expand Filter Generate GlobalLimit Intersect
+Join LocalLimit LocalRelation Offset Project Range Repartition RepartitionByExpression ResolvedHint Sample Sort
+SubqueryAlias Union View Window WithCTE
+"""
+_EXPRESSIONS = frozenset(_EXPRESSION_NAMES.split())
+_PLANS = frozenset(_PLAN_NAMES.split())
+_RELATION = "org.apache.spark.sql.execution.datasources.LogicalRelation"
+_CACHE = "org.apache.spark.sql.execution.columnar.InMemoryRelation"
+_OWN_FUNCTIONS = "org.apache.spark.ml."
+_PLAN_PACKAGE = "org.apache.spark.sql.catalyst.plans.logical."
+_SAMPLE = f"{_PLAN_PACKAGE}Sample"
+_EXPRESSION_PACKAGE = "org.apache.spark.sql.catalyst.expressions."
+_FUNCTION = f"{_EXPRESSION_PACKAGE}ScalaUDF"
+# What the JSON of a cache and of a function tells beside: how the cache was or will be filled, and the same again.
+_LOOKED_AT_ELSEWHERE = {_CACHE: ("cacheBuilder", "outputOrdering"), _FUNCTION: ("inputEncoders", "outputEncoder")}
+_EXPRESSION_ID = re.compile(r'"id":(\d+),"jvmId":"[^"]*"')
+# Of a transformer, drawn when it is made; the names of fields that it makes hold it.
+_TRANSFORMER_ID = re.compile(r"(?<=_)VectorAssembler_[0-9a-f]{12}")
+_SHOWN_ID = re.compile(r"#(\d+)")
+_CACHE_SHOWN = re.compile(r"[ :+-]*InMemoryRelation \[")
+_INDENTATION = re.compile(r"[ :+-]*")
+_ACCESS_TIME = re.compile(r"access_time=\d+; ")
+# The JVM in the name of an application. Of one that cannot be seen from here there is no start, so it never matches.
+_PROCESS = re.compile(r"[^/]*/\d+/(?P<pid>\d{1,9})@(?P<start>\d+)@(?P<machine>.*)", re.DOTALL)
+# What holds no rows and differs between sessions.
+_IGNORED_SETTINGS = ("spark.sql.warehouse.dir", "spark.sql.artifact.", "spark.sql.session.uuid")
+
+
+class _UnknownError(Exception):
+    """Why a DataFrame has no fingerprint."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What two preparations share only if they would write the same rows.
+
+    Attributes:
+        text: a digest of everything that decides the rows.
+        caches: the caches among it; without any, it means the same in every application.
+    """
+
+    text: str
+    caches: tuple[str, ...] = ()
+
+
+def _log(reason: str) -> None:
+    logger.debug("The rows of this DataFrame cannot be recognised later: %s", reason)
+
+
+def fingerprint(
+    df: DataFrame, *parts: object, caches: bool = True, report: Callable[[str], None] = _log
+) -> Fingerprint | None:
+    """What identifies the rows of a DataFrame.
+
+    Args:
+        df: the rows.
+        parts: what else decides what is written; their ``repr`` counts.
+        caches: whether rows of a cache have a fingerprint, which means something in this application only.
+        report: receives the reason where there is none; by default it is logged at level debug.
+
+    Returns:
+        None where that cannot be known.
+
+    Raises:
+        PySparkException: a cache was asked for that is not filled yet, and a stage below it failed.
+    """
+    if is_connect(df.sparkSession):
+        report("the client of Spark Connect sees neither its plan nor its files")
+        return None
+    try:
+        plan, found = _plan(df, caches=caches)
+        identity = [_WRITING, _session(df), plan, [repr(part) for part in parts]]
+        if f'"{_SAMPLE}"' in str(plan[0]):
+            identity.append(df.sparkSession.sparkContext.defaultParallelism)
+    except _UnknownError as reason:
+        report(str(reason))
+        return None
+    return Fingerprint(hashlib.sha256(json.dumps(identity).encode()).hexdigest(), found)
+
+
+def living_caches(spark: SparkSession) -> Callable[[str], bool]:
+    """Tells of one of ``Fingerprint.caches`` whether it may live; those of other machines are taken to."""
+    if is_connect(spark):
+        return lambda _cache: True
+    application, here = _application(spark), machine()
+    alive = {str(number) for number in spark.sparkContext._jsc.getPersistentRDDs()}  # noqa: SLF001
+
+    def may_live(cache: str) -> bool:
+        of, _, number = cache.rpartition("/")
+        if of == application:
+            return number in alive
+        process = _PROCESS.fullmatch(of)
+        return process is None or process["machine"] != here or process_start(int(process["pid"])) == process["start"]
+
+    return may_live
+
+
+def _application(spark: SparkSession) -> str:
+    """Names the application as no other is named, also where masters number theirs alike."""
+    context = spark.sparkContext
+    pid = context._jvm.java.lang.ProcessHandle.current().pid()  # type: ignore[union-attr]  # noqa: SLF001
+    return f"{context.applicationId}/{context.startTime}/{pid}@{process_start(pid)}@{machine()}"
+
+
+def _session(df: DataFrame) -> list[object]:
+    spark = df.sparkSession
+    settings = dict(spark.conf.getAll)
+    chosen = {
+        name: value
+        for name, value in settings.items()
+        if name.startswith("spark.sql.") and not name.startswith(_IGNORED_SETTINGS)
+    }
+    return [spark.version, sorted(chosen.items())]
+
+
+def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]]:
+    # A new query over the rows: one that ran before remembers what was cached then.
+    plan = df.select("*")._jdf.queryExecution().withCachedData()  # noqa: SLF001  (nothing public tells the plan in full)
+    # One call gives every operator and expression; a call for each would take seconds for wide tables.
+    described, shown = json.loads(plan.toJSON()), str(plan.treeString(True, False, 2**31 - 1, False, False))
+    nodes = []
+    for node in _nodes(described):
+        for name in _LOOKED_AT_ELSEWHERE.get(str(node["class"]), ()):
+            node.pop(name, None)
+        nodes.append(node)
+    description = json.dumps(described, separators=(",", ":"))
+    _refuse_unknown(nodes)
+    if not caches and any(node["class"] == _CACHE for node in nodes):
+        raise _UnknownError("a cache means nothing in another application")
+    functions = _functions(df, plan)
+    if len(functions) != sum(node["class"] == _FUNCTION for node in nodes):
+        raise _UnknownError("a function is where it cannot be looked at")
+    # VectorAssembler says that it is not, so that Spark calls it once per row.
+    if not functions and not plan.deterministic():
+        raise _UnknownError("an expression is not deterministic")
+    leaves = plan.collectLeaves()
+    sources = [_source(df, leaves.apply(index)) for index in range(leaves.size())]
+    found = tuple(source[1] for source in sources if source[0] == _CACHE)
+    return [*_with_own_numbers(description, _without_cached_plans(shown)), functions, sources], found
+
+
+def _without_cached_plans(shown: str) -> str:
+    """The plan as shown, without how caches were or will be filled, which is shown below each and changes."""
+    kept, inside = [], None
+    for line in shown.split("\n"):
+        depth = len(_INDENTATION.match(line)[0])  # type: ignore[index]  # it matches everything
+        if inside is not None and depth > inside:
+            continue
+        inside = depth if _CACHE_SHOWN.match(line) else None
+        kept.append(line)
+    return "\n".join(kept)
+
+
+def _functions(df: DataFrame, plan: Any) -> list[str]:
+    """Digests of the plan's Scala functions, all of them Spark ML's own; equal ones do the same."""
+    kind = df.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern.SCALA_UDF()  # type: ignore[union-attr]  # noqa: SLF001
+    found: list[str] = []
+    waiting = [(plan, True)]
+    while waiting:
+        one, has_expressions = waiting.pop()
+        if not one.containsPattern(kind):
+            continue
+        if str(one.getClass().getName()) == _FUNCTION:
+            name = str(one.function().getClass().getName())
+            if not name.startswith(_OWN_FUNCTIONS):
+                raise _UnknownError(f"{name} is a user-defined function")
+            found.append(_digest(df, one.function()))
+        children = one.children()
+        waiting.extend((children.apply(index), has_expressions) for index in range(children.size()))
+        if has_expressions:
+            expressions = one.expressions()
+            waiting.extend((expressions.apply(index), False) for index in range(expressions.size()))
+    return found
+
+
+def _digest(df: DataFrame, content: Any) -> str:
+    """Of what Java's serialization makes of an object."""
+    from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415  (comes with pyspark)
+
+    try:
+        serialized = df.sparkSession._jvm.org.apache.spark.util.Utils.serialize(content)  # type: ignore[union-attr]  # noqa: SLF001
+    except Py4JJavaError as error:
+        raise _UnknownError(f"{content.getClass().getName()} cannot be serialized") from error
+    return hashlib.sha256(bytes(serialized)).hexdigest()
+
+
+def _refuse_unknown(nodes: list[dict[str, object]]) -> None:
+    for node in nodes:
+        name = str(node["class"])
+        short = name.rpartition(".")[2]
+        known = (
+            name in {_RELATION, _CACHE}
+            or (name == _PLAN_PACKAGE + short and short in _PLANS)
+            or (name.startswith(_EXPRESSION_PACKAGE) and short in _EXPRESSIONS)
+            or name.endswith("UDT")  # a type, not an expression
+        )
+        if not known:
+            what = f"the function {node['name']!r} ({short})" if isinstance(node.get("name"), str) else short
+            raise _UnknownError(f"{what} is not known to give the same every time")
+        # Arrays, maps and binary values are not shown in full.
+        if short == "Literal" and node.get("value") is not None:
+            kind = node.get("dataType")
+            if isinstance(kind, dict) or kind == "binary":
+                raise _UnknownError("a literal is no simple value")
+
+
+def _nodes(found: object) -> Iterator[dict[str, object]]:
+    """The operators, expressions and types of a plan's JSON."""
+    waiting = [found]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            if "class" in one:
+                yield one
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+
+
+def _with_own_numbers(description: str, shown: str) -> list[str]:
+    """The plan without the numbers that Spark gives to columns and transformers, which differ between equal plans."""
+    numbers: dict[str, int] = {}
+
+    def number(match: re.Match[str]) -> str:
+        return f'"id":{numbers.setdefault(match[1], len(numbers))}'
+
+    def transformer(match: re.Match[str]) -> str:
+        return f"VectorAssembler_{numbers.setdefault(match[0], len(numbers))}"
+
+    description, shown = (_TRANSFORMER_ID.sub(transformer, text) for text in (description, shown))
+    described = _EXPRESSION_ID.sub(number, description)
+    return [described, _SHOWN_ID.sub(lambda match: f"#{numbers.setdefault(match[1], len(numbers))}", shown)]
+
+
+def _source(df: DataFrame, leaf: Any) -> list[str]:
+    name = str(leaf.getClass().getName())
+    if name == _PLAN_PACKAGE + "LocalRelation":
+        return [name, _digest(df, leaf.data())]
+    if name == _CACHE:
+        # The first to ask for a cache has all stages run but the last.
+        number = run_job(df.sparkSession, lambda: leaf.cacheBuilder().cachedColumnBuffers().id())
+        return [name, f"{_application(df.sparkSession)}/{number}"]
+    if name != _RELATION:
+        return [name]  # on the list, and described by the plan itself
+    relation = leaf.relation()
+    if str(relation.getClass().getName()) != "org.apache.spark.sql.execution.datasources.HadoopFsRelation":
+        raise _UnknownError(f"{relation.getClass().getName()} does not say what it reads")
+    return [
+        name,
+        str(relation.fileFormat().getClass().getName()),
+        str(relation.options().toString()),
+        str(relation.dataSchema().json()),
+        str(relation.partitionSchema().json()),
+        str(relation.bucketSpec().toString()),
+        _files(df, relation),
+    ]
+
+
+def _files(df: DataFrame, relation: Any) -> str:
+    """Paths, sizes and modification times of a relation's files, listed now."""
+    location = relation.location()
+    kind = "org.apache.spark.sql.execution.datasources.InMemoryFileIndex"
+    if str(location.getClass().getName()) != kind:
+        raise _UnknownError(f"{location.getClass().getName()} may change its mind about the files")
+    jvm: Any = df.sparkSession._jvm  # noqa: SLF001
+    datasources = jvm.org.apache.spark.sql.execution.datasources
+    nothing = getattr(getattr(jvm.scala, "None$"), "MODULE$")
+    fresh = datasources.InMemoryFileIndex(
+        df.sparkSession._jsparkSession,  # noqa: SLF001
+        location.rootPaths(),
+        relation.options(),
+        nothing,
+        getattr(getattr(datasources, "NoopCache$"), "MODULE$"),
+        nothing,
+        nothing,
+    )
+    now, then = (_listing(index) for index in (fresh, location))
+    if now != then:
+        raise _UnknownError("files have changed since the DataFrame was made")
+    return now
+
+
+def _listing(index: Any) -> str:
+    listing = _ACCESS_TIME.sub("", str(index.allFiles().mkString("\n")))
+    return "\n".join(sorted(listing.split("\n")))

@@ -1,0 +1,59 @@
+"""Which columns the Arrow type of a Parquet column becomes, or why it cannot."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparkhvd.data.schema.columns import VECTOR_FIELDS, decimal_dtype
+from sparkhvd.data.schema.data_schema import NUMBERS
+from sparkhvd.data.schema.spark_types import SUPPORTED, Leaf
+from sparkhvd.errors import SchemaError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def leaves(path: tuple[str, ...], arrow: pa.DataType) -> list[Leaf]:
+    """What a column of this type holds, in the order of its fields.
+
+    Raises:
+        SchemaError: the type cannot be used; the message says why.
+    """
+    import pyarrow as pa  # noqa: PLC0415  (heavy)
+
+    types = pa.types
+    if types.is_struct(arrow):
+        names = tuple(arrow.field(index).name for index in range(arrow.num_fields))
+        if names == VECTOR_FIELDS:  # Spark writes its ML vectors so
+            return [Leaf(path, "float64", "vector", 1)]
+        return [leaf for index, name in enumerate(names) for leaf in leaves((*path, name), arrow.field(index).type)]
+    element, depth = arrow, 0
+    while types.is_list(element) or types.is_large_list(element) or types.is_fixed_size_list(element):
+        element, depth = element.value_type, depth + 1
+    if types.is_dictionary(element):
+        element = element.value_type
+    dtype = _dtype(element)
+    if dtype is None:
+        raise SchemaError(
+            f"Column {'.'.join(path)!r} has the type {arrow}, which cannot be used. Supported are {SUPPORTED}."
+        )
+    return [Leaf(path, dtype, "array" if depth else "scalar", depth)]
+
+
+def _dtype(arrow: pa.DataType) -> str | None:
+    import pyarrow as pa  # noqa: PLC0415
+
+    types = pa.types
+    named = {"halffloat": "float16", "float": "float32", "double": "float64"}.get(str(arrow), str(arrow))
+    if named in NUMBERS:
+        return named
+    if types.is_decimal128(arrow):
+        return decimal_dtype(arrow.precision, arrow.scale)
+    if types.is_timestamp(arrow):
+        # numpy has the units of Arrow; "[us]" is what Spark writes.
+        return f"datetime64[{arrow.unit}]" if arrow.unit in {"us", "ns", "ms"} else None
+    if types.is_string(arrow) or types.is_large_string(arrow):
+        return "str"
+    if types.is_binary(arrow) or types.is_large_binary(arrow) or types.is_fixed_size_binary(arrow):
+        return "bytes"
+    return "datetime64[D]" if types.is_date32(arrow) else None

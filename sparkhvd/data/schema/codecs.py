@@ -1,0 +1,105 @@
+"""Values that are packed into bytes, as petastorm's datasets have them: numpy arrays and images."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.schema.data_schema import Codec, ColumnSpec
+from sparkhvd.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Array = npt.NDArray[np.generic]
+
+_INSTALL = "Install one of them: pip install pillow, or pip install opencv-python-headless."
+
+
+def decode(packed: pa.Array, column: ColumnSpec, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
+    """Unpack the values of one column.
+
+    Args:
+        packed: binary values.
+        column: says how they are packed, and what to put where one is NULL.
+        dtype: the type that each must have.
+        shape: the shape that each must have.
+        what: names the column in errors.
+
+    Raises:
+        DataError: a value cannot be unpacked, or has another type or shape; images need Pillow or OpenCV.
+    """
+    codec = column.codec
+    assert codec is not None  # noqa: S101  (else nothing is packed)
+    unpack = _decoder(codec)
+    rows = np.empty((len(packed), *shape), dtype)
+    for index, value in enumerate(packed.to_pylist()):
+        if value is None:
+            rows[index] = column.fill
+            continue
+        try:
+            row = unpack(value)
+        except (ValueError, OSError, KeyError, EOFError, SyntaxError) as error:
+            raise DataError(f"{what}: row {index} is not a valid {codec} ({error}).") from error
+        if row.dtype != dtype or row.shape != shape:
+            raise DataError(
+                f"{what}: row {index} holds {row.dtype} of shape {list(row.shape)}, expected {dtype} of shape "
+                f"{list(shape)}. All rows need one type and shape."
+            )
+        rows[index] = row
+    return rows
+
+
+def peek(value: bytes, codec: Codec) -> Array:
+    """One unpacked value, to learn its type and shape."""
+    unpack = _decoder(codec)
+    return np.asarray(unpack(value))
+
+
+def _ndarray(value: bytes) -> Array:
+    return np.asarray(np.load(io.BytesIO(value), allow_pickle=False))
+
+
+def _compressed(value: bytes) -> Array:
+    with np.load(io.BytesIO(value), allow_pickle=False) as archive:
+        return np.asarray(archive["arr"])
+
+
+def _image_decoder() -> Callable[[bytes], Array]:
+    """Red, green, blue in this order, or one channel; by Pillow or else OpenCV."""
+    try:
+        pillow = import_module("PIL.Image")
+    except ImportError:
+        pass
+    else:
+        return lambda value: _by_pillow(pillow, value)
+    try:
+        opencv = import_module("cv2")
+    except ImportError as error:
+        raise DataError(f"Compressed images need Pillow or OpenCV, and neither is installed. {_INSTALL}") from error
+    return lambda value: _by_opencv(opencv, value)
+
+
+def _by_pillow(pillow: Any, value: bytes) -> Array:
+    with pillow.open(io.BytesIO(value)) as image:
+        found = np.asarray(image)
+        # 16-bit grey is 32-bit in some versions of Pillow.
+        return found.astype(np.uint16) if image.mode.startswith("I") and found.dtype != np.uint16 else found
+
+
+def _by_opencv(opencv: Any, value: bytes) -> Array:
+    found = opencv.imdecode(np.frombuffer(value, np.uint8), opencv.IMREAD_UNCHANGED)
+    if found is None:
+        raise ValueError("not an image that OpenCV knows")
+    return np.asarray(opencv.cvtColor(found, opencv.COLOR_BGR2RGB) if found.ndim == 3 else found)
+
+
+def _decoder(codec: Codec) -> Callable[[bytes], Array]:
+    if codec == "image":
+        return _image_decoder()
+    return _ndarray if codec == "ndarray" else _compressed

@@ -1,0 +1,389 @@
+"""How a column of Arrow data becomes the numpy array of a batch: the one place that knows every type.
+
+``stored_names`` says what to read of a file, ``empty`` makes room for the rows, ``decode`` fills it. The arrays of all
+columns have the rows as their first dimension and take slices, ``np.take`` and assignment alike:
+
+==========================  ==============================================================
+column                      array of ``n`` rows
+==========================  ==============================================================
+numbers, booleans           their numpy type, shape ``(n, *column.shape)``
+decimals                    int64 without decimals and up to 18 digits, float64 up to 15 digits,
+                            else ``object`` (``decimal.Decimal``)
+dates, timestamps           ``datetime64[D]``, ``datetime64[us]`` (UTC; ``[ns]`` where a file has it)
+strings, binary             ``object`` (``str``, ``bytes``)
+vectors                     float64, shape ``(n, size)``
+sparse vectors, on request  a structured array of shape ``(n,)`` with ``indices`` and ``values``, padded to the row with
+                            the most entries; ``coordinates`` and ``to_dense`` read it
+==========================  ==============================================================
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from decimal import Decimal
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.schema import codecs
+from sparkhvd.data.schema.data_schema import OBJECTS, ColumnSpec, DataSchema
+from sparkhvd.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+Array = npt.NDArray[np.generic]
+T = TypeVar("T")
+
+# A double represents every decimal of so many digits, and gives it back when rounded to as many.
+FLOAT_DIGITS = 15
+INTEGER_DIGITS = 18
+VECTOR_FIELDS = ("type", "size", "indices", "values")  # Spark's own form of its ML vectors
+_DENSE = 1
+_OBJECT_BYTES = 64  # a guess, for planning
+
+
+def stored_names(schema: DataSchema) -> list[str]:
+    """What to read of a Parquet file; a dot leads into a struct."""
+    return [".".join(column.path) for column in schema.columns]
+
+
+def open_parquet(file: pa.NativeFile) -> parquet.ParquetFile:
+    """A Parquet file as all of its readers open it: Spark's 96-bit timestamps hold microseconds."""
+    from pyarrow import parquet  # noqa: PLC0415  (heavy)
+
+    return parquet.ParquetFile(file, coerce_int96_timestamp_unit="us")
+
+
+def stored(batch: pa.RecordBatch, column: ColumnSpec) -> pa.Array:
+    """The column's Arrow array in a batch that holds what ``stored_names`` says."""
+    import pyarrow.compute as pc  # noqa: PLC0415  (heavy)
+
+    first, *fields = column.path
+    array = batch.column(first)
+    for field in fields:
+        array = pc.struct_field(array, [field])
+    return array
+
+
+def array_type(column: ColumnSpec) -> np.dtype[np.generic]:
+    """The numpy type of the column's elements in memory."""
+    if column.sparse:
+        entries = _known(column, column.entries)
+        return np.dtype([("indices", np.int32, (entries,)), ("values", np.float64, (entries,))])
+    return np.dtype(object if column.dtype in OBJECTS else column.dtype)
+
+
+def row_shape(column: ColumnSpec) -> tuple[int, ...]:
+    """The shape of one row in memory."""
+    return () if column.sparse else _known(column, column.shape)
+
+
+def row_bytes(schema: DataSchema) -> int:
+    """The bytes of one row in memory, at least 1; Python objects are guessed."""
+    return max(1, sum(column_bytes(column) for column in schema.columns))
+
+
+def empty(column: ColumnSpec, rows: int) -> Array:
+    """Room for so many rows."""
+    return np.empty((rows, *row_shape(column)), array_type(column))
+
+
+def blank(column: ColumnSpec, rows: int) -> Array:
+    """Made-up rows of zeros and empty texts, to try a model with."""
+    array = np.zeros((rows, *row_shape(column)), array_type(column))
+    if column.sparse:
+        array["indices"] = -1
+    if column.dtype in OBJECTS:
+        array[...] = {"str": "", "bytes": b"", "decimal": Decimal(0)}[column.dtype]
+    return array
+
+
+def coordinates(array: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Row, place in the row and value of every stored entry of a sparse column, ordered by row."""
+    indices, values = array["indices"], array["values"]  # type: ignore[call-overload]
+    rows, places = np.nonzero(indices >= 0)
+    return rows, indices[rows, places].astype(np.int64), values[rows, places]
+
+
+def sparse_widths(schema: DataSchema) -> dict[str, int]:
+    """The sizes of the vectors in the sparse columns."""
+    return {column.name: _known(column, column.shape)[0] for column in schema.columns if column.sparse}
+
+
+def to_dense(array: Array, column: ColumnSpec) -> Array:
+    """A sparse column with all its elements, shape ``(rows, size)``; any other column as it is."""
+    if not column.sparse:
+        return array
+    dense = np.zeros((len(array), *_known(column, column.shape)))
+    rows, places, values = coordinates(array)
+    dense[rows, places] = values
+    return dense
+
+
+def decode(batch: pa.RecordBatch, column: ColumnSpec, where: str) -> Array:
+    """The column of an Arrow batch as an array of ``row_shape``; without a copy where Arrow allows.
+
+    Raises:
+        DataError: see ``to_numpy``.
+    """
+    return to_numpy(stored(batch, column), column, where)
+
+
+def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
+    """An Arrow array as a numpy array of shape ``(rows, *row_shape(column))``, without a copy where Arrow allows.
+
+    Raises:
+        DataError: it holds NULL without a fill, arrays of another length, or another type than ``column`` says.
+    """
+    import pyarrow as pa  # noqa: PLC0415  (heavy)
+
+    shape = _known(column, column.shape)
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if column.codec not in {None, "scalar"}:
+        _refuse_null(array, column, where)
+        return codecs.decode(array, column, array_type(column), shape, _called(column, where))
+    if column.kind == "vector" and pa.types.is_struct(array.type):
+        return _vectors(array, column, where)
+    if column.sparse:
+        raise DataError(f"{_called(column, where)} is not stored as a vector; it cannot be sparse.")
+    return _nested(array, shape, column, where)
+
+
+def lengths(array: pa.Array) -> npt.NDArray[np.int64] | None:
+    """The lengths of arrays or vectors, 0 for NULL; None for anything else."""
+    import pyarrow as pa  # noqa: PLC0415
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    if pa.types.is_struct(array.type):
+        kinds, sizes, _, values = array.flatten()
+        found = np.where(_filled(kinds, _DENSE) == _DENSE, _counts(values), _filled(sizes, 0))
+        return found.astype(np.int64)
+    if _is_list(array.type):
+        return np.asarray(pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False), np.int64)
+    return None
+
+
+def _called(column: ColumnSpec, where: str) -> str:
+    return f"Column {column.name!r} in {where}"
+
+
+def _known(column: ColumnSpec, value: T | None) -> T:
+    if value is None:
+        raise DataError(f"The shape of column {column.name!r} is not known; read the schema from the manifest.")
+    return value
+
+
+def column_bytes(column: ColumnSpec) -> int:
+    """The bytes of one row of a column in memory; Python objects are guessed."""
+    size = _OBJECT_BYTES if column.dtype in OBJECTS else array_type(column).itemsize
+    return size * math.prod(row_shape(column))
+
+
+def _is_list(arrow: pa.DataType) -> bool:
+    import pyarrow as pa  # noqa: PLC0415
+
+    return bool(pa.types.is_list(arrow) or pa.types.is_large_list(arrow) or pa.types.is_fixed_size_list(arrow))
+
+
+def _refuse_null(array: pa.Array, column: ColumnSpec, where: str) -> None:
+    if array.null_count and column.fill is None:
+        raise DataError(
+            f"{_called(column, where)} holds NULL. Say what to put there (fill), or prepare the data again "
+            "without these rows."
+        )
+
+
+def _contradicts(array: pa.Array, column: ColumnSpec, where: str) -> DataError:
+    return DataError(
+        f"{_called(column, where)} has the type {array.type}, the manifest says {column.dtype} of shape "
+        f"{column.shape}. Prepare the data again."
+    )
+
+
+def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: str) -> Array:
+    """Arrays inside arrays, level by level; without NULL the values are used where they lie."""
+    if _is_list(array.type) != bool(shape):
+        raise _contradicts(array, column, where)
+    _refuse_null(array, column, where)
+    if not shape:
+        return _scalars(array, column, where)
+    valid = ~array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
+    found = lengths(array)
+    assert found is not None  # noqa: S101  (it is a list)
+    found = found if valid is None else found[valid]
+    if (found != shape[0]).any():
+        raise DataError(
+            f"{_called(column, where)} has arrays of length {found.min()} to {found.max()}, the manifest "
+            f"says {shape[0]}. Prepare the data again."
+        )
+    inner = _nested(array.flatten(), shape[1:], column, where).reshape(len(found), *shape)
+    if valid is None:
+        return inner
+    fill = _scalars(_null_like(array), column, where)[0]
+    whole = np.full((len(array), *shape), fill, inner.dtype)
+    whole[valid] = inner
+    return whole
+
+
+def _null_like(array: pa.Array) -> pa.Array:
+    """One NULL of the innermost elements' type."""
+    import pyarrow as pa  # noqa: PLC0415
+
+    element = array.type
+    while _is_list(element):
+        element = element.value_type
+    return pa.nulls(1, element)
+
+
+def _scalars(array: pa.Array, column: ColumnSpec, where: str) -> Array:
+    import pyarrow as pa  # noqa: PLC0415
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if array.null_count:
+        array = pc.fill_null(array, _fill_scalar(column, array.type))
+    found: Array
+    if pa.types.is_decimal128(array.type) and column.dtype != "decimal":
+        found = _decimals(array, column, where)
+    else:
+        found = array.to_numpy(zero_copy_only=False)
+        if column.dtype.startswith("datetime64") and found.dtype == np.int64:
+            found = found.view(column.dtype)
+        elif column.dtype in OBJECTS and _is_object(array.type, column.dtype):
+            return found.astype(object, copy=False)
+    if column.codec == "scalar":
+        return _as_declared(found, column, where)
+    if found.dtype != array_type(column) or column.dtype in OBJECTS:
+        raise _contradicts(array, column, where)
+    return found
+
+
+def _as_declared(found: Array, column: ColumnSpec, where: str) -> Array:
+    """Numbers in the type that they were declared as: integers exactly, floats rounded to the nearest."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        declared = found.astype(array_type(column))
+    is_rounded = found.dtype.kind == "f" and declared.dtype.kind == "f"
+    if not is_rounded and (declared != found).any():
+        wrong = found[declared != found][0]
+        raise DataError(f"{_called(column, where)} holds {wrong}, which is no {column.dtype} as its schema declares.")
+    return declared
+
+
+def _is_object(arrow: pa.DataType, dtype: str) -> bool:
+    import pyarrow as pa  # noqa: PLC0415
+
+    types = pa.types
+    if dtype == "decimal":
+        return bool(types.is_decimal(arrow))
+    if dtype == "str":
+        return bool(types.is_string(arrow) or types.is_large_string(arrow))
+    return bool(types.is_binary(arrow) or types.is_large_binary(arrow) or types.is_fixed_size_binary(arrow))
+
+
+def decimal_dtype(precision: int, scale: int) -> str:
+    """What a decimal becomes: a number that holds every value of it, or ``decimal``."""
+    if scale == 0 and precision <= INTEGER_DIGITS:
+        return "int64"
+    return "float64" if precision <= FLOAT_DIGITS and scale >= 0 else "decimal"
+
+
+def _decimals(array: pa.Array, column: ColumnSpec, where: str) -> Array:
+    """Exact integers, or the double nearest to each decimal."""
+    if decimal_dtype(array.type.precision, array.type.scale) != column.dtype:
+        raise _contradicts(array, column, where)
+    words = np.frombuffer(array.buffers()[1], np.int64)[2 * array.offset : 2 * (array.offset + len(array)) : 2]
+    if column.dtype == "int64":
+        return words.copy()
+    # Both are exact in a double, so one rounding is all that happens; Arrow's own cast multiplies by 10**-scale.
+    found: Array = words.astype(np.float64) / 10.0**array.type.scale
+    return found
+
+
+def _fill_scalar(column: ColumnSpec, arrow: pa.DataType) -> pa.Scalar:
+    import pyarrow as pa  # noqa: PLC0415
+
+    fill: object = column.fill
+    if pa.types.is_decimal(arrow):
+        fill = Decimal(str(fill))
+    elif column.dtype.startswith("datetime64"):
+        moment = np.datetime64(str(fill)).astype(column.dtype)
+        return pa.scalar(int(moment.astype(np.int64)), pa.int64() if pa.types.is_integer(arrow) else arrow)
+    elif column.dtype == "bytes":
+        fill = str(fill).encode()
+    return pa.scalar(fill, arrow)
+
+
+def _counts(lists: pa.Array) -> npt.NDArray[np.int64]:
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    return _filled(pc.list_value_length(lists), 0)
+
+
+def _filled(array: pa.Array, value: int) -> npt.NDArray[np.int64]:
+    import pyarrow.compute as pc  # noqa: PLC0415
+
+    filled = pc.fill_null(array, value) if array.null_count else array
+    return np.asarray(filled.to_numpy(zero_copy_only=False)).astype(np.int64, copy=False)
+
+
+def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
+    """Spark's ML vectors, dense and sparse ones mixed as they come."""
+    _refuse_null(array, column, where)
+    (size,) = _known(column, column.shape)
+    found = lengths(array)
+    assert found is not None  # noqa: S101  (it is a struct)
+    null = array.is_null().to_numpy(zero_copy_only=False)
+    if (found[~null] != size).any():
+        raise DataError(
+            f"{_called(column, where)} has vectors of length {found[~null].min()} to {found[~null].max()}, "
+            f"the manifest says {size}. Prepare the data again."
+        )
+    kinds, _, indices, values = array.flatten()
+    stored_values = np.asarray(values.flatten().to_numpy(zero_copy_only=False), np.float64)
+    is_dense = (_filled(kinds, _DENSE) == _DENSE) & ~null
+    if is_dense.all() and not column.sparse:
+        return stored_values.reshape(len(array), size)
+    counts = _counts(values)
+    rows = np.repeat(np.arange(len(array)), counts)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    stored_places = np.asarray(indices.flatten().to_numpy(zero_copy_only=False), np.int64)
+    if len(stored_places) and not 0 <= stored_places.min() <= stored_places.max() < size:
+        raise DataError(f"{_called(column, where)} has entries outside 0 to {size - 1}; it is damaged.")
+    places[~is_dense[rows]] = stored_places
+    if not column.sparse:
+        dense = np.zeros((len(array), size))
+        dense[rows, places] = stored_values
+        dense[null] = 0.0 if column.fill is None else float(column.fill)
+        return dense
+    wanted = (stored_values != 0) | ~is_dense[rows]
+    return from_entries(len(array), rows[wanted], places[wanted], stored_values[wanted], column, where)
+
+
+def from_entries(  # noqa: PLR0917
+    count: int,
+    rows: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int64],
+    values: npt.NDArray[np.float64],
+    column: ColumnSpec,
+    where: str,
+) -> Array:
+    """Entries, ordered by row, in the form of a sparse column."""
+    counts = np.bincount(rows, minlength=count)
+    if column.entries is not None and counts.max(initial=0) > column.entries:
+        raise DataError(
+            f"{_called(column, where)} has a row of {counts.max()} entries, the manifest says at most "
+            f"{column.entries}. Prepare the data again."
+        )
+    slots = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    room = column if column.entries is not None else replace(column, entries=max(1, int(counts.max(initial=0))))
+    array = np.zeros(count, array_type(room))
+    array["indices"] = -1
+    array["indices"][rows, slots] = places
+    array["values"][rows, slots] = values
+    return array

@@ -1,0 +1,102 @@
+"""The columns of a prepared dataset, in words that every layer shares (no pyspark, no framework)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Role = Literal["feature", "label", "weight"]
+Kind = Literal["scalar", "array", "vector"]
+Codec = Literal["scalar", "ndarray", "compressed_ndarray", "image"]
+Fill = bool | int | float | str
+
+# What a model can take as it is; numpy names.
+NUMBERS = frozenset(
+    {"bool", "float16", "float32", "float64"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)  # fmt: skip
+# What has no number for a model: a transformation function or a loader's user makes something of it.
+OBJECTS = frozenset({"str", "bytes", "decimal"})
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """One column as the readers deliver it.
+
+    Attributes:
+        name: the column's name; the field of a struct is ``struct.field``.
+        dtype: what the elements are: the numpy name of a number (bool, int8 to int64, uint8 to uint64, float16 to
+            float64), ``datetime64[D]``, ``datetime64[us]`` or ``datetime64[ns]``, or ``str``, ``bytes`` or ``decimal``
+            for Python objects.
+        shape: shape of one row: ``()`` for scalars, ``(n,)`` for arrays and vectors, ``(n, m, ...)`` for nested arrays;
+            None where it is not known before the data have been seen.
+        role: what the column is for.
+        kind: what it was in Spark, which decides how it is selected and what transform makes of a prediction.
+        fill: what the readers put where the data have NULL; None refuses NULL. A date or a time is its ISO text.
+        sparse: deliver a vector by its stored entries (see ``columns``) instead of all its elements.
+        entries: of a sparse column: the most entries that a row has; None where not known yet.
+        source: where to find it, where that is not ``name``: a column, then the fields of structs.
+        codec: how a value is packed into bytes (in petastorm's datasets); ``scalar`` is a number that is stored as
+            another type of number.
+        depth: how many arrays are inside each other; 0 for scalars.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    role: Role
+    kind: Kind
+    fill: Fill | None = None
+    sparse: bool = False
+    entries: int | None = None
+    source: tuple[str, ...] = ()
+    codec: Codec | None = None
+    depth: int = -1
+
+    def __post_init__(self) -> None:
+        if self.depth < 0:
+            known = len(self.shape) if self.shape else 1
+            object.__setattr__(self, "depth", 0 if self.kind == "scalar" else known)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether a model can take the values as they are."""
+        return self.dtype in NUMBERS
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The column and the fields that lead to the values."""
+        return self.source or (self.name,)
+
+
+@dataclass(frozen=True)
+class DataSchema:
+    """The selected columns: features, then labels, then the weight, each in the order that the user gave."""
+
+    columns: tuple[ColumnSpec, ...]
+
+    def of(self, role: Role) -> list[ColumnSpec]:
+        return [column for column in self.columns if column.role == role]
+
+    def names(self) -> list[str]:
+        return [column.name for column in self.columns]
+
+    def __getitem__(self, name: str) -> ColumnSpec:
+        return self._by_name[name]
+
+    def fields_of(self, name: str) -> list[str]:
+        """The columns that a column of the DataFrame became: itself, or one per field of a struct."""
+        if name in self._by_name:
+            return [name]
+        return [other for other in self._by_name if other.startswith(f"{name}.")]
+
+    @cached_property
+    def _by_name(self) -> dict[str, ColumnSpec]:
+        return {column.name: column for column in self.columns}
+
+    def replaced(self, columns: Sequence[ColumnSpec]) -> DataSchema:
+        """The same schema with the columns of these names exchanged (to fill in shapes that the data told)."""
+        by_name = {column.name: column for column in columns}
+        return DataSchema(tuple(by_name.get(column.name, column) for column in self.columns))

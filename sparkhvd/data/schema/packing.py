@@ -1,0 +1,106 @@
+"""Columns on their way from Spark into a Python function, and apart again there.
+
+Spark writes to Arrow row by row, a number in an array in half of the time that it takes for one in a column. So scalar
+columns of one type travel as the elements of an array, for which nothing is cast, and all others as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.schema.data_schema import ColumnSpec
+from sparkhvd.data.schema.selection import expressions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import Column
+    from pyspark.sql.types import StructType
+
+_ELEMENTS = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float", "double"})
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which columns travel together, each by its place.
+
+    Attributes:
+        arrays: the columns that are the elements of an array, for every array.
+        others: the columns that travel as they are; several are the fields of a struct.
+    """
+
+    arrays: tuple[tuple[int, ...], ...]
+    others: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many columns Spark has to hand over."""
+        return len(self.arrays) + bool(self.others)
+
+
+def plan_packing(spark_schema: StructType, columns: Sequence[ColumnSpec]) -> Packing:
+    """Put columns of one type together.
+
+    Args:
+        spark_schema: ``df.schema``.
+        columns: from ``select``.
+    """
+    types = {field.name: field.dataType for field in spark_schema.fields}
+    alike: dict[str, list[int]] = {}
+    for place, column in enumerate(columns):
+        kind = types[column.name].simpleString() if column.path == (column.name,) else ""
+        if kind in _ELEMENTS:
+            alike.setdefault(kind, []).append(place)
+    arrays = tuple(tuple(places) for places in alike.values() if len(places) > 1)
+    gone = {place for places in arrays for place in places}
+    return Packing(arrays, tuple(place for place in range(len(columns)) if place not in gone))
+
+
+def packed(columns: Sequence[ColumnSpec], packing: Packing) -> tuple[list[Column], list[Column]]:
+    """The arrays, and the column of the others where there are any.
+
+    Where plain names are enough, one text says all of them: Spark is asked once, not once for each column.
+    """
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    def put_together(word: str, places: Sequence[int]) -> Column:
+        chosen = expressions(columns[place] for place in places)
+        names = [each for each in chosen if isinstance(each, str)]
+        if len(names) == len(chosen):
+            return functions.expr(f"{word}({', '.join(names)})" if len(names) > 1 else names[0])
+        first, *more = chosen
+        return functions.struct(first, *more) if more or isinstance(first, str) else first
+
+    others = [put_together("struct", packing.others)] if packing.others else []
+    return [put_together("array", places) for places in packing.arrays], others
+
+
+def unpacked(parts: Sequence[pa.Array], packing: Packing) -> list[pa.Array | npt.NDArray[np.generic]]:
+    """The columns of a batch, in their order.
+
+    Args:
+        parts: the arrays, then the others, as ``packed`` makes them.
+        packing: with which it made them.
+
+    Returns:
+        Arrow's arrays; of columns that travelled in an array without NULL, numpy's with memory of their own.
+    """
+    found: dict[int, pa.Array | npt.NDArray[np.generic]] = {}
+    for places, lists in zip(packing.arrays, parts, strict=False):
+        found.update(zip(places, _elements(lists, len(places)), strict=True))
+    if packing.others:
+        others = parts[-1]
+        found.update(zip(packing.others, others.flatten() if len(packing.others) > 1 else [others], strict=True))
+    return [found[place] for place in range(len(found))]
+
+
+def _elements(lists: pa.Array, count: int) -> Sequence[pa.Array | npt.NDArray[np.generic]]:
+    values = lists.flatten()
+    if values.null_count:
+        return [values.take(np.arange(place, len(values), count)) for place in range(count)]
+    rows: npt.NDArray[np.generic] = values.to_numpy(zero_copy_only=False).reshape(len(lists), count)
+    return list(rows.T.copy())

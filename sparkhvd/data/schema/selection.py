@@ -1,0 +1,352 @@
+"""Which columns of a DataFrame are trained on, decided from its schema alone: no Spark job runs here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import TYPE_CHECKING
+
+from sparkhvd._util.suggestions import did_you_mean
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema, Fill, Role
+from sparkhvd.data.schema.spark_types import checked_fill, leaves, numbers_only
+from sparkhvd.errors import SchemaError
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column
+    from pyspark.sql.types import DataType, StructType
+
+RESERVED_PREFIX = "sparkhvd_"
+
+_SWITCHES = frozenset({"boolean", "tinyint", "smallint", "int", "bigint", "float", "double"})
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What of a DataFrame is trained on.
+
+    Attributes:
+        schema: features, then labels, then the weight. Shapes of arrays and vectors are not known yet (None).
+        validation: the fraction of the rows to hold out (above 0), the column that says which, or None.
+    """
+
+    schema: DataSchema
+    validation: float | str | None = None
+
+
+def select(
+    spark_schema: StructType,
+    *,
+    feature_cols: Sequence[str] | None,
+    label_cols: Sequence[str],
+    weight_col: str | None = None,
+    validation: float | str | None = None,
+    sparse_cols: Sequence[str] = (),
+    fill: Mapping[str, Fill] | None = None,
+    transformed: bool = False,
+) -> Selection:
+    """Check the columns of a DataFrame against what the user asked for.
+
+    Args:
+        spark_schema: ``df.schema``.
+        feature_cols: columns, or ``struct.field``; None means every column but the labels, the weight and the
+            validation column.
+        label_cols: may be empty where there is nothing to learn (transform).
+        weight_col: the rows' weights: one number per row.
+        validation: a fraction in [0, 1), where 0 means none, or the name of a boolean or 0/1 column.
+        sparse_cols: the vector columns to deliver by their stored entries.
+        fill: by column (``struct.field`` for a field), what to put where it is NULL: the row, an array in it, or an
+            element.
+        transformed: a transformation function gets the columns first, so they may also be texts, dates and the like.
+
+    Raises:
+        SchemaError: a column is missing, appears twice, or has a type that cannot be used, the fraction is out of
+            range, or a fill is not of the column's type. Raised before any Spark job.
+    """
+    table = _Table(spark_schema)
+    labels = _names("label_cols", label_cols)
+    others = [*labels, *([weight_col] if weight_col is not None else [])]
+    held_out = _validation(table, validation)
+    if feature_cols is None:
+        left_out = {*others, held_out}
+        features = [field.name for field in spark_schema.fields if field.name not in left_out]
+    else:
+        features = _names("feature_cols", feature_cols)
+    if not features:
+        raise SchemaError(f"No feature column is selected; feature_cols is empty. {table.contents()}")
+    _refuse_duplicates([*features, *others, *([held_out] if isinstance(held_out, str) else [])])
+    columns = [
+        *(column for name in features for column in table.columns(name, "feature")),
+        *(column for name in labels for column in table.columns(name, "label")),
+        *(column for name in others[len(labels) :] for column in table.columns(name, "weight")),
+    ]
+    schema = completed(DataSchema(tuple(columns)), sparse_cols, fill or {}, transformed=transformed)
+    return Selection(schema, held_out)
+
+
+def completed(
+    schema: DataSchema, sparse_cols: Sequence[str], fill: Mapping[str, Fill], *, transformed: bool
+) -> DataSchema:
+    """The columns with what the user asked for each of them.
+
+    Raises:
+        SchemaError: a column comes twice, cannot be used, or cannot be sparse or filled as asked.
+    """
+    _refuse_duplicates(schema.names())
+    for column in schema.columns:
+        if column.role == "weight" and (column.kind != "scalar" or not column.is_number or column.dtype == "bool"):
+            raise SchemaError(f"Column {column.name!r} is no number; a weight is one number per row.")
+        if not transformed:
+            numbers_only(column)
+    return DataSchema(tuple(_filled(_with_sparse(list(schema.columns), sparse_cols), fill)))
+
+
+def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) -> SchemaError:
+    """The error for a column that is not there, with those that are."""
+    hint = f" {did_you_mean(name, names, most=3)}".rstrip()
+    shown = ", ".join(repr(other) for other in names[:30])
+    more = f" and {len(names) - 30} more" if len(names) > 30 else ""
+    return SchemaError(f"There is no column {name!r} (asked for as {use}).{hint} {there_are} {shown}{more}.")
+
+
+def columns_by_name(spark_schema: StructType, names: Sequence[str], role: Role) -> list[list[ColumnSpec]]:
+    """What each of these columns becomes: itself, or one column per field of a struct.
+
+    Raises:
+        SchemaError: see ``select``.
+    """
+    table = _Table(spark_schema)
+    return [table.columns(name, role) for name in names]
+
+
+def with_fields(spark_schema: StructType, names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with the fields of a struct in its place (``struct.field``); unknown names stay.
+
+    Raises:
+        SchemaError: a field cannot be used.
+    """
+    types = {field.name: field.dataType for field in spark_schema.fields}
+    found: list[str] = []
+    for name in names:
+        path_and_type = ((name,), types[name]) if name in types else _field(types, name)
+        is_struct = path_and_type is not None and path_and_type[1].typeName() == "struct"
+        found += [".".join(leaf.path) for leaf in leaves(*path_and_type)] if path_and_type and is_struct else [name]
+    return tuple(found)
+
+
+def schema_of(
+    spark_schema: StructType,
+    feature_cols: Sequence[str] | None,
+    label_cols: Sequence[str],
+    weight_col: str | None = None,
+    validation: float | str | None = None,
+    *,
+    transformed: bool = False,
+) -> DataSchema:
+    """The schema of ``select`` with the same arguments."""
+    return select(
+        spark_schema,
+        feature_cols=feature_cols,
+        label_cols=label_cols,
+        weight_col=weight_col,
+        validation=validation,
+        transformed=transformed,
+    ).schema
+
+
+def expressions(columns: Iterable[ColumnSpec], *, compress: bool = False) -> list[Column | str]:
+    """What selects these columns in Spark, each under its own name.
+
+    Fields of structs become columns of their own, vectors the struct that Spark keeps them in; nothing else changes. A
+    name costs Spark a fraction of what an expression does.
+
+    Args:
+        columns: from ``select``.
+        compress: give dense vectors the sparse form too.
+    """
+    return [
+        quoted(column.name)
+        if column.path == (column.name,) and column.kind != "vector"
+        else _expression(column, compress).alias(column.name)
+        for column in columns
+    ]
+
+
+def _expression(column: ColumnSpec, compress: bool) -> Column:
+    from pyspark.sql import functions  # noqa: PLC0415  (this module is also read where Spark is not)
+
+    value = value_of(column)
+    if column.kind != "vector":
+        return value
+    vector = functions.unwrap_udt(value)
+    return functions.when(vector["type"] == 1, _sparse_form(vector)).otherwise(vector) if compress else vector
+
+
+def value_of(column: ColumnSpec) -> Column:
+    """The column of the user's DataFrame, or the field of its struct, that a column is read from."""
+    first, *fields = column.path
+    value = source(first)
+    for field in fields:
+        value = value.getField(field)
+    return value
+
+
+def _sparse_form(vector: Column) -> Column:
+    """A dense vector as Spark keeps sparse ones: a struct of type 0, size, places and values."""
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    values = vector["values"]
+    numbered = functions.transform(values, lambda value, place: functions.struct(place.alias("i"), value.alias("v")))
+    entries = functions.filter(numbered, lambda entry: entry["v"] != 0)
+    return functions.struct(
+        functions.lit(0).cast("tinyint").alias("type"),
+        functions.array_size(values).alias("size"),
+        entries["i"].alias("indices"),
+        entries["v"].alias("values"),
+    )
+
+
+def quoted(name: str) -> str:
+    """How Spark is told the column of exactly this name; a dot in it does not mean a field."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def source(name: str) -> Column:
+    """The column of exactly this name."""
+    from pyspark.sql import functions  # noqa: PLC0415
+
+    return functions.col(quoted(name))
+
+
+def _names(parameter: str, names: Sequence[str]) -> list[str]:
+    if isinstance(names, str):
+        raise SchemaError(f"{parameter} is the string {names!r}; give a list of column names: [{names!r}].")
+    return list(names)
+
+
+def _refuse_duplicates(names: list[str]) -> None:
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+    if repeated:
+        raise SchemaError(
+            f"Column {repeated[0]!r} is selected more than once among features, labels, weight and validation. "
+            "Name it once; a column with two uses needs a copy under another name (df.withColumn)."
+        )
+
+
+class _Table:
+    """The columns of a DataFrame by name; every look-up takes the same time, however many there are."""
+
+    def __init__(self, spark_schema: StructType) -> None:
+        self._names = spark_schema.names
+        self._types = {field.name: field.dataType for field in spark_schema.fields}
+        self._spellings = Counter(name.lower() for name in self._names)
+
+    def contents(self) -> str:
+        """The names, for an error message."""
+        shown = ", ".join(repr(name) for name in self._names[:30])
+        more = f" and {len(self._names) - 30} more" if len(self._names) > 30 else ""
+        return f"The DataFrame has {shown}{more}." if self._names else "The DataFrame has no column."
+
+    def find(self, name: str, use: str) -> tuple[tuple[str, ...], DataType]:
+        """The path and the type of a column, or of a field as ``struct.field``."""
+        if not isinstance(name, str):
+            raise SchemaError(f"The {use} column {name!r} is not a string; columns are given by their names.")
+        found = ((name,), self._types[name]) if name in self._types else _field(self._types, name)
+        if found is None:
+            raise no_such_column(name, use, self._names, "The DataFrame has")
+        top = found[0][0]
+        if self._spellings[top.lower()] > 1:
+            same = ", ".join(repr(other) for other in self._names if other.lower() == top.lower())
+            raise SchemaError(
+                f"Column {top!r} (asked for as {use}) is ambiguous: the DataFrame has {same}, and Spark does not tell "
+                "upper from lower case. Rename or drop all but one."
+            )
+        if top.lower().startswith(RESERVED_PREFIX):
+            raise SchemaError(f"Column {top!r} cannot be used: names that start with {RESERVED_PREFIX!r} are reserved.")
+        return found
+
+    def columns(self, name: str, role: Role) -> list[ColumnSpec]:
+        """What a column becomes: itself, or one column per field of a struct."""
+        path, spark_type = self.find(name, role)
+        columns = [leaf.column(role) for leaf in leaves(path, spark_type)]
+        _refuse_spellings(name, [column.name for column in columns])
+        if role == "weight" and [(c.kind, c.is_number and c.dtype != "bool") for c in columns] != [("scalar", True)]:
+            text = spark_type.simpleString()
+            raise SchemaError(f"Column {name!r} has the type {text}; a weight is one number per row.")
+        return columns
+
+
+def _field(types: Mapping[str, DataType], name: str) -> tuple[tuple[str, ...], DataType] | None:
+    """The path and the type of ``struct.field``; either may have dots in its own name."""
+    for place in (place for place, letter in enumerate(name) if letter == "."):
+        top, rest = name[:place], name[place + 1 :]
+        if top in types and types[top].typeName() == "struct":
+            fields = {field.name: field.dataType for field in types[top].fields}  # type: ignore[attr-defined]
+            inside = ((rest,), fields[rest]) if rest in fields else _field(fields, rest)
+            if inside is not None:
+                return (top, *inside[0]), inside[1]
+    return None
+
+
+def _refuse_spellings(name: str, fields: Sequence[str]) -> None:
+    counts = Counter(field.lower() for field in fields)
+    same = [field for field in fields if counts[field.lower()] > 1]
+    if same:
+        raise SchemaError(
+            f"Column {name!r} has the fields {', '.join(map(repr, same))}, and Spark does not tell upper from lower "
+            "case. Rename or drop all but one."
+        )
+
+
+def _with_sparse(columns: list[ColumnSpec], sparse_cols: Sequence[str]) -> list[ColumnSpec]:
+    wanted = set(_names("sparse_cols", sparse_cols))
+    vectors = {column.name: column for column in columns if column.kind == "vector"}
+    for name in sorted(wanted):
+        if name not in vectors:
+            raise SchemaError(
+                f"sparse_cols names {name!r}, which is not a selected vector column; those are {[*vectors]}."
+            )
+    return [replace(column, sparse=column.name in wanted) for column in columns]
+
+
+def _filled(columns: list[ColumnSpec], fill: Mapping[str, Fill]) -> list[ColumnSpec]:
+    names = [column.name for column in columns]
+    for name in fill:
+        if name not in names:
+            raise SchemaError(f"fill names {name!r}, which is no selected column; those are {names}.")
+    for column in columns:
+        if column.sparse and column.name in fill:
+            raise SchemaError(
+                f"Column {column.name!r} is in sparse_cols and in fill; a sparse row has nothing to fill."
+            )
+    return [
+        replace(column, fill=checked_fill(column, fill[column.name])) if column.name in fill else column
+        for column in columns
+    ]
+
+
+def _validation(table: _Table, validation: object) -> float | str | None:
+    if validation is None:
+        return None
+    if isinstance(validation, str):
+        path, spark_type = table.find(validation, "validation")
+        if len(path) > 1:
+            raise SchemaError(
+                f"Validation column {validation!r} is a field of a struct. Select it as a column of its own "
+                "(df.withColumn)."
+            )
+        text = spark_type.simpleString()
+        if text not in _SWITCHES and not text.startswith("decimal"):
+            raise SchemaError(
+                f"Validation column {validation!r} has the type {text}; it must be boolean, or a number that is 1 for "
+                "the rows to hold out and 0 for the others."
+            )
+        return validation
+    if isinstance(validation, bool) or not isinstance(validation, Real):
+        raise SchemaError(f"validation is {validation!r}; give a fraction in [0, 1), the name of a column, or None.")
+    if not 0 <= float(validation) < 1:
+        raise SchemaError(
+            f"The validation fraction {validation!r} is not in [0, 1); 0.1 holds out a tenth of the rows."
+        )
+    return float(validation) or None

@@ -1,0 +1,181 @@
+"""Which columns a Spark type becomes, or why it cannot: decided from the type alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparkhvd.data.schema.columns import decimal_dtype
+from sparkhvd.data.schema.data_schema import ColumnSpec, Fill, Kind, Role
+from sparkhvd.errors import SchemaError
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+
+SUPPORTED = (
+    "boolean, byte, short, int, long, float, double, decimal, date, timestamp, string, binary, arrays of these (nested "
+    "ones too), structs and ML vectors"
+)
+
+_DTYPE_OF: Mapping[str, str] = MappingProxyType(
+    {
+        "boolean": "bool",
+        "tinyint": "int8",
+        "smallint": "int16",
+        "int": "int32",
+        "bigint": "int64",
+        "float": "float32",
+        "double": "float64",
+        "string": "str",
+        "binary": "bytes",
+        "date": "datetime64[D]",
+        "timestamp": "datetime64[us]",
+        "timestamp_ntz": "datetime64[us]",
+    }
+)
+_WHY_NOT: Mapping[str, str] = MappingProxyType(
+    {
+        "map": "its keys differ from row to row; select the values as columns of their own (df.m['key'])",
+        "struct": "a struct inside an array has no shape; select its fields as arrays of their own (df.a.field)",
+        "vector": "a vector inside an array; select it as a column of its own",
+        "void": "it holds nothing but NULL",
+    }
+)
+# What a model cannot take as it is, and what makes a number of it.
+_TO_NUMBER: Mapping[str, str] = MappingProxyType(
+    {
+        "str": "index or encode it first, for example with pyspark.ml.feature.StringIndexer",
+        "bytes": "decode it to an array of numbers first",
+        "decimal": "no number type holds all its digits; cast it to double, where you accept the rounding",
+        "datetime64[D]": "turn it into a number first, for example with pyspark.sql.functions.unix_date",
+        "datetime64[us]": "turn it into a number first, for example with pyspark.sql.functions.unix_micros",
+        "datetime64[ms]": "turn it into a number first",
+        "datetime64[ns]": "turn it into a number first",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Something with a numpy type inside a column: the column itself, or a field of a struct."""
+
+    path: tuple[str, ...]
+    dtype: str
+    kind: Kind
+    depth: int
+
+    def column(self, role: Role) -> ColumnSpec:
+        """Return it as a column; the shape of an array is not known yet."""
+        return ColumnSpec(
+            ".".join(self.path),
+            self.dtype,
+            () if self.kind == "scalar" else None,
+            role,
+            self.kind,
+            source=self.path if len(self.path) > 1 else (),
+            depth=self.depth,
+        )
+
+
+def leaves(path: tuple[str, ...], spark_type: DataType) -> list[Leaf]:
+    """What a column (or a field of a struct) of this type holds, in the order of its fields.
+
+    Raises:
+        SchemaError: the type cannot be used; the message says why.
+    """
+    text = spark_type.simpleString()
+    if text == "vector":
+        return [Leaf(path, "float64", "vector", 1)]
+    if spark_type.typeName() == "struct":
+        fields = spark_type.fields  # type: ignore[attr-defined]
+        if not fields:
+            raise _refused(path, text, "it has no fields")
+        return [leaf for field in fields for leaf in leaves((*path, field.name), field.dataType)]
+    element, depth = spark_type, 0
+    while element.typeName() == "array":
+        element, depth = element.elementType, depth + 1  # type: ignore[attr-defined]
+    return [Leaf(path, _dtype(path, element, text), "array" if depth else "scalar", depth)]
+
+
+def numbers_only(column: ColumnSpec) -> None:
+    """Refuse what only a transformation function could turn into a number.
+
+    Raises:
+        SchemaError: the column is a text, a date or the like.
+    """
+    if not column.is_number:
+        raise SchemaError(
+            f"Column {column.name!r} has the type {_TYPE_NAME.get(column.dtype, column.dtype)}, which cannot be a "
+            f"{column.role} of a model: {_TO_NUMBER[column.dtype]}. (A transformation_fn gets such columns, and its "
+            "result goes to the model.)"
+        )
+
+
+def checked_fill(column: ColumnSpec, fill: Fill) -> Fill:
+    """The value to put where the column is NULL.
+
+    Raises:
+        SchemaError: the column's type does not hold the value exactly.
+    """
+    if not _holds(column.dtype, fill):
+        raise SchemaError(
+            f"fill says {fill!r} for column {column.name!r}, which does not hold it: its type is {column.dtype}. Give "
+            "a value of that type" + (", as ISO text." if column.dtype.startswith("datetime") else ".")
+        )
+    return fill.item() if isinstance(fill, np.generic) else fill
+
+
+_TYPE_NAME = {
+    "str": "string",
+    "bytes": "binary",
+    "datetime64[D]": "date",
+    **dict.fromkeys(("datetime64[ms]", "datetime64[us]", "datetime64[ns]"), "timestamp"),
+}
+
+
+def _holds(dtype: str, fill: Fill) -> bool:
+    if dtype.startswith("datetime64"):
+        return isinstance(fill, str) and _is_time(fill, dtype)
+    if dtype in {"str", "bytes"} or isinstance(fill, str):
+        return dtype in {"str", "bytes"} and isinstance(fill, str)
+    if dtype == "bool" or isinstance(fill, bool | np.bool_):
+        return dtype == "bool" and isinstance(fill, bool | np.bool_)
+    if dtype.startswith("float"):
+        # 0.1 has a nearest float32; a large integer may have none that is equal.
+        return not isinstance(fill, int) or float(np.dtype(dtype).type(fill)) == fill
+    return dtype == "decimal" or _is_integer(fill, dtype)
+
+
+def _is_time(text: str, dtype: str) -> bool:
+    try:
+        return not np.isnat(np.datetime64(text).astype(dtype))
+    except ValueError:
+        return False
+
+
+def _is_integer(fill: float, dtype: str) -> bool:
+    limits = np.iinfo(dtype)
+    return bool(np.isfinite(fill)) and fill == int(fill) and limits.min <= fill <= limits.max
+
+
+def _dtype(path: tuple[str, ...], element: DataType, text: str) -> str:
+    name = element.simpleString()
+    if element.typeName() == "decimal":
+        return decimal_dtype(element.precision, element.scale)  # type: ignore[attr-defined]
+    plain = name.partition("(")[0].partition(" collate ")[0]
+    if plain in {"char", "varchar"}:
+        plain = "string"
+    if plain not in _DTYPE_OF:
+        why = _WHY_NOT.get("vector" if name == "vector" else element.typeName(), "there is no such type in numpy")
+        raise _refused(path, text, why)
+    return _DTYPE_OF[plain]
+
+
+def _refused(path: tuple[str, ...], text: str, why: str) -> SchemaError:
+    return SchemaError(
+        f"Column {'.'.join(path)!r} has the type {text}, which cannot be used: {why}. Supported are {SUPPORTED}."
+    )

@@ -1,0 +1,115 @@
+"""One Spark job that can be cancelled: by an interrupt, a deadline or any other exception in the thread that waits."""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sparkhvd._util.background import in_background, is_done_within
+from sparkhvd.deadline import Deadline
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_CANCEL_SECONDS = 60.0
+_COUNTED_SECONDS = 300.0  # Spark tells what it counted by its queue of events, soon after the job
+_LOOK_SECONDS = 0.5  # an interrupt is delivered between two waits
+
+
+def run_job(spark: SparkSession, action: Callable[[], T], seconds: float = math.inf) -> T:
+    """What ``action``, which starts Spark jobs, returns; it runs in a thread.
+
+    When the waiting thread is interrupted (control-C in a script or a notebook) or the time is up, the jobs are
+    cancelled and have ended before the exception goes on: what they wrote can be removed then.
+
+    Raises:
+        TimeoutError: it took longer than ``seconds``.
+        Exception: what ``action`` raised.
+    """
+    tag = new_tag()
+
+    def tagged() -> T:
+        add_tag(spark, tag)
+        return action()
+
+    done = in_background(tagged, "sparkhvd-spark-job", spark)
+    try:
+        if not is_done_within(done, seconds):
+            raise TimeoutError(f"The Spark job did not end within {seconds:g} s.")  # noqa: TRY301 - cancelled below
+    except BaseException:
+        cancel(spark, tag, done)
+        raise
+    return done.result()
+
+
+def counting(rows: DataFrame) -> tuple[DataFrame, Callable[[], int]]:
+    """The same rows, and what tells how many there were when a job has gone over them: that job counts them."""
+    from pyspark.sql import functions  # noqa: PLC0415  (ranks read this package without Spark)
+
+    spark = rows.sparkSession
+    if is_connect(spark):
+        from pyspark.sql.connect.observation import Observation  # noqa: PLC0415
+    else:
+        from pyspark.sql.observation import Observation  # type: ignore[assignment]  # noqa: PLC0415
+    observation: Any = Observation()
+
+    def count() -> int:
+        found = in_background(lambda: observation.get["rows"], "sparkhvd-count", spark)
+        if not is_done_within(found, _COUNTED_SECONDS):
+            raise TimeoutError(f"Spark did not tell the number of rows within {_COUNTED_SECONDS:g} s of writing them.")
+        return int(found.result())
+
+    return rows.observe(observation, functions.count(functions.lit(1)).alias("rows")), count
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Whether the session is one of Spark Connect, which has no JVM beside this process."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def is_local(master: str) -> bool:
+    """Whether Spark runs everything in one JVM there, without executors of their own."""
+    return master == "local" or master.startswith("local[")
+
+
+def new_tag() -> str:
+    """A tag for the Spark jobs of one action."""
+    return f"sparkhvd-{uuid.uuid4().hex}"
+
+
+def add_tag(spark: SparkSession, tag: str) -> None:
+    """Give the Spark jobs that this thread starts from now on the tag."""
+    if is_connect(spark):
+        spark.addTag(tag)
+    else:
+        # Tags of a classic session are known to the thread that set them only; those of the context to all.
+        spark.sparkContext.addJobTag(tag)
+
+
+def cancel(spark: SparkSession, tag: str, done: Future[T]) -> None:
+    """Cancel the jobs that have the tag, and wait for the action that started them; at most a minute.
+
+    Again and again: a query that is still being planned has no job yet that could be cancelled.
+    """
+    deadline = Deadline.after(_CANCEL_SECONDS)
+    pause = _LOOK_SECONDS
+    while not done.done() and not deadline.expired():
+        try:
+            if is_connect(spark):
+                spark.interruptTag(tag)
+            else:
+                spark.sparkContext.cancelJobsWithTag(tag)
+        except Exception as error:  # noqa: BLE001 - the session may have been stopped; nothing is left to cancel then
+            logger.warning("The Spark job %s could not be cancelled: %s", tag, error)
+            pause = deadline.remaining()
+        wait([done], pause)
+    if not done.done():
+        logger.warning("Spark did not cancel job %s within %g s.", tag, _CANCEL_SECONDS)

@@ -1,0 +1,115 @@
+"""What a Spark session knows about file systems: how to reach them, and which it can write to."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.data.spark.job import is_connect
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
+
+# Schemes whose Stores can be told something by Hadoop's settings.
+_TOLD = frozenset({"s3", "hdfs", "viewfs"})
+_OF_STORES = (
+    r"^(fs\.s3a\.(.+\.)?(access\.key|secret\.key|session\.token|endpoint|endpoint\.region|path\.style\.access|"
+    r"connection\.ssl\.enabled|aws\.credentials\.provider)|fs\.defaultFS|fs\.viewfs\.mounttable\..+|"
+    r"dfs\.(ha\.namenodes|namenode\.rpc-address|client\.failover\.proxy\.provider)\..+|"
+    r"dfs\.data\.transfer\.protection|dfs\.client\.use\.datanode\.hostname|hadoop\.security\.authentication)$"
+)
+_LOCAL = "file:///"
+_HADOOP = "spark.hadoop."
+# What every Spark can write to. Connect does not tell what more its server has.
+_ALWAYS = frozenset({"file", "hdfs", "viewfs", "dbfs"})
+
+
+def told_by_spark(store: Store, spark: SparkSession) -> Store:
+    """The Store with the credentials and addresses that Spark's own connectors use, where it was given none.
+
+    These are the settings ``fs.s3a.*``, ``fs.defaultFS`` and those of HDFS name services, from the session's
+    ``spark.hadoop.*`` and Hadoop's configuration files.
+    """
+    if _scheme_of(store.url) not in _TOLD:
+        return store
+    return store.with_spark_settings(_hadoop_settings(spark))
+
+
+def spark_can_write(spark: SparkSession, url: str | None) -> bool:
+    """Whether Spark has a connector for a URL of ``Store.spark_url``."""
+    if url is None:
+        return False
+    scheme = _scheme_of(url)
+    if scheme in _ALWAYS or is_connect(spark):
+        return scheme in _ALWAYS
+    # Ranks read this package without Spark.
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    context = spark.sparkContext
+    jvm = context._jvm  # noqa: SLF001  (nothing public tells which connectors there are)
+    if jvm is None:
+        return False
+    try:
+        jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, _hadoop_configuration(spark))
+    except Py4JError:
+        return False
+    return True
+
+
+def in_default_file_system(spark: SparkSession, path: str) -> str:
+    """A path without a scheme as Spark's writers take it: a URL, unless the default file system is the local one."""
+    if is_connect(spark):
+        default = spark.conf.get("spark.hadoop.fs.defaultFS", _LOCAL) or _LOCAL
+        return path if default.startswith("file:") else f"{default.rstrip('/')}/{path.lstrip('/')}"
+    conf = _hadoop_configuration(spark)
+    if str(conf.get("fs.defaultFS", _LOCAL)).startswith("file:"):
+        return path
+    found = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(path)  # type: ignore[union-attr]  # noqa: SLF001
+    return str(found.getFileSystem(conf).makeQualified(found).toString())
+
+
+def with_own_settings(rows: DataFrame, settings: Mapping[str, str]) -> DataFrame | None:
+    """The same rows in a copy of their session, which alone has these settings; None where that cannot be had.
+
+    Nothing public copies a session, so whatever is missing in some version of Spark only means that.
+    """
+    spark = rows.sparkSession
+    if is_connect(spark):
+        return None
+    # Ranks read this package without Spark.
+    from py4j.protocol import Py4JError  # noqa: PLC0415
+    from pyspark.sql import DataFrame as ClassicDataFrame  # noqa: PLC0415
+
+    try:
+        copy = spark._jsparkSession.cloneSession()  # noqa: SLF001
+        for name, value in settings.items():
+            copy.conf().set(name, value)
+        datasets = spark.sparkContext._jvm.org.apache.spark.sql.classic.Dataset  # type: ignore[union-attr]  # noqa: SLF001
+        found = datasets.ofRows(copy, rows._jdf.queryExecution().analyzed())  # noqa: SLF001
+    except (Py4JError, TypeError, AttributeError) as error:
+        logger.debug("This Spark does not copy its session: %s", error)
+        return None
+    return ClassicDataFrame(found, spark)
+
+
+def _hadoop_settings(spark: SparkSession) -> dict[str, str]:
+    if is_connect(spark):
+        wanted = re.compile(_OF_STORES)
+        found = {name.removeprefix(_HADOOP): value for name, value in spark.conf.getAll.items()}
+        return {name: value for name, value in found.items() if wanted.match(name)}
+    conf = _hadoop_configuration(spark)
+    return {str(name): str(value) for name, value in dict(conf.getValByRegex(_OF_STORES)).items()}
+
+
+def _hadoop_configuration(spark: SparkSession) -> Any:
+    """Of a classic session; it also holds what Hadoop's files say."""
+    return spark.sparkContext._jsc.hadoopConfiguration()  # noqa: SLF001  (nothing public leads there)
+
+
+def _scheme_of(url: str) -> str:
+    return url.partition(":")[0]

@@ -1,0 +1,80 @@
+"""The remote shell of ``mpirun``: ``python -m sparkhvd.driver.mpi.remote_shell HOST orted ...``.
+
+It asks the driver which Spark task executes commands for the host, lets that task execute ``orted``, and lives as long
+as ``orted`` does. It ends with orted's exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from sparkhvd.config import take_variables
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.messages import Executed, ExecuteOrted, FindTask, Message, Refused, TaskAddress
+
+# Environment of mpirun, which its agents inherit; the ranks do not.
+DRIVER_ADDRESSES = "SPARKHVD_AGENT_DRIVER"
+DRIVER_SECRET = "SPARKHVD_AGENT_SECRET"  # noqa: S105 - the name of a variable; a path in memory of the driver
+DRIVER_ENCRYPTS = "SPARKHVD_AGENT_ENCRYPTS"
+
+_SECONDS = 20.0
+_FAILED = 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Execute ``arguments[1:]`` on the host ``arguments[0]``; the exit code is the command's."""
+    host, command = arguments[0], arguments[1:]
+    given = take_variables((DRIVER_ADDRESSES, DRIVER_SECRET, DRIVER_ENCRYPTS))
+    try:
+        addresses = [(str(name), int(port)) for name, port in json.loads(given[DRIVER_ADDRESSES])]
+        secret = Path(given[DRIVER_SECRET]).read_bytes()
+        executed = execute(host, command, addresses, secret, encrypt=bool(given.get(DRIVER_ENCRYPTS)))
+    except (SparkHvdError, OSError, KeyError) as error:
+        sys.stderr.write(f"sparkhvd could not start orted on {host}: {type(error).__name__}: {error}\n")
+        return _FAILED
+    sys.stderr.write(executed.output.decode("utf-8", "replace"))
+    return executed.returncode if executed.returncode >= 0 else 128 - executed.returncode
+
+
+def execute(
+    host: str, command: Sequence[str], addresses: Sequence[tuple[str, int]], secret: bytes, *, encrypt: bool = False
+) -> Executed:
+    """Let the task that stands for ``host`` execute ``command``, and wait for its end.
+
+    With ``encrypt`` a driver or task that does not encrypt is refused.
+
+    Raises:
+        LaunchError: there is no such task, or it refused.
+        OSError: driver or task cannot be reached.
+    """
+    found = _asked(partial(connect, addresses, secret, encrypt=encrypt), FindTask(host), Deadline.after(_SECONDS))
+    if not isinstance(found, TaskAddress):
+        raise LaunchError(f"The driver answered with {type(found).__name__}.")
+    address = (found.server.address, found.server.port)
+    dial = partial(connect, [address], secret, encrypt=encrypt)
+    answer = _asked(dial, ExecuteOrted(tuple(command)), Deadline(math.inf))
+    if not isinstance(answer, Executed):
+        raise LaunchError(f"The task answered with {type(answer).__name__}.")
+    return answer
+
+
+def _asked(dial: Callable[[Deadline], Client], question: Message, deadline: Deadline) -> Message:
+    client = dial(Deadline.after(_SECONDS))
+    try:
+        answer = client.ask(question, deadline)
+    finally:
+        client.close()
+    if isinstance(answer, Refused):
+        raise LaunchError(answer.reason)
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""``preflight``: checks a cluster before a job, and reports what to change."""

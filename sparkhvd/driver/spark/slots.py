@@ -1,0 +1,238 @@
+"""How many ranks the cluster can run at once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparkhvd.data.spark.job import is_connect, is_local, run_job
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.spark.executor_python import refuse_other_python
+from sparkhvd.driver.spark.resources import TaskResources, profile_of, refuse_where_ignored
+from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
+
+logger = logging.getLogger(__name__)
+
+# Executors of other masters register late or on demand: slots are waited for this long, and when all are asked for,
+# their number has to stand still this long.
+SETTLE_SECONDS = 60.0
+_STILL_SECONDS = 3.0
+_POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 10.0
+
+_SESSION_RESOURCES = TaskResources()
+_LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What decides the number of slots.
+
+    Attributes:
+        master: Spark's master URL.
+        task_cpus: cores per task: ``spark.task.cpus``, unless the job asks for others.
+        count: asks Spark for the slots that are registered now; raises ``StartTimeoutError`` at the deadline.
+        task_gpus: GPUs per task, 0 where the job needs none.
+        executor_gpus: ``spark.executor.resource.gpu.amount``.
+    """
+
+    master: str
+    task_cpus: int
+    count: Callable[[Deadline], int]
+    task_gpus: float = 0
+    executor_gpus: int = 0
+
+
+def refuse_where_ranks_cannot_run(spark: SparkSession) -> None:
+    """Look at what a session's settings say.
+
+    Raises:
+        LaunchError: Spark does not run barrier stages with them, or its tasks run in a Python without sparkhvd.
+    """
+    _refuse_dynamic_allocation(spark)
+    refuse_other_python(spark)
+
+
+def _refuse_dynamic_allocation(spark: SparkSession) -> None:
+    """Spark refuses barrier stages under dynamic allocation, with a message that leads nowhere (SPARK-24942).
+
+    A ``local`` master has nothing to allocate, and Spark ignores the setting there.
+    """
+    enabled = str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
+    if enabled and not is_local(str(spark.conf.get("spark.master", ""))):
+        raise LaunchError(
+            "spark.dynamicAllocation.enabled is true, and Spark does not run barrier stages (all ranks at the same "
+            "time) under dynamic allocation. Start the session with spark.dynamicAllocation.enabled=false and a fixed "
+            "number of executors (spark.executor.instances, or spark.cores.max on a standalone cluster)."
+        )
+
+
+def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RESOURCES) -> Cluster:
+    """The cluster behind a session, as tasks with these resources see it."""
+
+    def number(name: str, default: str) -> float:
+        return float(str(spark.conf.get(name, default)))
+
+    task_cpus = resources.cpus or int(number("spark.task.cpus", "1"))
+    task_gpus = resources.gpus or number("spark.task.resource.gpu.amount", "0")
+    executor_gpus = int(number("spark.executor.resource.gpu.amount", "0"))
+    if is_connect(spark):
+
+        def count(deadline: Deadline) -> int:
+            cores = _cores_by_query(spark, deadline)
+            by_cores = cores // task_cpus
+            executors = _executors(spark, cores) if task_gpus else None
+            return by_cores if executors is None else min(by_cores, executors * math.floor(executor_gpus / task_gpus))
+
+        return Cluster("connect", task_cpus, count, task_gpus, executor_gpus)
+    master = str(spark.sparkContext.master)
+    refuse_where_ignored(master, resources)
+    profile = profile_of(spark, resources)
+    return Cluster(master, task_cpus, lambda _: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
+
+
+def hides_slots(spark: SparkSession) -> str:
+    """The setting that keeps a Spark Connect client from counting slots by the partitions of a query; empty if none."""
+    if not is_connect(spark):
+        return ""
+    names = ("spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism")
+    return next((f"{name}={value}" for name in names if (value := spark.conf.get(name, None)) is not None), "")
+
+
+def reserve_tasks(spark: SparkSession, num_proc: int | None, resources: TaskResources, deadline: Deadline) -> int:
+    """The number of ranks to start in a barrier stage of this session, as ``reserve`` says.
+
+    Raises:
+        LaunchError: Spark does not run barrier stages with this session's settings, or ignores what a task needs.
+        SlotsError: there are too few slots.
+    """
+    refuse_where_ranks_cannot_run(spark)
+    if setting := hides_slots(spark):
+        if num_proc is None:
+            raise SlotsError(
+                "num_proc=None takes all slots. A Spark Connect client counts them by the partitions of a query, and "
+                f"{setting} of this cluster decides these. Give num_proc."
+            )
+        return num_proc
+    return reserve(describe_cluster(spark, resources), num_proc, deadline)
+
+
+def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
+    """The number of ranks to start: ``num_proc``, or all slots when it is None.
+
+    Raises:
+        SlotsError: there are fewer slots than ``num_proc``; at once where the cluster's size is fixed, else after
+            ``SETTLE_SECONDS`` or at the deadline.
+        StartTimeoutError: Spark did not say by the deadline how many there are.
+    """
+    fixed = fixed_slots(cluster, deadline)
+    if fixed is not None and num_proc is not None and num_proc > fixed:
+        raise SlotsError(too_few(cluster, num_proc, fixed, waited=None))
+    began = time.monotonic()
+    settle = deadline.capped(SETTLE_SECONDS)
+    slots, since = cluster.count(deadline), began
+    while not _enough(slots, num_proc if num_proc is not None else fixed, time.monotonic() - since):
+        if settle.expired():
+            if num_proc is None and slots > 0:
+                return slots
+            waited = time.monotonic() - began
+            raise SlotsError(too_few(cluster, num_proc or 1, slots, waited))
+        time.sleep(_POLL_SECONDS)  # Spark tells Python of new executors in no other way
+        now = cluster.count(deadline)
+        if now != slots:
+            slots, since = now, time.monotonic()
+    return num_proc if num_proc is not None else slots
+
+
+def _enough(slots: int, wanted: int | None, still_for: float) -> bool:
+    if wanted is not None:
+        return slots >= wanted > 0
+    return slots > 0 and still_for >= _STILL_SECONDS
+
+
+def fixed_slots(cluster: Cluster, deadline: Deadline) -> int | None:
+    """The slots of a master whose size cannot change, None for all others."""
+    if is_local(cluster.master):
+        return cluster.count(deadline)
+    if found := _LOCAL_CLUSTER.fullmatch(cluster.master):
+        per_executor = int(found[2]) // cluster.task_cpus
+        if cluster.task_gpus:
+            per_executor = min(per_executor, math.floor(cluster.executor_gpus / cluster.task_gpus))
+        return int(found[1]) * per_executor
+    return None
+
+
+def too_few(cluster: Cluster, num_proc: int, slots: int, waited: float | None) -> str:
+    """The message for too few slots: both numbers and the settings to change."""
+    after = "" if waited is None else f" after waiting {waited:.0f} s for executors"
+    return (
+        f"num_proc={num_proc} ranks were asked for, but the cluster has {slots} slots{after} "
+        f"(master {cluster.master}, {_per_task(cluster)}). {_way_out(cluster, num_proc)}"
+    )
+
+
+def _per_task(cluster: Cluster) -> str:
+    gpus = f", {cluster.task_gpus:g} GPUs per task" if cluster.task_gpus else ""
+    return f"spark.task.cpus={cluster.task_cpus}{gpus}"
+
+
+def _way_out(cluster: Cluster, num_proc: int) -> str:
+    if cluster.task_gpus and cluster.executor_gpus < cluster.task_gpus:
+        return (
+            "The executors have no GPUs for that: start the session with spark.executor.resource.gpu.amount and a "
+            "discovery script (spark.executor.resource.gpu.discoveryScript)."
+        )
+    lower = [f"spark.task.cpus={cluster.task_cpus}"] if cluster.task_cpus > 1 else []
+    lower += [f"{cluster.task_gpus:g} GPUs per task"] if cluster.task_gpus else []
+    less = "or ask for fewer ranks" + (f", or lower {' or '.join(lower)}" if lower else "")
+    if cluster.master.startswith("local-cluster"):
+        return f"Start the session with a master like local-cluster[{num_proc},{cluster.task_cpus},1024], {less}."
+    if cluster.master.startswith("local"):
+        return f"Start the session with master local[{num_proc * cluster.task_cpus}], {less}."
+    if cluster.master.startswith("spark://"):
+        return f"Add workers, raise spark.cores.max, {less}."
+    return f"Raise spark.executor.instances or spark.executor.cores, {less}."
+
+
+def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> int:
+    scala_context = spark.sparkContext._jsc.sc()  # noqa: SLF001 - Spark offers no public count of its slots
+    profiles = scala_context.resourceProfileManager()
+    if profile is None:
+        return int(scala_context.maxNumConcurrentTasks(profiles.defaultResourceProfile()))
+    own = profile._java_resource_profile  # noqa: SLF001
+    profiles.addResourceProfile(own)
+    return int(scala_context.maxNumConcurrentTasks(own))
+
+
+def _executors(spark: SparkSession, cores: int) -> int | None:
+    """How many executors a Spark Connect server has, as far as its settings tell."""
+    if found := _LOCAL_CLUSTER.fullmatch(str(spark.conf.get("spark.master", ""))):
+        return int(found[1])
+    if (instances := spark.conf.get("spark.executor.instances", None)) is not None:
+        return int(str(instances))
+    each = spark.conf.get("spark.executor.cores", None)
+    return None if each is None else cores // int(str(each))
+
+
+def _cores_by_query(spark: SparkSession, deadline: Deadline) -> int:
+    """What a Spark Connect client can learn: into how many partitions Spark divides rows, as many as it has cores."""
+    from pyspark.sql.functions import spark_partition_id  # noqa: PLC0415 - differs between classic and Connect
+
+    partitions = spark.range(1 << 16).select(spark_partition_id()).distinct()
+    seconds = max(deadline.remaining(), _ANSWER_SECONDS)
+    try:
+        return int(run_job(spark, partitions.count, seconds))
+    except TimeoutError:
+        raise StartTimeoutError(
+            f"Spark did not answer a small query within {seconds:.0f} s: other jobs keep all slots busy. Wait for "
+            "those, give this job a cluster of its own, or raise start_timeout."
+        ) from None

@@ -1,0 +1,1 @@
+"""The user's functions and modules on their way to the executors."""

@@ -1,0 +1,53 @@
+"""The user's function on its way to the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from sparkhvd.driver.user_code.importable import importable_elsewhere
+from sparkhvd.driver.user_code.pickling import Importable, dumps
+from sparkhvd.errors import LaunchError, SparkHvdError
+
+# A larger closure is refused by Spark Connect (128 MB) and slow everywhere.
+PAYLOAD_CAP_BYTES = 100 * 1024 * 1024
+
+
+def pickle_call(
+    fn: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    importable: Importable = importable_elsewhere,
+) -> bytes:
+    """``(fn, args, kwargs)`` as bytes that a worker can unpickle.
+
+    Code of modules that the workers cannot import, such as a script's neighbours, is pickled with them.
+
+    Args:
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        importable: tells which modules the workers can import.
+
+    Raises:
+        LaunchError: it cannot be pickled, or is too large.
+    """
+    call = (fn, tuple(args), dict(kwargs))
+    try:
+        payload = dumps(call, importable)
+    except SparkHvdError:
+        raise
+    except Exception as error:
+        raise LaunchError(
+            f"{_name(fn)} and its arguments cannot be sent to the workers: {type(error).__name__}: {error}. "
+            "Make what cannot be pickled (sessions, locks, open files) inside fn, or pass it another way."
+        ) from error
+    if len(payload) > PAYLOAD_CAP_BYTES:
+        raise LaunchError(
+            f"{_name(fn)} and its arguments are {len(payload):,} bytes; more than {PAYLOAD_CAP_BYTES:,} are not sent "
+            "with the job. Put large data into a Store and pass its path."
+        )
+    return payload
+
+
+def _name(fn: object) -> str:
+    return str(getattr(fn, "__qualname__", type(fn).__name__))

@@ -1,0 +1,235 @@
+"""Pickles of the user's objects that ranks and executors can open, with every class the same class in all of them.
+
+A module that the executors can import, with the driver's content, goes by reference. A module that they cannot import
+goes by value, and so does every module that imports one, however indirectly: ``user_modules.sent_by_value`` decides.
+The decision depends on modules alone. So all pickles of a session agree: the model, what is trained with it, a
+``prediction_fn`` and saved files.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+
+from sparkhvd.driver.user_code.importable import importable_elsewhere
+from sparkhvd.driver.user_code.user_modules import (
+    UserModule,
+    codes,
+    import_graph,
+    imported_when_called,
+    sent_by_value,
+    user_module,
+)
+from sparkhvd.errors import ParamError
+from sparkhvd.task.user_code import importable, pickling
+
+# Says which of these modules, given by name with the digest of their files, can be imported where a pickle is opened.
+Importable = Callable[[Mapping[str, str]], Collection[str]]
+
+# cloudpickle's table of modules to pickle by value belongs to the process; this keeps two jobs from undoing each other.
+_PICKLE_TABLE = threading.RLock()
+_PLAIN = ("__new__", "__reduce__", "__reduce_ex__", "__getstate__")
+_CACHED = type(functools.lru_cache(len))
+
+
+def dumps(value: object, importable_there: Importable = importable_elsewhere) -> bytes:
+    """Pickle a value, with the code that cannot be imported where it is opened; ``cloudpickle.loads`` opens it.
+
+    Args:
+        value: the value.
+        importable_there: tells which modules can be imported there.
+
+    Raises:
+        ParamError: code of a compiled module would have to be sent.
+        Exception: what pickle or the value's own methods raise.
+    """
+    return dumps_with(CodePickler, value, importable_there=importable_there)
+
+
+def dumps_with(
+    kind: Callable[..., CodePickler],
+    value: object,
+    *arguments: Any,
+    importable_there: Importable = importable_elsewhere,
+) -> bytes:
+    """Pickle a value as ``dumps`` does, with a subclass of ``CodePickler``.
+
+    Args:
+        kind: the class, called with a file, ``arguments`` and ``code``.
+        value: the value.
+        arguments: further arguments of ``kind``.
+        importable_there: see ``dumps``.
+    """
+    code = Code(importable_there)
+    with code.registered():
+        while True:
+            buffer = io.BytesIO()
+            kind(buffer, *arguments, code=code).dump(value)
+            if not code.lacks_names():
+                return buffer.getvalue()
+
+
+class Code:
+    """What goes by value in one pickle."""
+
+    def __init__(self, importable_there: Importable) -> None:
+        self._importable = importable_there
+        self._by_value: dict[str, UserModule | None] = {}  # by name, None goes by reference
+        self._names: set[str] = set()  # in the code that goes by value
+        self._sent: dict[str, set[str]] = {}  # modules, with their names that were sent
+        self._registered: set[str] = set()
+        self._digests: dict[str, str] = {}  # of what goes by value, with all that it imports
+        self._users = {"__main__"}  # modules of the user's that were met
+
+    @contextmanager
+    def registered(self) -> Iterator[None]:
+        """Within this block, cloudpickle knows what goes by value; afterwards its table is as before."""
+        with _PICKLE_TABLE:
+            try:
+                yield
+            finally:
+                for name in self._registered & cloudpickle.list_registry_pickle_by_value():
+                    cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+    def lacks_names(self) -> bool:
+        """Whether a module was sent before all the names were known that code in the pickle uses of it."""
+        return any(self._used(sys.modules[name]) - names for name, names in self._sent.items())
+
+    def goes_by_value(self, name: str) -> UserModule | None:
+        """The module, if it is one of the user's that goes by value."""
+        if name not in self._by_value:
+            self._decide(name)
+        return self._by_value[name]
+
+    def identify(self, value: object) -> None:
+        """Make a class that goes by value the same class in all pickles."""
+        if isinstance(value, type) and value.__module__ in self._digests:
+            found: Any = sys.modules[value.__module__]
+            for part in value.__qualname__.split("."):
+                found = getattr(found, part, None)
+            if found is value:
+                pickling.identify(value, self._digests[value.__module__])
+
+    def single_of(self, value: object) -> tuple[Any, ...] | None:
+        """How to pickle a value without state by the name that a module of the user's has for it; None for others.
+
+        Such a value is compared by ``is``, and pickle makes another object of it in every pickle.
+        """
+        kind: Any = type(value)
+        plain = all(getattr(kind, name) is getattr(object, name) for name in _PLAIN)
+        if not plain or kind.__getstate__(value):
+            return None
+        if (known := pickling.known_single(value)) is not None:
+            return known
+        self.goes_by_value(kind.__module__)
+        users = [item for item in self._by_value.items() if item[0] in self._users]
+        # The module of the class comes first: others may have the value from there.
+        for name, sent in [(kind.__module__, self._by_value.get(kind.__module__)), *users, ("__main__", None)]:
+            module = sys.modules.get(name)
+            for title, each in list(vars(module).items()) if module is not None else ():
+                if each is value:
+                    by_name = sent is None and name != "__main__"
+                    digest = self._digests.get(name, "")
+                    return (
+                        (getattr, (module, title)) if by_name else pickling.reduced_single(value, name, title, digest)
+                    )
+        return None
+
+    def note(self, code: CodeType) -> None:
+        """Note the names that a function uses: those are what a module is sent with."""
+        for part in codes(code):
+            self._names.update(part.co_names, (const for const in part.co_consts if isinstance(const, str)))
+
+    def names_of(self, module: ModuleType) -> dict[str, Any]:
+        """What a module is sent with."""
+        names = self._sent[module.__name__] = self._used(module)
+        return {name: vars(module)[name] for name in sorted(names)}
+
+    def _used(self, module: ModuleType) -> set[str]:
+        return {name for name in self._names & vars(module).keys() if not name.startswith("__")}
+
+    def _decide(self, name: str) -> None:
+        self._by_value[name] = None
+        if pickling.is_sent(name):
+            self._send(UserModule(name, "", b"", is_package=False))
+            return
+        graph = import_graph([name])
+        if name not in graph:
+            return
+        self._users.add(name)
+        there = self._importable({name: module.digest for name, (module, _) in graph.items()})
+        sent = sent_by_value({name: needed for name, (_, needed) in graph.items()}, there)
+        if name in sent:
+            parts = sorted(f"{name} {module.digest}" for name, (module, _) in graph.items())
+            self._digests[name] = importable.digest("\n".join(parts).encode())
+            self._send(graph[name][0])
+
+    def _send(self, module: UserModule) -> None:
+        self._by_value[module.name] = module
+        if module.is_compiled:
+            raise ParamError(
+                f"The compiled module {module.name!r} ({module.file}) cannot be sent to the executors, and they cannot "
+                "import it. Install it there, or build a wheel of the project and send that with --py-files."
+            )
+        loaded = importlib.import_module(module.name)  # one that a function imports when it is called may not be, yet
+        if module.name not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(loaded)
+            self._registered.add(module.name)
+
+
+class CodePickler(pickling.Pickler):
+    """Pickles by value the code that cannot be imported where the pickle is opened; see ``dumps``."""
+
+    def __init__(self, file: io.BytesIO, *, code: Code) -> None:
+        super().__init__(file)
+        self._code = code
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to pickle a value; pickle calls this."""
+        if isinstance(value, ModuleType):
+            sent = self._code.goes_by_value(value.__name__)
+            if sent is not None and sys.modules.get(value.__name__) is value:
+                digest = value.sent_digest if isinstance(value, pickling.SentModule) else sent.digest
+                return pickling.reduced_module(value, digest, self._code.names_of(value))
+            return NotImplemented
+        if type(value) is functools.cached_property:
+            return pickling.cached_property, (value.func, value.attrname)
+        if isinstance(value, _CACHED) and self._goes_by_value(value):
+            return pickling.cached, (value.__wrapped__, *value.cache_parameters().values())
+        if (single := self._code.single_of(value)) is not None:
+            return single
+        if isinstance(value, type | FunctionType | BuiltinFunctionType) and isinstance(value.__module__, str):
+            self._code.goes_by_value(value.__module__)
+            self._code.identify(value)
+        reduced = super().reducer_override(value)
+        if isinstance(value, FunctionType) and isinstance(reduced, tuple):
+            self._code.note(value.__code__)
+            # cloudpickle lets a function bring modules; those that it imports when it is called come the same way,
+            # and so do its source lines.
+            reduced[2][1]["_cloudpickle_submodules"] += [
+                *self._imported_when_called(value),
+                pickling.SourceLines(value.__code__),
+            ]
+        return reduced
+
+    def _goes_by_value(self, function: Any) -> bool:
+        """Whether a function that is not one of Python's kind must bring its code."""
+        is_local = "<locals>" in function.__qualname__
+        return (
+            function.__module__ == "__main__" or is_local or self._code.goes_by_value(function.__module__) is not None
+        )
+
+    def _imported_when_called(self, function: FunctionType) -> list[ModuleType]:
+        names = imported_when_called(function)
+        users = (name for name in sorted(names) if pickling.is_sent(name) or user_module(name))
+        sent = [name for name in users if self._code.goes_by_value(name)]
+        return [importlib.import_module(name) for name in sent]

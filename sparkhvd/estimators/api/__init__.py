@@ -1,0 +1,1 @@
+"""``fit`` on the driver: validation of the parameters, the rows, the job, and the trained model."""

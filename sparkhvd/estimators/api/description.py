@@ -1,0 +1,73 @@
+"""What ``estimator.describe(df)`` prints."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparkhvd.data.loaders.transformation import transformed
+from sparkhvd.data.schema.data_schema import ColumnSpec
+from sparkhvd.data.schema.selection import Selection
+from sparkhvd.estimators.plugin import Predicted
+from sparkhvd.estimators.training.sample_rows import sampled
+from sparkhvd.estimators.training.worker import find_plugin
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_ROWS = 5
+_SHOWN_VALUES = 4
+
+
+def description(name: str, plugin_name: str, params: Mapping[str, Any], df: DataFrame, selection: Selection) -> str:
+    """The mapping of columns to inputs and outputs, and a table of a few rows with what the model gives for them.
+
+    Raises:
+        SparkHvdError: the rows cannot be trained on.
+    """
+    plugin = find_plugin(plugin_name)
+    schema, sample = sampled(df, selection, _ROWS)
+    rows = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is read-only
+    if params.get("transformation_fn") is not None:
+        schema, rows = transformed(schema, params["transformation_fn"], rows)
+    plugin.check(params, schema, rows)
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-describe-") as folder:
+        plugin.export(params, schema, Path(folder))
+        outputs = plugin.predictor(Path(folder)).predict(rows)
+    mapping = [f"  {part.strip()}" for part in plugin.mapping(params, schema).split(";")]
+    columns = [(_called(column), list(rows[column.name])) for column in schema.columns]
+    columns += [(f"output {place}{_shape(output)}", list(output)) for place, output in enumerate(outputs)]
+    count = len(columns[0][1])
+    title = f"{count} rows through the model as it is, before any training:"
+    return "\n".join([name, *mapping, title, *_table(columns), ""])
+
+
+def _called(column: ColumnSpec) -> str:
+    return f"{column.role} {column.name}: {column.dtype}{list(column.shape) if column.shape else ''}"
+
+
+def _shape(output: Predicted) -> str:
+    values = np.asarray(output)
+    return f": {values.dtype}{list(values.shape[1:]) if values.ndim > 1 else ''}"
+
+
+def _table(columns: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
+    cells = [[title, *(_short(value) for value in values)] for title, values in columns]
+    widths = [max(map(len, column)) for column in cells]
+    lines = zip(*cells, strict=True)
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    ]
+
+
+def _short(value: Any) -> str:
+    """The first values of a row; a sparse row shows its stored entries."""
+    flat = np.asarray(value).reshape(-1)
+    if flat.dtype.names:
+        flat = flat["values"].reshape(-1)
+    shown = " ".join(f"{one:.4g}" if flat.dtype.kind in "fiu" else str(one) for one in flat[:_SHOWN_VALUES])
+    return shown + (" ..." if len(flat) > _SHOWN_VALUES else "")

@@ -1,0 +1,545 @@
+"""``fit``: from a DataFrame to a trained model, the same for every framework."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast, overload
+
+from pyspark.ml import Estimator
+from pyspark.ml.util import MLReadable, MLWritable
+
+from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.data.external.locate import Access
+from sparkhvd.data.loaders.transformation import transformed
+from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
+from sparkhvd.data.prepare.direct_rows import dealt
+from sparkhvd.data.prepare.prepare import Writing
+from sparkhvd.data.prepare.prepared_data import PreparedData, acquire
+from sparkhvd.data.prepare.stats import with_extreme_labels
+from sparkhvd.data.prepare.store_check import check_store
+from sparkhvd.data.read.batches import Arrays, first_row
+from sparkhvd.data.read.readers import Reading, head
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.data.schema.manifest import Manifest
+from sparkhvd.data.schema.selection import Selection, select, with_fields
+from sparkhvd.data.spark.settings import told_by_spark
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.preflight.preflight import AskedTasks
+from sparkhvd.driver.spark.slots import describe_cluster
+from sparkhvd.driver.user_code.pickling import dumps
+from sparkhvd.errors import ParamError, SparkHvdError
+from sparkhvd.estimators.api.description import description
+from sparkhvd.estimators.api.parquet_rows import existing_rows
+from sparkhvd.estimators.api.validation import (
+    cache_of,
+    check,
+    check_alone,
+    check_existing,
+    check_outputs,
+    check_watched,
+)
+from sparkhvd.estimators.models.feature_matching import with_sources
+from sparkhvd.estimators.models.mlflow_tracking import active_run, part_of_search, track
+from sparkhvd.estimators.models.model import TrainedModel
+from sparkhvd.estimators.models.outputs import check_types, names_of_outputs, refuse_taken
+from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
+from sparkhvd.estimators.models.trained import Trained, output_specs
+from sparkhvd.estimators.params.backend import asked_tasks, reserve_ranks, run_ranks, shows_output, spark_backend
+from sparkhvd.estimators.params.named_inputs import columns_of
+from sparkhvd.estimators.params.params import EstimatorParams
+from sparkhvd.estimators.plugin import TrainSpec
+from sparkhvd.estimators.runs.resume_check import check_continued
+from sparkhvd.estimators.runs.run_identity import note_run, run_id_by_content
+from sparkhvd.estimators.runs.run_lease import held
+from sparkhvd.estimators.training import checkpoint, finished_runs, job_files
+from sparkhvd.estimators.training.checkpoint import Checkpoint
+from sparkhvd.estimators.training.progress import ProgressOutput, somebody_looks
+from sparkhvd.estimators.training.sample_rows import refuse_other_tables, sampled
+from sparkhvd.estimators.training.user_errors import with_stop
+from sparkhvd.estimators.training.worker import (
+    SAMPLE_ROWS,
+    ReaderName,
+    Refused,
+    StoredRows,
+    TrainJob,
+    TrainResult,
+    find_plugin,
+    train_worker,
+)
+from sparkhvd.store import Store, layout
+
+if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
+    from pyspark.ml.param import Param
+    from pyspark.sql import DataFrame, SparkSession
+
+logger = logging.getLogger(__name__)
+
+_SLOTS_SECONDS = 60.0
+_NEXT_STEP = {
+    "feature_cols": "give the names of the columns that the model reads",
+    "label_cols": "give the names of the columns that the model learns",
+}
+
+
+class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable, MLReadable[Any]):
+    """Fits a model with one training process per rank."""
+
+    plugin: ClassVar[str]
+    model_class: ClassVar[type[TrainedModel]]
+    preload: ClassVar[tuple[str, ...]]  # what the ranks import while they wait for each other; first the framework
+    required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
+    _mlflow_run: str | None = None
+    _part: str | None = None  # of a CrossValidator that the copy is for
+    _mapped: frozenset[str] = frozenset()  # the parameters that a copy has from a parameter map
+
+    @overload
+    def fit(
+        self, dataset: DataFrame, params: ParamMap | None = ..., *, resume: Literal["auto"] | None = ...
+    ) -> TrainedModel: ...
+    @overload
+    def fit(
+        self, dataset: DataFrame, params: list[ParamMap] | tuple[ParamMap], *, resume: Literal["auto"] | None = ...
+    ) -> list[TrainedModel]: ...
+    @brief_errors
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | list[ParamMap] | tuple[ParamMap] | None = None,
+        *,
+        resume: Literal["auto"] | None = None,
+    ) -> TrainedModel | list[TrainedModel]:
+        """Train on the rows of a DataFrame.
+
+        Args:
+            dataset: the rows.
+            params: parameters for this fit alone; of a list of such, each makes a model.
+            resume: the parameter of this name, for this fit alone; None leaves it as it is.
+
+        Raises:
+            SparkHvdError: the message says what cannot be, or what went wrong where.
+        """
+        if resume is None:
+            return super().fit(dataset, params)
+        copied = self.copy()
+        copied.setParams(resume=resume)
+        return copied.fit(dataset, params)
+
+    def _fit(self, dataset: DataFrame) -> TrainedModel:
+        params = self._checked_values_for(dataset)
+        check_alone(params["run_id"])
+        check_watched(params, held_out=bool(params["validation"]))
+        selection = self._selection(dataset, params)
+        self._check_schema(params, selection.schema)
+        spark = dataset.sparkSession
+        if params["resume"] == "auto":
+            params["store"] = told_by_spark(params["store"], spark)
+            params["run_id"] = self._run_of(dataset)
+            if (result := finished_runs.find(params["store"], params["run_id"], params["epochs"])) is not None:
+                return self._model(params, result)
+        # A split by a seed that nobody chose is another one every time.
+        keeps = params["random_seed"] is not None or not isinstance(selection.validation, float)
+        with self._settled(spark, params):
+            if params["data"] == "direct":
+                return self._fit_direct(dataset, selection, params)
+            writing = Writing(
+                params["division_proc"],
+                params["random_seed"],
+                params["partitions_per_process"],
+                compress=params["compress_sparse_cols"],
+            )
+            keep_seconds = params["keep_data"] * 3600.0 if keeps else 0.0
+            with acquire(dataset, selection, params["store"], writing, keep_seconds=keep_seconds) as data:
+                return self._fit_rows(spark, params, data.store, data.manifest, params["reader"])
+
+    def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
+        """A copy with these parameters, as ``fit(df, params)`` and Spark ML's tuning make one for every fit.
+
+        Their fits run in threads; the copy knows in which MLflow run the thread was that wanted them.
+        """
+        copied: Self = super().copy(extra)
+        copied._mlflow_run = active_run() or self._mlflow_run
+        copied._part = part_of_search() or self._part
+        copied._mapped = self._mapped | {
+            param.name for param in map(self._own, extra or ()) if param.parent == self.uid
+        }
+        return copied
+
+    def try_rows(self, dataset: DataFrame, rows: int) -> str:
+        """Put a few rows through the model, on the driver; which columns went where and what came out, in words.
+
+        Raises:
+            ParamError: the model does not take these rows.
+            DataError: they cannot be trained on.
+        """
+        params, plugin = self._checked_values_for(dataset), find_plugin(self.plugin)
+        check_watched(params, held_out=bool(params["validation"]))
+        selection = self._selection(dataset, params)
+        self._check_schema(params, selection.schema)
+        schema, arrays = sampled(dataset, selection, rows)
+        if params["transformation_fn"] is not None:
+            schema, arrays = transformed(schema, params["transformation_fn"], arrays)
+        outputs = plugin.check(params, schema, arrays)
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
+        gave = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
+        return f"{plugin.mapping(params, schema)}; {shapes} gave {gave}"
+
+    def asked_tasks(self) -> AskedTasks:
+        """What the ranks will need; for ``sparkhvd.preflight``."""
+        return asked_tasks(self.values())
+
+    @brief_errors
+    def describe(self, df: DataFrame) -> None:
+        """Print which columns go to which input and output, and what the model makes of five rows; trains nothing.
+
+        Raises:
+            SparkHvdError: as ``fit`` would, where the rows cannot be trained on.
+        """
+        params = self._checked_values_for(df)
+        sys.stdout.write(description(type(self).__name__, self.plugin, params, df, self._selection(df, params)))
+
+    def write(self) -> FolderWriter:
+        """A writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
+        return FolderWriter(partial(write_estimator, self))
+
+    @classmethod
+    def read(cls) -> FolderReader:
+        """A reader of what ``write`` wrote: ``read().load(path)``."""
+        return FolderReader(partial(read_estimator, cls))
+
+    @brief_errors
+    def fit_on_parquet(  # the first two as Horovod has them
+        self,
+        params: dict[Any, Any] | None = None,
+        dataset_idx: PreparedData | str | None = None,
+        *,
+        path: str | None = None,
+        validation_path: str | None = None,
+        reader: ReaderName | None = None,
+    ) -> TrainedModel:
+        """Train on rows that are Parquet files already.
+
+        They are, in this order: those of ``dataset_idx``; the files at ``path``; the dataset that this process holds in
+        the Store (inside ``with prepare_data(...)``), the one opened last that has the columns; the files at the
+        Store's ``train_path`` and ``val_path``.
+
+        Args:
+            params: parameters for this fit alone, as in ``fit``.
+            dataset_idx: what ``prepare_data`` returned, its ``dataset_id``, or the name that it was given.
+            path: a folder of Parquet files, or one file; written by Spark, pandas, pyarrow or petastorm.
+            validation_path: the same, of the rows to validate on.
+            reader: in place of the parameter of this name.
+
+        Raises:
+            DataError: there is no such dataset or file, or its rows cannot be trained on.
+            SchemaError: a column is missing or cannot be used.
+        """
+        if params:
+            return self.copy(params).fit_on_parquet(
+                None, dataset_idx, path=path, validation_path=validation_path, reader=reader
+            )
+        from pyspark.sql import SparkSession  # noqa: PLC0415
+
+        check_existing(self.values())
+        values = self._checked_values(data="files", **({} if reader is None else {"reader": reader}))
+        reader = values["reader"]
+        if values["resume"] is not None:
+            raise ParamError("resume='auto' recognises a run by its DataFrame; fit_on_parquet continues by run_id.")
+        spark = SparkSession.active()
+        any_type = self._any_type(values)
+        with self._settled(spark, values):
+            access = Access(values["store"], told=partial(told_by_spark, spark=spark))
+            with existing_rows(
+                values, dataset_idx, path, validation_path, reader, access=access, any_type=any_type
+            ) as files:
+                values["label_cols"] = tuple(column.name for column in files.manifest.schema.of("label"))
+                check_outputs(values)
+                check_watched(values, held_out=files.manifest.validation is not None)
+                self._check_schema(values, files.manifest.schema)
+                return self._fit_rows(spark, values, files.store, files.manifest, reader)
+
+    @contextmanager
+    def _settled(self, spark: SparkSession, params: dict[str, Any]) -> Iterator[None]:
+        """Fill in defaults (ranks, run and seed), and hold the run inside ``with``."""
+        params["num_proc"] = reserve_ranks(params, spark)
+        if params["store"] is not None:
+            params["store"] = told_by_spark(params["store"], spark)
+            self._check_store(spark, params["store"])
+        params["run_id"] = params["run_id"] or self._new_run_id()
+        if params["store"] is not None:
+            params["facts"] = find_plugin(self.plugin).facts(params)
+        keeps_runs = params["store"] is not None and params["store"].save_runs
+        with held(params["store"], params["run_id"]) if keeps_runs else nullcontext() as params["lease"]:
+            last = _last_checkpoint(params)
+            if params["resume"] == "auto":
+                _refuse_longer(params, last)
+                note_run(params["store"], params["run_id"])
+            within = None if last is None else last.within
+            params["division_proc"] = params["num_proc"] if within is None else within.num_proc
+            if params["random_seed"] is None:
+                params["random_seed"] = secrets.randbelow(2**31) if last is None else last.seed
+            yield
+
+    def _check_store(self, spark: SparkSession, store: Store) -> None:
+        backend = spark_backend(self.values())
+        seconds = None if backend is None else backend.start_seconds
+        check_store(spark, store, lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)), seconds)
+
+    def _fit_direct(self, dataset: DataFrame, selection: Selection, params: Mapping[str, Any]) -> TrainedModel:
+        """Train on rows that go straight from Spark to the ranks."""
+        if params["transformation_fn"] is None:
+            logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
+        rows = dealt(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
+        result = self._train(dataset.sparkSession, params, selection.schema, selection, given=rows)
+        return self._kept_model(params, result)
+
+    def _fit_rows(
+        self,
+        spark: SparkSession,
+        params: Mapping[str, Any],
+        rows: Store,
+        manifest: Manifest,
+        reader: ReaderName = "native",
+    ) -> TrainedModel:
+        """Train on rows that lie in a Store, which need not be the one of the run."""
+        plugin = find_plugin(self.plugin)
+        schema, sample = manifest.schema, head(rows, manifest, SAMPLE_ROWS)
+        if params["transformation_fn"] is not None:
+            schema, sample = transformed(schema, params["transformation_fn"], sample)
+        else:
+            sample = with_extreme_labels(sample, manifest.labels)
+        shapes = plugin.check(params, schema, sample)
+        _check_types(params, schema, shapes)
+        logger.info("run %s: %s", params["run_id"], plugin.mapping(params, schema))
+        result = self._train(spark, params, schema, StoredRows(rows, manifest, reader), sample=sample)
+        return self._kept_model(params, replace(result, shapes=shapes))
+
+    def _checked_values_for(self, dataset: DataFrame) -> dict[str, Any]:
+        """The parameters for the rows of a DataFrame, in which the fields of a struct are labels of their own."""
+        labels = self.values()["label_cols"]
+        if labels is None or not hasattr(dataset, "sparkSession"):  # which _selection refuses
+            return self._checked_values()
+        return self._checked_values(label_cols=with_fields(dataset.schema, labels))
+
+    def _checked_values(self, **instead: Any) -> dict[str, Any]:
+        params = {**self.values(), **instead}
+        if params["feature_cols"] is None and params["inputs"] is not None:
+            params["feature_cols"] = columns_of(params["inputs"])
+        if params["data"] == "auto":
+            params["data"] = "direct" if params["store"] is None else "store"
+        check(params)
+        for name in self.required:
+            if params[name] is None or params[name] == ():
+                hint = f": {_NEXT_STEP[name]}" if name in _NEXT_STEP else ""
+                raise ParamError(f"{type(self).__name__} needs {name}{hint}.")
+        return params
+
+    def _run_of(self, dataset: DataFrame) -> str:
+        """The id of the run that fits with the content of this one share."""
+        params = self._checked_values_for(dataset)
+        selection = self._selection(dataset, params)
+        return run_id_by_content(type(self).__name__, dataset, selection, params, self._mapped)
+
+    def _check_schema(self, params: Mapping[str, Any], schema: DataSchema) -> None:
+        """Refuse what the columns tell; those that a transformation makes are not known yet."""
+        if params["transformation_fn"] is None:
+            _check_types(params, schema, find_plugin(self.plugin).check(params, schema, None))
+        else:
+            _check_types(params, None, [])
+
+    def _selection(self, dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
+        refuse_other_tables("fit", dataset)
+        # Without such names the outputs may be put beside other columns than those of this DataFrame.
+        refuse_taken(_output_names(params), dataset.columns if params["output_cols"] else params["feature_cols"])
+        return select(
+            dataset.schema,
+            feature_cols=params["feature_cols"],
+            label_cols=params["label_cols"],
+            weight_col=params["sample_weight_col"],
+            validation=params["validation"],
+            sparse_cols=params["sparse_cols"] or (),
+            fill=params["fill"],
+            transformed=self._any_type(params),
+        )
+
+    def _any_type(self, params: Mapping[str, Any]) -> bool:
+        """Whether columns may be of any type here, as something else sees to them."""
+        return params["transformation_fn"] is not None or find_plugin(self.plugin).takes_texts
+
+    def _environment(self) -> dict[str, str | None]:
+        """What the framework needs in the environment of the ranks."""
+        return {}
+
+    def _pickled(self, objects: dict[str, Any]) -> bytes:
+        """Parameters that JSON does not know, to be saved; ``cloudpickle.loads`` opens them."""
+        return dumps(objects)
+
+    def _imports(self) -> tuple[str, ...]:
+        """What the ranks import while they wait for each other."""
+        return self.preload
+
+    def _new_run_id(self) -> str:
+        framework = self.preload[0]
+        return f"{framework}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
+
+    def _train(
+        self,
+        spark: SparkSession,
+        params: Mapping[str, Any],
+        schema: DataSchema,
+        rows: StoredRows | Selection,
+        *,
+        given: DataFrame | None = None,
+        sample: Arrays | None = None,
+    ) -> TrainResult:
+        plugin = find_plugin(self.plugin)
+        normalization = plugin.normalization(params)
+        if remark := normalization.remark(params["num_proc"], params["batch_size"]):
+            logger.warning("run %s: %s", params["run_id"], remark)
+        packed = plugin.pack({**params, "schema": schema})
+        path = f"{layout.run_folder(params['run_id'])}/payload-{uuid.uuid4().hex[:16]}"
+        job = TrainJob(
+            plugin=self.plugin,
+            store=params["store"],
+            rows=rows,
+            run_id=params["run_id"],
+            payload=job_files.payload(params["store"], path, packed),
+            spec=replace(_train_spec(params, schema), normalization=normalization, sample=sample and first_row(sample)),
+            start_method=params["mp_start_method"],
+            transformation=_pickled(params["transformation_fn"], "transformation_fn"),
+            data_module=_pickled(_loader_of_rows(params), "data_module"),
+            progress=params["verbose"] > 0 and shows_output(params) and somebody_looks(),
+            holder=None if params["lease"] is None else params["lease"].holder,
+        )
+        environment = {**self._environment(), **(params["backend_env"] or {})}
+        shown = ProgressOutput(params["run_id"]) if job.progress else None
+        try:
+            results = run_ranks(
+                params,
+                train_worker,
+                (job,),
+                spark=spark,
+                env=environment,
+                preload=self._imports(),
+                rows=given,
+                stdout=cast("TextIO | None", shown),
+            )
+        finally:
+            if shown is not None:
+                shown.close()
+            if job.payload.file is not None:
+                params["store"].delete(path)
+        # Only rank 0 returns one.
+        result: TrainResult | Refused = next(result for result in results if result is not None)
+        if isinstance(result, Refused):
+            raise result.error
+        if params["lease"] is not None:
+            params["lease"].check()
+        return result
+
+    def _kept_model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
+        if params["resume"] == "auto":
+            finished_runs.keep(params["store"], params["run_id"], params["epochs"], result)
+        return self._model(params, result)
+
+    def _model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
+        outputs = output_specs(result.shapes, result.schema.of("label"))
+        schema = with_sources(result.schema, params["feature_cols"])
+        trained = Trained(result.kept or params["store"], result.files, schema, outputs, result.history)
+        model = self.model_class(
+            trained,
+            feature_columns=params["feature_cols"],
+            label_columns=params["label_cols"],
+            output_cols=params["output_cols"],
+            output_types=params["output_types"],
+            run_id=params["run_id"],
+        )
+        track(model, {name: params[name] for name in self.declarations}, self._mlflow_run, self._part)
+        return model
+
+
+def _output_names(params: Mapping[str, Any]) -> Sequence[str]:
+    """The columns that ``transform`` of the trained model will add."""
+    return params["output_cols"] or names_of_outputs(params["label_cols"])
+
+
+def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Refuse ``output_types`` that ``transform`` could not give, as far as labels and outputs are known."""
+    if params["output_types"] is not None:
+        labels = () if schema is None else schema.of("label")
+        known = output_specs(shapes, labels) if shapes else ()
+        check_types(_output_names(params), params["output_types"], known, labels)
+
+
+def _loader_of_rows(params: Mapping[str, Any]) -> type[DataModule] | None:
+    """What takes the place of the readers."""
+    module = params["data_module"]
+    return module if loads_rows(module) else None
+
+
+def _pickled(value: Any, name: str) -> bytes:
+    if value is None:
+        return b""
+    try:
+        return dumps(value)
+    except SparkHvdError:
+        raise
+    except Exception as error:
+        raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_stop(error)}") from error
+
+
+def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:
+    """Where the run stands that is to be continued.
+
+    Raises:
+        ParamError: with another model.
+    """
+    store = params["store"]
+    path = None if store is None else checkpoint.latest(store, params["run_id"])
+    if path is None:
+        return None
+    found = checkpoint.load(store, path)
+    if found.model is not None:
+        check_continued(params["run_id"], f"{store.url}/{path}", found.model, params["facts"])
+    return found
+
+
+def _refuse_longer(params: Mapping[str, Any], last: Checkpoint | None) -> None:
+    """Raise ``ParamError`` where a run that ``resume="auto"`` found was trained for more epochs than are asked for."""
+    trained = 0 if last is None else last.epoch + 1
+    if trained > params["epochs"]:
+        raise ParamError(
+            f"resume='auto' found run {params['run_id']!r}, which was trained for {trained} epochs, more than "
+            f"epochs={params['epochs']}. Set epochs={trained} to get its model, or pass a run_id for a run of its own."
+        )
+
+
+def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
+    return TrainSpec(
+        schema=schema,
+        epochs=params["epochs"],
+        batch_size=params["batch_size"],
+        val_batch_size=params["val_batch_size"] or params["batch_size"],
+        seed=params["random_seed"],
+        scale_lr=params["scale_lr"],
+        backward_passes_per_step=params.get("backward_passes_per_step", 1),
+        shuffle=params["shuffle"],
+        train_steps_per_epoch=params["train_steps_per_epoch"],
+        validation_steps_per_epoch=params["validation_steps_per_epoch"],
+        reading=Reading(cache=cache_of(params), threads=params["train_reader_num_workers"]),
+        val_reading=Reading(cache=cache_of(params), threads=params["val_reader_num_workers"]),
+        early_stopping=params["early_stopping"],
+        checkpoints=params["checkpoints"],
+        terminate_on_nan=params["terminate_on_nan"],
+        log_every_n_steps=params["log_every_n_steps"],
+        use_gpu=params["use_gpu"],
+        model=params.get("facts"),
+    )

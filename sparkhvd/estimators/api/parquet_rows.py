@@ -1,0 +1,119 @@
+"""Which rows ``fit_on_parquet`` trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+from sparkhvd.data.external.locate import Access
+from sparkhvd.data.external.parquet_files import ExistingFiles, Wanted, open_existing, selected
+from sparkhvd.data.prepare.prepared_data import PreparedData, hold, open_here
+from sparkhvd.data.prepare.stats import too_few_rows
+from sparkhvd.data.reuse.dataset_names import id_of
+from sparkhvd.data.schema.manifest import Manifest
+from sparkhvd.data.schema.spark_types import numbers_only
+from sparkhvd.errors import DataError, ParamError, SchemaError
+from sparkhvd.estimators.params.params import READERS
+
+
+@contextmanager
+def existing_rows(
+    params: Mapping[str, Any],
+    dataset: PreparedData | str | None,
+    path: str | None,
+    validation_path: str | None,
+    reader: str,
+    *,
+    access: Access,
+    any_type: bool,
+) -> Iterator[ExistingFiles]:
+    """The rows that ``fit_on_parquet`` was asked for, with the columns of the estimator's parameters.
+
+    Prepared rows cannot be removed within the context. ``access`` is how files are reached that are there already;
+    with ``any_type`` columns need not be numbers.
+
+    Raises:
+        DataError: there is no such dataset, or it has too few rows.
+        SchemaError: a column is missing or cannot be used.
+        ParamError: the reader is not known, or cannot do what was asked for.
+    """
+    if reader not in READERS:
+        raise ParamError(f"reader={reader!r} is not known; it is 'native' or 'petastorm'.")
+    store = params["store"]
+    if store is None and path is None and not isinstance(dataset, PreparedData):
+        raise ParamError("fit_on_parquet needs the store of the prepared rows (store=), or path=.")
+    dataset_id = dataset if isinstance(dataset, str) else None
+    if dataset is None and path is None:
+        weights = [] if params["sample_weight_col"] is None else [params["sample_weight_col"]]
+        manifest = open_here(store, [*params["feature_cols"], *params["label_cols"], *weights])
+        dataset_id = None if manifest is None else manifest.dataset_id
+        path, validation_path = store.train_path, store.val_path
+    elif isinstance(dataset, PreparedData):
+        store, dataset_id = dataset.store, dataset.dataset_id
+    if dataset_id is None:
+        with closing(_files(params, path, validation_path, access, any_type)) as files:
+            _refuse_dense(files.manifest, params)
+            yield files
+        return
+    with hold(store, id_of(store, dataset_id)) as data:
+        yield ExistingFiles(store, _trainable(data.manifest, params, any_type))
+
+
+def _trainable(manifest: Manifest, params: Mapping[str, Any], any_type: bool) -> Manifest:
+    """A prepared dataset with the columns that are trained on."""
+    wanted = Wanted(params["feature_cols"], params["label_cols"], params["sample_weight_col"], params["fill"])
+    manifest = selected(manifest, wanted)
+    _refuse_dense(manifest, params)
+    _refuse_other_split(manifest, params["validation"])
+    for column in () if any_type else manifest.schema.columns:
+        numbers_only(column)
+    if manifest.train.rows < params["num_proc"]:
+        raise DataError(too_few_rows(manifest.train.rows, params["num_proc"]))
+    return manifest
+
+
+def _refuse_dense(manifest: Manifest, params: Mapping[str, Any]) -> None:
+    for name in params["sparse_cols"] or ():
+        if not all(manifest.schema[field].sparse for field in manifest.schema.fields_of(name)):
+            raise SchemaError(
+                f"sparse_cols names {name!r}, which these rows deliver as a dense array. Whether a column is sparse is "
+                "decided when its rows are prepared: prepare_data(sparse_cols=...)."
+            )
+
+
+def _refuse_other_split(manifest: Manifest, validation: float | str | None) -> None:
+    if validation not in {None, manifest.validated_by}:
+        split = "without validation" if manifest.validated_by is None else f"with validation={manifest.validated_by!r}"
+        raise DataError(
+            f"validation={validation!r} cannot split prepared rows; these were prepared {split}. Leave it out, or "
+            "prepare the data with prepare_data(validation=...)."
+        )
+
+
+def _files(
+    params: Mapping[str, Any], path: str | None, validation_path: str | None, access: Access, any_type: bool
+) -> ExistingFiles:
+    """Files that are there already."""
+    features, labels = params["feature_cols"], params["label_cols"]
+    if path is None:
+        raise DataError(
+            f"No dataset with the columns {[*features, *labels]} is open in {params['store'].url}. Call fit_on_parquet "
+            "inside 'with prepare_data(...)' with the same store, or give it path=, or a Store with train_path."
+        )
+    if params["validation"] is not None and validation_path is None:
+        raise DataError(
+            f"validation={params['validation']!r} cannot split files that are there already; give validation_path (or "
+            "the Store's val_path), or prepare the data with prepare_data(validation=...)."
+        )
+    return open_existing(
+        path,
+        validation_path,
+        feature_cols=features,
+        label_cols=labels,
+        weight_col=params["sample_weight_col"],
+        fill=params["fill"],
+        num_proc=params["num_proc"],
+        access=access,
+        transformed=any_type,
+    )

@@ -1,0 +1,193 @@
+"""Parameters that contradict each other, or that need what is not given: said before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from pyspark.ml import base
+
+from sparkhvd.data.loaders.user_loaders import loads_rows
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.backend import check_backend
+from sparkhvd.estimators.params.params import EstimatorParams
+from sparkhvd.estimators.params.policies import watched
+
+_OF_PREPARATION = {
+    "compress_sparse_cols": "compress_sparse",
+    "partitions_per_process": "partitions_per_process",
+    "keep_data": "keep_seconds",
+}
+_HOW = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
+_KEEP = "Give it save_runs=True"
+
+
+def check(params: Mapping[str, Any]) -> None:
+    """Refuse parameters that cannot be together.
+
+    Raises:
+        ParamError: the message names both, and what to do.
+    """
+    check_backend(params)
+    cache_of(params)
+    if params["data"] != "files":  # in which a label may be a struct
+        check_outputs(params)
+    if params["store"] is None or not params["store"].save_runs:
+        _refuse_what_needs_a_store(params)
+    if params["resume"] is not None and params["run_id"] is not None:
+        raise ParamError(
+            f"resume='auto' finds the run by its content; leave run_id={params['run_id']!r} out, or resume."
+        )
+    if params["data"] == "direct":
+        _refuse_what_needs_prepared_rows(params)
+    if params["reader"] == "petastorm":
+        _refuse_what_needs_own_readers(params, "reader='petastorm'", "reader")
+    if loads_rows(params["data_module"]):
+        _refuse_what_needs_own_readers(params, "data_module", "data_module")
+
+
+def check_outputs(params: Mapping[str, Any]) -> None:
+    """Refuse other numbers of outputs than of labels.
+
+    Raises:
+        ParamError: the message names both.
+    """
+    for name in ("output_cols", "output_types"):
+        given, labels = params[name], params["label_cols"]
+        if given and labels and len(given) != len(labels):
+            raise ParamError(
+                f"{name} has {len(given)} entries {list(given)} but label_cols has {len(labels)}: {list(labels)}. Give "
+                "one per label."
+            )
+
+
+def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
+    """Refuse to watch what is measured on validation rows where there are none.
+
+    Raises:
+        ParamError: the message names who watches what.
+    """
+    if held_out:
+        return
+    for name, monitor in watched(params).items():
+        if monitor.startswith("val_"):
+            raise ParamError(
+                f"{name} watches {monitor!r}, but nothing is held out to validate with; give validation=, or files "
+                "that have validation rows."
+            )
+
+
+def check_existing(params: Mapping[str, Any]) -> None:
+    """Refuse what says how rows are written or sent, where they are files already.
+
+    Raises:
+        ParamError: the message names the parameter, and where to say it.
+    """
+    if params["data"] == "direct":
+        raise ParamError("data='direct' sends rows straight from Spark, but fit_on_parquet reads files; leave it out.")
+    for name, instead in _OF_PREPARATION.items():
+        if params[name] != EstimatorParams.declarations[name].default:
+            raise ParamError(
+                f"{name}={params[name]!r} says how fit prepares rows, but fit_on_parquet finds them prepared. Leave it "
+                f"out; prepare_data takes {instead}."
+            )
+
+
+def check_alone(run_id: str | None) -> None:
+    """Refuse to give one of several fits, possibly on different rows, the name of a run.
+
+    Several fits are those of ``fit(df, [params, ...])`` and of Spark ML's tuning, whichever Pipelines are between.
+    Those hand nothing down that would tell; but what they call for each fit is known.
+
+    Raises:
+        ParamError: it is one of several, and has a run_id.
+    """
+    iterator = getattr(base, "_FitMultipleIterator", None)  # private: another pyspark may not have it
+    if run_id is None or iterator is None:
+        return
+    calls = inspect.unwrap(iterator.__next__).__code__
+    caller = inspect.currentframe()
+    while caller is not None:
+        if caller.f_code is calls:
+            raise ParamError(
+                f"run_id={run_id!r} would make every one of several fits go on from the checkpoints of the one before. "
+                "Leave run_id out, so that each has a run of its own; or call fit(df, params) once for each map."
+            )
+        caller = caller.f_back
+
+
+def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
+    if params["reader"] != "native":
+        raise ParamError(
+            f"reader={params['reader']!r} reads rows of a Store; on the direct path they come from Spark. Pass a Store "
+            "and data='store', or leave it out."
+        )
+    if loads_rows(params["data_module"]):
+        raise ParamError(
+            "data_module loads prepared rows; on the direct path none are written. Pass a Store and data='store', or "
+            "leave it out."
+        )
+    if params["compress_sparse_cols"]:
+        raise ParamError(
+            "compress_sparse_cols=True makes prepared rows smaller; on the direct path none are written. Pass a Store "
+            "and data='store', or leave it out."
+        )
+    if params["checkpoints"].every_steps is not None:
+        raise ParamError(
+            f"checkpoints=Checkpoints(every_steps={params['checkpoints'].every_steps}) goes on within an epoch, which "
+            "needs the same rows again; on the direct path Spark deals them out anew. Pass a Store and "
+            "data='store', or leave every_steps out."
+        )
+
+
+def _refuse_what_needs_own_readers(params: Mapping[str, Any], other: str, itself: str) -> None:
+    nothing = {"reader": "native"}
+    others = {} if loads_rows(params["data_module"]) else {"data_module": None}
+    given = {**params, **others}
+    for name in (
+        "train_steps_per_epoch",
+        "validation_steps_per_epoch",
+        "transformation_fn",
+        "inmemory_cache_all",
+        "local_cache",
+        "reader",
+        "data_module",
+    ):
+        if name != itself and given[name] not in {None, False, nothing.get(name)}:
+            raise ParamError(f"{name} needs the native reader, but {other} takes its place; leave one of them out.")
+
+
+def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
+    none, how = ("none is given", _HOW) if params["store"] is None else ("this one keeps no runs", _KEEP)
+    if params["data"] == "store" and params["store"] is None:
+        raise ParamError(f"data='store' sends the rows through a Store, but {none}. {how}, or data='auto'.")
+    if params["run_id"] is not None:
+        raise ParamError(
+            f"run_id={params['run_id']!r} names a run whose checkpoints a later fit continues from in a Store, but "
+            f"{none}: only the trained model stays. {how}, or leave run_id out."
+        )
+    if params["resume"] is not None:
+        raise ParamError(f"resume='auto' finds its run in a Store, but {none}. {how}, or leave resume out.")
+    if params["checkpoints"].every_steps is not None or params["checkpoints"].keep != 1:
+        raise ParamError(
+            f"checkpoints={params['checkpoints']} keeps states of the run in a Store, but {none}. {how}, or leave "
+            "every_steps and keep out."
+        )
+
+
+def cache_of(params: Mapping[str, Any]) -> str | None:
+    """Where ranks keep their rows after the first epoch.
+
+    Raises:
+        ParamError: two places were asked for, or there is nothing to keep.
+    """
+    asked = [name for name in ("inmemory_cache_all", "local_cache") if params[name]]
+    if len(asked) > 1:
+        raise ParamError("inmemory_cache_all and local_cache keep the same rows in two places; take one of them.")
+    if asked and params["data"] == "direct":
+        raise ParamError(
+            f"{asked[0]}=True keeps rows that are read from a Store; on the direct path they lie on the executors' "
+            "disks from the start. Leave it out, or pass data='store' with a Store."
+        )
+    return {"inmemory_cache_all": "memory", "local_cache": "disk"}[asked[0]] if asked else None

@@ -1,0 +1,1 @@
+"""Trained models: ``transform``, saving and loading, MLflow, and predictions without Spark."""

@@ -1,0 +1,280 @@
+"""The trained model as a Spark Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLWritable
+
+from sparkhvd._util.short_tracebacks import brief_errors
+from sparkhvd.data.schema.data_schema import Fill
+from sparkhvd.data.schema.packing import packed, plan_packing
+from sparkhvd.data.schema.selection import RESERVED_PREFIX
+from sparkhvd.data.schema.user_defined_types import as_rows
+from sparkhvd.driver.user_code.pickling import dumps
+from sparkhvd.errors import ParamError, SparkHvdError
+from sparkhvd.estimators.models.feature_matching import matched
+from sparkhvd.estimators.models.outputs import (
+    AUTO,
+    OutputColumn,
+    names_of_outputs,
+    output_column,
+    refuse_taken,
+    spark_type,
+)
+from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_model, write_model
+from sparkhvd.estimators.models.predict import PredictSpec, arrow_function, field_of
+from sparkhvd.estimators.models.retained_files import SpareFiles
+from sparkhvd.estimators.models.trained import Trained, wrapped
+from sparkhvd.estimators.params.named_inputs import columns_of, named_inputs
+from sparkhvd.estimators.params.params import ModelParams, shapes
+from sparkhvd.estimators.training.history import History, history_of
+from sparkhvd.estimators.training.job_files import KeptFiles
+from sparkhvd.estimators.training.sample_rows import refuse_other_tables
+from sparkhvd.store import Store, store_at
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import StructField, StructType
+
+
+class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
+    """Adds the model's outputs to a DataFrame, one column per output.
+
+    An output with one value per row is a number (float where the label was float, else double); one with several is a
+    dense ML vector that keeps them all. ``output_types`` asks for others, see ``outputs``; with
+    ``prediction_fn`` more is done with the model than to call it. A NULL in a feature column is an error when the rows
+    are evaluated.
+    """
+
+    plugin: ClassVar[str]
+
+    def __init__(self, trained: Trained, **values: Any) -> None:
+        super().__init__(**values)
+        self._trained = trained
+        self.spare: SpareFiles | None = None
+
+    @property
+    def trained(self) -> Trained:
+        """What the training left: files, columns, history."""
+        return self._trained
+
+    def write(self) -> FolderWriter:
+        """A writer in Spark ML's format: ``model.write().overwrite().save(path)``."""
+        return FolderWriter(partial(write_model, self))
+
+    @classmethod
+    def read(cls) -> FolderReader:
+        """A reader of what ``write`` wrote: ``read().load(path)``."""
+        return FolderReader(partial(read_model, cls))
+
+    def getHistory(self) -> History:  # noqa: N802  (Horovod's name)
+        """One entry per epoch, in Horovod's form and with where the time went; ``to_pandas()`` makes a table of it.
+
+        Example:
+            >>> model.getHistory()[0]  # doctest: +SKIP
+            {'epoch': 0, 'train': {'loss': 0.7, 'all_metrics': [{'accuracy': 0.5}]}, 'validation': {}, ...}
+        """
+        return history_of(self._trained.history)
+
+    @property
+    def history(self) -> History:
+        """The same as ``getHistory()``."""
+        return self.getHistory()
+
+    def plot_history(self) -> Figure:
+        """A picture of loss and metrics by epoch; needs matplotlib.
+
+        Raises:
+            ConfigError: it is not installed.
+            ParamError: the model was not trained here.
+        """
+        return self.getHistory().plot()
+
+    @classmethod
+    @brief_errors
+    def from_model(
+        cls,
+        model: Any,
+        df: DataFrame | StructType,
+        *,
+        feature_cols: Sequence[str] | None = None,
+        label_cols: Sequence[str] = (),
+        inputs: Mapping[str, Any] | None = None,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        sparse_cols: Sequence[str] = (),
+        fill: Mapping[str, Fill] | None = None,
+        custom_objects: Mapping[str, Any] | None = None,
+        store: Store | str | None = None,
+        **params: Any,
+    ) -> Self:
+        """A Transformer of a model that has been trained elsewhere.
+
+        The model is run once on a few rows of ``df``, to know the shape of its outputs; nothing is trained.
+
+        Args:
+            model: the framework's own model; it is copied, not changed.
+            df: rows as they will be predicted, of which two are read; or their schema, where all feature columns are
+                numbers. A streaming DataFrame counts as its schema.
+            feature_cols: the columns that the model reads, as for the estimator.
+            inputs: as for the estimator.
+            label_cols: columns that the outputs predict: they name the output columns, and ``"label"`` in
+                ``output_types`` means their types. Without them, the output columns are ``prediction`` (or
+                ``prediction_0`` and so on).
+            input_shapes: as for the estimator.
+            sparse_cols: as for the estimator.
+            fill: as for the estimator.
+            custom_objects: as for ``KerasEstimator``.
+            store: where the model's files go, a Store or its URL; without one, this process keeps them and sends them
+                with the session.
+            params: parameters of the Transformer, such as ``output_cols`` and ``prediction_fn``.
+
+        Raises:
+            SchemaError: a column is missing or cannot be used.
+            ParamError: the model cannot take the columns.
+
+        Example:
+            >>> TorchModel.from_model(net, df, feature_cols=["pixels"]).transform(df)  # doctest: +SKIP
+        """
+        store = None if store is None else store_at("store", store)
+        named = None if inputs is None else named_inputs("inputs", inputs)
+        feature_cols = columns_of(named) if feature_cols is None and named is not None else feature_cols
+        if feature_cols is None:
+            raise ParamError("from_model needs feature_cols: give the names of the columns that the model reads.")
+        estimated = {
+            "model": model,
+            "inputs": named,
+            "input_shapes": input_shapes and shapes("input_shapes", input_shapes),
+            "custom_objects": custom_objects,
+        }
+        trained = wrapped(cls.plugin, estimated, df, feature_cols, label_cols, sparse_cols, fill or {}, store)
+        labels = [column.name for column in trained.schema.of("label")]
+        names = {"feature_columns": feature_cols, "label_columns": labels or None}
+        return cls(trained, **names, **params)
+
+    @property
+    def output_names(self) -> list[str]:
+        """The columns that ``transform`` adds."""
+        given, labels = self.getOrDefault("output_cols"), self.getOrDefault("label_columns")
+        if given:
+            return list(given)
+        if labels:
+            return names_of_outputs(labels)
+        count = len(self.getOrDefault("output_types") or self._trained.outputs)
+        return ["prediction"] if count == 1 else [f"prediction_{place}" for place in range(count)]
+
+    def getOutputCols(self) -> list[str]:  # noqa: N802  (Spark's name)
+        """The columns that ``transform`` adds: ``<label>__output`` unless ``setOutputCols`` was called."""
+        return self.output_names
+
+    @brief_errors
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        from pyspark.sql.pandas.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
+        from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
+
+        refuse_other_tables("transform", dataset)
+        columns = self.output_columns(dataset.columns)
+        fields = [StructField(field_of(place), spark_type(column)) for place, column in enumerate(columns)]
+        spec = self._predict_spec(dataset, columns, fields)
+        kind = fields[0].dataType if len(fields) == 1 else StructType(fields)
+        predict = arrow_udf(arrow_function(spec), kind)  # type: ignore[call-overload]  # it takes tuples
+        dataset = as_rows(dataset, [column.path[0] for column in spec.features])
+        arrays, others = packed(spec.features, spec.packing)
+        names = [f"{_unused_prefix(dataset)}{place}" for place in range(len(arrays))]
+        if arrays:
+            dataset = dataset.select("*", *(array.alias(name) for array, name in zip(arrays, names, strict=True)))
+        # What is used twice, Spark computes beforehand, in compiled code; else it would go row by row, and hold a copy
+        # of every feature column meanwhile. It is sent once all the same.
+        predicted = predict(*names, *others, *names, *others)  # once in all outputs, and Spark evaluates it once
+        outputs = [
+            _output(predicted if len(columns) == 1 else predicted.getField(field_of(place)), column)
+            for place, column in enumerate(columns)
+        ]
+        transformed = dataset.select("*", *outputs)
+        return transformed.drop(*names) if names else transformed
+
+    def output_columns(self, taken: Sequence[str] = ()) -> tuple[OutputColumn, ...]:
+        """What ``transform`` makes of the outputs, beside columns of the names that are ``taken``.
+
+        Raises:
+            ParamError: what was asked for does not fit the outputs.
+            SchemaError: a name is taken.
+        """
+        names, own = self.output_names, self._trained.outputs
+        changed = self.getOrDefault("prediction_fn") is not None
+        asked = self.getOrDefault("output_types")
+        kinds: Sequence[str] = asked or (AUTO,) * len(own)
+        if not changed and len(kinds) != len(own):
+            raise ParamError(f"output_types has {len(kinds)} types {list(kinds)} but the model has {len(own)} outputs.")
+        if len(names) != len(kinds):
+            of_labels = self.getOrDefault("label_columns")
+            raise ParamError(
+                f"output_cols names {len(names)} columns {names} but there are {len(kinds)} outputs"
+                f"{f', for the labels {list(of_labels)}' if of_labels else ''}."
+            )
+        refuse_taken(names, taken)
+        labels = self._trained.schema.of("label")
+        return tuple(
+            output_column(
+                name,
+                kind,
+                own[place] if (kind == AUTO and place < len(own)) or not changed else None,
+                labels[place] if place < len(labels) else None,
+            )
+            for place, (name, kind) in enumerate(zip(names, kinds, strict=True))
+        )
+
+    def _predict_spec(
+        self, dataset: DataFrame, outputs: tuple[OutputColumn, ...], fields: Sequence[StructField]
+    ) -> PredictSpec:
+        from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415
+
+        trained = self._trained.schema.of("feature")
+        features = matched(dataset.schema, self.getOrDefault("feature_columns"), trained)
+        store = self._trained.store
+        return PredictSpec(
+            plugin=self.plugin,
+            store=store.sent(dataset.sparkSession) if isinstance(store, KeptFiles) else store,
+            files=self._trained.files,
+            features=tuple(features),
+            packing=plan_packing(dataset.schema, features),
+            names=tuple(column.name for column in trained),
+            outputs=outputs,
+            types=tuple(to_arrow_type(field.dataType) for field in fields),
+            batch_size=self.getOrDefault("inference_batch_size"),
+            function=pickled_function(self.getOrDefault("prediction_fn")),
+        )
+
+
+def pickled_function(function: Callable[..., Any] | None) -> bytes:
+    """A prediction function for the executors; empty where there is none.
+
+    Raises:
+        ParamError: it cannot be pickled.
+    """
+    if function is None:
+        return b""
+    try:
+        return dumps(function)
+    except SparkHvdError:
+        raise
+    except Exception as error:
+        raise ParamError(f"prediction_fn cannot be pickled to send it to the executors: {error}") from error
+
+
+def _unused_prefix(dataset: DataFrame) -> str:
+    """With which no column of the DataFrame begins."""
+    prefix = f"{RESERVED_PREFIX}features_"
+    while any(name.lower().startswith(prefix) for name in dataset.columns):
+        prefix += "_"
+    return prefix
+
+
+def _output(predicted: Column, output: OutputColumn) -> Column:
+    from pyspark.ml.functions import array_to_vector  # noqa: PLC0415
+
+    return (array_to_vector(predicted) if output.vector else predicted).alias(output.name)

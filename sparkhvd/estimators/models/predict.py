@@ -1,0 +1,185 @@
+"""Prediction inside Spark's Python workers: Arrow columns in; the output, or one struct of them, per row back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from sparkhvd._util.framework_imports import while_importing
+from sparkhvd.config import visible_devices
+from sparkhvd.data.schema import columns as columns_of
+from sparkhvd.data.schema.data_schema import ColumnSpec
+from sparkhvd.data.schema.packing import Packing, unpacked
+from sparkhvd.errors import DataError, ModelOutputError
+from sparkhvd.estimators.models.outputs import OutputColumn, encoded
+from sparkhvd.estimators.plugin import FrameworkPlugin, Inference, Predictor
+from sparkhvd.estimators.training.job_files import Source, StoredFile, fetched
+from sparkhvd.estimators.training.worker import find_plugin
+
+_LOADED_LIMIT = 4
+# The loaded models of this Python worker, by the digests of their files, the function that calls them and the GPU;
+# Spark reuses the process for later tasks.
+_loaded: dict[tuple[tuple[StoredFile, ...], bytes, int | None], Predictor] = {}
+
+
+@dataclass(frozen=True)
+class PredictSpec:
+    """What an executor needs to predict.
+
+    Attributes:
+        plugin: ``module:name`` of the framework's plug-in.
+        store: where the model can be read.
+        files: its files.
+        features: the columns as they come, in the order of the model's inputs, with the shapes of the training.
+        packing: which of them come together.
+        names: the names that the model knows these columns by.
+        outputs: the columns to make.
+        types: their types in Arrow.
+        batch_size: rows that are predicted at once.
+        function: the user's prediction function, pickled; empty where the model itself is called.
+    """
+
+    plugin: str
+    store: Source
+    files: tuple[StoredFile, ...]
+    features: tuple[ColumnSpec, ...]
+    packing: Packing
+    names: tuple[str, ...]
+    outputs: tuple[OutputColumn, ...]
+    types: tuple[pa.DataType, ...]
+    batch_size: int
+    function: bytes = b""
+
+
+def field_of(index: int) -> str:
+    """The name of an output in the struct that ``predict_batches`` yields where there are several."""
+    return f"output_{index}"
+
+
+def predict_batches(spec: PredictSpec, batches: Iterator[Sequence[pa.Array]]) -> Iterator[pa.Array]:
+    """The predictions for Arrow batches; the model is loaded once per Python worker.
+
+    Args:
+        spec: what to predict with.
+        batches: the feature columns as ``packing.packed`` makes them.
+
+    Raises:
+        DataError: a feature is NULL or has another length than in the training; the message names the column.
+    """
+    predictor = _predictor(spec)
+    for batch in batches:
+        given = map(_decoded, unpacked(batch, spec.packing), spec.features)
+        arrays = _predicted(predictor, dict(zip(spec.names, given, strict=True)), len(batch[0]), spec)
+        names = [field_of(index) for index in range(len(arrays))]
+        yield arrays[0] if len(arrays) == 1 else pa.StructArray.from_arrays(arrays, names)
+
+
+def _predictor(spec: PredictSpec) -> Predictor:
+    gpu = _given_gpu()
+    key = (spec.files, spec.function, gpu)
+    if key not in _loaded:
+        function = cloudpickle.loads(spec.function) if spec.function else None
+        plugin = _imported(spec.plugin)
+        with fetched(spec.store, spec.files, _application_folder()) as folder:
+            predictor = plugin.predictor(folder, Inference(gpu, function))
+        while len(_loaded) >= _LOADED_LIMIT:
+            _loaded.pop(next(iter(_loaded)))
+        _loaded[key] = predictor
+    return _loaded[key]
+
+
+@cache
+def _imported(name: str) -> FrameworkPlugin:
+    with while_importing():  # the import alone: a model that makes room for others has to be collected
+        return find_plugin(name)
+
+
+def _given_gpu() -> int | None:
+    """The GPU that Spark gave this task, as CUDA counts those that the process sees; None without one."""
+    from pyspark import TaskContext  # noqa: PLC0415  (decoding needs no Spark)
+
+    task = TaskContext.get()
+    given = None if task is None else task.resources().get("gpu")
+    return None if given is None else device_number(given.addresses, visible_devices())
+
+
+def device_number(addresses: Sequence[str], visible: str | None) -> int | None:
+    """The number by which CUDA knows Spark's first address; None where there is none that it could know.
+
+    Args:
+        addresses: what Spark assigned. A number counts among the devices that the process sees.
+        visible: the process's CUDA_VISIBLE_DEVICES, None when it has none.
+    """
+    if not addresses:
+        return None
+    if addresses[0].isdecimal():
+        return int(addresses[0])
+    listed = [name.strip() for name in (visible or "").split(",")]
+    return listed.index(addresses[0]) if addresses[0] in listed else None
+
+
+def _application_folder() -> str | None:
+    """Inside a task, the folder that Spark removes with the application: a task that is killed removes nothing."""
+    from pyspark import SparkFiles, TaskContext  # noqa: PLC0415  (decoding needs no Spark)
+
+    return None if TaskContext.get() is None else SparkFiles.getRootDirectory()
+
+
+def _decoded(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> npt.NDArray[np.generic]:
+    """The column in memory that may be written to: frameworks alias what they are given, and Arrow's is read-only."""
+    if isinstance(array, np.ndarray):
+        return array
+    if array.null_count and column.fill is None:
+        raise DataError(
+            f"Feature column {column.name!r} holds NULL in {array.null_count} of {len(array)} rows, for which there "
+            f"is no prediction. Drop these rows first (df.dropna(subset=[{column.name!r}])) or fill them (df.fillna)."
+        )
+    lengths = columns_of.lengths(array.drop_null() if array.null_count else array)
+    length = column.shape[0] if column.shape else 0
+    if lengths is not None and len(lengths) and not lengths.min() == lengths.max() == length:
+        found = str(lengths.min()) if lengths.min() == lengths.max() else f"{lengths.min()} to {lengths.max()}"
+        raise DataError(
+            f"Feature column {column.name!r} has rows of length {found}; the model was trained with rows of length "
+            f"{length}."
+        )
+    return columns_of.to_numpy(array, column, "the DataFrame").copy()
+
+
+def _predicted(
+    predictor: Predictor, columns: dict[str, npt.NDArray[np.generic]], rows: int, spec: PredictSpec
+) -> list[pa.Array]:
+    """A column per output; one struct of chunks would be copied once more."""
+    parts: list[list[pa.Array]] = [[pa.array([], kind)] for kind in spec.types]
+    for start in range(0, rows, spec.batch_size):
+        piece = {name: array[start : start + spec.batch_size] for name, array in columns.items()}
+        predictions = predictor.predict(piece)
+        if len(predictions) != len(spec.outputs):
+            raise ModelOutputError(
+                f"There are {len(spec.outputs)} output columns {[column.name for column in spec.outputs]}, but "
+                f"{len(predictions)} outputs were predicted."
+            )
+        count = len(next(iter(piece.values())))
+        for place, (prediction, column, kind) in enumerate(zip(predictions, spec.outputs, spec.types, strict=True)):
+            array = encoded(prediction, column, kind)
+            if len(array) != count:
+                raise ModelOutputError(
+                    f"Output column {column.name!r} has {len(array)} rows for {count} rows of the DataFrame; the first "
+                    "dimension of an output must be the rows."
+                )
+            parts[place].append(array)
+    return [pieces[1] if len(pieces) == 2 else pa.concat_arrays(pieces) for pieces in parts]
+
+
+def arrow_function(spec: PredictSpec) -> Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]]:
+    """``predict_batches`` as a function whose annotations tell Spark what it takes: all packed columns twice."""
+
+    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
+        return predict_batches(spec, (batch[: spec.packing.count] for batch in batches))
+
+    return predict

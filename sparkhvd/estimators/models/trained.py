@@ -1,0 +1,148 @@
+"""What a trained model consists of, wherever it was trained."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema, Fill
+from sparkhvd.data.schema.selection import Selection, select
+from sparkhvd.errors import ModelOutputError, ParamError
+from sparkhvd.estimators.models.feature_matching import with_sources
+from sparkhvd.estimators.models.outputs import OutputSpec
+from sparkhvd.estimators.reports import EpochRecord
+from sparkhvd.estimators.training.job_files import Source, StoredFile, keep_folder, write_folder
+from sparkhvd.estimators.training.sample_rows import sampled
+from sparkhvd.estimators.training.synthetic_rows import with_ones
+from sparkhvd.estimators.training.user_errors import described
+from sparkhvd.estimators.training.worker import find_plugin
+from sparkhvd.store import Store, layout
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+    from sparkhvd.estimators.plugin import Predictor
+
+_SAMPLE_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training run left.
+
+    Attributes:
+        store: where the model lies: a Store, or this process where it was trained without one.
+        files: its files.
+        schema: the columns that it was trained on; ``source`` says which features are fields of a struct.
+        outputs: what it gives, one per label column.
+        history: one record per epoch.
+    """
+
+    store: Source
+    files: tuple[StoredFile, ...]
+    schema: DataSchema
+    outputs: tuple[OutputSpec, ...]
+    history: tuple[EpochRecord, ...]
+
+
+def output_spec(shape: tuple[int, ...], label: ColumnSpec | None) -> OutputSpec:
+    """A column of numbers for one value per row, of vectors for several or where the label is one."""
+    vector = math.prod(shape) != 1 or (label is not None and label.kind != "scalar")
+    is_float = label is not None and label.dtype == "float32"
+    return OutputSpec(shape, "float32" if is_float and not vector else "float64", vector)
+
+
+def output_specs(shapes: Sequence[tuple[int, ...]], labels: Sequence[ColumnSpec | None]) -> tuple[OutputSpec, ...]:
+    """One for every output and its label."""
+    return tuple(output_spec(shape, label) for shape, label in zip(shapes, labels, strict=True))
+
+
+def wrapped(  # noqa: PLR0917
+    plugin_name: str,
+    params: Mapping[str, Any],
+    rows: DataFrame | StructType,
+    feature_cols: Sequence[str],
+    label_cols: Sequence[str],
+    sparse_cols: Sequence[str],
+    fill: Mapping[str, Fill],
+    store: Store | None,
+) -> Trained:
+    """A model that was trained elsewhere; see ``TrainedModel.from_model``."""
+    from pyspark.sql.types import StructType  # noqa: PLC0415
+
+    spark_schema = rows if isinstance(rows, StructType) else rows.schema
+    plugin = find_plugin(plugin_name)
+    selection = select(
+        spark_schema,
+        feature_cols=feature_cols,
+        label_cols=label_cols,
+        sparse_cols=sparse_cols,
+        fill=fill,
+        transformed=plugin.takes_texts,
+    )
+    features, labels = DataSchema(tuple(selection.schema.of("feature"))), tuple(selection.schema.of("label"))
+    if isinstance(rows, StructType) or rows.isStreaming:
+        samples = _made_up(features)
+        advice = " If it refuses rows of zeros and of ones for their values, pass a DataFrame with real rows."
+    else:
+        features, sample = sampled(rows, Selection(features), _SAMPLE_ROWS)
+        samples, advice = [sample], ""
+    schema = DataSchema((*features.columns, *labels))
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-wrap-") as folder:
+        plugin.export(params, schema, Path(folder))
+        try:
+            outputs = _first_outputs(lambda: plugin.predictor(Path(folder)), samples)
+        except Exception as error:
+            raise ModelOutputError(
+                f"The model cannot take the feature columns ({plugin.mapping(params, schema)}): "
+                f"{described(error)} Choose other feature_cols or input_shapes.{advice}"
+            ) from error
+        shapes = [np.asarray(output).shape[1:] for output in outputs]
+        if labels and len(labels) != len(shapes):
+            raise ParamError(f"The model has {len(shapes)} outputs but label_cols has {len(labels)}: {label_cols}.")
+        by_output = labels or (None,) * len(shapes)
+        specs = output_specs(shapes, by_output)
+        source, files = _placed(Path(folder), store)
+    return Trained(source, files, with_sources(schema, feature_cols), specs, ())
+
+
+def _first_outputs(predictor: Callable[[], Predictor], samples: Sequence[Arrays]) -> Sequence[Any]:
+    """What the model makes of the first sample that it takes; the error about the first one where it takes none."""
+    errors: list[Exception] = []
+    for sample in samples:
+        writable = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is not
+        try:
+            return predictor().predict(writable)
+        except Exception as error:  # noqa: BLE001 - the user's model may raise anything; the first one is raised below
+            errors.append(error)
+    raise errors[0]
+
+
+def _made_up(features: DataSchema) -> list[Arrays]:
+    """Rows of zeros and rows of ones: a model may refuse one or the other by their values."""
+    unknown = [column.name for column in features.columns if column.shape is None]
+    if unknown:
+        raise ParamError(
+            f"Only the schema of the rows is given, which does not tell the length of {unknown[0]!r}. Pass a DataFrame "
+            "with at least one row (not a streaming one)."
+        )
+    zeros = {column.name: columns.blank(column, _SAMPLE_ROWS) for column in features.columns}
+    return [zeros, with_ones(zeros)]
+
+
+def _placed(folder: Path, store: Store | None) -> tuple[Source, tuple[StoredFile, ...]]:
+    if store is None:
+        files, kept = keep_folder(folder)
+        return kept, files
+    target = f"{layout.model_folder(f'wrapped-{uuid.uuid4().hex[:16]}')}"
+    return store, write_folder(store, target, folder)

@@ -1,0 +1,241 @@
+"""Who starts the ranks of a ``fit``: a launcher by name, or an object of the user's."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, runtime_checkable
+
+from sparkhvd.compat.horovod import unknown_argument
+from sparkhvd.config import changed_environment, from_environment
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.arguments import check_seconds
+from sparkhvd.driver.launcher import LaunchRequest, launcher_for
+from sparkhvd.driver.preflight.preflight import AskedTasks
+from sparkhvd.driver.run import launch_request, run
+from sparkhvd.driver.spark.resources import TaskResources
+from sparkhvd.errors import ParamError, RankFailedError
+from sparkhvd.task import failure_report
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_OF_TRAINING = {
+    failure_report.STARTING: "before the training began",
+    failure_report.IN_FN: "in training",
+    failure_report.CONNECTED: "in training",
+    failure_report.ENDED: "after the training had ended",
+}
+LAUNCHERS = ("auto", "barrier", "mpi", "local")  # those that need no arguments of their own
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Runs a function once per rank; Horovod's interface, which needs no base class."""
+
+    def num_processes(self) -> int:
+        """The number of ranks."""
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank, where ``hvd.init()`` works, with ``env`` in the environment.
+
+        Returns:
+            What it returned, in rank order.
+        """
+
+
+class SparkBackend:
+    """Starts the ranks with ``sparkhvd.run``.
+
+    Args:
+        num_proc: number of ranks; None is all that there is room for.
+        env: added to the ranks' environment.
+        **options: more arguments of ``sparkhvd.run``: ``launcher``, ``gpus_per_task``, ``nics`` and the others. What is
+            not given is as the estimator needs it.
+
+    Raises:
+        TypeError: ``sparkhvd.run`` has no such argument.
+
+    Example:
+        >>> TorchEstimator(backend=SparkBackend(4, gpus_per_task=1), store=store, ...)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, num_proc: int | None = None, env: Mapping[str, str | None] | None = None, **options: Any
+    ) -> None:
+        known = inspect.signature(run).parameters
+        for name in options:
+            if name not in known:
+                raise TypeError(unknown_argument(name, known))
+        self.env = dict(env or {})
+        self._options = {"num_proc": num_proc, **options}
+
+    def without_env(self) -> SparkBackend:
+        """The same, with nothing added to the environment."""
+        return SparkBackend(**self._options)
+
+    def completed(self, **options: Any) -> Self:
+        """The same, with more arguments of ``sparkhvd.run``; those that it has already win."""
+        given = {name: value for name, value in self._options.items() if value is not None}
+        made = copy.copy(self)
+        made._options = {**options, **given}  # noqa: SLF001 - of a copy of its own
+        return made
+
+    def launch(self, spark: SparkSession | None = None) -> tuple[str, LaunchRequest]:
+        """The name of the launcher, and what that is told.
+
+        Raises:
+            ConfigError: the options contradict each other.
+        """
+        return launch_request(**{**self._options, "spark": self._options.get("spark") or spark})
+
+    def reserve(self, spark: SparkSession | None = None) -> int:
+        """The number of ranks that there will be.
+
+        Raises:
+            SlotsError: there is no room for as many as were asked for.
+            LaunchError: the launcher cannot run them there.
+        """
+        return launcher_for(*self.launch(spark)).reserve(Deadline.after(self.start_seconds))
+
+    @property
+    def start_seconds(self) -> float:
+        """How long to wait for slots and for what runs in them to start."""
+        seconds = self._options.get("start_timeout")
+        if seconds is None:
+            seconds = from_environment().start_timeout
+        check_seconds("start_timeout", seconds)
+        return float(seconds)
+
+    @property
+    def nics(self) -> str | Sequence[str]:
+        """As given: the interfaces that the ranks may use; empty for all."""
+        nics: str | Sequence[str] = self._options.get("nics") or ()
+        return nics
+
+    @property
+    def asked_ranks(self) -> int | None:
+        """The number of ranks as given; None for all that there is room for."""
+        num_proc: int | None = self._options["num_proc"]
+        return num_proc
+
+    @property
+    def shows_output(self) -> bool:
+        """Whether it leaves open where the ranks' stdout goes."""
+        return self._options.get("stdout") is None
+
+    def num_processes(self) -> int:
+        """The number of ranks."""
+        num_proc = self._options["num_proc"]
+        return self.reserve() if num_proc is None else int(num_proc)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """See ``Backend.run``."""
+        return run(fn, args, kwargs, env={**self.env, **(env or {})}, **self._options)
+
+
+def spark_backend(params: Mapping[str, Any]) -> SparkBackend | None:
+    """What starts the ranks with ``sparkhvd.run``; None where something of the user's does."""
+    backend = params["backend"]
+    if isinstance(backend, str):
+        return SparkBackend(params["num_proc"], launcher=backend)
+    return backend if isinstance(backend, SparkBackend) else None
+
+
+def asked_tasks(params: Mapping[str, Any]) -> AskedTasks:
+    """What the ranks will need."""
+    backend = spark_backend(params)
+    if backend is None:
+        return AskedTasks(int(params["backend"].num_processes()), TaskResources())
+    _, request = backend.launch()
+    config = from_environment(changed_environment({**backend.env, **(params["backend_env"] or {})}))
+    return AskedTasks(request.num_proc, request.resources, backend.nics, config.encrypt)
+
+
+def shows_output(params: Mapping[str, Any]) -> bool:
+    """Whether the ranks' stdout can be read before it is shown."""
+    backend = spark_backend(params)
+    return backend is not None and backend.shows_output
+
+
+def reserve_ranks(params: Mapping[str, Any], spark: SparkSession) -> int:
+    """How many ranks there will be; too few slots is said now, before the data are prepared."""
+    backend = spark_backend(params)
+    return int(params["backend"].num_processes()) if backend is None else backend.reserve(spark)
+
+
+def a_backend(name: str, value: Any) -> Backend | str:
+    """A launcher's name, or an object with ``run`` and ``num_processes``."""
+    if isinstance(value, str) and value in LAUNCHERS:
+        return value
+    if not isinstance(value, str) and isinstance(value, Backend):
+        return value
+    raise ParamError(
+        f"{name}={value!r} must be one of {', '.join(map(repr, LAUNCHERS))}, or an object with run(fn, args, kwargs, "
+        "env) and num_processes(), such as sparkhvd.SparkBackend."
+    )
+
+
+def check_backend(params: Mapping[str, Any]) -> None:
+    """Raise ``ParamError`` for what a backend cannot do, or what contradicts it."""
+    backend = params["backend"]
+    if params["num_proc"] is not None and not isinstance(backend, str):
+        raise ParamError(
+            'At most one of the parameters "backend" and "num_proc" may be specified; the backend has one.'
+        )
+    own = spark_backend(params)
+    launcher = own.launch()[0] if own is not None else None
+    if params["data"] == "direct" and launcher != "barrier":
+        name = f"{type(backend).__name__}(...)" if launcher is None else repr(launcher)
+        raise ParamError(f"backend={name} cannot give the rows of a DataFrame to the ranks. Pass a Store.")
+
+
+def run_ranks(
+    params: Mapping[str, Any],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    spark: SparkSession,
+    env: Mapping[str, str | None],
+    preload: Sequence[str],
+    rows: DataFrame | None,
+    stdout: TextIO | None = None,
+) -> list[Any]:
+    """Run ``fn`` on every rank, by the backend in ``params``."""
+    backend = spark_backend(params)
+    if backend is None:
+        return list(params["backend"].run(fn, args, None, env))
+    backend = backend.completed(
+        num_proc=params["num_proc"],
+        spark=spark,
+        preload=preload,
+        verbose=params["verbose"],
+        rows=rows,
+        stdout=stdout,
+    )
+    try:
+        return list(backend.run(fn, args, None, env))
+    except RankFailedError as error:
+        error.args = (of_training(str(error)),)
+        raise
+
+
+def of_training(message: str) -> str:
+    """What says how far ``fn`` was, for somebody who gave none."""
+    first, *rest = message.split("\n", 1)
+    for phase, said in _OF_TRAINING.items():
+        first = first.replace(f"({phase})", f"({said})")
+    return "\n".join([first, *rest])

@@ -1,0 +1,202 @@
+"""Parameters of estimators and models: declared once, with doc, default and converter.
+
+The typed keyword-only constructor, the setters and the getters all come from the declaration::
+
+    class MyParams(Declarations):
+        batch_size: Declared[int] = declared("Rows per rank and step.", positive_integer, default=32)
+
+gives ``MyParams(batch_size=64)``, ``setBatchSize(64)`` (which returns ``self``) and ``getBatchSize()``.
+"""
+
+from __future__ import annotations
+
+import copy
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast, dataclass_transform, overload
+
+from pyspark.ml.param import Param, Params
+
+from sparkhvd._util.suggestions import did_you_mean
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.plain_values import plain
+
+T = TypeVar("T")
+_SHOWN_ITEMS = 6
+Converter = Callable[[str, Any], Any]  # (parameter's name, what the user gave) -> what is kept, or ParamError
+
+
+class Declared(Param[T], Generic[T]):
+    """A declaration; on an instance it is the pyspark ``Param`` that keys a parameter map."""
+
+    def __init__(
+        self, default: T, doc: str, convert: Converter | None, accessor: str, aliases: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(Params._dummy(), "", doc, self._converted)  # noqa: SLF001  (how pyspark declares)
+        self.default = default
+        self.accessor = accessor
+        self.aliases = aliases
+        self.convert = convert
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+        self.accessor = self.accessor or "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+
+    def _copy_new_parent(self, parent: Any) -> Declared[T]:
+        own = copy.copy(self)
+        own.parent = parent.uid
+        own.typeConverter = own._converted  # noqa: SLF001  (the copied method is still bound to the declaration)
+        return own
+
+    def _converted(self, value: Any) -> Any:
+        if value is None:
+            return self.default
+        value = plain(value)
+        return value if self.convert is None else self.convert(self.name, value)
+
+    if TYPE_CHECKING:  # what dataclass_transform needs to see: assigning a T, reading the Param
+
+        @overload
+        def __get__(self, instance: None, owner: type) -> Declared[T]: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> Declared[T]: ...
+        def __get__(self, instance: object, owner: type) -> Declared[T]: ...
+        def __set__(self, instance: object, value: T) -> None: ...
+
+
+def declared(
+    doc: str, convert: Converter | None = None, *, default: Any, accessor: str = "", aliases: tuple[str, ...] = ()
+) -> Any:
+    """Declare a parameter.
+
+    Args:
+        doc: one sentence, shown by ``explainParams()``.
+        convert: turns what the user gave into what is kept, or raises ``ParamError``; idempotent.
+        default: the value until one is given; an explicit None means the default too.
+        accessor: what follows ``set`` and ``get`` where it is not the name in camel case.
+        aliases: what may follow them too: Horovod's spellings.
+    """
+    return Declared(default, doc, convert, accessor, aliases)
+
+
+def _setter(name: str) -> Callable[[Params, object], Params]:
+    def set_value(self: Params, value: object) -> Params:
+        return self._set(**{name: value})
+
+    return set_value
+
+
+def _getter(name: str) -> Callable[[Params], object]:
+    def get_value(self: Params) -> object:
+        return cast("object", self.getOrDefault(name))
+
+    return get_value
+
+
+def _add_accessor(cls: type, method: str, function: Callable[..., object], declaration: Declared[Any]) -> None:
+    if not hasattr(cls, method):
+        function.__name__ = method
+        function.__qualname__ = f"{cls.__qualname__}.{method}"
+        function.__doc__ = f"{declaration.name}: {declaration.doc}"
+        setattr(cls, method, function)
+
+
+def _shown(value: object) -> str:
+    """A value in a few words, without what may be a secret: what is in dicts and in other objects."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return reprlib.repr(value)
+    if isinstance(value, list | tuple):
+        more = [", ..."] if len(value) > _SHOWN_ITEMS else []
+        return f"[{', '.join(map(_shown, value[:_SHOWN_ITEMS]))}{''.join(more)}]"
+    return str(getattr(value, "url", None) or getattr(value, "__name__", None) or f"<{type(value).__name__}>")
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(declared,))
+class Declarations(Params):
+    """Base of classes whose parameters are ``declared``."""
+
+    declarations: ClassVar[dict[str, Declared[Any]]] = {}
+    retired: ClassVar[Mapping[str, str]] = {}  # names that mean nothing here: what to say instead
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        found = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+        cls.declarations = {name: value for name, value in found.items() if isinstance(value, Declared)}
+        for name, declaration in cls.declarations.items():
+            for accessor in (declaration.accessor, *declaration.aliases):
+                _add_accessor(cls, f"set{accessor}", _setter(name), declaration)
+                _add_accessor(cls, f"get{accessor}", _getter(name), declaration)
+
+    def __init__(self, *unnamed: Any, **values: Any) -> None:
+        if unnamed:
+            kind, first = type(self).__name__, next(iter(type(self).declarations))
+            raise TypeError(
+                f"{kind} takes its parameters by keyword, as in {kind}({first}=...); {len(unnamed)} came without one."
+            )
+        super().__init__()
+        self._setDefault(**{name: item.default for name, item in type(self).declarations.items()})
+        self.setParams(**values)
+
+    def setParams(self, **values: Any) -> Declarations:  # noqa: N802  (pyspark's name)
+        """Set several parameters by keyword, None for their defaults; ``TypeError`` for a name that is not one."""
+        retired = type(self).retired.keys() - type(self).declarations.keys()
+        values = {name: value for name, value in values.items() if value is not None or name not in retired}
+        for name in values:
+            if name not in type(self).declarations:
+                if name in type(self).retired:
+                    raise ParamError(self._retired(name))
+                hint = did_you_mean(name, self.declarations, most=3, show=str)
+                hint = hint or f"It takes {', '.join(self.declarations)}."
+                raise TypeError(f"{type(self).__name__} has no parameter {name!r}. {hint}")
+        self._set(**values)
+        return self
+
+    def _set(self, **values: Any) -> Any:
+        for name, value in values.items():
+            if value is None:
+                self._paramMap.pop(self.getParam(name), None)
+        return super()._set(**{name: value for name, value in values.items() if value is not None})
+
+    def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
+        """A copy with other values; ``extra`` may name parameters by the class, as ``TorchEstimator.batch_size``."""
+        return super().copy({self._own(param): value for param, value in (extra or {}).items()})
+
+    def _resolveParam(self, param: str | Param[Any]) -> Param[Any]:  # noqa: N802  (pyspark's name)
+        return super()._resolveParam(self._own(param))
+
+    def _own(self, param: Any) -> Any:
+        """The parameter of this object for one of its class; pyspark would ignore that."""
+        is_of_class = isinstance(param, Declared) and type(self).declarations.get(param.name) is param
+        return self.getParam(param.name) if is_of_class else param
+
+    def __repr__(self) -> str:
+        given = {param.name: value for param, value in self._paramMap.items()}
+        shown = [f"{name}={_shown(given[name])}" for name in type(self).declarations if name in given]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def values(self) -> dict[str, Any]:
+        """Every parameter's value by name."""
+        return {name: self.getOrDefault(name) for name in type(self).declarations}
+
+    def _retired(self, name: str) -> str:
+        return f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}"
+
+    def _setter_of_retired(self, name: str) -> Callable[[object], Declarations]:
+        """A setter that takes None, the default, as the keyword does, and says of other values what to do instead."""
+
+        def set_default(value: object) -> Declarations:
+            if value is not None:
+                raise ParamError(self._retired(name))
+            return self
+
+        return set_default
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Only for what is not there: setX and getX of a retired name tell what to do instead."""
+        accessor = name[3:].lower() if name.startswith(("set", "get")) else ""
+        for retired in type(self).retired:
+            if accessor == retired.replace("_", ""):
+                if name.startswith("set"):
+                    return self._setter_of_retired(retired)
+                raise AttributeError(self._retired(retired))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

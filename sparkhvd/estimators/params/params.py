@@ -1,0 +1,444 @@
+"""The parameters that every estimator and every model has, and what they accept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.backend import Backend, a_backend
+from sparkhvd.estimators.params.declarations import Declarations, Declared, declared
+from sparkhvd.estimators.params.named_inputs import named_inputs
+from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
+from sparkhvd.store import Store, store_at
+
+DATA_WAYS = ("auto", "direct", "store")
+READERS = ("native", "petastorm")
+START_METHODS = ("fork", "spawn", "forkserver")
+COMPRESSIONS = ("none", "fp16", "bf16")
+
+# Horovod's parameters without a meaning here, and what to say to those who set them.
+RETIRED = {
+    "shuffle_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
+    "order.",
+    "shuffling_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
+    "order.",
+    "reader_pool_type": "rows are always decoded by threads, which need no second process; train_reader_num_workers "
+    "says how many.",
+    "transformation_edit_fields": "what transformation_fn returns says itself which types and shapes its columns have.",
+    "transformation_removed_fields": "transformation_fn may return fewer columns, as long as the features, labels and "
+    "weights are among them.",
+    "continuous_cols": "it was for NVTabular's loaders; list the columns in feature_cols.",
+    "categorical_cols": "it was for NVTabular's loaders; list the columns in feature_cols, integers stay integers.",
+    "tensorflow_dataset_prefetch_buffer_size": "rows are decoded ahead up to 256 MB on every rank.",
+}
+RETIRED_OF_LIGHTNING = {
+    "num_gpus": "a rank trains on one GPU where it sees some; use_gpu=False trains on the CPU.",
+    "profiler": "the Trainer's: trainer_args={'profiler': ...}.",
+    "loader_num_epochs": "every epoch reads each row once; epochs says how many there are.",
+    "debug_data_loader": "getHistory() says how long the ranks waited for rows.",
+    "train_async_data_loader_queue_size": "rows are decoded ahead up to 256 MB on every rank.",
+    "val_async_data_loader_queue_size": "rows are decoded ahead up to 256 MB on every rank.",
+    "backward_passes_per_step": "the Trainer's: trainer_args={'accumulate_grad_batches': ...}.",
+    "loss_constructors": "a LightningModule makes its loss itself; for a plain module, give loss.",
+    "train_minibatch_fn": "a LightningModule takes its steps in training_step.",
+}
+
+
+def positive_integer(name: str, value: Any) -> int:
+    """A whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+        raise ParamError(f"{name}={value!r} must be a whole number of at least 1.")
+    return int(value)
+
+
+def integer(name: str, value: Any) -> int:
+    """A whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
+        raise ParamError(f"{name}={value!r} must be a whole number of at least 0.")
+    return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ParamError(f"{name}={value!r} must be True or False.")
+    return value
+
+
+def flag_or_arguments(name: str, value: Any) -> bool | dict[str, Any]:
+    """True, False, or arguments by name."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return dict(value)
+    if not isinstance(value, bool):
+        raise ParamError(f"{name}={value!r} must be True, False, or a dict of arguments by name.")
+    return value
+
+
+def one_of(*choices: str) -> Callable[[str, Any], str]:
+    """A converter that takes one of these words."""
+
+    def convert(name: str, value: Any) -> str:
+        if value not in choices:
+            raise ParamError(f"{name}={value!r} does not exist; there are {', '.join(map(repr, choices))}.")
+        return str(value)
+
+    return convert
+
+
+def a(kind: type, example: str) -> Callable[[str, Any], Any]:
+    """A converter that takes objects of one kind."""
+
+    def convert(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ParamError(f"{name}={value!r} must be a {kind.__name__}, such as {example}.")
+        return value
+
+    return convert
+
+
+def a_function(name: str, value: Any) -> Any:
+    """Something that can be called."""
+    if not callable(value):
+        raise ParamError(f"{name}={value!r} must be a function.")
+    return value
+
+
+def a_data_module(name: str, value: Any) -> type[DataModule]:
+    """A subclass of ``DataModule``."""
+    if loads_rows(value):
+        return value
+    raise ParamError(f"{name}={value!r} must be a class made from sparkhvd.data.DataModule, not an object of it.")
+
+
+def positive_number(name: str, value: Any) -> float:
+    """A number above 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise ParamError(f"{name}={value!r} must be a number above 0.")
+    return float(value)
+
+
+def environment(name: str, value: Any) -> dict[str, str | None]:
+    """Values of environment variables by name; None removes one."""
+    texts = isinstance(value, Mapping) and all(
+        isinstance(key, str) and (item is None or isinstance(item, str)) for key, item in value.items()
+    )
+    if not texts:
+        raise ParamError(
+            f"{name} must be a dict from names of environment variables to strings, or None to remove one."
+        )
+    return dict(value)
+
+
+def text(name: str, value: Any) -> str:
+    """A string that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ParamError(f"{name}={value!r} must be a string that is not empty.")
+    return value
+
+
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """Column names, each once."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise ParamError(f"{name}={value!r} must be a list of column names, such as [{value!r}].")
+    if len(set(value)) != len(value):
+        raise ParamError(f"{name}={list(value)!r} names a column twice.")
+    return tuple(value)
+
+
+def numbers(name: str, value: Any) -> tuple[float, ...]:
+    """A list of numbers."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, Real) for item in value):
+        raise ParamError(f"{name}={value!r} must be a list of numbers.")
+    return tuple(float(item) for item in value)
+
+
+def hours(name: str, value: Any) -> float:
+    """A number of hours, at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
+        raise ParamError(f"{name}={value!r} must be a number of hours, at least 0.")
+    return float(value)
+
+
+def fills(name: str, value: Any) -> dict[str, Any]:
+    """Values by column name."""
+    if not isinstance(value, Mapping) or not all(isinstance(column, str) for column in value):
+        raise ParamError(f"{name}={value!r} must be a dict from column names to values, such as {{'age': 0.0}}.")
+    return dict(value)
+
+
+def shapes(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """One shape per column, of one row, with or without a leading -1 for the rows."""
+    try:
+        found = tuple(tuple(int(size) for size in shape) for shape in value)
+    except (TypeError, ValueError):
+        raise ParamError(f"{name}={value!r} must be a list with one shape per column, such as [[1, 8, 8]].") from None
+    for shape in found:
+        if any(size < 1 for size in shape[1:]) or (shape and shape[0] != -1 and shape[0] < 1):
+            raise ParamError(
+                f"{name}: {list(shape)} must hold sizes of at least 1; only the first may be -1, the rows."
+            )
+    return found
+
+
+def validation_choice(name: str, value: Any) -> float | str:
+    """A part of the rows (0 <= x < 1), or the name of a column that says which."""
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < 1:
+        return float(value)
+    raise ParamError(
+        f"{name}={value!r} must be a number within 0 <= x < 1 (the part of the rows to hold out) or the name of a "
+        "column that is true or 1 for the rows to validate with."
+    )
+
+
+def objects(name: str, value: Any) -> list[Any]:
+    """A list of objects."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ParamError(f"{name}={value!r} must be a list.")
+    return list(value)
+
+
+def objects_or_named(name: str, value: Any) -> list[Any] | dict[Any, Any]:
+    """A list of objects, or a dict of them by name."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise ParamError(f"{name}={value!r} must be a list, or a dict by name.")
+    return list(value)
+
+
+def a_compression(name: str, value: Any) -> Any:
+    """The name of a compression, or an object that compresses."""
+    if isinstance(value, str):
+        return one_of(*COMPRESSIONS)(name, value)
+    if not all(callable(getattr(value, method, None)) for method in ("compress", "decompress")):
+        raise ParamError(
+            f"{name}={value!r} must be one of {', '.join(map(repr, COMPRESSIONS))}, or an object with compress and "
+            "decompress, such as hvd.Compression.fp16."
+        )
+    return value
+
+
+def output_kinds(name: str, value: Any) -> tuple[str, ...]:
+    """What every output becomes: a word of ``sparkhvd.estimators.models.outputs``, or a type of Spark's or its name."""
+    kinds = [value] if isinstance(value, str) or hasattr(value, "simpleString") else value
+    if not isinstance(kinds, Sequence) or not kinds:
+        raise ParamError(f"{name}={value!r} must be a list with one type per output column, such as ['vector'].")
+    found = [kind.simpleString() if hasattr(kind, "simpleString") else kind for kind in kinds]
+    if not all(isinstance(kind, str) and kind for kind in found):
+        raise ParamError(f"{name}={value!r} must hold types by name, such as 'array<float>', or types of Spark's.")
+    return tuple(found)
+
+
+class EstimatorParams(Declarations):
+    """What every estimator can be told."""
+
+    retired = RETIRED
+
+    num_proc: Declared[int | None] = declared(
+        "Number of ranks (training processes); None means all slots of the cluster.", positive_integer, default=None
+    )
+    backend: Declared[Backend | str] = declared(
+        "Who starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' (beside this "
+        "process), or an object with run and num_processes, such as SparkBackend.",
+        a_backend,
+        default="auto",
+    )
+    backend_env: Declared[Mapping[str, str | None] | None] = declared(
+        "Environment variables of the ranks; None as a value removes one.", environment, default=None
+    )
+    use_gpu: Declared[bool] = declared(
+        "Whether a rank trains on its GPU where it has one; False trains on the CPU.", flag, default=True
+    )
+    mp_start_method: Declared[str | None] = declared(
+        "How Python's multiprocessing starts processes on the ranks; None leaves Python's own way.",
+        one_of(*START_METHODS),
+        default=None,
+    )
+    store: Declared[Store | None] = declared(
+        "Where prepared data, checkpoints and the trained model are kept; None trains without them.",
+        store_at,
+        default=None,
+    )
+    data: Declared[str] = declared(
+        "How rows reach the ranks: through the Store ('store'), straight from Spark ('direct'), or through the Store "
+        "where one is given ('auto').",
+        one_of(*DATA_WAYS),
+        default="auto",
+    )
+    feature_cols: Declared[Sequence[str] | None] = declared(
+        "Columns that the model reads, in the order of its inputs.", names, default=None
+    )
+    inputs: Declared[Mapping[str, Any] | None] = declared(
+        "Which columns make which input, by the model's own names, with shape and dtype where they matter; "
+        "feature_cols may then be left out.",
+        named_inputs,
+        default=None,
+    )
+    label_cols: Declared[Sequence[str] | None] = declared(
+        "Columns that the model learns, in the order of its outputs.", names, default=None
+    )
+    sample_weight_col: Declared[str | None] = declared(
+        "Column with the weight of every row. The loss of a step is the mean over its rows of weight times loss.",
+        text,
+        default=None,
+    )
+    validation: Declared[float | str | None] = declared(
+        "Rows to validate with: a part (0 <= x < 1, chosen by random_seed), or a column that is true for them.",
+        validation_choice,
+        default=None,
+    )
+    sparse_cols: Declared[Sequence[str] | None] = declared(
+        "Vector columns that reach the model as sparse tensors, one input each; others are dense.", names, default=None
+    )
+    compress_sparse_cols: Declared[bool] = declared(
+        "Whether dense vectors are prepared by their entries that are not 0; sparse ones always are.",
+        flag,
+        default=False,
+    )
+    transformation_fn: Declared[Callable[..., Any] | None] = declared(
+        "Function that makes a dict of numpy arrays by column, with the rows of a batch, into another one with as many "
+        "rows, before they are trained on; called on the ranks, by reader threads.",
+        a_function,
+        default=None,
+    )
+    data_module: Declared[Callable[..., Any] | None] = declared(
+        "A subclass of sparkhvd.data.DataModule that loads the prepared rows in place of the readers, on every rank.",
+        a_data_module,
+        default=None,
+    )
+    reader: Declared[str] = declared(
+        "What reads the prepared rows: 'native', or 'petastorm' where that is installed on the executors.",
+        one_of(*READERS),
+        default="native",
+    )
+    train_reader_num_workers: Declared[int] = declared(
+        "Threads of a rank that decode training rows.", positive_integer, default=2, aliases=("TrainReaderNumWorker",)
+    )
+    val_reader_num_workers: Declared[int] = declared(
+        "Threads of a rank that decode validation rows.", positive_integer, default=2, aliases=("ValReaderNumWorker",)
+    )
+    fill: Declared[Mapping[str, Any] | None] = declared(
+        "What to read where a column is NULL, by column; without it NULL is refused.", fills, default=None
+    )
+    partitions_per_process: Declared[int] = declared(
+        "Row groups of prepared data that each rank should find at least.", positive_integer, default=10
+    )
+    keep_data: Declared[float] = declared(
+        "Hours that prepared rows stay in the Store after their last use, for fits on the same rows; 0 keeps none.",
+        hours,
+        default=24.0,
+    )
+    batch_size: Declared[int] = declared(
+        "Rows per rank and step; the global batch is this times the number of ranks.", positive_integer, default=32
+    )
+    val_batch_size: Declared[int | None] = declared(
+        "Rows per rank and validation step; None means batch_size.", positive_integer, default=None
+    )
+    epochs: Declared[int] = declared("How often the training goes over all rows.", positive_integer, default=1)
+    train_steps_per_epoch: Declared[int | None] = declared(
+        "Training steps that count as one epoch; None means as many as use every row once.",
+        positive_integer,
+        default=None,
+    )
+    validation_steps_per_epoch: Declared[int | None] = declared(
+        "Validation steps per epoch; None means as many as use every validation row once.",
+        positive_integer,
+        default=None,
+    )
+    shuffle: Declared[bool] = declared(
+        "Whether each epoch goes over the training rows in another order; False keeps theirs.", flag, default=True
+    )
+    inmemory_cache_all: Declared[bool] = declared(
+        "Whether a rank keeps its part of the prepared rows in memory after the first epoch, and reads them there.",
+        flag,
+        default=False,
+        aliases=("InMemoryCacheAll",),
+    )
+    local_cache: Declared[bool] = declared(
+        "The same on the executors' local disk, in memory-mapped files: for a Store that is slow to read.",
+        flag,
+        default=False,
+    )
+    random_seed: Declared[int | None] = declared(
+        "Seed of the shuffling, of the validation split and of the framework; None draws one.", integer, default=None
+    )
+    scale_lr: Declared[bool] = declared(
+        "Whether to multiply the learning rate by the number of ranks. It is never scaled otherwise.",
+        flag,
+        default=False,
+    )
+    gradient_compression: Declared[Any] = declared(
+        "What gradients travel as between the ranks: 'fp16', 'bf16', or a Compressor of hvd.Compression.",
+        a_compression,
+        default=None,
+    )
+    terminate_on_nan: Declared[bool] = declared(
+        "Whether a step whose loss is not a finite number ends the training with an error.", flag, default=False
+    )
+    log_every_n_steps: Declared[int | None] = declared(
+        "Training steps between lines in the log within an epoch, and between those of Lightning's loggers; None shows "
+        "epochs only (and Lightning's loggers every 50 steps).",
+        positive_integer,
+        default=None,
+    )
+    early_stopping: Declared[EarlyStopping | None] = declared(
+        "When the training ends before its last epoch; decided alike on all ranks.",
+        a(EarlyStopping, "EarlyStopping('val_loss', patience=3)"),
+        default=None,
+    )
+    checkpoints: Declared[Checkpoints] = declared(
+        "Which states of the run are kept in the Store, and which epoch's model is returned.",
+        a(Checkpoints, "Checkpoints(every_steps=500, best='val_loss')"),
+        default=Checkpoints(),
+    )
+    run_id: Declared[str | None] = declared(
+        "Name of the run; one that has checkpoints in the Store is continued. None makes a new one.", text, default=None
+    )
+    resume: Declared[str | None] = declared(
+        "'auto' continues the run that an earlier fit of the same rows, parameters and model made in the Store, also a "
+        "finished one.",
+        one_of("auto"),
+        default=None,
+    )
+    output_cols: Declared[Sequence[str] | None] = declared(
+        "output_cols of the trained model: columns that its transform adds, one per label.", names, default=None
+    )
+    output_types: Declared[Sequence[str] | None] = declared(
+        "output_types of the trained model: what every output becomes, such as 'label' or 'vector'; one per label.",
+        output_kinds,
+        default=None,
+    )
+    verbose: Declared[int] = declared("1 shows a line per epoch, 0 is silent.", integer, default=1)
+
+
+class ModelParams(Declarations):
+    """What every trained model can be told."""
+
+    feature_columns: Declared[Sequence[str] | None] = declared(
+        "Columns to predict from, in the order of the model's inputs.", names, default=None
+    )
+    label_columns: Declared[Sequence[str] | None] = declared(
+        "Columns that the model learned.", names, default=None, aliases=("LabelColoumns",)
+    )
+    output_cols: Declared[Sequence[str] | None] = declared(
+        "Columns that transform adds, one per output; by default <label>__output.", names, default=None
+    )
+    output_types: Declared[Sequence[str] | None] = declared(
+        "What every output becomes: 'auto', 'vector', 'array', 'scalar', 'label', or a type of Spark's such as "
+        "'array<float>' or 'struct<no float, yes float>'.",
+        output_kinds,
+        default=None,
+    )
+    prediction_fn: Declared[Callable[..., Any] | None] = declared(
+        "Function of (model, *inputs), with Keras of (model, inputs) as its models are called, that takes the place of "
+        "the model's call and returns the outputs.",
+        a_function,
+        default=None,
+    )
+    run_id: Declared[str | None] = declared("The run that trained the model.", text, default=None)
+    inference_batch_size: Declared[int] = declared("Rows that are predicted at once.", positive_integer, default=1024)

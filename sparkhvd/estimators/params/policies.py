@@ -1,0 +1,145 @@
+"""What a run decides after every epoch, from its history alone: whether to stop, and which epoch was the best.
+
+The history is the same on every rank, and so are the decisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sparkhvd._util.suggestions import did_you_mean
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.plain_values import plain
+
+if TYPE_CHECKING:
+    from sparkhvd.estimators.reports import EpochRecord
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Ends a training that has stopped getting better.
+
+    Attributes:
+        monitor: what is watched: ``loss``, the name of a metric, or either with ``val_`` before it.
+        patience: epochs without an improvement after which the training ends.
+        min_delta: what an improvement is at least.
+        mode: ``min`` where less is better, else ``max``.
+    """
+
+    monitor: str = "val_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "patience", plain(self.patience))
+        object.__setattr__(self, "min_delta", plain(self.min_delta))
+        _check_mode("EarlyStopping", self.mode)
+        if self.patience < 1 or not self.min_delta >= 0:
+            raise ParamError(
+                f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta}): patience is at least 1 and "
+                "min_delta at least 0."
+            )
+
+    def ends(self, history: Sequence[EpochRecord]) -> bool:
+        """Whether the training ends after these epochs."""
+        best = best_epoch(history, self.monitor, self.mode, self.min_delta)
+        return len(history) - 1 - (-1 if best is None else best) >= self.patience
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Which states of a run are kept, and which one is returned.
+
+    Attributes:
+        every_steps: training steps between checkpoints within an epoch; None makes them at the end of epochs only.
+        keep: how many of the last epochs' checkpoints stay in the Store.
+        best: the metric (named as in ``EarlyStopping``) by which the best epoch's model is kept and returned; None
+            returns the last epoch's.
+        mode: ``min`` where less of ``best`` is better, else ``max``.
+    """
+
+    every_steps: int | None = None
+    keep: int = 1
+    best: str | None = None
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", plain(self.keep))
+        object.__setattr__(self, "every_steps", plain(self.every_steps))
+        _check_mode("Checkpoints", self.mode)
+        if self.keep < 1 or (self.every_steps is not None and self.every_steps < 1):
+            raise ParamError(
+                f"Checkpoints(every_steps={self.every_steps}, keep={self.keep}): both numbers are at least 1."
+            )
+
+    def best_epoch(self, history: Sequence[EpochRecord], gone: Collection[int] = ()) -> int | None:
+        """The epoch whose model is returned, none of those that are ``gone``; None for the last."""
+        return None if self.best is None else best_epoch(history, self.best, self.mode, gone=gone)
+
+
+def best_epoch(
+    history: Sequence[EpochRecord], monitor: str, mode: Mode, min_delta: float = 0.0, gone: Collection[int] = ()
+) -> int | None:
+    """The first epoch that no later one improved on by more than ``min_delta``; None while all values are NaN.
+
+    Those that are ``gone`` do not count.
+    """
+    best, value = None, math.inf
+    for index, record in enumerate(history):
+        if index in gone:
+            continue
+        found = measured(record, monitor) * (1 if mode == "min" else -1)
+        if found < value - min_delta or (best is None and not math.isnan(found)):
+            best, value = index, found
+    return best
+
+
+def measured(record: EpochRecord, monitor: str) -> float:
+    """The value of a metric in an epoch.
+
+    Raises:
+        ParamError: the epoch has no such metric.
+    """
+    values = {**record.train, **{f"val_{name}": value for name, value in record.validation.items()}}
+    if monitor not in values:
+        raise ParamError(f"There is no metric {monitor!r} to watch; an epoch reports {', '.join(values)}.")
+    return values[monitor]
+
+
+def watched(params: Mapping[str, Any]) -> dict[str, str]:
+    """The metrics that the run looks at, by the parameter that says so."""
+    by_callback = params.get("checkpoint_callback") is not None
+    found = {
+        "early_stopping": getattr(params.get("early_stopping"), "monitor", None),
+        "checkpoint_callback" if by_callback else "checkpoints": getattr(params.get("checkpoints"), "best", None),
+        "lr_scheduler": getattr(params.get("lr_scheduler"), "monitor", None),
+    }
+    return {name: monitor for name, monitor in found.items() if monitor is not None}
+
+
+def check_measured(params: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse to watch a metric that no epoch will report.
+
+    Args:
+        params: of the estimator.
+        names: what is measured on training rows; with ``val_`` before it, on those of the validation.
+
+    Raises:
+        ParamError: the message names the nearest one.
+    """
+    known = [*names, *(f"val_{name}" for name in names)]
+    for parameter, monitor in watched(params).items():
+        if monitor not in known:
+            hint = f" {did_you_mean(monitor, known)}".rstrip()
+            raise ParamError(f"{parameter} watches {monitor!r}; an epoch reports {', '.join(known)}.{hint}")
+
+
+def _check_mode(what: str, mode: str) -> None:
+    if mode not in {"min", "max"}:
+        raise ParamError(f"{what}(mode={mode!r}): mode is 'min' or 'max'.")

@@ -1,0 +1,381 @@
+"""What a parameter is made of, in words that every process finds for it: no addresses, hashes or orders of a set."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import hashlib
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.runs.function_globals import globals_of, imports_of, module_is_installed, names_in
+
+# Keras' at the end of a name, or of one in the path of a variable.
+AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
+
+
+def described(value: Any, name: str = "a parameter", *, weights: bool = False) -> Any:
+    """Return what JSON can say of a value, the same in every process.
+
+    A model counts with its structure, code and plain attributes and the shapes of its weights; an optimizer also with
+    what it keeps of the steps that it has taken.
+
+    Args:
+        value: the value.
+        name: what it is called in the message.
+        weights: whether the values of a model's weights count, too.
+
+    Raises:
+        ParamError: it holds something that cannot be told.
+    """
+    return _Description(name, weights=weights).of(value)
+
+
+class _Description:
+    """One description; what comes in it a second time is named by its place."""
+
+    def __init__(self, name: str, *, weights: bool) -> None:
+        self._name = name
+        self._weights = weights
+        self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []  # an id is one object's own only while that lives
+        self._taken: set[tuple[int, str]] = set()  # names of the user's modules, by the module's id
+
+    def of(self, value: Any) -> Any:
+        """The description of a value."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value if type(value).__module__ == "builtins" else [_name(type(value)), str(value)]
+        if isinstance(value, np.generic | np.ndarray) or _is_tensor(value):
+            return self._of_array(value)
+        if id(value) in self._seen:
+            return ["seen", self._seen[id(value)]]
+        self._seen[id(value)] = len(self._seen)
+        self._alive.append(value)
+        for kind, describe in self._by_type.items():
+            if isinstance(value, kind):
+                return describe(self, value)
+        return self._of_object(value)
+
+    def _of_mapping(self, value: Mapping[Any, Any]) -> Any:
+        pairs = [(key if isinstance(key, str) else json.dumps(self.of(key)), item) for key, item in value.items()]
+        content = [(key, self.of(item)) for key, item in sorted(pairs, key=lambda pair: pair[0])]
+        factory = getattr(value, "default_factory", None)
+        return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._of_own_kind(value)]
+
+    def _of_set(self, value: set[Any]) -> Any:
+        # Each by itself: the order in which they come differs between processes.
+        return ["set", sorted(json.dumps(described(item, self._name, weights=self._weights)) for item in value)]
+
+    def _of_sequence(self, value: Sequence[Any]) -> Any:
+        return [*(self.of(item) for item in value), *self._of_own_kind(value)]
+
+    def _of_own_kind(self, value: Any) -> list[Any]:
+        """What a collection of a class of the user's has beside its items: code and attributes."""
+        kind = type(value)
+        return [] if module_is_installed(kind.__module__) else [["kind", self.of(kind), self.of(_attributes(value))]]
+
+    def _of_array(self, value: Any) -> Any:
+        """Numbers, by their digest; a scalar as it is."""
+        if callable(dense := getattr(value, "to_dense", None)):
+            value = dense()
+        if callable(detach := getattr(value, "detach", None)):
+            torch = sys.modules["torch"]
+            kind, value = str(value.dtype), detach().cpu().contiguous()
+            shape, array = tuple(value.shape), value.flatten().view(torch.uint8).numpy()
+        else:
+            array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+            kind, shape = str(array.dtype), array.shape
+            if array.dtype.hasobject:
+                return [kind, shape, self.of(array.tolist())]
+            if not shape and array.dtype.kind in "biuf":
+                return array.item()
+        return [kind, list(shape), hashlib.sha256(array.tobytes()).hexdigest()]
+
+    def _of_method(self, value: MethodType) -> Any:
+        return ["method", self.of(value.__func__), self.of(value.__self__)]
+
+    def _of_builtin(self, value: BuiltinFunctionType) -> Any:
+        owner = value.__self__
+        return [value.__module__, value.__qualname__, None if isinstance(owner, ModuleType) else self.of(owner)]
+
+    def _of_object(self, value: Any) -> Any:
+        if callable(getattr(value, "named_parameters", None)):
+            return self._of_torch_module(value)
+        if isinstance(groups := getattr(value, "param_groups", None), list):
+            shapes = [[list(each.shape) for each in group["params"]] for group in groups]
+            plain = [{name: item for name, item in group.items() if name != "params"} for group in groups]
+            return [self.of(type(value)), shapes, self.of(plain), *self._of_torch_state(value, groups)]
+        if callable(getattr(value, "get_config", None)):
+            return self._of_keras(value)
+        return self._of_parts(value)
+
+    def _of_torch_state(self, value: Any, groups: list[dict[str, Any]]) -> list[Any]:
+        """What an optimizer keeps of each parameter, once it has trained; nothing before."""
+        state = getattr(value, "state", None) or {}
+        return [[self.of(state.get(each)) for group in groups for each in group["params"]]] if state else []
+
+    def _of_parts(self, value: Any) -> Any:
+        """Any other object, by what pickle would make it of again."""
+        try:
+            by_table = copyreg.dispatch_table.get(type(value))
+            parts = by_table(value) if by_table is not None else value.__reduce_ex__(2)
+        except Exception as error:
+            raise ParamError(
+                f"resume='auto' recognises a run by its parameters, and {self._name} holds a {_name(type(value))}, of "
+                f"which cannot be told what is in it ({type(error).__name__}: {error}). Give the run a run_id instead."
+            ) from error
+        if isinstance(parts, str):
+            wrapped = getattr(value, "__wrapped__", None)  # of a function with an lru_cache
+            return [_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
+        items = [list(part) if isinstance(part, Iterator) else part for part in parts]
+        return [self.of(type(value)), self.of(items)]
+
+    def _of_function(self, value: FunctionType) -> Any:
+        """The name of what is installed; of the user's the code and everything that it takes from around it."""
+        code: list[Any] = []
+        if not module_is_installed(value.__module__):
+            taken = {name: self._of_global(item, value.__code__) for name, item in globals_of(value).items()}
+            code = [_code(value.__code__), sorted(taken.items()), imports_of(value)]
+        return [
+            value.__module__,
+            value.__qualname__,
+            code,
+            self.of(value.__defaults__),
+            self.of(value.__kwdefaults__),
+            [self._of_cell(cell) for cell in value.__closure__ or ()],
+        ]
+
+    def _of_global(self, value: Any, code: CodeType) -> Any:
+        """What code takes by a name of its module; of a module of the user's, what the code may take from that."""
+        if not isinstance(value, ModuleType) or module_is_installed(value.__name__):
+            return self.of(value)
+        described_module = self.of(value)
+        named = [name for name in names_in(code) if name in vars(value)]
+        found = {name: vars(value)[name] for name in named if (id(value), name) not in self._taken}
+        self._taken |= {(id(value), name) for name in found}
+        return [described_module, [(name, self._of_global(item, code)) for name, item in sorted(found.items())]]
+
+    def _of_cell(self, cell: CellType) -> Any:
+        try:
+            content = cell.cell_contents
+        except ValueError:  # what the name stands for comes later, or never
+            return []
+        return [self.of(content)]
+
+    def _of_class(self, value: type) -> Any:
+        """The name of what is installed, the code of what the user wrote."""
+        if module_is_installed(value.__module__):
+            return _name(value)
+        parts: list[Any] = []
+        for name, item in sorted(vars(value).items()):
+            found = [part for each in _ACCESSORS if (part := getattr(item, each, None)) is not None]
+            for part in found if found and isinstance(item, _HOLDERS) else [item]:
+                if isinstance(part, FunctionType) or not name.startswith("__"):
+                    parts += [[name, told] for told in self._if_told(part)]
+        kind = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
+        return [_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
+
+    def _if_told(self, value: Any) -> list[Any]:
+        """The description of what lies beside: a lock or a cache that cannot be told does not count."""
+        try:
+            return [self.of(value)]
+        except ParamError:
+            return []
+
+    def _of_torch_module(self, value: Any) -> Any:
+        weights = [
+            (name, self._of_tensor(weight, exact=self._weights), weight.requires_grad)
+            for name, weight in value.named_parameters()
+        ]
+        # A loss has no weights, and numbers that matter; a model's may be drawn anew whenever a script starts.
+        exact = self._weights or not weights
+        buffers = [(name, self._of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
+        modules = [(name, self._of_one_module(module, exact=exact)) for name, module in value.named_modules()]
+        return [modules, weights, buffers]
+
+    def _of_one_module(self, module: Any, *, exact: bool) -> Any:
+        found: dict[str, Any] = {}
+        inner = _names_of_frameworks(type(module))
+        for name, item in sorted(vars(module).items()):
+            if name == "training" or (name in inner and name != "_hparams" and not _is_plain(item)):
+                continue
+            if _is_tensor(item):
+                found[name] = self._of_tensor(item, exact=exact)
+            elif name.startswith("_"):
+                found[name] = self._if_told(item)
+            else:
+                found[name] = self.of(item)
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            if hooks := list(getattr(module, name, {}).values()):
+                found[name] = [self._if_told(hook) for hook in hooks]
+        script = getattr(module, "code", None)
+        forward = getattr(type(module), "forward", None)
+        code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None
+        return [self.of(type(module)), _code(code) if isinstance(code, CodeType) else code, sorted(found.items())]
+
+    def _of_tensor(self, value: Any, *, exact: bool) -> Any:
+        return self._of_array(value) if exact else [str(value.dtype), list(value.shape)]
+
+    def _of_keras(self, value: Any) -> Any:
+        """The configuration, and what it leaves out: the function of a loss or a layer and its arguments."""
+        try:
+            config = value.get_config()
+        except NotImplementedError as error:
+            raise ParamError(
+                f"resume='auto' recognises a run by its parameters, and of {_name(type(value))} in {self._name} cannot "
+                "be told what is in it: it has no get_config. Write one, or give the run a run_id instead."
+            ) from error
+        own = vars(value)
+        layers = [each for each in _layers(value) if each is not value]
+        return [
+            self.of(type(value)),
+            self.of(_numbered({"class_name": type(value).__name__, "config": config})),
+            [self.of(own.get(name)) for name in ("fn", "_fn", "_fn_kwargs", "function")],
+            [self.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
+            [[self.of(type(each)), self.of(vars(each).get("function")), self._of_written(each)] for each in layers],
+            self._of_written(value),
+            self.of(getattr(own.get("_compile_metrics"), "_user_metrics", None)),
+            [
+                (self._of_tensor(each, exact=self._weights), bool(each.trainable))
+                for each in getattr(value, "weights", ())
+            ],
+            *self._of_keras_state(value),
+        ]
+
+    def _of_written(self, value: Any) -> list[Any]:
+        """What the user wrote for an object of Keras, of which a configuration has the name at most."""
+        found = {name: item for name, item in sorted(vars(value).items()) if _is_written(item)}
+        if not module_is_installed(type(value).__module__):
+            inner = _names_of_frameworks(type(value))
+            found |= {
+                name: item
+                for name, item in sorted(vars(value).items())
+                if not name.startswith("_") and name not in inner and _is_plain(item)
+            }
+        return [(name, self._if_told(item)) for name, item in sorted(found.items())]
+
+    def _of_keras_state(self, value: Any) -> list[Any]:
+        """The variables of an optimizer, once it has trained; nothing before."""
+        trained = callable(getattr(value, "apply_gradients", None)) and int(value.iterations.numpy()) > 0
+        return [[self._of_array(each) for each in value.variables]] if trained else []
+
+    _by_type: ClassVar[dict[Any, Callable[[_Description, Any], Any]]] = {
+        (complex, range, slice, bytes, bytearray, type(...)): lambda _, value: repr(value),
+        Mapping: _of_mapping,
+        (set, frozenset): _of_set,
+        Sequence: _of_sequence,
+        type: _of_class,
+        FunctionType: _of_function,
+        MethodType: _of_method,
+        BuiltinFunctionType: _of_builtin,
+        ModuleType: lambda _, value: ["module", value.__name__],
+        CodeType: lambda _, value: _code(value),
+        CellType: _of_cell,
+    }
+
+
+# What holds functions in a class, and where; the functions count by themselves.
+_HOLDERS = (property, classmethod, staticmethod, functools.cached_property)
+_ACCESSORS = ("__func__", "fget", "fset", "fdel", "func")
+
+
+def _names_of_frameworks(kind: type) -> frozenset[str]:
+    """The attributes that installed base classes give their objects."""
+    codes = (
+        found.__code__
+        for base in kind.__mro__
+        if module_is_installed(base.__module__) and isinstance(found := vars(base).get("__init__"), FunctionType)
+    )
+    return frozenset(name for code in codes for name in (*names_in(code), *code.co_consts) if isinstance(name, str))
+
+
+def _numbered(config: Any) -> Any:
+    """A Keras configuration whose automatic names begin at 0: Keras counts on in a process."""
+    names: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for name, base in _automatic_names(config):
+        if name not in names:
+            names[name] = f"{base}#{counts[base]}"
+            counts[base] += 1
+
+    def put(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            if part.get("class_name") == "__lambda__":
+                return "lambda"  # its bytes name the file and the line; the function itself is described beside it
+            return {key: put(item) for key, item in part.items()}
+        if isinstance(part, list | tuple):
+            return [put(item) for item in part]
+        return names.get(part, part) if isinstance(part, str) else part
+
+    return put(config)
+
+
+def _automatic_names(part: Any) -> Iterator[tuple[str, str]]:
+    """The names that Keras made from those of classes, in order, and what they are without their number."""
+    if isinstance(part, Mapping):
+        own = part.get("config")
+        name = str(own.get("name")) if isinstance(own, Mapping) else ""
+        base = AUTOMATIC_NUMBER.sub("", name)
+        if base.replace("_", "").lower() == str(part.get("class_name")).lower():
+            yield name, base
+    items = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
+    for item in items:
+        yield from _automatic_names(item)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return dict(getattr(value, "__dict__", {}))
+
+
+def _is_written(value: Any) -> bool:
+    """Whether the user wrote the code of a value; a layer of Keras counts by itself."""
+    if isinstance(value, functools.partial):
+        return _is_written(value.func)
+    if isinstance(value, list | tuple):
+        return any(map(_is_written, value))
+    if isinstance(value, dict):
+        return any(map(_is_written, value.values()))
+    if isinstance(value, FunctionType | type):
+        return not module_is_installed(value.__module__)
+    return not module_is_installed(type(value).__module__) and not hasattr(value, "_flatten_layers")
+
+
+def _layers(value: Any) -> list[Any]:
+    found = getattr(value, "_flatten_layers", None)  # Keras has no public way to walk
+    return list(found()) if callable(found) else []
+
+
+def _code(code: CodeType) -> list[Any]:
+    constants = [_code(item) if isinstance(item, CodeType) else _constant(item) for item in code.co_consts]
+    return [code.co_code.hex(), constants, code.co_names, code.co_argcount, code.co_kwonlyargcount]
+
+
+def _constant(value: Any) -> Any:
+    # The order of a set of texts differs between processes.
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number or a text, or made of such."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is a tensor of torch or TensorFlow, or a variable of Keras."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in ("numpy", "dtype", "shape"))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

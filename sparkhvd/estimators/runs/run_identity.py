@@ -1,0 +1,154 @@
+"""What a fit is about, so that a later one with the same content finds its run: ``resume="auto"``.
+
+Whatever changes the model that comes back is part of the identity. The id of a run is made of two digests: one of
+everything but the values of the model's first weights, and one of these. Runs that differ in these values alone are
+noted beside each other, so that a script that draws its weights anew is told why it begins a new run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.data.reuse.fingerprint import fingerprint
+from sparkhvd.data.schema.selection import Selection
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.backend import SparkBackend
+from sparkhvd.estimators.params.policies import Checkpoints
+from sparkhvd.estimators.runs.canonical import described
+from sparkhvd.store import layout
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+logger = logging.getLogger(__name__)
+
+
+class Counts(Enum):
+    """Whether a parameter is part of a run's identity."""
+
+    ALWAYS = "it changes the model that comes back"
+    IN_A_MAP = "a run may be continued with another value, but maps of one fit that differ in it are different runs"
+    NEVER = "it changes what is shown, kept or used, not the model"
+
+
+# Every parameter of every estimator; one that is missing here counts always.
+DECISIONS: Mapping[str, Counts] = MappingProxyType(
+    {
+        # None leaves the number of ranks to the cluster, and out of the identity.
+        **dict.fromkeys(("num_proc", "backend", "backend_env"), Counts.ALWAYS),
+        # Which rows there are, and in which order they come.
+        **dict.fromkeys(
+            (
+                "data", "feature_cols", "inputs", "label_cols", "sample_weight_col", "validation", "sparse_cols",
+                "compress_sparse_cols", "transformation_fn", "data_module", "reader", "fill", "partitions_per_process",
+                "inmemory_cache_all", "local_cache", "shuffle", "batch_size", "val_batch_size", "batch_format",
+                "train_steps_per_epoch", "validation_steps_per_epoch", "random_seed",
+            ),
+            Counts.ALWAYS,
+        ),
+        # How the model is trained, and which epoch's model comes back.
+        **dict.fromkeys(
+            (
+                "model", "optimizer", "loss", "loss_constructors", "loss_weights", "metrics", "input_shapes",
+                "label_shapes", "custom_objects", "scale_lr", "gradient_compression", "backward_passes_per_step",
+                "train_minibatch_fn", "lr_scheduler", "clip_grad_norm", "clip_grad_value", "mixed_precision",
+                "torch_compile", "trainer_args", "callbacks", "checkpoint_callback", "checkpoints", "early_stopping",
+                "terminate_on_nan",
+            ),
+            Counts.ALWAYS,
+        ),
+        "epochs": Counts.IN_A_MAP,
+        **dict.fromkeys(
+            (
+                "store", "run_id", "resume", "keep_data", "use_gpu", "mp_start_method", "train_reader_num_workers",
+                "val_reader_num_workers", "verbose", "log_every_n_steps", "logger", "output_cols", "output_types",
+            ),
+            Counts.NEVER,
+        ),
+    }
+)  # fmt: skip
+
+
+def _of_backend(backend: Any) -> Any:
+    """The number of ranks and their environment; who starts them does not matter."""
+    if isinstance(backend, str):
+        return None
+    if isinstance(backend, SparkBackend):
+        return [backend.asked_ranks, backend.env]
+    return backend.num_processes()
+
+
+# What counts of a parameter, where that is not all of it.
+_WHAT_COUNTS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+    {
+        "backend": _of_backend,
+        "checkpoints": lambda policy: [policy.best, policy.mode] if isinstance(policy, Checkpoints) else policy,
+    }
+)
+
+
+def run_id_by_content(
+    kind: str, df: DataFrame, selection: Selection, params: Mapping[str, Any], mapped: Collection[str] = ()
+) -> str:
+    """Return a run id that only fits with the same rows, parameters, model and optimizer share.
+
+    Args:
+        kind: the class of the estimator.
+        df: the rows.
+        selection: what of them is trained on.
+        params: by name.
+        mapped: the parameters that this fit has from a map, as in ``fit(df, [{...}, {...}])``.
+
+    Raises:
+        ParamError: the rows, or a parameter, cannot be recognised.
+    """
+    rows = fingerprint(df, selection, caches=False)
+    if rows is None:
+        raise ParamError(
+            "resume='auto' recognises a run by its rows, and what these are made of cannot be told: there is a "
+            "user-defined function, a cache or something random in the DataFrame, or Spark Connect before it. Give the "
+            "run a run_id instead."
+        )
+    counting = [name for name in sorted(params) if _counts(name, mapped)]
+
+    def digest(*, weights: bool) -> str:
+        content = [(name, described(_counted(name, params[name]), name, weights=weights)) for name in counting]
+        identity = json.dumps([kind, rows.text, content])
+        return hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+    return layout.auto_run(digest(weights=False), digest(weights=True))
+
+
+def note_run(store: Store, run_id: str) -> None:
+    """Note that a run exists; warn where there are others that differ in the model's first weights alone."""
+    alike, this = layout.alike_folder(run_id), layout.alike_path(run_id)
+    noted = store.list(alike)
+    if this in noted:
+        return
+    if noted:
+        logger.warning(
+            "Run %s is a new one, although run %s has the same rows, parameters and model structure: the model's first "
+            "weights differ. To have a restarted script continue its run, seed the weights before making the model "
+            "(torch.manual_seed, keras.utils.set_random_seed); to continue that run now, pass run_id=%r.",
+            run_id,
+            layout.noted_run(noted[-1]),
+            layout.noted_run(noted[-1]),
+        )
+    with store.open(this, "wb") as file:
+        file.write(b"")
+
+
+def _counts(name: str, mapped: Collection[str]) -> bool:
+    decision = DECISIONS.get(name, Counts.ALWAYS)
+    return decision is Counts.ALWAYS or (decision is Counts.IN_A_MAP and name in mapped)
+
+
+def _counted(name: str, value: Any) -> Any:
+    return _WHAT_COUNTS[name](value) if name in _WHAT_COUNTS else value

@@ -1,0 +1,296 @@
+"""Who trains a run: one fit at a time, and of several writers the last one only.
+
+Every writer of a run claims the next number, its *token*, by publishing a file of that number, which a Store lets
+exactly one do. The highest token owns the run. The driver claims one when a fit begins, and rank 0 another one, on
+behalf of the same fit, whenever the ranks start. Checkpoints carry the token in their names. After a claim the owner
+notes which checkpoints it inherits; nobody ever reads one that is neither inherited nor the owner's own. So a writer
+that was suspended in the middle of a write can still add a file, but no longer to the run.
+
+A writer looks for a higher token before it publishes, and once more before it deletes. The owner lists what it
+inherits after its claim. Thus whoever deletes a checkpoint has published the next one before that claim, and it is
+inherited.
+
+A fit is refused while another one of the same run lives. On the same machine that is known from the process. Elsewhere
+the driver of the fit renews a file, the *beat*; a fit that does not renew it for ``SILENT_SECONDS``, by the clock of
+the one that waits, is taken to be dead. Clocks of different machines are never compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+
+from sparkhvd._util.process_identity import machine, process_start
+from sparkhvd.data.reuse.leases import Hold, let_go
+from sparkhvd.errors import ParamError, StoreError
+from sparkhvd.store import layout
+from sparkhvd.store.protocol import Store
+
+logger = logging.getLogger(__name__)
+
+SILENT_SECONDS = 60.0
+RENEW_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
+_held_here: set[str] = set()  # the names of this process's fits that have not ended
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The fit that trains a run, as its claims say.
+
+    Attributes:
+        name: of this fit alone.
+        machine: identifies the machine of its driver, and the container on it.
+        pid: the driver's process.
+        started: when that process started, in the kernel's own count.
+        host: the machine's name, to be shown.
+        since: when the fit began, to be shown.
+    """
+
+    name: str
+    machine: str
+    pid: int
+    started: str
+    host: str
+    since: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The right to publish in a run, until somebody claims a higher token.
+
+    Attributes:
+        store: where the run is kept.
+        run_id: names the run.
+        token: names this writer; 0 where nothing was claimed.
+    """
+
+    store: Store
+    run_id: str
+    token: int
+
+    def check(self) -> None:
+        """Raise ``StoreError`` where another fit has taken the run over."""
+        if (last := _last_token(self.store, self.run_id)) > self.token:
+            raise _taken_over(self.store, self.run_id, last)
+
+
+@dataclass(frozen=True)
+class RunLease:
+    """A driver's hold on a run.
+
+    Attributes:
+        store: where the run is kept.
+        run_id: names the run.
+        holder: who holds it.
+        token: what the fit claimed when it began; 0 before that.
+    """
+
+    store: Store
+    run_id: str
+    holder: Holder
+    token: int = 0
+
+    def check(self) -> None:
+        """Raise ``StoreError`` where another fit has taken the run over."""
+        last = _last_token(self.store, self.run_id)
+        if _holder(self.store, self.run_id, last) != self.holder:
+            raise _taken_over(self.store, self.run_id, last)
+
+    def renew(self) -> None:
+        """Show other machines that the fit lives."""
+        self.check()
+        self._beat(uuid.uuid4().hex)
+
+    def release(self) -> None:
+        """Let the next fit begin at once."""
+        _held_here.discard(self.holder.name)  # also where the Store cannot be written now
+        last = _last_token(self.store, self.run_id)
+        if _holder(self.store, self.run_id, last) != self.holder:
+            self.store.delete(layout.beat_path(self.run_id, self.holder.name))
+        elif last == self.token == 1 and self._left_nothing():
+            self._forget()
+        else:
+            self._beat(_RELEASED)
+
+    def _left_nothing(self) -> bool:
+        """Whether the run consists of claims alone: the fit failed before its ranks started."""
+        holders = f"{layout.holders_folder(self.run_id)}/"
+        return all(path.startswith(holders) for path in self.store.list(layout.run_folder(self.run_id)))
+
+    def _forget(self) -> None:
+        """Remove the run. Nobody else has had a token of it, so that tokens may begin at 1 again.
+
+        The beat goes last: until then other fits are refused. Whoever claims the run after its claim is gone finds
+        files of its own only.
+        """
+        self.store.delete(layout.inheritance_path(self.run_id, self.token))
+        self.store.delete(layout.claim_path(self.run_id, self.token))
+        self.store.delete(layout.beat_path(self.run_id, self.holder.name))
+
+    def _beat(self, content: str) -> None:
+        with self.store.open(layout.beat_path(self.run_id, self.holder.name), "wb") as file:
+            file.write(content.encode())
+
+
+_RELEASED = "released"
+
+
+@contextmanager
+def held(store: Store, run_id: str) -> Iterator[RunLease]:
+    """Hold a run inside ``with``.
+
+    Raises:
+        ParamError: another fit trains it.
+        StoreError: the Store cannot be read or written.
+    """
+    lease = take(store, run_id)
+    hold = Hold(lease, look_seconds=RENEW_SECONDS, renew_seconds=RENEW_SECONDS)
+    try:
+        yield lease
+    finally:
+        hold.close()
+
+
+def take(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -> RunLease:
+    """Hold a run that nobody holds, or whose holder is dead; see ``held``."""
+    lease = RunLease(store, run_id, _this_process())
+    lease._beat(uuid.uuid4().hex)  # noqa: SLF001  (of its own; a claim without a beat would look dead)
+    _held_here.add(lease.holder.name)
+    try:
+        while True:
+            last = _last_token(store, run_id)
+            before = _holder(store, run_id, last)
+            if before is not None:
+                _refuse_living(store, run_id, before, silent_seconds)
+            if _claim(store, run_id, last + 1, lease.holder):
+                return replace(lease, token=last + 1)
+    except BaseException:
+        let_go(lease)  # it may have been claimed already
+        raise
+
+
+def fence_of_rank(store: Store, run_id: str, holder: Holder) -> Fence:
+    """Claim a token for ranks that have just started, so that earlier ones of the same fit can publish nothing more.
+
+    Raises:
+        StoreError: another fit has taken the run over.
+    """
+    while True:
+        last = _last_token(store, run_id)
+        if _holder(store, run_id, last) != holder:
+            raise _taken_over(store, run_id, last)
+        if _claim(store, run_id, last + 1, holder):
+            return Fence(store, run_id, last + 1)
+
+
+def belonging(store: Store, run_id: str, paths: list[str]) -> list[str]:
+    """Those of a run's checkpoints that its present owner wrote or inherited."""
+    noted = [path for path in store.list(layout.claims_folder(run_id)) if layout.is_inheritance(path)]
+    if not noted:
+        return paths
+    with store.open(noted[-1], "rb") as file:
+        inherited = set(json.loads(file.read()))
+    token = layout.token_of(noted[-1])
+    return [path for path in paths if path in inherited or layout.token_of(path) == token]
+
+
+def _claim(store: Store, run_id: str, token: int, holder: Holder) -> bool:
+    """Claim a token; False where another was faster."""
+    path = layout.claim_path(run_id, token)
+    try:
+        store.publish(path, json.dumps(asdict(holder)).encode())
+    except StoreError:
+        if store.exists(path):
+            return False
+        raise
+    checkpoints = belonging(store, run_id, store.list(layout.checkpoints_folder(run_id)))
+    store.publish(layout.inheritance_path(run_id, token), json.dumps(checkpoints).encode())
+    _forget_earlier(store, run_id, token, holder)
+    return True
+
+
+def _forget_earlier(store: Store, run_id: str, token: int, holder: Holder) -> None:
+    """Remove what earlier claims left; the highest token always stays."""
+    beat = layout.beat_path(run_id, holder.name)
+    for path in store.list(layout.holders_folder(run_id)):
+        number = layout.token_of(path)
+        if (number == 0 and path != beat) or 0 < number < token:
+            store.delete(path)
+
+
+def _lives(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> bool:
+    """Whether the fit still runs; of one on another machine, whether it shows so in time."""
+    first = _read(store, layout.beat_path(run_id, holder.name))
+    if first in {None, _RELEASED}:
+        return False
+    if (holder.machine, holder.pid, holder.started) == _own_process():
+        return holder.name in _held_here
+    if holder.machine == machine():
+        return process_start(holder.pid) == holder.started
+    logger.info("Run %s was held by %s; waiting for a sign of life for up to %g s", run_id, holder, silent_seconds)
+    end = time.monotonic() + silent_seconds
+    while time.monotonic() < end:
+        time.sleep(min(_LOOK_SECONDS, silent_seconds / 4))
+        beat = _read(store, layout.beat_path(run_id, holder.name))
+        if beat in {None, _RELEASED}:
+            return False
+        if beat != first:
+            return True
+    return False
+
+
+def _refuse_living(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> None:
+    if _lives(store, run_id, holder, silent_seconds):
+        raise ParamError(
+            f"Run {run_id!r} is being trained by another fit ({holder}). Wait until it has ended, or choose another "
+            "run_id."
+        )
+
+
+def _this_process() -> Holder:
+    own_machine, pid, started = _own_process()
+    since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return Holder(uuid.uuid4().hex, own_machine, pid, started, platform.node(), since)
+
+
+def _own_process() -> tuple[str, int, str]:
+    return machine(), os.getpid(), process_start(os.getpid())
+
+
+def _last_token(store: Store, run_id: str) -> int:
+    return max((layout.token_of(path) for path in store.list(layout.claims_folder(run_id))), default=0)
+
+
+def _holder(store: Store, run_id: str, token: int) -> Holder | None:
+    content = _read(store, layout.claim_path(run_id, token)) if token else None
+    return None if content is None else Holder(**json.loads(content))
+
+
+def _read(store: Store, path: str) -> str | None:
+    try:
+        with store.open(path, "rb") as file:
+            return bytes(file.read()).decode()
+    except StoreError:
+        if store.exists(path):
+            raise
+        return None
+
+
+def _taken_over(store: Store, run_id: str, token: int) -> StoreError:
+    return StoreError(
+        f"Run {run_id!r} in {store.url} was taken over by another fit ({_holder(store, run_id, token)}), as this one "
+        "seemed dead. This fit ends and publishes nothing more. Fit again with the same run_id when the other has "
+        "ended, or choose another run_id."
+    )

@@ -1,0 +1,163 @@
+"""Loss and metrics of an epoch, batch by batch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparkhvd.comm import objects
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.estimators.torch.divisors import Factors, counted_rows, counts_of
+from sparkhvd.estimators.torch.objective import Metric, Objective, is_stateful
+
+
+class Measures:
+    """Sums over this rank's rows; and metrics of torchmetrics, which keep a state of their own.
+
+    Args:
+        objective: what is measured.
+        device: where outputs and labels are.
+        validating: whether ``add_validation`` is called, not ``add``.
+    """
+
+    def __init__(self, objective: Objective, device: torch.device, *, validating: bool = False) -> None:
+        self._objective = objective
+        self._names = [name for name in objective.names() if name not in {m.name for m in objective.stateful()}]
+        self._rows = 0
+        self._rows_of_loss = 0
+        self._totals: dict[str, float] = {}
+        self._stateful = [(metric, _fresh(metric, device)) for metric in objective.stateful()]
+        # By loss: the sum of what counts times loss, and of what counts.
+        self._counted = np.zeros((len(objective.losses), 2)) if validating else None
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+        rows: int,
+        factors: Factors = None,
+    ) -> float:
+        """Take up a batch whose loss was made with these factors; returns its loss."""
+        values = self._objective.measure(loss, outputs, labels)
+        self._rows_of_loss += counted_rows(rows, factors)
+        self._add(values, outputs, labels, rows)
+        return values["loss"]
+
+    def add_validation(
+        self, parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], rows: int
+    ) -> None:
+        """Take up a batch with the loss of every output; each counts by what it divides by."""
+        if self._counted is None:
+            raise AssertionError("these measures are of a training")
+        for index, (part, count) in enumerate(zip(parts, counts_of(self._objective, labels, rows), strict=True)):
+            if count:
+                self._counted[index] += (float(part) * count, count)
+        self._rows_of_loss += rows
+        self._add(self._objective.measure(torch.zeros(()), outputs, labels), outputs, labels, rows)
+
+    def _add(
+        self,
+        values: Mapping[str, float],
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+        rows: int,
+    ) -> None:
+        self._rows += rows
+        for name, value in values.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value * rows
+        with torch.no_grad():
+            for metric, state in self._stateful:
+                state.update(outputs[metric.output].detach(), labels[metric.output])
+
+    def _validation_loss(self, counted: npt.NDArray[np.float64], communicator: Communicator) -> tuple[float, int]:
+        """The loss over all validation rows of all ranks, told by one of them; collective."""
+        totals = communicator.allreduce(counted, ReduceOp.SUM, name="losses of the validation")
+        if communicator.world.rank != 0:
+            return 0.0, 0
+        return combined(self._objective.weights, totals.astype(np.float64)), 1
+
+    def sums(self) -> dict[str, tuple[float, int]]:
+        """Sum and rows by name, without torchmetrics'."""
+        rows = {"loss": self._rows_of_loss}
+        return {name: (self._totals.get(name, 0.0), rows.get(name, self._rows)) for name in self._names}
+
+    def report(self, communicator: Communicator) -> dict[str, tuple[float, int]]:
+        """All metrics as an epoch's report has them; collective."""
+        found = self.sums()
+        if self._counted is not None:
+            found["loss"] = self._validation_loss(self._counted, communicator)
+        for metric, state in self._stateful:
+            value = merged(state, communicator, metric.name)
+            # The same on every rank: one of them reports it.
+            found[metric.name] = (value, 1) if communicator.world.rank == 0 else (0.0, 0)
+        return {name: found[name] for name in self._objective.names()}
+
+
+def combined(weights: Sequence[float], totals: npt.NDArray[np.float64]) -> float:
+    """The weighted sum of the mean losses.
+
+    Args:
+        weights: one of each loss.
+        totals: of each loss the sum of what counts times loss, and of what counts; NaN comes of nothing that counts.
+    """
+    means = [float(total / count) if count else float("nan") for total, count in totals]
+    return sum(weight * mean for weight, mean in zip(weights, means, strict=True))
+
+
+def merged(state: Any, communicator: Communicator, name: str) -> float:
+    """The value of a metric of torchmetrics over the rows of all ranks; NaN without rows. Collective.
+
+    Metrics made of others (sums of two, wrappers) keep their rows in those: each part is merged by itself.
+    """
+    mine = [_state(part) for part in _parts(state)]
+    gathered = objects.allgather_object(communicator, mine, name=f"state of metric {name}")
+    if not any(found is not None for states in gathered for found in states):
+        return float("nan")
+    total = copy.deepcopy(state)
+    for part, states in zip(_parts(total), zip(*gathered, strict=True), strict=True):
+        _merge(part, [found for found in states if found is not None])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # such as: no positive samples
+        return float(total.compute())
+
+
+def _parts(metric: Any) -> list[Any]:
+    """The metric and those that it is made of, in the same order on every rank."""
+    return [part for part in metric.modules() if is_stateful(part) and hasattr(part, "metric_state")]
+
+
+def _state(metric: Any) -> dict[str, Any] | None:
+    """What a metric itself has kept of this rank's rows; None where it has seen none."""
+    return {key: _on_cpu(value) for key, value in metric.metric_state.items()} if metric.update_called else None
+
+
+def _merge(total: Any, states: Sequence[dict[str, Any]]) -> None:
+    total._update_count = len(states)  # noqa: SLF001
+    total._computed = None  # noqa: SLF001
+    if not states:
+        return
+    for attribute, reduction in total._reductions.items():  # noqa: SLF001  (its own way to merge needs torch.distributed)
+        parts = [found[attribute] for found in states]
+        if isinstance(parts[0], list):
+            setattr(total, attribute, [tensor.to(total.device) for part in parts for tensor in part])
+        else:
+            stacked = torch.stack([part.to(total.device) for part in parts])
+            setattr(total, attribute, stacked if reduction is None else reduction(stacked))
+
+
+def _on_cpu(value: Any) -> Any:
+    return [tensor.cpu() for tensor in value] if isinstance(value, list) else value.cpu()
+
+
+def _fresh(metric: Metric, device: torch.device) -> Any:
+    state: Any = copy.deepcopy(metric.function)
+    state.reset()
+    return state.to(device)

@@ -1,0 +1,71 @@
+"""What a run of ``resume="auto"`` has ended with, so that a later fit of it needs no ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.errors import StoreError
+from sparkhvd.estimators.training import checkpoint
+from sparkhvd.estimators.training.history import record_from_json
+from sparkhvd.estimators.training.job_files import StoredFile
+from sparkhvd.estimators.training.worker import TrainResult
+from sparkhvd.store import Store, layout
+
+logger = logging.getLogger(__name__)
+
+
+def keep(store: Store, run_id: str, epochs: int, result: TrainResult) -> None:
+    """Note what a fit of so many epochs has given, and the checkpoint that it ended with."""
+    content = {
+        "epochs": epochs,
+        "checkpoint": checkpoint.latest(store, run_id),
+        "files": {file.path: file.sha256 for file in result.files},
+        "schema": [asdict(column) for column in result.schema.columns],
+        "shapes": [list(shape) for shape in result.shapes],
+        "history": [record.to_json() for record in result.history],
+    }
+    with store.open(layout.result_path(run_id), "wb") as file:
+        file.write(json.dumps(content).encode())
+
+
+def find(store: Store, run_id: str, epochs: int) -> TrainResult | None:
+    """Return what an earlier fit of the run gave; None where something is left to train, or nothing was kept.
+
+    Args:
+        store: where the run is kept.
+        run_id: of a run whose id says all that decides the model, but the number of epochs.
+        epochs: that the fit is to train for.
+    """
+    content = _content(store, run_id)
+    if content is None or content["epochs"] != epochs or content["checkpoint"] != checkpoint.latest(store, run_id):
+        return None
+    files = tuple(StoredFile(path, digest) for path, digest in content["files"].items())
+    if not all(store.exists(file.path) for file in files):
+        return None
+    schema = DataSchema(tuple(ColumnSpec(**_tuples(column)) for column in content["schema"]))
+    history = tuple(record_from_json(record) for record in content["history"])
+    logger.info("run %s has ended after %d epochs; its model is returned", run_id, len(history))
+    return TrainResult(history, files, None, schema, [tuple(shape) for shape in content["shapes"]])
+
+
+def _content(store: Store, run_id: str) -> dict[str, Any] | None:
+    path = layout.result_path(run_id)
+    if not store.exists(path):
+        return None
+    try:
+        with store.open(path, "rb") as file:
+            found: dict[str, Any] = json.loads(file.read())
+    except (StoreError, ValueError) as error:
+        logger.warning("The result of run %s cannot be read; its ranks give it again: %s", run_id, str(error))
+        return None
+    return found
+
+
+def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON made lists of."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}

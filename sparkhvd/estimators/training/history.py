@@ -1,0 +1,138 @@
+"""What a training run reports: one record per epoch, averaged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.errors import ConfigError, ParamError
+from sparkhvd.estimators.reports import EpochRecord, EpochReport
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+
+class History(list[dict[str, Any]]):
+    """The records of a run, one entry per epoch in Horovod's form, the same for every framework."""
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per epoch: loss and metrics, those of the validation with ``val_`` before, then where the time went.
+
+        Example:
+            >>> model.getHistory().to_pandas()[["loss", "val_loss"]]  # doctest: +SKIP
+        """
+        import pandas as pd  # noqa: PLC0415  (ranks do without)
+
+        rows = []
+        for entry in self:
+            row = {f"{sign}{name}": value for sign, part in _PARTS for name, value in _flat(entry[part]).items()}
+            seconds = {"rows_per_second": entry["rows_per_second"], "step_seconds": entry["step_seconds"]}
+            rows.append({**row, **seconds, **entry["shares"]})
+        return pd.DataFrame(rows, index=pd.Index([entry["epoch"] for entry in self], name="epoch"))
+
+    def plot(self) -> Figure:
+        """Loss and metrics by epoch, training and validation over each other; needs matplotlib.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+            ParamError: there is nothing to draw.
+        """
+        try:
+            from matplotlib import pyplot  # noqa: PLC0415  (optional)
+        except ImportError as error:
+            raise ConfigError("plot_history() draws with matplotlib: pip install matplotlib.") from error
+        if not self:
+            raise ParamError("This model has no history: it was not trained here but made by from_model.")
+        table = self.to_pandas()
+        names = [*_flat(self[0]["train"])]
+        figure, places = pyplot.subplots(
+            1, len(names), figsize=(4.5 * len(names), 3.5), layout="constrained", squeeze=False
+        )
+        for place, name in zip(places[0], names, strict=True):
+            for sign, part in _PARTS:
+                if f"{sign}{name}" in table:
+                    place.plot(table.index + 1, table[f"{sign}{name}"], marker=".", label=part)
+            place.set(title=name, xlabel="epoch")
+            place.legend()
+        pyplot.close(figure)  # it is shown by whoever gets it, once
+        return figure
+
+
+_PARTS = (("", "train"), ("val_", "validation"))
+
+
+def history_of(records: Iterable[EpochRecord]) -> History:
+    """The records in Horovod's form."""
+    return History(
+        {**record.to_json(), "train": _as_groups(record.train), "validation": _as_groups(record.validation)}
+        for record in records
+    )
+
+
+def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
+    if not values:
+        return {}
+    loss = {"loss": values["loss"]} if "loss" in values else {}  # Lightning's validation_step may return none
+    return {**loss, "all_metrics": [{name: value} for name, value in values.items() if name != "loss"]}
+
+
+def _flat(groups: Mapping[str, Any]) -> dict[str, float]:
+    """The inverse of ``_as_groups``."""
+    if not groups:
+        return {}
+    metrics = {name: value for group in groups["all_metrics"] for name, value in group.items()}
+    return {**({"loss": groups["loss"]} if "loss" in groups else {}), **metrics}
+
+
+def record_from_json(content: dict[str, Any]) -> EpochRecord:
+    """The inverse of ``EpochRecord.to_json``."""
+    return EpochRecord(**content)
+
+
+def averaged(
+    report: EpochReport, communicator: Communicator, before: Mapping[str, tuple[float, float]] | None = None
+) -> EpochRecord:
+    """The record of an epoch from the reports of all ranks; collective, one small allreduce.
+
+    Args:
+        report: of this rank.
+        communicator: with the others.
+        before: sums and rows, over all ranks, of training steps that ``report`` does not have.
+    """
+    times = report.times
+    mine = [
+        *(number for pair in report.train.values() for number in pair),
+        *(number for pair in report.validation.values() for number in pair),
+        *(times.data_wait, times.compute, times.communication),
+    ]
+    total = communicator.allreduce(np.array(mine, np.float64), ReduceOp.SUM, name=f"epoch {report.epoch} report")
+    count = len(report.train)
+    pairs = total[:-3].reshape(-1, 2)
+    rows = float(pairs[list(report.train).index("loss"), 1]) if "loss" in report.train else 0.0
+    spent = total[-3:].astype(np.float64) / communicator.world.size
+    seconds = max(float(spent.sum()), 1e-9)
+    kinds = ("data_wait", "compute", "communication")
+    return EpochRecord(
+        epoch=report.epoch,
+        train=_means(list(report.train), pairs[:count], before or {}),
+        validation=_means(list(report.validation), pairs[count:], {}),
+        rows_per_second=rows / seconds,
+        step_seconds=seconds / max(1, report.steps),
+        shares={kind: float(part) / seconds for kind, part in zip(kinds, spent, strict=True)},
+    )
+
+
+def _means(names: list[str], pairs: Any, before: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The means of (sum, rows) pairs, with what was before; what no row has counted for is left out."""
+    means = {}
+    for name, (total, rows) in zip(names, pairs, strict=True):
+        earlier, earlier_rows = before.get(name, (0.0, 0.0))
+        count = rows + earlier_rows
+        if count:
+            means[name] = float((total + earlier) / count)
+    return means

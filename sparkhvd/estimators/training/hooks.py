@@ -1,0 +1,315 @@
+"""What happens around every step and every epoch of a training, whatever the framework."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from sparkhvd.comm import objects
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.errors import DataError
+from sparkhvd.estimators.plugin import Trainer, TrainSpec
+from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
+from sparkhvd.estimators.runs.run_lease import Fence
+from sparkhvd.estimators.training import checkpoint, job_files, run_log
+from sparkhvd.estimators.training.checkpoint import Checkpoint, Within
+from sparkhvd.estimators.training.history import averaged
+from sparkhvd.store import layout
+from sparkhvd.store.protocol import Store
+
+logger = logging.getLogger(__name__)
+
+
+class RunHooks:
+    """Averages, the line, early stopping, checkpoints; and where a run that was interrupted goes on.
+
+    Construction is collective: rank 0 looks for a checkpoint of the run, and all ranks continue from that one.
+
+    Args:
+        store: where the run is kept; None keeps nothing.
+        run_id: names the run.
+        spec: how to train.
+        communicator: with the other ranks.
+        division: of the rows that are trained on, see ``checkpoint.Within``; empty where there is no telling.
+        token: of rank 0, see ``sparkhvd.estimators.runs.run_lease``; 0 where nobody else can train the run.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        store: Store | None,
+        run_id: str,
+        spec: TrainSpec,
+        communicator: Communicator,
+        division: str = "",
+        token: int = 0,
+    ) -> None:
+        self._store = store if store is not None and store.save_runs else None
+        self._fence = None if self._store is None else Fence(self._store, run_id, token)
+        self._run_id = run_id
+        self._spec = spec
+        self._communicator = communicator
+        self._division = division
+        found = None if store is None else _resumed(store, run_id, communicator)
+        self.resumed, kept = (None, frozenset()) if found is None else found
+        self.history: list[EpochRecord] = [] if self.resumed is None else list(self.resumed.history)
+        self._gone = frozenset(range(len(self.history))) - kept  # epochs of earlier fits without a checkpoint
+        self.first_epoch_batches: int | None = None
+        self._redealt = False
+        self._ended = self.resumed is not None and self.resumed.ended
+        self._at_end: bytes | None = None  # where a callback has ended this fit: the digest of the state that was kept
+        # Of the present epoch: what was reported last, and last with a state that could be kept.
+        self._last_step = self._last_whole = 0 if self.within is None else self.within.step
+        self._best: tuple[int, bytes] | None = None  # without a Store, on rank 0
+        self._warned = False
+        if self.resumed is not None and communicator.world.rank == 0:
+            _say_where_it_continues(run_id, self.resumed, spec.epochs)
+        elif self._store is not None and communicator.world.rank == 0:
+            logger.info("run %s begins; a fit with this run_id continues it", run_id)
+        self._say_whether_the_best_is_gone()
+
+    @property
+    def first_epoch(self) -> int:
+        """See ``TrainHooks``; beyond the last epoch where nothing is left to do."""
+        if self.stopped():
+            return self._spec.epochs
+        return 0 if self.resumed is None else self.resumed.first_epoch
+
+    @property
+    def within(self) -> Within | None:
+        """How far the first epoch had come when the run was interrupted."""
+        return None if self.resumed is None else self.resumed.within
+
+    @property
+    def first_step(self) -> int:
+        """See ``TrainHooks``; 0 where the rest of the epoch was dealt out anew."""
+        return 0 if self.within is None or self._redealt else self.within.step
+
+    @property
+    def rank_state(self) -> bytes | None:
+        """See ``TrainHooks``."""
+        if self.within is None or self._redealt or not self.within.rank_states:
+            return None
+        return self.within.rank_states[self._communicator.world.rank]
+
+    def deal_anew(self, batches: int) -> None:
+        """The first epoch is the rest of one that was begun by other ranks, in so many batches."""
+        self._redealt = True
+        self.first_epoch_batches = batches
+
+    def stopped(self) -> bool:
+        """Whether a callback or early stopping has ended the training."""
+        return self._ended or self._stopped_by_rule()
+
+    def _stopped_by_rule(self) -> bool:
+        rule = self._spec.early_stopping
+        return rule is not None and bool(self.history) and rule.ends(self.history)
+
+    def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
+        """See ``TrainHooks``."""
+        spec, rank = self._spec, self._communicator.world.rank
+        where = f"epoch {report.epoch + 1} of {spec.epochs}, step {report.step} of {report.steps}"
+        self._communicator.note_progress(where)
+        self._look_for_no_number(report.loss, where, f" on rank {rank}")
+        if rank == 0 and _is_due(spec.log_every_n_steps, report, self._last_step):
+            logger.info("%s%s", where, "" if report.loss is None else f"  loss {report.loss:.4g}")
+        self._last_step = report.step
+        if not report.whole:
+            return
+        due = report.step < report.steps and _is_due(spec.checkpoints.every_steps, report, self._last_whole)
+        self._last_whole = report.step
+        redealt_now = self._redealt and report.epoch == self.within_epoch
+        if due and self._fence is not None and not redealt_now:
+            self._keep_within(self._fence, report, trainer)
+
+    def keep_file(self, path: Path) -> None:
+        """See ``TrainHooks``."""
+        if self._fence is not None:
+            self._fence.check()
+            job_files.replace_file(self._fence.store, layout.saved_path(self._run_id, path.name), path)
+
+    def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
+        """See ``TrainHooks``."""
+        before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
+        record = averaged(report, self._communicator, before)
+        self.history.append(record)
+        self._last_step = self._last_whole = 0
+        # Without rows no step has returned a loss: Lightning's manual optimization needs none.
+        loss = record.train.get("loss") if record.rows_per_second else None
+        self._look_for_no_number(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
+        wants_end = report.on_record is not None and report.on_record(record)
+        self._ended = self._anybody(wants_end, report.epoch)  # the checkpoint tells it
+        best = self._best_epoch()
+        if self._communicator.world.rank == 0:
+            logger.info("%s", record.line(self._spec.epochs))
+            self._keep(record.epoch, best, trainer)
+        if self._stopped_by_rule():
+            self._say_why_it_ends()
+        return not self.stopped()
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """See ``TrainHooks``."""
+        if self._fence is None or self._at_end is None:
+            return
+        content = self._checkpoint(self.history[-1].epoch, trainer)
+        if _digest(content.state) != self._at_end:
+            checkpoint.save_end(self._fence, content)
+
+    def _look_for_no_number(self, loss: float | None, where: str, whose: str = "") -> None:
+        """Warn once, where everybody sees it; weights that are no numbers are hardly ever numbers again."""
+        if loss is None or math.isfinite(loss):
+            return
+        if self._spec.terminate_on_nan:
+            raise DataError(
+                f"The loss of {where} is {loss}{whose}, and terminate_on_nan is set. Lower the learning rate, clip the "
+                "gradients, or look for such values in the rows."
+            )
+        if self._warned or self._communicator.world.rank != 0:
+            return
+        self._warned = True
+        logger.warning(
+            "run %s: the loss of %s is %s, and the training goes on. terminate_on_nan=True ends it there. Lower the "
+            "learning rate, clip the gradients, or look for such values in the rows.",
+            self._run_id,
+            where,
+            loss,
+        )
+
+    def _say_why_it_ends(self) -> None:
+        rule = self._spec.early_stopping
+        if rule is not None and self._communicator.world.rank == 0:
+            logger.info("no better %s for %d epochs: the training ends", rule.monitor, rule.patience)
+
+    @property
+    def within_epoch(self) -> int:
+        """The epoch of ``within``; -1 where there is none."""
+        return -1 if self.resumed is None or self.resumed.within is None else self.resumed.epoch
+
+    def restore_best(self, trainer: Trainer) -> None:
+        """Make the trainer's model that of the best epoch, where that one is asked for; on rank 0."""
+        best = self._best_epoch()
+        if best is None or best == len(self.history) - 1:
+            return
+        if self._best is not None and self._best[0] == best:
+            trainer.restore(self._best[1])
+        elif self._store is not None:
+            path = checkpoint.path_of(self._store, self._run_id, best)
+            trainer.restore(checkpoint.load(self._store, path).state)
+        logger.info("the model is that of epoch %d, the best by %s", best + 1, self._spec.checkpoints.best)
+
+    def _best_epoch(self) -> int | None:
+        return self._spec.checkpoints.best_epoch(self.history, self._gone)
+
+    def _say_whether_the_best_is_gone(self) -> None:
+        policy = self._spec.checkpoints
+        best = policy.best_epoch(self.history)
+        if best in self._gone and self._communicator.world.rank == 0:
+            logger.warning(
+                "Run %s was best by %s after epoch %d, whose checkpoint has not been kept; the best of the other "
+                "epochs is taken. Give Checkpoints(best=%r) from the start of a run.",
+                self._run_id,
+                policy.best,
+                (best or 0) + 1,
+                policy.best,
+            )
+
+    def _anybody(self, wants: bool, epoch: int) -> bool:
+        total = self._communicator.allreduce(np.array([float(wants)]), ReduceOp.SUM, name=f"epoch {epoch} stop")
+        return bool(total[0] > 0)
+
+    def _keep(self, epoch: int, best: int | None, trainer: Trainer) -> None:
+        policy = self._spec.checkpoints
+        if self._fence is not None:
+            self._fence.check()
+            run_log.write(self._fence.store, self._run_id, self.history)
+            content, also = self._checkpoint(epoch, trainer), () if best is None else (best,)
+            checkpoint.save(self._fence, content, policy.keep, also)
+            self._at_end = _digest(content.state) if self._ended else None
+        elif best == epoch and policy.best is not None:
+            self._best = (epoch, trainer.state())
+
+    def _checkpoint(self, epoch: int, trainer: Trainer) -> Checkpoint:
+        spec, history = self._spec, tuple(self.history)
+        return Checkpoint(epoch, spec.seed, history, trainer.state(), model=spec.model, ended=self._ended)
+
+    def _keep_within(self, fence: Fence, report: StepReport, trainer: Trainer) -> None:
+        communicator = self._communicator
+        report.synchronize()
+        before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
+        sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
+        own = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
+        if communicator.world.rank == 0:
+            within = Within(
+                step=report.step,
+                num_proc=communicator.world.size,
+                batch_size=self._spec.batch_size,
+                division=self._division,
+                sums=sums,
+                rank_states=tuple(own),
+            )
+            policy = self._spec.checkpoints
+            best = self._best_epoch()
+            content = replace(self._checkpoint(report.epoch, trainer), within=within)
+            checkpoint.save(fence, content, policy.keep, () if best is None else (best,))
+
+
+def _digest(state: bytes) -> bytes:
+    return hashlib.sha256(state).digest()
+
+
+def _is_due(every: int | None, report: StepReport, since: int) -> bool:
+    """Whether a multiple of ``every`` was reached after the step ``since``."""
+    return every is not None and report.step // every > since // every
+
+
+def _totals(
+    mine: Mapping[str, tuple[float, float]],
+    before: Mapping[str, tuple[float, float]],
+    communicator: Communicator,
+    name: str,
+) -> dict[str, tuple[float, float]]:
+    """Sums and rows over all ranks, and over what was before."""
+    numbers = np.array([number for pair in mine.values() for number in pair], np.float64)
+    total = communicator.allreduce(numbers, ReduceOp.SUM, name=name).reshape(-1, 2)
+    pairs = {metric: (float(pair[0]), float(pair[1])) for metric, pair in zip(mine, total, strict=True)}
+    return {
+        metric: (pair[0] + before.get(metric, (0.0, 0.0))[0], pair[1] + before.get(metric, (0.0, 0.0))[1])
+        for metric, pair in pairs.items()
+    }
+
+
+def _resumed(store: Store, run_id: str, communicator: Communicator) -> tuple[Checkpoint | None, frozenset[int]]:
+    """The checkpoint to go on from, and the epochs whose ends are kept."""
+    found: tuple[str | None, frozenset[int]] = (None, frozenset())
+    if communicator.world.rank == 0:
+        found = (checkpoint.latest(store, run_id), checkpoint.ended(store, run_id))
+    path, kept = objects.broadcast_object(communicator, found, 0, name="checkpoint to resume")
+    return None if path is None else checkpoint.load(store, path), kept
+
+
+def _say_where_it_continues(run_id: str, resumed: Checkpoint, epochs: int) -> None:
+    if resumed.ended:
+        logger.warning(
+            "Run %s was ended by a callback after epoch %d, so nothing is left to train; its model is returned. Choose "
+            "another run_id to train anew.",
+            run_id,
+            resumed.first_epoch,
+        )
+    elif resumed.within is not None:
+        logger.info("run %s continues in epoch %d after step %d", run_id, resumed.epoch + 1, resumed.within.step)
+    elif resumed.first_epoch < epochs:
+        logger.info("run %s continues after epoch %d", run_id, resumed.first_epoch)
+    else:
+        logger.warning(
+            "Run %s has been trained for %d epochs already and epochs=%d, so nothing is left to train; its model is "
+            "returned. Raise epochs, or choose another run_id to train anew.",
+            run_id,
+            resumed.first_epoch,
+            epochs,
+        )

@@ -1,0 +1,127 @@
+"""How far a training is, where somebody looks: a bar in a terminal or a notebook.
+
+Rank 0 writes a line that starts with a sign which no text contains; on the driver, ``ProgressOutput`` takes these lines
+out of the ranks' output and moves the bar. Without tqdm there is a line per epoch and no bar.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+from sparkhvd.data.read.batches import Batch, BatchSource
+
+if TYPE_CHECKING:
+    from sparkhvd.data.schema.data_schema import DataSchema
+
+_SIGN = "\x01"
+_LINE = re.compile(r"\[0\]<stdout>:" + _SIGN + r"(\{.*\})\n")
+_SECONDS = 0.5
+
+
+@dataclass
+class ReportingSource:
+    """The batches of ``source``, telling now and then how many have been taken.
+
+    Attributes:
+        source: where they come from.
+        epochs: how many there will be.
+    """
+
+    source: BatchSource
+    epochs: int
+
+    @property
+    def schema(self) -> DataSchema:
+        return self.source.schema
+
+    def steps(self) -> int:
+        return self.source.steps()
+
+    def rows(self) -> int:
+        return self.source.rows()
+
+    def has_rows(self, step: int) -> bool:
+        return self.source.has_rows(step)
+
+    def epoch(self, number: int, first_step: int = 0) -> Iterator[Batch]:
+        return self._reporting(number, first_step)
+
+    def _reporting(self, number: int, first_step: int) -> Generator[Batch]:
+        steps, told = self.source.steps(), 0.0
+        batches: Any = self.source.epoch(number, first_step)
+        with closing(batches) if hasattr(batches, "close") else closing(_all_of(batches)) as taken:
+            for step, batch in enumerate(taken, first_step + 1):
+                yield batch
+                if step == steps or time.monotonic() - told > _SECONDS:
+                    told = time.monotonic()
+                    place = {"done": number * steps + step, "all": self.epochs * steps}
+                    sys.stdout.write(f"{_SIGN}{json.dumps(place)}\n")
+
+
+def _all_of(batches: Iterator[Batch]) -> Generator[Batch]:
+    yield from batches
+
+
+def somebody_looks() -> bool:
+    """Whether the output is a terminal or a notebook, and tqdm is there to draw a bar."""
+    try:
+        import tqdm  # noqa: F401, PLC0415
+    except ImportError:
+        return False
+    return sys.stdout.isatty() or type(sys.stdout).__module__.startswith("ipykernel")
+
+
+class ProgressOutput(io.TextIOBase):
+    """The ranks' stdout on the driver: lines go to ``target``, reports move a bar below them.
+
+    Args:
+        target: where the lines go; None is ``sys.stdout`` as it is now.
+        description: what stands before the bar.
+    """
+
+    def __init__(self, description: str, target: TextIO | None = None) -> None:
+        super().__init__()
+        self._target = target or sys.stdout
+        self._description = description
+        self._lock = threading.Lock()
+        self._bar: Any = None  # guarded by _lock
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            for report in _LINE.findall(text):
+                self._move(json.loads(report))
+            lines = _LINE.sub("", text)
+            if lines and self._bar is not None:
+                self._bar.write(lines, file=self._target, end="")
+            elif lines:
+                self._target.write(lines)
+        return len(text)
+
+    def flush(self) -> None:
+        self._target.flush()
+
+    def close(self) -> None:
+        """Leave the bar as it stands; the target stays open."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.close()
+                self._bar = None
+        super().close()
+
+    def _move(self, place: dict[str, int]) -> None:
+        from tqdm.std import tqdm  # noqa: PLC0415  (optional)
+
+        if self._bar is None:
+            # tqdm would start a thread that wakes bars which have not moved for long.
+            kind = type("Bar", (tqdm,), {"monitor_interval": 0})
+            self._bar = kind(total=place["all"], desc=self._description, unit="step", file=self._target, mininterval=0)
+        self._bar.update(max(0, place["done"] - self._bar.n))

@@ -1,0 +1,44 @@
+"""A few rows of a DataFrame, on the driver, as a model would get them."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sparkhvd.data.prepare.direct_rows import GivenRows, checked, dealt
+from sparkhvd.data.prepare.stats import SPLIT
+from sparkhvd.data.read.batches import Arrays
+from sparkhvd.data.read.spool import Spool
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.data.schema.selection import Selection
+from sparkhvd.errors import ParamError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+def refuse_other_tables(method: str, table: object) -> None:
+    """Raise ``ParamError`` for what is no DataFrame of Spark's, such as one of pandas."""
+    if not hasattr(table, "sparkSession"):
+        kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__qualname__}"
+        raise ParamError(
+            f"{method} takes a Spark DataFrame, not a {kind}; spark.createDataFrame(pdf) makes one of a pandas table."
+        )
+
+
+def sampled(dataset: DataFrame, selection: Selection, rows: int) -> tuple[DataSchema, Arrays]:
+    """The schema with the shapes of the first rows, and these rows by column.
+
+    Raises:
+        DataError: the rows cannot be trained on, or there are none.
+    """
+    whole = replace(selection, validation=None)
+    table = dealt(dataset.limit(rows), whole, num_proc=1, seed=0).toArrow()
+    with closing(Spool((tempfile.gettempdir(),), by=SPLIT, otherwise="train")) as spool:
+        for batch in table.to_batches():
+            spool.write(batch)
+        given = GivenRows(spool.finish(), whole, 0)
+        schema = checked(given.facts(), whole, 1)
+        return schema, given.head(schema, rows)

@@ -1,0 +1,42 @@
+"""A Store on Databricks: DBFS and Unity Catalog volumes, which every machine of a cluster mounts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkhvd.compat.databricks import mounted_path, spark_url_of
+from sparkhvd.errors import StoreError
+from sparkhvd.store.access.renaming import rename_once
+from sparkhvd.store.backends.local import LocalStore, absolute_path
+
+
+@dataclass(frozen=True)
+class DBFSStore(LocalStore):
+    """A Store at ``dbfs:/folder``, ``/dbfs/folder``, ``file:/dbfs/folder`` or ``/Volumes/catalog/schema/volume``.
+
+    Python reads and writes through the mounted folder, Spark through ``dbfs:``. These mounts know no links, so
+    ``publish`` looks and then renames, while a folder beside the file keeps others from doing the same.
+
+    Attributes:
+        prefix_path: the folder; see ``LocalStore`` for the others.
+    """
+
+    def spark_url(self, path: str) -> str:
+        return spark_url_of(str(self._file(path)))
+
+    def _absolute(self, path_or_url: str) -> str:
+        mounted = mounted_path(path_or_url)
+        if mounted is None:
+            raise StoreError(
+                f"{path_or_url!r} is no folder of Databricks; give dbfs:/folder, /dbfs/folder, file:/dbfs/folder or "
+                "/Volumes/catalog/schema/volume/folder."
+            )
+        return absolute_path(mounted)
+
+    def _give_name(self, temporary: Path, target: Path) -> None:
+        rename_once(temporary, target)
+
+
+DBFSLocalStore = DBFSStore
+"""Horovod's name."""

@@ -1,0 +1,383 @@
+"""A Store on any file system that fsspec knows; those that need more derive from this one."""
+
+from __future__ import annotations
+
+import glob
+import io
+import traceback
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
+
+import fsspec
+
+from sparkhvd._util.background import in_background, is_done_within
+from sparkhvd._util.suggestions import did_you_mean
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import StoreError
+from sparkhvd.store.access.connection import Connection
+from sparkhvd.store.access.remote_file import READ_AHEAD_BYTES, SPOOL_BYTES, RangeReader, Ranges, SpooledFile
+from sparkhvd.store.access.retry import is_passing, with_retries
+from sparkhvd.store.folders import UNFINISHED, Places, root_of
+from sparkhvd.store.options import StorageOptions, refuse_credentials
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyarrow import fs
+
+Result = TypeVar("Result")
+
+SILENCE_SECONDS = 60.0  # after which a server that says nothing is given up
+_SLOWEST = 1e6  # bytes per second; a slower transfer is taken for one that stands still
+# Clients without a time limit for a call still go to the next server by themselves: HDFS's to three data nodes.
+_SERVERS_TRIED = 3
+# What to install for the schemes that are asked for most; fsspec says it for the others. The versions are the first
+# with an exclusive write (mode="create"): one before replaces what another has published.
+_PACKAGES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("gs", "gcs"), "gcsfs>=2024.12"),
+        **dict.fromkeys(("abfs", "abfss", "az"), "adlfs>=2024.12"),
+        "oss": "ossfs",
+        "sftp": "paramiko",
+    }
+)
+_COMMON_SCHEMES = ("file", "s3", "hdfs", "gs", "abfss", "dbfs")
+# Schemes that Hadoop has file systems for; whether a session has the jars is for the session to say.
+_HADOOP_SCHEMES = frozenset({"hdfs", "viewfs", "gs", "abfs", "abfss", "wasb", "wasbs", "oss", "cos", "obs"})
+
+
+@dataclass(frozen=True)
+class FilesystemStore(Store):
+    """A Store at any URL that fsspec opens: ``gs://``, ``abfss://``, ``memory://`` and more.
+
+    Files appear all at once, because they are sent as a whole when they are closed. ``publish`` uses the exclusive
+    write of the file system; it holds against other machines where that one does (GCS, ADLS).
+
+    Attributes:
+        prefix_path: the URL of the folder. None where the paths below say enough: the Store then lies in the deepest
+            folder that holds them all.
+        train_path: existing Parquet files to train on, for ``fit_on_parquet``.
+        val_path: existing Parquet files to validate on.
+        test_path: existing Parquet files to test on.
+        runs_path: the folder of the runs, where it is not ``runs`` below the Store's.
+        save_runs: whether checkpoints are kept.
+        storage_options: what fsspec opens the file system with. The values are never shown or written.
+        retry_seconds: how long an operation is repeated when the connection or the server fails.
+
+    Raises:
+        StoreError: the URL names no folder, has credentials in it, or no file system serves it.
+    """
+
+    prefix_path: str | None = None
+    train_path: str | None = None
+    val_path: str | None = None
+    test_path: str | None = None
+    runs_path: str | None = None
+    save_runs: bool = True
+    storage_options: Mapping[str, Any] | None = None
+    retry_seconds: float = 60.0
+    _base: str = field(init=False, repr=False, compare=False)  # what URLs have before the place
+    _places: Places = field(init=False, repr=False, compare=False)
+    _connection: Connection = field(init=False, repr=False, compare=False, default_factory=Connection)
+
+    def __post_init__(self) -> None:
+        names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
+        given = [getattr(self, name) for name in names]
+        for url in given:
+            refuse_credentials(url or "")
+        urls = [None if url is None else self._normalized(url) for url in given]
+        for name, url in zip(names, urls, strict=True):
+            object.__setattr__(self, name, url)
+        bases = sorted({self._base_of(url) for url in urls if url is not None})
+        if len(bases) > 1:
+            raise StoreError(f"The paths of a Store lie on one file system; these are on {' and '.join(bases)}.")
+        object.__setattr__(self, "_base", bases[0] if bases else "")
+        object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
+        prefix, *others, runs = (None if url is None else self._place_of_url(url) for url in urls)
+        object.__setattr__(self, "_places", Places(root_of(prefix, [*others, runs]), runs))
+
+    @property
+    def url(self) -> str:
+        return self._url_of_place(self._places.root)
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the URL, such as ``s3``."""
+        return self._base.partition("://")[0]
+
+    def exists(self, path: str) -> bool:
+        place = self._places.of(path, self.url)
+
+        def look(_: int) -> bool:
+            filesystem = self._filesystem()
+            filesystem.invalidate_cache()
+            try:
+                filesystem.info(place, **self._limit(filesystem))
+            except FileNotFoundError:
+                return False
+            return True
+
+        return self._do("look up", place, look)
+
+    def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
+        """A file for reading, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
+        place = self._places.of(path, self.url)
+        if mode == "rb":
+            return io.BufferedReader(self._open_reader(place), READ_AHEAD_BYTES)
+        if mode == "wb":
+            return cast("BinaryIO", SpooledFile(self._url_of_place(place), partial(self._replace, place)))
+        raise StoreError(f"Cannot open {self._url_of_place(place)} with mode {mode!r}; a Store knows 'rb' and 'wb'.")
+
+    def list(self, path: str) -> list[str]:
+        """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
+        found = set()
+        for top, stands_for in self._places.tops(path, self.url):
+            for place in self._do("list", top, partial(self._find, top)):
+                inside = place.removeprefix(top).lstrip("/")
+                found.add("/".join(part for part in (stands_for, inside) if part))
+        return sorted(name for name in found if not name.endswith((UNFINISHED, "/")))
+
+    def publish(self, path: str, content: bytes) -> None:
+        place = self._places.of(path, self.url)
+
+        name = uuid.uuid4().hex  # of this writing: an attempt whose answer was lost may have arrived
+
+        def write(attempt: int) -> None:
+            filesystem = self._filesystem()
+            try:
+                with self._connection.lock:  # makes the generic, two-step exclusive write safe among threads
+                    self._create(filesystem, place, content, name)
+            except FileExistsError:
+                if not self._created(filesystem, place, content, name, attempt):
+                    raise
+
+        try:
+            self._do("publish", place, write, len(content))
+        except StoreError as error:
+            if isinstance(error.__context__, FileExistsError):  # also where a secret kept it from being the cause
+                raise StoreError(
+                    f"Cannot publish {self._url_of_place(place)}: it exists already, and published files are never "
+                    "changed. Use another id, or delete it first."
+                ) from error.__cause__
+            raise
+
+    def delete(self, path: str) -> None:
+        place = self._places.of(path, self.url)
+
+        def remove(_: int) -> None:
+            filesystem = self._filesystem()
+            filesystem.invalidate_cache()
+            try:
+                self._remove(filesystem, place)
+            except FileNotFoundError:
+                return
+
+        self._do("delete", place, remove)
+
+    def spark_url(self, path: str) -> str | None:
+        place = self._places.of(path, self.url)
+        return self._url_of_place(place) if self.scheme in _HADOOP_SCHEMES else None
+
+    def spark_options(self) -> dict[str, str]:
+        return {}
+
+    def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
+        from sparkhvd.store.access.arrow_files import arrow_filesystem  # noqa: PLC0415  (a Store is cheap to import)
+
+        place = self._places.of(path, self.url)
+        return arrow_filesystem(self._filesystem(), self._open_reader), place
+
+    def at(self, url: str) -> FilesystemStore:
+        return replace(self, prefix_path=url, train_path=None, val_path=None, test_path=None, runs_path=None)
+
+    def with_spark_settings(self, settings: Mapping[str, str]) -> FilesystemStore:  # noqa: ARG002
+        return self
+
+    # What file systems do differently.
+
+    def _normalized(self, url: str) -> str:
+        """A URL as this class writes it."""
+        if "::" in url:
+            raise StoreError(f"{url!r} chains file systems; a Store lies on one. Give the last URL of the chain alone.")
+        if "://" not in url:
+            raise StoreError(
+                f"{url!r} is not a URL; this Store needs one like s3://bucket/folder. A path is that of a LocalStore, "
+                "and Store.create takes either."
+            )
+        scheme, _, rest = url.partition("://")
+        return f"{scheme.lower()}://{rest.rstrip('/')}"
+
+    def _place_of_url(self, url: str) -> str:
+        return str(self._class()._strip_protocol(url)).rstrip("/")  # noqa: SLF001  (fsspec has no public name for it)
+
+    def _base_of(self, url: str) -> str:
+        return url[: url.index("://") + 3]
+
+    def _url_of_place(self, place: str) -> str:
+        return f"{self._base}{place}"
+
+    def _class(self) -> Any:
+        try:
+            return fsspec.get_filesystem_class(self.scheme)
+        except (ImportError, ValueError) as error:
+            package = _PACKAGES.get(self.scheme)
+            if package is None and isinstance(error, ValueError):
+                meant = did_you_mean(self.scheme, _COMMON_SCHEMES, show="{}://".format, cutoff=0.5)
+                meant = meant or f"Common schemes are {', '.join(_COMMON_SCHEMES)}."
+                raise StoreError(f"Nothing serves {self.scheme}:// here: {error}. {meant}") from error
+            install = "" if package is None else f" Install it: pip install '{package}'."
+            raise StoreError(
+                f"The Store for {self.scheme}:// needs a package that is not installed ({error}).{install}"
+            ) from error
+
+    def _new_filesystem(self) -> Any:
+        options = dict(self.storage_options or {})
+        return self._class()(**options, skip_instance_cache=True)
+
+    def _passing(self, error: Exception) -> bool:
+        """Whether an error may be gone the next time."""
+        return is_passing(error)
+
+    def _explain(self, error: Exception) -> str:
+        """What an error says, on one line."""
+        if isinstance(error, FileNotFoundError):
+            return "No such file or directory"
+        if isinstance(error, PermissionError) and not str(error):
+            return "Permission denied"
+        if isinstance(error, TimeoutError) and not str(error):
+            return "the server did not answer in time"
+        text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        return text.strip().partition("\n")[0].rstrip(".")
+
+    def _ranges(self, place: str) -> Ranges:
+        filesystem = self._filesystem()
+        filesystem.invalidate_cache()
+        return _FilesystemRanges(
+            self, filesystem, place, int(filesystem.info(place, **self._limit(filesystem))["size"])
+        )
+
+    def _create(self, filesystem: Any, place: str, content: bytes, name: str) -> None:  # noqa: ARG002
+        """Write a new file as a whole; ``FileExistsError`` when there is one. ``name`` is of this writing alone."""
+        filesystem.pipe_file(place, content, mode="create", **self._limit(filesystem, len(content)))
+
+    def _created(self, filesystem: Any, place: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
+        """Whether the file that is there comes from an earlier attempt of the writing ``name``."""
+        return attempt > 0 and bool(filesystem.cat_file(place, **self._limit(filesystem, len(content))) == content)
+
+    def _send(self, filesystem: Any, place: str, content: IO[bytes], size: int) -> None:
+        """Write a file as a whole, in the place of another one if need be."""
+        limit = self._limit(filesystem, size)
+        if size <= SPOOL_BYTES:
+            filesystem.pipe_file(place, content.read(size), **limit)
+        else:  # the file has no name, but its descriptor is one
+            filesystem.put_file(f"/proc/self/fd/{content.fileno()}", place, **limit)
+
+    def _find(self, top: str, _: int) -> Iterable[str]:
+        """All files below a place."""
+        filesystem = self._filesystem()
+        filesystem.invalidate_cache()
+        try:
+            return [str(place) for place in filesystem.find(top, **self._limit(filesystem))]
+        except FileNotFoundError:
+            return []
+
+    def _remove(self, filesystem: Any, place: str) -> None:
+        # fsspec would take a star or bracket in the name for a pattern.
+        filesystem.rm(glob.escape(place), recursive=True, **self._limit(filesystem))
+
+    # What all have in common.
+
+    def _limit(self, filesystem: Any, size: int = 0) -> dict[str, float]:
+        """The argument that ends a call of a file system that waits for ever on a silent server, where it takes one."""
+        return {"timeout": _seconds(size)} if filesystem.async_impl else {}
+
+    def _bounded(self, action: Callable[[int], Result], size: int, attempt: int) -> Result:
+        """What an action gives that may have to move ``size`` bytes, in a thread that is left behind if it never ends.
+
+        A file system with time limits of its own (``_limit``) needs no thread.
+        """
+        if self._filesystem().async_impl:
+            return action(attempt)
+        future = in_background(partial(action, attempt), "sparkhvd-store")
+        if not is_done_within(future, _SERVERS_TRIED * _seconds(size)):
+            self._connection.abandon()
+            raise TimeoutError
+        return future.result()
+
+    def _filesystem(self) -> Any:
+        return self._connection.get(self._new_filesystem)
+
+    def _open_reader(self, place: str) -> RangeReader:
+        ranges = self._do("open", place, lambda _: self._ranges(place))
+        return RangeReader(_PatientRanges(self, place, ranges))
+
+    def _replace(self, place: str, content: IO[bytes], size: int) -> None:
+        def send(_: int) -> None:
+            content.seek(0)
+            self._send(self._filesystem(), place, content, size)
+
+        self._do("write", place, send, size)
+
+    def _do(self, verb: str, place: str, action: Callable[[int], Result], size: int = 0) -> Result:
+        """What an action gives, repeated while its errors are passing; every other error as a ``StoreError``."""
+        url = self._url_of_place(place)
+        try:
+            return with_retries(
+                partial(self._bounded, action, size),
+                passing=self._passing,
+                deadline=Deadline.after(self.retry_seconds),
+                what=f"{verb} {url}",
+            )
+        except StoreError:
+            raise
+        except Exception as error:  # noqa: BLE001  (raised below as a StoreError)
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            options = cast("StorageOptions", self.storage_options)
+            # Tracebacks show causes; one that has a secret in it is left out.
+            whole = "".join(traceback.format_exception(error))
+            cause = error if options.scrubbed(whole) == whole else None
+            raise StoreError(f"Cannot {verb} {url}: {options.scrubbed(self._explain(error))}{notes}.") from cause
+
+
+@dataclass(frozen=True)
+class _FilesystemRanges:
+    store: FilesystemStore
+    filesystem: Any
+    place: str
+    size: int
+
+    def read(self, start: int, stop: int) -> bytes:
+        limit = self.store._limit(self.filesystem, stop - start)  # noqa: SLF001
+        return bytes(self.filesystem.cat_file(self.place, start=start, end=stop, **limit))
+
+
+class _PatientRanges:
+    """Ranges of a file that is opened again when reading it fails."""
+
+    def __init__(self, store: FilesystemStore, place: str, ranges: Ranges) -> None:
+        self._store = store
+        self._place = place
+        self._ranges = ranges
+        self.size = ranges.size
+
+    def read(self, start: int, stop: int) -> bytes:
+        read = partial(self._read, start, stop)
+        return self._store._do("read", self._place, read, stop - start)  # noqa: SLF001
+
+    def _read(self, start: int, stop: int, attempt: int) -> bytes:
+        if attempt > 0:
+            self._ranges = self._store._ranges(self._place)  # noqa: SLF001
+            if self._ranges.size != self.size:
+                raise StoreError(f"{self._place} was changed while it was read; files of a Store never are.")
+        content = self._ranges.read(start, stop)
+        if len(content) != stop - start:
+            raise ConnectionError(f"{len(content)} of {stop - start} bytes came")
+        return content
+
+
+def _seconds(size: int) -> float:
+    """How long a call that moves this many bytes may take."""
+    return SILENCE_SECONDS + size / _SLOWEST

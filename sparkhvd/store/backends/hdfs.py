@@ -1,0 +1,252 @@
+"""A Store on HDFS, reached by a client that needs neither Java nor libhdfs."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from fsspec import AbstractFileSystem
+from hdfs_native import Client, FileReader, WriteOptions
+from hdfs_native.fsspec import HdfsFileSystem
+
+from sparkhvd.config import hadoop_token_file, hadoop_user_name
+from sparkhvd.errors import StoreError
+from sparkhvd.store.access.delegation_tokens import name_with_token
+from sparkhvd.store.access.kerberos_ticket import principal_of
+from sparkhvd.store.access.remote_file import SPOOL_BYTES, Ranges
+from sparkhvd.store.access.retry import is_passing
+from sparkhvd.store.backends.filesystem import FilesystemStore
+from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED
+
+# A name node that does not answer is tried for minutes by default; the Store has a deadline of its own around it.
+_CLIENT_DEFAULTS = {
+    "dfs.client.failover.max.attempts": "3",
+    "dfs.client.failover.sleep.base.millis": "100",
+    "dfs.client.failover.sleep.max.millis": "1000",
+}
+_PASSING = re.compile(
+    r"DataTransferError|StandbyException|SafeModeException|RetriableException|Timeout|timed out|in time"
+)
+_SERVER_ERROR = re.compile(r'RPCError\("[\w.$]*", "(.*)"\)', re.DOTALL)
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*):(//(?P<authority>[^/]*))?(?P<folder>.*)", re.DOTALL)
+# What the client reads of a Hadoop configuration: where the name nodes are and how they are spoken to.
+_OF_CLIENT = re.compile(
+    r"fs\.defaultFS$|dfs\.(ha\.namenodes|namenode\.rpc-address|client\.failover\.proxy\.provider)\.|"
+    r"dfs\.data\.transfer\.protection$|dfs\.client\.use\.datanode\.hostname$|hadoop\.security\.authentication$|"
+    r"fs\.viewfs\.mounttable\."
+)
+_SEND_BYTES = 4 * 1024 * 1024
+# Names among the storage options for what is no setting of Hadoop.
+_USER, _TICKET = "user", "kerb_ticket"
+_DEFAULT = "fs.defaultFS"
+
+
+class HDFSStore(FilesystemStore):
+    """A Store on HDFS.
+
+    It understands ``hdfs://namenode:8020/folder``, ``hdfs://nameservice/folder``, ``hdfs:///folder`` and ``/folder``;
+    the last two lie on the default file system of the Hadoop configuration (``HADOOP_CONF_DIR``). Files are written
+    under a hidden name and then renamed, which the name node does for one writer only.
+
+    With Kerberos (``hadoop.security.authentication``) the client takes the delegation token of the name node from
+    Hadoop's token file (``HADOOP_TOKEN_FILE_LOCATION``), which YARN gives every container, and without one a ticket.
+
+    Args:
+        prefix_path: the folder; None where the paths below say enough.
+        host: the name node or name service, instead of the one in the URL; ``"default"`` changes nothing.
+        port: its port; None or 0 for a name service.
+        user: the user of a cluster without Kerberos. All connections of a process have the same one, which the
+            variable ``HADOOP_USER_NAME`` gives; this argument checks it.
+        kerb_ticket: the Kerberos ticket cache to use.
+        driver: Horovod's; there is one client here, so it is left out.
+        extra_conf: Hadoop settings of the client, such as ``dfs.ha.namenodes.<name service>``.
+        storage_options: more of these.
+        paths: ``train_path``, ``val_path``, ``test_path``, ``runs_path``, ``save_runs`` and ``retry_seconds`` as in
+            ``FilesystemStore``; the paths may also lack the scheme.
+
+    Raises:
+        StoreError: a path is no path on HDFS, or none is given, or there is a driver.
+    """
+
+    def __init__(  # noqa: PLR0917  (the order of the arguments is Horovod's)
+        self,
+        prefix_path: str | None = None,
+        host: str | None = None,
+        port: int | None = None,
+        user: str | None = None,
+        kerb_ticket: str | None = None,
+        driver: str | None = None,
+        extra_conf: Mapping[str, str] | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        **paths: Any,
+    ) -> None:
+        if driver is not None:
+            raise StoreError(
+                f"HDFSStore has one client, which is not {driver!r} and needs no libhdfs; leave out driver=."
+            )
+        authority = "" if host in {None, "default"} else f"{host}:{port}" if port else str(host)
+        for name in ("train_path", "val_path", "test_path", "runs_path"):
+            if name in paths:
+                paths[name] = _hdfs_url(paths[name], authority)
+        own = {_USER: user, _TICKET: kerb_ticket}
+        options = {**(storage_options or {}), **(extra_conf or {}), **{k: v for k, v in own.items() if v is not None}}
+        super().__init__(_hdfs_url(prefix_path, authority), storage_options=options, **paths)
+
+    def spark_options(self) -> dict[str, str]:
+        return {name: str(value) for name, value in self._client_options().items()}
+
+    def with_spark_settings(self, settings: Mapping[str, str]) -> HDFSStore:
+        found = {name: value for name, value in settings.items() if _OF_CLIENT.match(name)}
+        if not found.get(_DEFAULT, "").startswith(("hdfs:", "viewfs:")):
+            found.pop(_DEFAULT, None)  # Hadoop's own default, which must not hide what its files say elsewhere
+        return replace(self, storage_options={**found, **(self.storage_options or {})})
+
+    def _normalized(self, url: str) -> str:
+        return super()._normalized(str(_hdfs_url(url, "")))
+
+    def _base_of(self, url: str) -> str:
+        return url[: -len(folder)] if (folder := self._place_of_url(url)) else url
+
+    def _place_of_url(self, url: str) -> str:
+        _, slash, folder = url.partition("://")[2].partition("/")
+        return f"{slash}{folder}".rstrip("/")
+
+    def _client_options(self) -> dict[str, object]:
+        return {name: value for name, value in (self.storage_options or {}).items() if name not in {_USER, _TICKET}}
+
+    def _new_filesystem(self) -> Any:
+        options = self.storage_options or {}
+        if options.get(_USER, hadoop_user_name()) != hadoop_user_name():
+            raise StoreError(
+                f"{self.url} is to be used as {options[_USER]!r}, but HADOOP_USER_NAME is {hadoop_user_name()!r} in "
+                "this process. Set that variable for the driver and the executors (spark.executorEnv.HADOOP_USER_NAME)."
+            )
+        settings = _CLIENT_DEFAULTS | {name: str(value) for name, value in self._client_options().items()}
+        filesystem = _Hdfs()
+        scheme, _, authority = self._base.partition("://")
+        place = f"{scheme}://{name_with_token(authority, hadoop_token_file())}"
+        default_scheme, _, default = settings.get(_DEFAULT, "").partition("://")
+        if default_scheme == "hdfs":
+            settings[_DEFAULT] = f"hdfs://{name_with_token(default.rstrip('/'), hadoop_token_file())}"
+        ticket = options.get(_TICKET)
+        principal = None if ticket is None else principal_of(str(ticket))
+        filesystem.client = Client(place, settings, kerberos_principal=principal, kerberos_cache=ticket)
+        return filesystem
+
+    def _passing(self, error: Exception) -> bool:
+        if isinstance(error, RuntimeError):  # whatever the client has no Python type for
+            return bool(_PASSING.search(str(error)))
+        return is_passing(error)
+
+    def _explain(self, error: Exception) -> str:
+        said = _SERVER_ERROR.search(str(error)) if isinstance(error, RuntimeError) else None
+        return super()._explain(RuntimeError(said[1].partition("\\n")[0]) if said else error)
+
+    def _ranges(self, place: str) -> Ranges:
+        return _HdfsRanges(self._filesystem().client.read(place))
+
+    def _find(self, top: str, _: int) -> Iterable[str]:
+        try:
+            return [found.path for found in self._filesystem().client.list_status(top or "/", True) if not found.isdir]
+        except FileNotFoundError:
+            return []
+
+    def _create(self, filesystem: Any, place: str, content: bytes, name: str) -> None:
+        folder = place.rpartition("/")[0]
+        hidden = _hidden(place, name)
+        with _removed_after_failure(filesystem.client, hidden):
+            _write(filesystem.client, hidden, io.BytesIO(content))
+            filesystem.client.rename(hidden, place, overwrite=False)
+        _remove_leftovers(filesystem.client, folder)
+
+    def _send(self, filesystem: Any, place: str, content: IO[bytes], size: int) -> None:
+        hidden = _hidden(place, uuid.uuid4().hex)
+        with _own_view(content, size) as own, _removed_after_failure(filesystem.client, hidden):
+            _write(filesystem.client, hidden, own)
+            if self._filesystem() is not filesystem:
+                raise TimeoutError  # given up meanwhile: it must not replace what was written since
+            filesystem.client.rename(hidden, place, overwrite=True)
+
+    def _remove(self, filesystem: Any, place: str) -> None:
+        filesystem.client.delete(place, True)
+
+
+class _Hdfs(HdfsFileSystem):
+    """The client's fsspec class, which reads paths as they are: a ``#`` or ``?`` in them is part of a name."""
+
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path
+
+    def __init__(self) -> None:
+        AbstractFileSystem.__init__(self)  # the client is given afterwards
+        self.host = self.port = None
+
+
+class _HdfsRanges:
+    def __init__(self, reader: FileReader) -> None:
+        self._reader = reader
+        self.size = len(reader)
+
+    def read(self, start: int, stop: int) -> bytes:
+        return self._reader.read_range(start, stop - start)
+
+
+def _hdfs_url(path: str | None, authority: str) -> str | None:
+    """``path`` as a URL, on the name node that is given if one is."""
+    if path is None:
+        return None
+    scheme, folder, own = "hdfs", path, ""
+    if found := _URL.fullmatch(path):
+        scheme, own, folder = found["scheme"].lower(), found["authority"] or "", found["folder"]
+    if scheme not in {"hdfs", "viewfs"} or not (folder.startswith("/") or (own and not folder)):
+        raise StoreError(
+            f"{path!r} is no folder on HDFS; give hdfs://namenode:port/folder, hdfs:///folder, or an absolute path."
+        )
+    return f"{scheme}://{authority or own}{folder}"
+
+
+def _hidden(place: str, name: str) -> str:
+    return f"{place.rpartition('/')[0]}/.{name}{UNFINISHED}"
+
+
+def _own_view(content: IO[bytes], size: int) -> IO[bytes]:
+    """The content with a position of its own: an attempt that was given up may go on reading."""
+    if size <= SPOOL_BYTES:
+        return io.BytesIO(content.read(size))
+    return Path(f"/proc/self/fd/{content.fileno()}").open("rb")
+
+
+def _write(client: Client, place: str, content: IO[bytes]) -> None:
+    with client.create(place, WriteOptions(overwrite=False, create_parent=True)) as file:
+        while piece := content.read(_SEND_BYTES):
+            file.write(piece)
+
+
+@contextmanager
+def _removed_after_failure(client: Client, place: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError, RuntimeError):  # the failure that led here is the one to report
+            client.delete(place, False)
+        raise
+
+
+def _remove_leftovers(client: Client, folder: str) -> None:
+    """Remove hidden files that a writer which was killed left long ago."""
+    before = (time.time() - LEFTOVER_SECONDS) * 1000
+    with suppress(OSError, RuntimeError):  # others may do the same at the same time
+        for found in client.list_status(folder or "/", False):
+            if found.path.endswith(UNFINISHED) and not found.isdir and found.modification_time < before:
+                client.delete(found.path, False)

@@ -1,0 +1,361 @@
+"""A Store in a local or mounted folder."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import stat
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store.access.renaming import rename_once
+from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED, Places, root_of
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyarrow import fs
+
+T = TypeVar("T")
+
+_TRIES = 100
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
+_RACED = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EISDIR, None})
+
+
+@dataclass(frozen=True)
+class LocalStore(Store):
+    """A folder on this machine, or on a file system that the driver and all executors mount at the same path.
+
+    Files appear all at once: they are written under a hidden name in the same folder, synced, and then renamed
+    (``open``) or linked (``publish``, which therefore refuses to overwrite also in a race). Mounts that know no links
+    (SMB, gcsfuse, blobfuse) make do with a folder that only one writer can make.
+
+    Attributes:
+        prefix_path: the folder, as a path (relative ones are resolved now, on the driver) or a ``file://`` URL, which
+            is taken literally, without percent-decoding, as Spark does. If it is missing, the first file makes it. None
+            where the paths below say enough: the Store then lies in the deepest folder that holds them all.
+        train_path: existing Parquet files to train on, for ``fit_on_parquet``.
+        val_path: existing Parquet files to validate on.
+        test_path: existing Parquet files to test on.
+        runs_path: the folder of the runs, where it is not ``runs`` below the Store's.
+        save_runs: whether checkpoints are kept.
+        storage_options: a folder needs none; only empty ones are taken.
+
+    Raises:
+        StoreError: there are storage options, the path is a file, or the folder can neither be used nor made.
+    """
+
+    prefix_path: str | None = None
+    train_path: str | None = None
+    val_path: str | None = None
+    test_path: str | None = None
+    runs_path: str | None = None
+    save_runs: bool = True
+    storage_options: Mapping[str, Any] | None = None
+    _places: Places = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.storage_options:
+            raise StoreError(
+                f"A {type(self).__name__} is a folder and takes no storage_options ({', '.join(self.storage_options)})."
+            )
+        object.__setattr__(self, "storage_options", None)
+        names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
+        paths = [None if (given := getattr(self, name)) is None else self._absolute(given) for name in names]
+        for name, path in zip(names, paths, strict=True):
+            object.__setattr__(self, name, path)
+        root = root_of(paths[0], paths[1:])
+        object.__setattr__(self, "_places", Places(root, self.runs_path))
+        for folder in {root, self.runs_path or root}:
+            if Path(folder).is_file():
+                raise StoreError(
+                    f"file://{folder} is a file, and a Store is a folder: give another path, or remove the file."
+                )
+            with _reporting("use the folder", f"file://{folder}"), _made(Path(folder)):
+                if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+                    raise StoreError(
+                        f"The Store file://{folder} is not readable and writable for this user; choose another folder."
+                    )
+
+    @property
+    def root(self) -> str:
+        """The absolute path of the folder."""
+        return self._places.root
+
+    @property
+    def url(self) -> str:
+        return f"file://{self.root}"
+
+    def exists(self, path: str) -> bool:
+        with _reporting("look up", self._shown(path)):
+            return os.path.lexists(self._file(path))
+
+    def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
+        """A file for reading, or a new one that replaces ``path`` on ``close``; an error inside ``with`` drops it."""
+        target = self._file(path)
+        with _reporting("open", self._shown(path)):
+            if mode == "rb":
+                return target.open("rb")
+            if mode == "wb":
+                return _insisting(lambda: _UnfinishedFile(_with_folder(target), self._shown(path)))
+        raise StoreError(f"Cannot open {self._shown(path)} with mode {mode!r}; a Store knows 'rb' and 'wb'.")
+
+    def list(self, path: str) -> list[str]:
+        """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
+        found = set()
+        for top, stands_for in self._places.tops(path, self.url):
+            if path and Path(top).is_file():
+                return [path]
+            with _reporting("list", f"file://{top}"):
+                found |= {
+                    Path(stands_for, file.relative_to(top)).as_posix()
+                    for file in files_below(Path(top))
+                    if not file.name.endswith(UNFINISHED)
+                }
+        return sorted(found)
+
+    def publish(self, path: str, content: bytes) -> None:
+        target = self._file(path)
+        with _reporting("publish", self._shown(path)):
+            try:
+                _insisting(lambda: self._publish(_with_folder(target), content))
+            except FileExistsError as error:
+                raise StoreError(
+                    f"Cannot publish {self._shown(path)}: it exists already, and published files are never changed. "
+                    "Use another id, or delete it first."
+                ) from error
+            with suppress(FileNotFoundError):  # another has removed it already
+                _sync_folder(target.parent)
+            _remove_leftovers(target.parent)
+
+    def delete(self, path: str) -> None:
+        target = self._file(path)
+        with _reporting("delete", self._shown(path)), suppress(FileNotFoundError):
+            _remove(target)
+
+    def spark_url(self, path: str) -> str:
+        return self._shown(path)
+
+    def spark_options(self) -> dict[str, str]:
+        return {}
+
+    def with_spark_settings(self, settings: Mapping[str, str]) -> LocalStore:  # noqa: ARG002  (no access to grant)
+        return self
+
+    def at(self, url: str) -> LocalStore:
+        return type(self)(url)
+
+    def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
+        from pyarrow import fs  # noqa: PLC0415  (a Store is cheap to import)
+
+        return fs.LocalFileSystem(use_mmap=True), str(self._file(path))
+
+    def _absolute(self, path_or_url: str) -> str:
+        return absolute_path(path_or_url)
+
+    def _file(self, path: str) -> Path:
+        return Path(self._places.of(path, self.url))
+
+    def _shown(self, path: str) -> str:
+        return f"file://{self._file(path)}"
+
+    def _publish(self, target: Path, content: bytes) -> None:
+        temporary = _unfinished_name(target)
+        try:
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            self._give_name(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _give_name(self, temporary: Path, target: Path) -> None:
+        """Name a file, or ``FileExistsError`` when another has that name: a link does that, unlike a rename."""
+        try:
+            os.link(temporary, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            rename_once(temporary, target)
+
+
+class _UnfinishedFile(io.BufferedWriter):
+    """A file under a hidden name that takes its real name on ``close``."""
+
+    def __init__(self, target: Path, url: str) -> None:
+        self._target = target
+        self._url = url
+        temporary = _unfinished_name(target)
+        super().__init__(io.FileIO(temporary, "xb"))
+        self._temporary = temporary  # which says that there is something to close
+
+    def write(self, content: Any) -> int:  # whatever has a buffer
+        try:
+            return super().write(content)
+        except OSError as error:
+            raise _error("write", self._url, error) from error
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            with _reporting("write", self._url):
+                self.flush()
+                os.fsync(self.fileno())
+                super().close()
+                self._temporary.replace(self._target)
+                _sync_folder(self._target.parent)
+        except BaseException:
+            self._discard()
+            raise
+
+    def _discard(self) -> None:
+        with suppress(OSError):  # what could not be flushed is dropped on purpose
+            super().close()
+        with suppress(OSError):
+            self._temporary.unlink()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._discard()
+
+    def __del__(self) -> None:
+        # io's own finalizer would call close(), which makes half-written content of an abandoned file visible.
+        if hasattr(self, "_temporary"):
+            self._discard()
+
+
+def absolute_path(path_or_url: str) -> str:
+    """The absolute path that a path or a ``file:`` URL means."""
+    path = path_or_url
+    if path.lower().startswith("file:"):
+        path = path[len("file:") :]
+        if path.startswith("//"):
+            host, slash, rest = path[2:].partition("/")
+            if host not in {"", "localhost"} or not slash:
+                raise StoreError(
+                    f"{path_or_url!r} names the host {host!r}; a file URL is file:///absolute/path, for a folder that "
+                    "every machine mounts at the same path."
+                )
+            path = "/" + rest
+    if not path.strip():
+        raise StoreError(f"{path_or_url!r} names no folder; a Store needs a path such as /mnt/shared/experiments.")
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111  (Path.absolute keeps '..')
+
+
+def files_below(top: Path) -> Iterator[Path]:
+    """All files in a folder and below it, also through links; a link that leads to a folder above it is left out."""
+    for folder, folders, names in os.walk(top, onerror=_raise_unless_missing, followlinks=True):
+        here = Path(folder)
+        folders[:] = [name for name in folders if not _is_loop(here / name)]
+        yield from (file for name in names if not (file := here / name).is_symlink() or file.exists())
+
+
+def _is_loop(folder: Path) -> bool:
+    return folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve())
+
+
+def _insisting(write: Callable[[], T]) -> T:
+    """Write again when others removed the folder meanwhile."""
+    for _ in range(_TRIES - 1):
+        with suppress(FileNotFoundError):
+            return write()
+    return write()
+
+
+def _remove(target: Path) -> None:
+    """Remove what is there, also when others write to it or remove it, too."""
+    for attempt in range(_TRIES):
+        try:
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            else:
+                target.unlink()
+        except OSError as error:
+            # rmtree has no number for a folder that another one has taken the place of.
+            if error.errno not in _RACED or attempt == _TRIES - 1:
+                raise
+        if not os.path.lexists(target):
+            return
+
+
+def _with_folder(target: Path) -> Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # pathlib also says so of a folder that is gone when it looks again.
+        if not stat.S_ISDIR(target.parent.stat().st_mode):
+            raise
+    return target
+
+
+def _unfinished_name(target: Path) -> Path:
+    return target.with_name(f".{uuid.uuid4().hex}{UNFINISHED}")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove hidden files that a writer which was killed left long ago."""
+    before = time.time() - LEFTOVER_SECONDS
+    with suppress(OSError), os.scandir(folder) as entries:  # others may do the same at the same time
+        for entry in entries:
+            if entry.name.endswith(UNFINISHED) and entry.stat(follow_symlinks=False).st_mtime < before:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name durable, where folders can be synced: POSIX keeps it in the folder, not in the file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """A folder that is there for a while; what had to be made of it goes again, unless others have begun to use it."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for place in missing:
+                place.rmdir()
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+@contextmanager
+def _reporting(action: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise _error(action, url, error) from error
+
+
+def _error(action: str, url: str, error: OSError) -> StoreError:
+    return StoreError(f"Cannot {action} {url}: {error.strerror or error}.")

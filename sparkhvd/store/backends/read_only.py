@@ -1,0 +1,89 @@
+"""Files that are there already, on this machine or a mount."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store.backends.local import absolute_path, files_below
+from sparkhvd.store.protocol import Store
+
+if TYPE_CHECKING:
+    from pyarrow import fs
+
+
+@dataclass(frozen=True)
+class ReadOnlyFolder(Store):
+    """A folder of this machine or a mount, to be read only: nothing is made where nothing is."""
+
+    root: str
+
+    @property
+    def url(self) -> str:
+        return f"file://{self.root}"
+
+    def exists(self, path: str) -> bool:
+        return Path(self.root, path).exists()
+
+    def open(self, path: str, mode: Literal["rb", "wb"]) -> BinaryIO:
+        if mode != "rb":
+            raise self._refused()
+        try:
+            return Path(self.root, path).open("rb")
+        except OSError as error:
+            raise StoreError(f"Cannot open {self.url}/{path}: {error.strerror or error}.") from error
+
+    def list(self, path: str) -> list[str]:
+        """Paths of all files below ``path``, or of the file itself, sorted."""
+        top = Path(self.root, path)
+        if top.is_file():
+            return [path]
+        try:
+            return sorted(file.relative_to(self.root).as_posix() for file in files_below(top))
+        except OSError as error:
+            raise StoreError(f"Cannot list {self.url}/{path}: {error.strerror or error}.") from error
+
+    def publish(self, path: str, content: bytes) -> None:  # noqa: ARG002
+        raise self._refused()
+
+    def delete(self, path: str) -> None:  # noqa: ARG002
+        raise self._refused()
+
+    def spark_url(self, path: str) -> str:
+        return f"{self.url}/{path}"
+
+    def spark_options(self) -> dict[str, str]:
+        return {}
+
+    def with_spark_settings(self, settings: Mapping[str, str]) -> ReadOnlyFolder:  # noqa: ARG002
+        return self
+
+    def at(self, url: str) -> ReadOnlyFolder:
+        return ReadOnlyFolder(absolute_path(url))
+
+    @property
+    def train_path(self) -> str | None:
+        return None
+
+    @property
+    def val_path(self) -> str | None:
+        return None
+
+    @property
+    def test_path(self) -> str | None:
+        return None
+
+    @property
+    def save_runs(self) -> bool:
+        return False
+
+    def arrow(self, path: str) -> tuple[fs.FileSystem, str]:
+        from pyarrow import fs  # noqa: PLC0415  (heavy)
+
+        return fs.LocalFileSystem(use_mmap=True), str(Path(self.root, path))
+
+    def _refused(self) -> StoreError:
+        return StoreError(f"The files in {self.url} are only read; nothing is written there.")

@@ -1,0 +1,172 @@
+"""A Store on S3, or on anything that speaks its protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import s3fs
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    HTTPClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+from botocore.exceptions import (
+    ConnectionError as BotoConnectionError,
+)
+
+from sparkhvd.errors import StoreError
+from sparkhvd.store.access.retry import is_passing
+from sparkhvd.store.backends.filesystem import FilesystemStore
+
+# Every request ends: these hold where storage_options give no config_kwargs of the same name.
+_CLIENT_DEFAULTS: Mapping[str, Any] = {
+    "connect_timeout": 10,
+    "read_timeout": 30,
+    "retries": {"mode": "standard", "total_max_attempts": 2},
+}
+_CREDENTIALS_COME_FROM = (
+    "Give storage_options={'key': ..., 'secret': ...} (or {'profile': ...}, or {'anon': True} for a public bucket), "
+    "set spark.hadoop.fs.s3a.access.key and spark.hadoop.fs.s3a.secret.key in Spark's session, or AWS_ACCESS_KEY_ID "
+    "and AWS_SECRET_ACCESS_KEY in the environment of the driver and all executors"
+)
+_WRITING = "sparkhvd-writing"  # metadata that tells an own file from that of another writer
+_PARTS_TRIED = 2  # s3fs repeats one part of a large file this often before the Store repeats the whole
+_TOO_EARLY = frozenset({408, 409, 425, 429})  # answers below 500 after which a request may be repeated
+
+
+class S3Store(FilesystemStore):
+    """A Store at ``s3://bucket/folder``; ``s3a://`` and ``s3n://`` mean the same.
+
+    Files are sent as a whole and appear when they are complete; ``publish`` is S3's conditional write.
+
+    Args:
+        prefix_path: the folder; None where ``train_path`` and its like say enough.
+        storage_options: what s3fs takes: ``key``, ``secret``, ``token``, ``endpoint_url``, ``anon``, ``profile``,
+            ``client_kwargs``, ``config_kwargs`` ... None of it is needed where the machines have a role or a profile.
+        paths: as in ``FilesystemStore``.
+    """
+
+    def __init__(
+        self, prefix_path: str | None = None, *, storage_options: Mapping[str, Any] | None = None, **paths: Any
+    ) -> None:
+        super().__init__(prefix_path, storage_options=storage_options, **paths)
+
+    def spark_url(self, path: str) -> str:
+        return f"s3a://{self._places.of(path, self.url)}"
+
+    def spark_options(self) -> dict[str, str]:
+        bucket = self._places.root.partition("/")[0]
+        return hadoop_settings(self.storage_options or {}, bucket)
+
+    def with_spark_settings(self, settings: Mapping[str, str]) -> S3Store:
+        found = storage_options_from(settings, self._places.root.partition("/")[0])
+        return replace(self, storage_options=completed_options(self.storage_options or {}, found))
+
+    def _normalized(self, url: str) -> str:
+        scheme, separator, rest = url.partition("://")
+        if not separator or scheme.lower() not in {"s3", "s3a", "s3n"} or not rest.strip("/"):
+            raise StoreError(f"{url!r} is no folder on S3; give s3://bucket/folder.")
+        return super()._normalized(f"s3://{rest}")
+
+    def _place_of_url(self, url: str) -> str:
+        return url.removeprefix("s3://")
+
+    def _new_filesystem(self) -> Any:
+        options = dict(self.storage_options or {})
+        options["config_kwargs"] = {**_CLIENT_DEFAULTS, **options.get("config_kwargs", {})}
+        filesystem = s3fs.S3FileSystem(**{"use_listings_cache": False, **options}, skip_instance_cache=True)
+        filesystem.retries = _PARTS_TRIED
+        return filesystem
+
+    def _create(self, filesystem: Any, place: str, content: bytes, name: str) -> None:
+        limit = self._limit(filesystem, len(content))
+        filesystem.pipe_file(place, content, mode="create", Metadata={_WRITING: name}, **limit)
+
+    def _created(self, filesystem: Any, place: str, content: bytes, name: str, attempt: int) -> bool:  # noqa: ARG002
+        # The client repeats requests too, so that also the first attempt may find its own file.
+        return bool(filesystem.metadata(place, refresh=True, **self._limit(filesystem)).get(_WRITING) == name)
+
+    def _explain(self, error: Exception) -> str:
+        answer = error.__cause__
+        if isinstance(answer, ClientError) and answer.response.get("Error", {}).get("Code") == "NoSuchBucket":
+            return "there is no such bucket"
+        if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
+            return f"{super()._explain(error)}. {_CREDENTIALS_COME_FROM}"
+        return super()._explain(error)
+
+    def _passing(self, error: Exception) -> bool:
+        answer = error if isinstance(error, ClientError) else error.__cause__
+        if isinstance(answer, ClientError):
+            status = int(answer.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            return status >= 500 or status in _TOO_EARLY
+        if isinstance(error, BotoCoreError):
+            return isinstance(error, (BotoConnectionError, HTTPClientError))
+        return is_passing(error)
+
+
+# Spark's name below fs.s3a. -> ours among the storage options, for what is a text on both sides.
+_NAMES = {"access.key": "key", "secret.key": "secret", "session.token": "token", "endpoint": "endpoint_url"}
+# What tells who somebody is: parts of two answers are none. The last three are those of the client itself.
+_CREDENTIALS = frozenset(
+    {"key", "secret", "token", "anon", "profile", "session", "username", "password"}
+    | {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
+)
+_NESTED = frozenset({"client_kwargs", "config_kwargs"})
+_ANONYMOUS = "org.apache.hadoop.fs.s3a.AnonymousAWSCredentialsProvider"
+_TEMPORARY = "org.apache.hadoop.fs.s3a.TemporaryAWSCredentialsProvider"
+
+
+def storage_options_from(settings: Mapping[str, str], bucket: str) -> dict[str, Any]:
+    """The options of s3fs that say the same as Hadoop's settings of s3a.
+
+    Args:
+        settings: names such as ``fs.s3a.access.key``; those with ``fs.s3a.bucket.<bucket>.`` come first.
+        bucket: the bucket to use.
+    """
+    general, special = "fs.s3a.", f"fs.s3a.bucket.{bucket}."
+    found = {name[len(general) :]: value for name, value in settings.items() if name.startswith(general)}
+    found |= {name[len(special) :]: value for name, value in settings.items() if name.startswith(special)}
+    options: dict[str, Any] = {ours: found[name] for name, ours in _NAMES.items() if found.get(name)}
+    if "endpoint_url" in options and "://" not in options["endpoint_url"]:
+        secure = found.get("connection.ssl.enabled", "true").lower() != "false"
+        options["endpoint_url"] = f"{'https' if secure else 'http'}://{options['endpoint_url']}"
+    if found.get("endpoint.region"):
+        options["client_kwargs"] = {"region_name": found["endpoint.region"]}
+    if found.get("path.style.access", "").lower() == "true":
+        options["config_kwargs"] = {"s3": {"addressing_style": "path"}}
+    if "Anonymous" in found.get("aws.credentials.provider", ""):
+        options["anon"] = True
+    return options
+
+
+def completed_options(given: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, and of those found elsewhere what they do not say; credentials belong together."""
+    client = given.get("client_kwargs", {})
+    said = {*given, *client}
+    if said & _CREDENTIALS:
+        said |= _CREDENTIALS
+    more = {name: value for name, value in found.items() if name not in said or name in _NESTED}
+    inner = {name: {**more[name], **given[name]} for name in _NESTED & given.keys() & more.keys()}
+    return {**more, **given, **inner}
+
+
+def hadoop_settings(options: Mapping[str, Any], bucket: str) -> dict[str, str]:
+    """Hadoop's settings of s3a for one bucket that say the same as these options: ``storage_options_from`` inverted."""
+    endpoint = options.get("endpoint_url") or options.get("client_kwargs", {}).get("endpoint_url")
+    known = {**options, "endpoint_url": endpoint}
+    found = {name: str(known[ours]) for name, ours in _NAMES.items() if known.get(ours)}
+    if endpoint:
+        found["connection.ssl.enabled"] = str(not str(endpoint).startswith("http://")).lower()
+    if region := options.get("client_kwargs", {}).get("region_name"):
+        found["endpoint.region"] = str(region)
+    if options.get("config_kwargs", {}).get("s3", {}).get("addressing_style") == "path":
+        found["path.style.access"] = "true"
+    if options.get("anon"):
+        found["aws.credentials.provider"] = _ANONYMOUS
+    elif options.get("token"):
+        found["aws.credentials.provider"] = _TEMPORARY
+    return {f"fs.s3a.bucket.{bucket}.{name}": value for name, value in found.items()}

@@ -1,0 +1,134 @@
+"""The ranks of one host without Spark: ``python -m sparkhvd.task.host.main``, started through ssh.
+
+It ends its ranks and itself when its stdin ends, which it does when the launcher or the connection is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from sparkhvd._util.addresses import address_to_bind, is_loopback, outgoing_address
+from sparkhvd.comm.connect.rendezvous import RendezvousServer
+from sparkhvd.config import export
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import SparkHvdError
+from sparkhvd.rpc.interfaces import candidates
+from sparkhvd.rpc.protection import require_encryption
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.host.host_hash import host_hash
+from sparkhvd.task.host.messages import MARKER, HostDone, HostJob, HostLost, HostReady
+from sparkhvd.task.host.ranks import run_ranks
+from sparkhvd.task.host.versions import here
+from sparkhvd.task.rank import Plan, worker_spec
+from sparkhvd.task.supervision import Outcome
+from sparkhvd.task.worker.import_path import IMPORT_PATH
+from sparkhvd.task.worker.output import HandlerLog
+from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
+from sparkhvd.task.worker.threads import thread_defaults
+
+
+class Launcher:
+    """The launcher at the other end of our stdin and stdout."""
+
+    def __init__(self) -> None:
+        self._input = Connection(os.dup(0), writable=False)
+        output = os.dup(1)
+        os.dup2(2, 1)  # whatever prints here must not get between our messages
+        os.write(output, MARKER)
+        self._output = Connection(output, readable=False)
+        self._lock = threading.Lock()  # keeps messages whole
+
+    def receive(self) -> object:
+        """The next message; ``EOFError`` when the launcher is gone."""
+        return pickle.loads(self._input.recv_bytes())
+
+    def send(self, message: object) -> None:
+        with self._lock:
+            self._output.send_bytes(pickle.dumps(message))
+
+
+def main() -> int:
+    """Take part in one job; the exit code is 0 when the launcher has learned what there is to know."""
+    launcher = Launcher()
+    job = launcher.receive()
+    if not isinstance(job, HostJob):
+        raise TypeError(f"The launcher sent {type(job).__name__} instead of a HostJob.")
+    export({IMPORT_PATH: None, **job.environment})
+    sys.path[:0] = [entry for entry in job.environment.get(IMPORT_PATH, "").split(os.pathsep) if entry]
+    if Path(job.folder).is_dir():
+        os.chdir(job.folder)
+    try:
+        launcher.send(HostDone(_take_part(job, launcher)))
+    except (SparkHvdError, OSError) as error:
+        launcher.send(HostLost(str(error)))
+    return 0
+
+
+def _take_part(job: HostJob, launcher: Launcher) -> dict[int, bytes | Outcome]:
+    if job.job.config.encrypt:
+        require_encryption(job.host)
+    deadline = Deadline.after(job.job.start_timeout)
+    address = _own_address(job)
+    indices = range(job.first_index, job.first_index + job.count)
+    with ExitStack() as stack:
+        port = 0
+        if job.serves:
+            server = RendezvousServer(job.token, address, encrypt=job.job.config.encrypt)
+            stack.callback(server.close)
+            port = server.port
+        workers = [_start(job, launcher) for _ in indices]
+        for worker, _ in workers:
+            stack.callback(worker.close)
+        key = host_hash(job.host)
+        versions = here(job.job.versions)
+        offers = tuple(TaskOffer(index, key, job.host, address, versions=versions) for index in indices)
+        launcher.send(HostReady(offers, port))
+        plan = launcher.receive()
+        if not isinstance(plan, Plan):
+            raise TypeError(f"The launcher sent {type(plan).__name__} instead of a Plan.")
+        own = [slot for slot in plan.slots if slot.offer.task_index in indices]
+        for slot, (worker, log) in zip(own, workers, strict=True):
+            log.rank = slot.world.rank
+            worker.output.start()
+            worker.send(worker_spec(job.job, plan, slot))
+        by_rank = {slot.world.rank: worker for slot, (worker, _) in zip(own, workers, strict=True)}
+        threading.Thread(
+            target=_watch, args=(launcher, list(by_rank.values())), name="sparkhvd-launcher", daemon=True
+        ).start()
+        return run_ranks(plan, by_rank, deadline, parent=0)
+
+
+def _start(job: HostJob, launcher: Launcher) -> tuple[WorkerProcess, HandlerLog]:
+    log = HandlerLog(launcher.send, len(job.hosts))
+    defaults = thread_defaults(max(1, len(os.sched_getaffinity(0)) // job.count))
+    spawned = spawn_worker(dict(job.job.env), defaults, job.job.preload, job.job.executable)
+    return WorkerProcess(spawned, log), log
+
+
+def _own_address(job: HostJob) -> str:
+    """The address that the other hosts reach."""
+    if job.job.nics:
+        return candidates(job.job.nics, job.host, job.hosts)[0].address
+    others = [host for host in job.hosts if not is_loopback(host)]
+    if is_loopback(job.host) and others:
+        return outgoing_address(others[0])
+    return address_to_bind(job.host, job.hosts)
+
+
+def _watch(launcher: Launcher, workers: list[WorkerProcess]) -> None:
+    try:
+        launcher.receive()  # it has nothing more to say
+    except (EOFError, OSError):
+        for worker in workers:
+            worker.terminate(1.0)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Several ranks of one host, watched over by one process."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError, SparkHvdError
+from sparkhvd.task.rank import Plan, accompany
+from sparkhvd.task.supervision import Outcome
+from sparkhvd.task.worker.process import WorkerProcess
+
+
+def run_ranks(
+    plan: Plan,
+    workers: Mapping[int, WorkerProcess],
+    deadline: Deadline,
+    parent: int | None = None,
+    reach: Callable[[int, str], None] = lambda _rank, _phase: None,
+) -> dict[int, bytes | Outcome]:
+    """Accompany the workers of these ranks until the whole job has an outcome.
+
+    Args:
+        plan: who runs what.
+        workers: by rank; each has got its spec. They have ended afterwards.
+        deadline: when they have to be ready for ``fn``.
+        parent: the process that this one must not outlive, as in ``accompany``.
+        reach: told how far a rank is, as there.
+
+    Returns:
+        By rank: its pickled result, or the outcome that made it worthless.
+
+    Raises:
+        LaunchError: infrastructure was lost.
+    """
+    contents: dict[int, bytes | Outcome] = {}  # each thread writes its own rank's entry, and is joined before a read
+    losses: dict[int, Exception] = {}
+
+    def watch(rank: int) -> None:
+        try:
+            contents[rank] = accompany(
+                plan, plan.slots[rank], workers[rank], deadline, parent=parent, reach=functools.partial(reach, rank)
+            )
+        except (SparkHvdError, OSError) as error:
+            losses[rank] = error
+
+    threads = [threading.Thread(target=watch, args=(rank,), name=f"sparkhvd-rank-{rank}") for rank in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rank in sorted(losses):
+        raise LaunchError(f"Rank {rank} on host {plan.slots[rank].offer.host} was lost: {losses[rank]}") from losses[
+            rank
+        ]
+    return contents

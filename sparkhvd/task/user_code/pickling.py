@@ -1,0 +1,204 @@
+"""Pickles of user code that leave the classes of the process that opens them as they are.
+
+cloudpickle opens a class that is defined in the same process as that class, and then sets all its attributes again: the
+methods become copies with globals of their own, which no longer follow the module. A class keeps its attributes here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import linecache
+import sys
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from types import CodeType, ModuleType
+from typing import Any
+
+import cloudpickle
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_CLASS as _BY_CLASS
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID as _BY_ID
+
+from sparkhvd.task.user_code.importable import locate
+
+# Characters of one function; longer ones show no source lines elsewhere.
+_MOST_SOURCE = 64 * 1024
+# Identity is a matter of the process, as cloudpickle's own table of classes is.
+_PROCESS = uuid.uuid4().hex
+_opened: weakref.WeakSet[type] = weakref.WeakSet()  # classes that came in a pickle
+_singles: dict[tuple[type, str, str, str], object] = {}  # values without state that came in a pickle, see single()
+_sources: dict[str, dict[int, str]] = {}  # lines by number, of files that this process lacks
+_own: weakref.WeakSet[type] = weakref.WeakSet()  # classes that were defined here and left in a pickle
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Pickles classes by value such that the process that defines them keeps them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to pickle a value; pickle calls this."""
+        reduced = super().reducer_override(value)
+        if isinstance(value, type) and isinstance(reduced, tuple) and len(reduced) == 6:
+            if value not in _opened:
+                _own.add(value)
+            return (*reduced[:5], functools.partial(set_class_state, reduced[5]))
+        return reduced
+
+
+def dumps(value: object) -> bytes:
+    """Pickle a value with ``Pickler``; ``cloudpickle.loads`` opens it."""
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def set_class_state(setter: Callable[[type, Any], Any], kind: type, state: Any) -> type:
+    """Give a class the attributes that came with it, unless it is defined in this process."""
+    if kind not in _own:
+        _opened.add(kind)
+        setter(kind, state)
+    return kind
+
+
+class SentModule(ModuleType):
+    """A module that came in a pickle, with the names that the code in that pickle uses."""
+
+    __path__: list[str]
+    sent_digest: str
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"The module {self.__name__!r} was sent from the driver without {name!r}, as no code that was sent with it "
+            f"names it. Let the executors import the module: SparkSession.addArtifacts(..., pyfile=True), --py-files, "
+            "or install it there."
+        )
+
+
+def reduced_module(module: ModuleType, digest: str, names: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return how to pickle a module by value, with some of its names."""
+    made = (module.__name__, getattr(module, "__package__", None), digest, _PROCESS)
+    return sent_module, made, dict(names), None, None, set_names
+
+
+def sent_module(name: str, package: str | None, digest: str, process: str) -> ModuleType:
+    """Return the module of ``reduced_module``: one per process, also for later pickles of the same module.
+
+    ``import`` finds it where the process has no module of its own under that name.
+    """
+    existing = sys.modules.get(name)
+    if process == _PROCESS and existing is not None:
+        return existing
+    if isinstance(existing, SentModule) and existing.sent_digest == digest:
+        return existing
+    module = SentModule(name)
+    module.__package__, module.__path__, module.sent_digest = package, [], digest
+    if isinstance(existing, SentModule) or (existing is None and locate(name) is None):
+        _register(name, module)
+    return module
+
+
+def _register(name: str, module: ModuleType) -> None:
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent:
+        if parent not in sys.modules:
+            package = SentModule(parent)
+            package.__package__, package.__path__, package.sent_digest = parent, [], ""
+            _register(parent, package)
+        setattr(sys.modules[parent], last, module)
+
+
+def set_names(module: ModuleType, names: Mapping[str, Any]) -> ModuleType:
+    """Give a module that was sent its names; one of this process's own keeps what it has."""
+    if isinstance(module, SentModule):
+        vars(module).update(names)
+    return module
+
+
+def is_sent(name: str) -> bool:
+    """Whether a module of that name came in a pickle."""
+    return isinstance(sys.modules.get(name), SentModule)
+
+
+def reduced_single(value: object, module: str, name: str, digest: str) -> tuple[Any, ...]:
+    """Return how to pickle a value without state, by the name that a module has for it.
+
+    Args:
+        value: the only value of its kind.
+        module: the module's name.
+        name: the value's name there.
+        digest: tells one version of the module from another; empty where this process alone has the module.
+    """
+    return single, (type(value), module, name, digest or _PROCESS)
+
+
+def known_single(value: object) -> tuple[Any, ...] | None:
+    """Return how to pickle a value that ``single`` returned; None for any other."""
+    return next(((single, key) for key, each in _singles.items() if each is value), None)
+
+
+def single(kind: type, module: str, name: str, digest: str) -> object:
+    """Return the one value of this class and name that a process has."""
+    own = sys.modules.get(module)
+    if own is not None and not isinstance(own, SentModule) and (module != "__main__" or digest == _PROCESS):
+        value = getattr(own, name, None)
+        if type(value) is kind:
+            return value
+    return _singles.setdefault((kind, module, name, digest), object.__new__(kind))
+
+
+def identify(kind: type, digest: str) -> None:
+    """Make a class of a module the same class in every process, also in pickles of several processes.
+
+    cloudpickle recognises a class by a number that it draws when it first pickles the class.
+
+    Args:
+        kind: the class, which its module has by its name.
+        digest: of the module and all that it imports.
+    """
+    if kind not in _BY_CLASS:
+        key = hashlib.sha256(f"{kind.__module__}:{kind.__qualname__}:{digest}".encode()).hexdigest()
+        _BY_CLASS[kind] = key
+        _BY_ID[key] = kind
+
+
+def cached_property(function: Callable[[Any], Any], name: str | None) -> functools.cached_property[Any]:
+    """Return a cached property: up to Python 3.11 it holds a lock, which pickle does not take."""
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
+
+
+def cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Callable[..., Any]:
+    """Return a function with an ``lru_cache``, which is empty."""
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+class SourceLines:
+    """The source of one function, and no other line of its file; opened elsewhere, tracebacks show it."""
+
+    def __init__(self, code: CodeType) -> None:
+        first = code.co_firstlineno
+        lines = linecache.getlines(code.co_filename)[max(0, first - 1) : _last_line(code)]
+        short = sum(map(len, lines)) <= _MOST_SOURCE
+        self._made = (code.co_filename, first, tuple(lines) if short else ())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return keep_lines, self._made
+
+
+def _last_line(code: CodeType) -> int:
+    within = [_last_line(const) for const in code.co_consts if isinstance(const, CodeType)]
+    return max([code.co_firstlineno, *within, *(line for _, _, line in code.co_lines() if line)])
+
+
+def keep_lines(filename: str, first: int, lines: tuple[str, ...]) -> None:
+    """Let tracebacks of this process show these lines, unless it has the whole file."""
+    if not lines or (filename not in _sources and linecache.getlines(filename)):
+        return
+    known = _sources.setdefault(filename, {})
+    known.update(enumerate(lines, first))
+    content = [known.get(number, "\n") for number in range(1, max(known) + 1)]
+    # Without a time of change, linecache never compares the entry with a file.
+    linecache.cache[filename] = (sum(map(len, content)), None, content, filename)

@@ -1,0 +1,37 @@
+"""A program as the function of a rank."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from sparkhvd.comm import session
+from sparkhvd.comm.connect.inherited_world import bequeathed
+from sparkhvd.config import INHERITED_CONTEXT, changed_environment
+from sparkhvd.errors import LaunchError
+from sparkhvd.task.failure_report import describe_exit
+
+
+class CommandEndedError(LaunchError):
+    """The program of a rank did not end well; the message completes "Rank 1 on host X ..."."""
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run a program whose ``hvd.init()`` joins this rank's job; returns its exit code, which is 0.
+
+    Raises:
+        CommandEndedError: it ended with another one, or could not be started.
+    """
+    with bequeathed(session.offered()) as path:
+        try:
+            code = subprocess.call(list(command), env=changed_environment({INHERITED_CONTEXT: path}))
+        except OSError as error:
+            hint = f". A Python file is started like this: python {' '.join(command)}" if _is_python(command) else ""
+            raise CommandEndedError(f"could not start {command[0]!r}: {error.strerror or error}{hint}") from error
+    if code != 0:
+        raise CommandEndedError(f"{describe_exit(code)}: {' '.join(command)}")
+    return code
+
+
+def _is_python(command: Sequence[str]) -> bool:
+    return command[0].endswith(".py")

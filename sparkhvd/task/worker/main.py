@@ -1,0 +1,186 @@
+"""The worker process of one rank: ``python -m sparkhvd.task.worker.main --control-fd N [module ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import logging
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import cloudpickle
+
+from sparkhvd._util.framework_imports import while_importing
+from sparkhvd.comm import session
+from sparkhvd.config import export, scratch_folder
+from sparkhvd.errors import CollectiveError, DeadlineExceededError, MismatchError
+from sparkhvd.task.failure_report import ENDED, STARTING
+from sparkhvd.task.user_code.pickling import dumps
+from sparkhvd.task.worker.command import CommandEndedError
+from sparkhvd.task.worker.import_path import IMPORT_PATH
+from sparkhvd.task.worker.scratch import remove_scratch
+from sparkhvd.task.worker.spec import Joined, Leave, Packing, Raised, Ready, Returned, WorkerSpec
+
+# The task answers a report at once; should it not, the process ends all the same.
+_LEAVE_SECONDS = 10.0
+# Of the time that the task gives: so that it has read it all when it gives up.
+_SHOWN_AFTER = 0.8
+_STDERR = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Import the modules, wait for the spec, run ``fn`` and report; the exit code says little, the report all."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("preload", nargs="*")
+    options = parser.parse_args(arguments)
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection = Connection(options.control_fd)
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=_watch_task, args=(connection, inbox), name="sparkhvd-task-watch", daemon=True).start()
+    with while_importing():
+        for name in options.preload:
+            with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
+                importlib.import_module(name)
+    try:
+        spec = inbox.get()
+        if not isinstance(spec, WorkerSpec):
+            raise TypeError(f"The task sent {type(spec).__name__} instead of a WorkerSpec.")
+        return _work(spec, connection, inbox)
+    finally:
+        remove_scratch(scratch_folder())  # whoever else would do it may be gone by now
+
+
+def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
+    export({**dict(spec.variables), IMPORT_PATH: spec.import_path})
+    _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
+    session.offer(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())))
+    connection.send_bytes(pickle.dumps(Ready()))
+
+    def on_end() -> None:
+        seconds = spec.context.config.result_timeout
+        _show_where_after(seconds)
+        connection.send_bytes(pickle.dumps(Packing(seconds)))
+
+    report = run_payload(spec.payload, on_end)
+    if isinstance(report, Returned):
+        try:
+            session.shutdown()
+        except CollectiveError as error:
+            report = _raised(error, "failed when it left the job", "")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(pickle.dumps(report))
+    # A failing rank stays connected until its failure is noted: otherwise the others' loss of it could be noted first.
+    with contextlib.suppress(queue.Empty):
+        while not isinstance(message := inbox.get(timeout=_LEAVE_SECONDS), Leave):
+            continue
+        if isinstance(report, Returned):
+            _show_where_after(message.seconds)
+    if isinstance(report, Raised):
+        with contextlib.suppress(CollectiveError):
+            session.shutdown()
+        return 1
+    return 0
+
+
+def _show_where_after(seconds: float) -> None:
+    """Let stderr tell what all threads are at shortly before the task gives up on them, whoever holds Python's lock."""
+    faulthandler.dump_traceback_later(max(seconds * _SHOWN_AFTER, 0.001), file=_STDERR)
+
+
+def run_payload(payload: bytes, on_end: Callable[[], None] = lambda: None) -> Returned | Raised:
+    """Run the pickled ``(fn, args, kwargs)``; whatever happens becomes a report.
+
+    Args:
+        payload: what to run.
+        on_end: called when ``fn`` has ended, before what came of it is packed.
+    """
+    try:
+        fn, args, kwargs = cloudpickle.loads(payload)
+    except ModuleNotFoundError as error:
+        return _raised(error, _not_importable(error.name), STARTING)
+    except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+        return _raised(error, f"could not unpickle fn: {type(error).__name__}: {error}", STARTING)
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything; the report carries it
+        if not (isinstance(error, SystemExit) and error.code in {None, 0}):
+            on_end()
+            return _ended(error)
+        result = None
+    on_end()
+    try:
+        return Returned(dumps(result))
+    except Exception as error:  # noqa: BLE001 - pickling runs the user's code
+        return _raised(error, f"returned a {type(result).__name__} that cannot be pickled: {error}", ENDED)
+
+
+def _ended(error: BaseException) -> Raised:
+    if isinstance(error, CommandEndedError):
+        return Raised(str(error), traceback="", secondary=False, phase="")  # what the program wrote to stderr says it
+    if isinstance(error, SystemExit):
+        return _raised(error, f"called sys.exit({error.code!r})")
+    return _raised(error, f"raised {type(error).__name__}: {str(error).strip() or _raising_line(error)}")
+
+
+def _raising_line(error: BaseException) -> str:
+    """Where an error without a message was raised, with the source line if it is known here."""
+    steps = traceback.extract_tb(error.__traceback__)
+    if not steps:
+        return "no message"
+    return f"line {steps[-1].lineno} of {os.path.basename(steps[-1].filename)}: {steps[-1].line or steps[-1].name}"  # noqa: PTH119
+
+
+def _raised(error: BaseException, cause: str, phase: str | None = None) -> Raised:
+    return Raised(cause, "".join(traceback.format_exception(error)), _lost_a_peer(error), phase)
+
+
+def _not_importable(module: str | None) -> str:
+    return (
+        f"cannot import the module {module!r} that fn needs. Install it on the executors, send it there with "
+        "SparkSession.addArtifacts(..., pyfile=True) or SparkContext.addPyFile, or define the code in the main script "
+        "or notebook, from where it is sent along"
+    )
+
+
+def _lost_a_peer(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, CollectiveError | DeadlineExceededError) and not isinstance(error, MismatchError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _watch_task(connection: Connection, inbox: queue.SimpleQueue[object]) -> None:
+    """Hand on what the task sends; when its end of the socket closes, end this whole process group with it.
+
+    A parent-death signal of the kernel would be no help: it ends this process alone, and then nobody ends its children.
+    """
+    while True:
+        try:
+            inbox.put(pickle.loads(connection.recv_bytes()))
+        except (EOFError, OSError):
+            remove_scratch(scratch_folder())
+            os.killpg(0, signal.SIGKILL)
+
+
+def _configure_logging(level: int) -> None:
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    logging.getLogger("sparkhvd").setLevel(level)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

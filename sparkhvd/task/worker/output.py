@@ -1,0 +1,256 @@
+"""The way of a worker's stdout and stderr: to the driver where it can be reached, else to the task's own stderr."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.rpc.client import Client, connect
+from sparkhvd.rpc.messages import Flush, Message, Output, Started
+from sparkhvd.task.job import Job
+from sparkhvd.task.worker.log_files import KeptOutput
+
+logger = logging.getLogger(__name__)
+
+# A line that is longer is passed on in pieces, so that a rank that never ends its line cannot fill the memory.
+MAX_LINE_BYTES = 64 * 1024
+_READ_BYTES = 64 * 1024
+_CONNECT_SECONDS = 10.0
+# How long the driver may be too busy to take a piece; the rank waits meanwhile, so nothing piles up anywhere.
+_SEND_SECONDS = 60.0
+_TAIL_LINES = 40
+
+
+class LineBuffer:
+    r"""Cuts a stream of bytes after whole lines.
+
+    What a progress bar is going to write over (``"\r 10%\r 20%"``, or ``"10%\r20%\r"``) is a line of its own as soon as
+    that is known, with its carriage return.
+    """
+
+    def __init__(self, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+        self._rest = b""
+        self._returned = False  # whether what was passed on last ended with a carriage return
+        self._max_line_bytes = max_line_bytes
+
+    def add(self, piece: bytes) -> bytes:
+        """The whole lines that there are now, without the last newline; empty while there is none."""
+        self._rest += piece
+        if self._returned and self._rest[:1] == b"\n":  # the carriage return counted as the end of that line
+            self._rest = self._rest[1:]
+        self._returned = self._returned and not self._rest
+        newline = self._rest.rfind(b"\n")
+        end = self._overwritten(newline + 1)
+        if end:
+            lines, self._rest = self._rest[:end], self._rest[end:]
+        elif newline >= 0:
+            lines, self._rest = self._rest[:newline] or b"\n", self._rest[newline + 1 :]
+        elif len(self._rest) >= self._max_line_bytes:
+            lines, self._rest = self._rest, b""
+        else:
+            return b""
+        self._returned = end > 0 and lines.endswith(b"\r")
+        return lines
+
+    def _overwritten(self, start: int) -> int:
+        """Where the part of the last line ends that is going to be written over; 0 when there is none."""
+        shown = self._rest[start:]
+        if not shown.strip(b"\r"):
+            return 0
+        end = len(shown) if shown.endswith(b"\r") else shown.rfind(b"\r")
+        return start + end if shown[: max(end, 0)].strip(b"\r") else 0
+
+    def flush(self) -> bytes:
+        """What is left without a newline."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+class RankLog(Protocol):
+    """Where one rank's output goes."""
+
+    rank: int
+
+    def started(self) -> None:
+        """Say that all ranks of the job run."""
+
+    def write(self, stream: str, content: bytes) -> None:
+        """Pass whole lines on."""
+
+    def close(self) -> None:
+        """Wait until everything has been written."""
+
+
+class HandlerLog:
+    """Output of a rank beside the one who writes it."""
+
+    def __init__(self, handle: Callable[[Message], object], num_proc: int) -> None:
+        self._handle = handle
+        self._num_proc = num_proc
+        self.rank = -1
+
+    def started(self) -> None:
+        self._handle(Started(self._num_proc))
+
+    def write(self, stream: str, content: bytes) -> None:
+        self._handle(Output(self.rank, stream, content))
+
+    def close(self) -> None:
+        return
+
+
+class DriverLog:
+    """Connection to the driver's log stream, made on first use; falls back to this task's stderr for good.
+
+    What is to go into files of a Store goes there from here, and to this task's stderr when the Store fails.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._files = KeptOutput(_say, self._write_here)  # of the pump's thread, until close
+        self._lock = threading.Lock()
+        self._client: Client | None = None  # guarded by _lock
+        self._unreachable = not job.driver_addresses  # guarded by _lock
+        self.rank = -1
+
+    def started(self) -> None:
+        """Tell the driver that the ranks run."""
+        self._send(Started(self._job.num_proc))
+
+    def write(self, stream: str, content: bytes) -> None:
+        """Pass whole lines on."""
+        where = dict(self._job.log_files).get(stream)
+        if where is not None:
+            self._files.write(where, self.rank, stream, content)
+        elif stream not in self._job.streamed or not self._send(Output(self.rank, stream, content)):
+            self._write_here(self.rank, stream, content)
+
+    def close(self) -> None:
+        """Wait until the driver and the Store have everything, then hang up."""
+        self._files.close()
+        with self._lock:
+            client, self._client, self._unreachable = self._client, None, True
+        if client is None:
+            return
+        try:
+            client.ask(Flush(), Deadline.after(_SEND_SECONDS))
+        except OSError as error:
+            logger.warning("The driver did not confirm the last output of rank %d: %s", self.rank, error)
+        finally:
+            client.close()
+
+    def _write_here(self, rank: int, stream: str, content: bytes) -> None:
+        text = content.decode("utf-8", "replace")
+        sys.stderr.writelines(f"[{rank}]<{stream}>:{line}\n" for line in text.split("\n"))
+
+    def _send(self, message: Message) -> bool:
+        with self._lock:
+            if self._unreachable:
+                return False
+            try:
+                if self._client is None:
+                    self._client = connect(
+                        self._job.driver_addresses,
+                        self._job.secret,
+                        Deadline.after(_CONNECT_SECONDS),
+                        encrypt=self._job.config.encrypt,
+                    )
+                self._client.send(message, Deadline.after(_SEND_SECONDS))
+            except OSError as error:
+                self._unreachable = True
+                if self._client is not None:
+                    self._client.close()
+                    self._client = None
+                _say(f"the driver cannot be reached, so the output of rank {self.rank} goes here: {error}")
+                return False
+            return True
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"sparkhvd: {text}\n")
+
+
+class OutputPump:
+    """A thread that reads a worker's stdout and stderr until they end or ``finish`` gives up on them.
+
+    It owns the two file descriptors. Nothing is passed on before ``start``: until then the worker has written little,
+    and the pipes hold it.
+    """
+
+    def __init__(self, stdout: int, stderr: int, log: RankLog) -> None:
+        self._log = log
+        self._streams = {stdout: "stdout", stderr: "stderr"}
+        self._buffers = {stdout: LineBuffer(), stderr: LineBuffer()}
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._lost = False  # of the pump's thread
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self, seconds: float) -> None:
+        """Wait for both streams to end; a process that escaped may hold them open, so for ``seconds`` only."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+            self._wake_sender.send(b"x")
+            self._thread.join()
+        for descriptor in self._streams:
+            os.close(descriptor)
+        self._wake_sender.close()
+        self._wake_receiver.close()
+
+    def add(self, stream: str, text: str) -> None:
+        """Add a line of ours, after ``finish``."""
+        self._log.write(stream, text.encode())
+
+    def stderr_tail(self) -> str:
+        """The last lines of stderr so far."""
+        return "\n".join(list(self._tail))
+
+    def _run(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for descriptor in self._streams:
+                selector.register(descriptor, selectors.EVENT_READ)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
+            still_open = len(self._streams)
+            while still_open:
+                ready = [key.fd for key, _ in selector.select()]
+                for descriptor in (one for one in ready if one in self._streams):
+                    if not self._pass_on(descriptor):
+                        selector.unregister(descriptor)
+                        still_open -= 1
+                if self._wake_receiver.fileno() in ready:
+                    break
+        for descriptor in self._streams:
+            self._write(descriptor, self._buffers[descriptor].flush())
+
+    def _pass_on(self, descriptor: int) -> bool:
+        piece = os.read(descriptor, _READ_BYTES)
+        self._write(descriptor, self._buffers[descriptor].add(piece))
+        return bool(piece)
+
+    def _write(self, descriptor: int, lines: bytes) -> None:
+        if not lines:
+            return
+        stream = self._streams[descriptor]
+        if stream == "stderr":
+            text = lines.decode("utf-8", "replace")
+            for line in text.split("\n")[-_TAIL_LINES:]:
+                if self._tail and "\r" in line and "\r" in self._tail[-1]:
+                    self._tail.pop()  # a progress bar wrote over itself
+                self._tail.append(line[:500])
+        try:
+            self._log.write(stream, b"" if lines == b"\n" else lines)
+        except Exception as error:
+            if not self._lost:
+                logger.warning("Output of rank %d is lost: %s", self._log.rank, error, exc_info=True)
+            self._lost = True  # the pipes are read all the same: a rank that cannot write would wait forever

@@ -1,0 +1,1 @@
+"""Collectives on torch tensors, and the tensors' way to the core."""

@@ -1,0 +1,133 @@
+"""Allgather, broadcast and alltoall on torch tensors: rows change places, nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.raw import Gathered
+from sparkhvd.comm.handle import Handle
+from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, of_gradient
+from sparkhvd.torch.ops.devices import by_nccl, in_order
+from sparkhvd.torch.ops.reductions import Allreduce
+from sparkhvd.torch.ops.tensors import buffer_of, bytes_of, called, has_dtype, require_contiguous, stage, tensor_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Allgather:
+    """Each of the tensors joined with those of the other ranks; ``grouped`` ones run together or not at all."""
+
+    tensors: Tensors
+    way: Way
+    grouped: bool = False
+
+    def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
+        """Submit it."""
+        del in_place
+        what = called("Tensor", self.way.name)
+        on_device = by_nccl(self.tensors, self.way.process_set)
+        sources = [buffer_of(stage(tensor, what, on_device=on_device).memory, what) for tensor in self.tensors]
+        communicator, way = session.current(), self.way.waiting() if waits else self.way
+        if self.grouped:
+            together = communicator.gather_buffers(sources, way)
+            result = together.then(lambda gathered: finish(*self._joined(gathered)))
+        else:
+            alone = communicator.gather_buffer(sources[0], way)
+            result = alone.then(lambda gathered: finish(*self._joined([gathered])))
+        return in_order(result, self.tensors[0].device) if on_device else result
+
+    def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
+        """This rank's rows of the mean of the ranks' gradients."""
+        means = Call(Allreduce(gradients, Reduction(), of_gradient(self.way), grouped=self.grouped), every).run()
+        me = session.current().channel(self.way.process_set).engine.rank
+        return tuple(each.narrow(0, sum(of[:me]), of[me]) for each, of in zip(means, rows, strict=True))
+
+    def _joined(self, gathered: Sequence[Gathered]) -> tuple[Tensors, Rows]:
+        pairs = zip(gathered, self.tensors, strict=True)
+        joined = tuple(tensor_of(each, like.detach()) for each, like in pairs)
+        return joined, tuple(each.first_dims for each in gathered)
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """The tensor of one rank on all of them.
+
+    With ``any_memory`` it may have any strides and element type, and be on another device than the others'; it is then
+    overwritten.
+    """
+
+    tensor: torch.Tensor
+    root: int
+    way: Way
+    any_memory: bool = False
+
+    @property
+    def tensors(self) -> Tensors:
+        """The one input."""
+        return (self.tensor,)
+
+    def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
+        """Submit it."""
+        what = called("Tensor", self.way.name)
+        if in_place and not self.any_memory:
+            require_contiguous(self.tensor, what)
+        on_device = not self.any_memory and by_nccl(self.tensors, self.way.process_set)
+        staged = stage(self.tensor, what, on_device=on_device)
+        as_bytes = self.any_memory and not has_dtype(staged.memory)
+        source = bytes_of(staged.memory) if as_bytes else buffer_of(staged.memory, what)
+        result = staged.memory if in_place else torch.empty_like(staged.memory)
+        target = source if in_place else buffer_of(result, what)
+        handle = session.current().broadcast_buffer(
+            source, target, self.root, self.way.waiting() if waits else self.way
+        )
+        device = self.tensor.device
+        received = handle.then(lambda _: finish((staged.write_back() if in_place else result.to(device),), ()))
+        return in_order(received, device) if on_device else received
+
+    def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
+        """On the root the mean of the ranks' gradients, elsewhere zero."""
+        del rows
+        (reduced,) = Call(Allreduce(gradients, Reduction(), of_gradient(self.way)), every).run()
+        return (reduced if session.current().world.rank == self.root else torch.zeros_like(reduced),)
+
+
+@dataclass(frozen=True)
+class Alltoall:
+    """A part of the tensor to every rank; the outputs are what came from all, and how many rows from each."""
+
+    tensor: torch.Tensor
+    splits: tuple[int, ...] | None
+    way: Way
+
+    @property
+    def tensors(self) -> Tensors:
+        """The one input."""
+        return (self.tensor,)
+
+    def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
+        """Submit it."""
+        del in_place
+        what = called("Tensor", self.way.name)
+        on_device = by_nccl(self.tensors, self.way.process_set)
+        source = buffer_of(stage(self.tensor, what, on_device=on_device).memory, what)
+        handle = session.current().alltoall_buffer(source, self.splits, self.way.waiting() if waits else self.way)
+        like = self.tensor.detach()
+
+        def received(gathered: Gathered) -> T:
+            rows = gathered.first_dims
+            return finish((tensor_of(gathered, like), torch.tensor(rows)), (rows,))
+
+        result = handle.then(received)
+        return in_order(result, like.device) if on_device else result
+
+    def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
+        """Every rank's gradients of what came from this one, sent back."""
+        back = Alltoall(gradients[0], rows[0], of_gradient(self.way))
+        return Call(back, lambda outputs, _: outputs[:1]).run()

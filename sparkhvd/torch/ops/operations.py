@@ -1,0 +1,133 @@
+"""Collectives on torch tensors, each in the forms that make sense for it; ``collectives`` describes them."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.collectives.options import Way
+from sparkhvd.comm.handle import Handle
+from sparkhvd.comm.process_sets import ProcessSet
+from sparkhvd.errors import ConfigError
+from sparkhvd.torch.ops import collectives, plain
+from sparkhvd.torch.ops.calls import asynchronous, asynchronous_in_place, blocking, in_place
+from sparkhvd.torch.ops.devices import of_joining
+from sparkhvd.torch.ops.sparse import SparseSum
+from sparkhvd.torch.ops.tensors import buffer_of, called
+
+T = TypeVar("T")
+
+allreduce = blocking(collectives.allreduce)
+allreduce_async = asynchronous(collectives.allreduce)
+allreduce_ = in_place(collectives.allreduce, plain.run_allreduce)
+allreduce_async_ = asynchronous_in_place(collectives.allreduce, plain.start_allreduce)
+
+grouped_allreduce = blocking(collectives.grouped_allreduce)
+grouped_allreduce_async = asynchronous(collectives.grouped_allreduce)
+grouped_allreduce_ = in_place(collectives.grouped_allreduce)
+grouped_allreduce_async_ = asynchronous_in_place(collectives.grouped_allreduce)
+
+reducescatter = blocking(collectives.reducescatter)
+reducescatter_async = asynchronous(collectives.reducescatter)
+grouped_reducescatter = blocking(collectives.grouped_reducescatter)
+grouped_reducescatter_async = asynchronous(collectives.grouped_reducescatter)
+
+allgather = blocking(collectives.allgather)
+allgather_async = asynchronous(collectives.allgather)
+grouped_allgather = blocking(collectives.grouped_allgather)
+grouped_allgather_async = asynchronous(collectives.grouped_allgather)
+
+broadcast = blocking(collectives.broadcast)
+broadcast_async = asynchronous(collectives.broadcast)
+broadcast_ = in_place(collectives.broadcast)
+broadcast_async_ = asynchronous_in_place(collectives.broadcast)
+
+alltoall = blocking(collectives.alltoall)
+alltoall_async = asynchronous(collectives.alltoall)
+
+
+def sparse_allreduce(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    *,
+    process_set: ProcessSet | None = None,
+) -> torch.Tensor:
+    """The sum or mean of the ranks' sparse (COO) tensors, coalesced; see ``sparse_allreduce_async``."""
+    return sparse_allreduce_async(tensor, name, op, process_set=process_set).wait()
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    *,
+    process_set: ProcessSet | None = None,
+) -> Handle[torch.Tensor]:
+    """Start adding up the ranks' sparse (COO) tensors; ``synchronize(handle)`` returns the result.
+
+    Every rank's entries go to all ranks and are added up there. Autograd passes it by.
+
+    Args:
+        tensor: of the same dtype and shape on all ranks; numbers of entries may differ.
+        name: what the ranks know the operation by; made by counting when None.
+        op: ``Average`` or ``Sum``.
+        process_set: the ranks that take part, all by default.
+    """
+    what = called("Tensor", name)
+    if tensor.layout is not torch.sparse_coo:
+        raise ConfigError(f"{what} has layout {tensor.layout}, not torch.sparse_coo; use allreduce().")
+    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
+        raise ConfigError(f"{what} is sparse, which op={op} cannot combine; use Average or Sum.")
+    communicator = session.current()
+    total = SparseSum(tensor.detach(), op, communicator.channel(process_set).ranks, what)
+    content = buffer_of(total.packed(tensor), what)
+    return communicator.gather_buffer(content, Way(name, process_set)).then(total.summed)
+
+
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Return once every rank of the process set, all ranks by default, has called it."""
+    session.current().barrier(process_set=process_set)
+
+
+def join(device: int | None = None, process_set: ProcessSet | None = None) -> int:
+    """Tell that this rank has no more data, and wait until all ranks have.
+
+    Until then it takes part in the others' allreduces and reducescatters with zeros (an average still divides by the
+    number of all ranks), in their allgathers without rows, in their barriers, and in broadcasts of a root that has not
+    joined; other collectives fail.
+
+    Args:
+        device: with NCCL the CUDA device that this rank uses for the others' tensors, the current one by default.
+        process_set: the ranks that take part, all by default.
+
+    Returns:
+        The rank that joined last.
+    """
+    communicator = session.current()
+    return communicator.join(process_set=process_set, device=of_joining(communicator.channel(process_set), device))
+
+
+def poll(handle: Handle[T]) -> bool:
+    """Whether ``synchronize(handle)`` would return at once."""
+    return _checked(handle).done()
+
+
+def synchronize(handle: Handle[T]) -> T:
+    """Wait for an asynchronous collective and return its result.
+
+    Raises:
+        MismatchError: the ranks disagree on shape, dtype, operation or root.
+        PeerLostError: a rank that takes part is gone.
+        DeadlineExceededError: not all ranks took part in time.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: Handle[T]) -> Handle[T]:
+    if not isinstance(handle, Handle):
+        raise ConfigError(f"{handle!r} is not a handle; pass what an *_async function returned.")
+    return handle

@@ -1,0 +1,97 @@
+"""Allreduce on torch tensors, and what it has in common with other reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
+from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.handle import Handle
+from sparkhvd.errors import ConfigError
+from sparkhvd.torch.compression import Compressor, NoneCompressor
+from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, of_gradient
+from sparkhvd.torch.ops.devices import in_order, reduced_by_nccl, scale, scaled
+from sparkhvd.torch.ops.tensors import buffer_of, called, plain_buffer, require_contiguous, stage
+
+T = TypeVar("T")
+
+_LINEAR = frozenset({ReduceOp.AVERAGE, ReduceOp.SUM})
+
+
+def require_gradient(reduction: Reduction, what: str) -> None:
+    """Raise ``ConfigError`` when the reduction is not linear."""
+    if reduction.op not in _LINEAR:
+        raise ConfigError(f"{what} with op={reduction.op} has no gradient; use Average or Sum, or detach its input.")
+
+
+class Part(NamedTuple):
+    """One tensor of a reduction on its way: what is sent, where the result comes, and how it is taken from there."""
+
+    source: Buffer
+    target: Buffer
+    receive: Callable[[], torch.Tensor]
+
+
+class Allreduce(NamedTuple):
+    """The sum, mean and so on of each of the tensors; ``grouped`` ones run together or not at all."""
+
+    tensors: Tensors
+    reduction: Reduction
+    way: Way
+    compression: Compressor = NoneCompressor
+    grouped: bool = False
+
+    def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
+        """Submit it."""
+        way = self.way.waiting() if waits else self.way
+        if in_place and self.grouped and self.compression is NoneCompressor:
+            # The short way of most groups: nothing to convert, nothing to bring back.
+            buffers = [plain_buffer(tensor) for tensor in self.tensors]
+            if None not in buffers:
+                pairs = [(own, own) for own in buffers if own is not None]
+                return session.current().reduce_buffers(pairs, self.reduction, way).bringing(finish(self.tensors, ()))
+        on_device = self.tensors[0].is_cuda and reduced_by_nccl(self.tensors, self.reduction, way, self.compression)
+        parts = [self._part(tensor, in_place=in_place, on_device=on_device) for tensor in self.tensors]
+        if self.grouped:
+            pairs = [(part.source, part.target) for part in parts]
+            handle = session.current().reduce_buffers(pairs, self.reduction, way)
+        else:
+            handle = session.current().reduce_buffer(parts[0].source, parts[0].target, self.reduction, way)
+        result = handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
+        return in_order(result, self.tensors[0].device) if on_device else result
+
+    def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
+        """Those of a sum or mean are the sums or means of the ranks' gradients."""
+        del rows
+        require_gradient(self.reduction, "An allreduce")
+        return Call(self._replace(tensors=gradients, way=of_gradient(self.way)), every).run()
+
+    def _part(self, tensor: torch.Tensor, *, in_place: bool, on_device: bool) -> Part:
+        what, compression = called("Tensor", self.way.name), self.compression
+        if in_place:
+            require_contiguous(tensor, what)
+        compressed, context = compression.compress(tensor.detach())
+        memory = stage(compressed, what, on_device=on_device).memory
+        if on_device:
+            memory = scaled(memory, self.reduction.prescale)
+        source = buffer_of(memory, what)
+        # A copy may be overwritten, the user's own memory only where that is asked for.
+        shared = memory.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        result = torch.empty_like(memory) if shared and not in_place else memory
+
+        def receive() -> torch.Tensor:
+            if on_device:
+                scale(result, self.reduction.postscale)
+            received = compression.decompress(result.to(tensor.device), context)
+            if not in_place:
+                return received
+            if received.data_ptr() != tensor.data_ptr():
+                with torch.no_grad():
+                    tensor.copy_(received)
+            return tensor
+
+        return Part(source, buffer_of(result, what), receive)

@@ -1,0 +1,138 @@
+"""Torch tensors as the memory that the core reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparkhvd.comm.collectives.buffers import Buffer
+from sparkhvd.comm.collectives.raw import Gathered
+from sparkhvd.errors import ConfigError
+from sparkhvd.torch.ops.devices import stream_of
+
+_NAME_OF = {
+    torch.bool: "bool",
+    torch.uint8: "uint8",
+    torch.int8: "int8",
+    torch.uint16: "uint16",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+_STRIDED = torch.strided
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A tensor and the contiguous memory that stands for it in a collective.
+
+    Attributes:
+        tensor: where results belong.
+        memory: the tensor's own memory where that is contiguous and in the right place, else a copy. The right place is
+            the CPU, pinned memory for CUDA, or for NCCL the tensor's device.
+    """
+
+    tensor: torch.Tensor
+    memory: torch.Tensor
+
+    def write_back(self) -> torch.Tensor:
+        """Bring a result from the memory into the tensor; no copy where they are the same."""
+        if self.memory.data_ptr() != self.tensor.data_ptr():
+            with torch.no_grad():
+                # From pinned memory in the order of the device's stream, elsewhere at once.
+                self.tensor.copy_(self.memory, non_blocking=True)
+        return self.tensor
+
+
+def called(what: str, name: str | None) -> str:
+    """How errors name a tensor."""
+    return f"{what} {name!r}" if name else f"The {what.lower()}"
+
+
+def stage(tensor: torch.Tensor, what: str, *, on_device: bool = False) -> Staged:
+    """Contiguous memory with the values of ``tensor``: of the CPU, or where it is.
+
+    Raises:
+        ConfigError: the tensor is sparse or has no memory; ``what`` says which one.
+    """
+    if tensor.layout is not torch.strided:
+        raise ConfigError(f"{what} has layout {tensor.layout}; collectives take dense tensors, call to_dense() first.")
+    if tensor.is_meta:
+        raise ConfigError(f"{what} is on the meta device and has no values; materialize it first.")
+    if tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
+        return Staged(tensor, tensor)
+    if on_device:
+        return Staged(tensor, tensor.detach().contiguous())
+    if tensor.is_cuda:
+        return Staged(tensor, _pinned(tensor.detach()))
+    return Staged(tensor, tensor.detach().contiguous().cpu())
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in pinned memory, there once everything that was queued on the current stream before is done."""
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    memory.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return memory
+
+
+def plain_dtype(tensor: torch.Tensor) -> str | None:
+    """The element type of a tensor whose own memory is what the core reads and writes; None for any other tensor."""
+    if tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
+        return _NAME_OF.get(tensor.dtype)
+    return None
+
+
+def plain_buffer(tensor: torch.Tensor) -> Buffer | None:
+    """The own memory of a tensor that has a ``plain_dtype``; None for any other tensor."""
+    dtype = plain_dtype(tensor)
+    return None if dtype is None else Buffer(tensor.data_ptr(), tensor.shape, dtype, tensor)
+
+
+def require_contiguous(tensor: torch.Tensor, what: str) -> None:
+    """Raise ``ConfigError`` when an in-place collective could not write into the tensor's memory."""
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; an in-place "
+            "collective writes into its memory. Use the form without the underscore, or call contiguous() first."
+        )
+
+
+def buffer_of(memory: torch.Tensor, what: str) -> Buffer:
+    """The address, shape, element type and device of a contiguous tensor.
+
+    Raises:
+        ConfigError: collectives have no such element type; ``what`` says which tensor has it.
+    """
+    name = _NAME_OF.get(memory.dtype)
+    if name is None:
+        raise ConfigError(f"{what} has dtype {memory.dtype}; collectives take {', '.join(_NAME_OF.values())}.")
+    if memory.is_cuda:
+        return Buffer(memory.data_ptr(), memory.shape, name, memory, (memory.get_device(), stream_of(memory.device)))
+    return Buffer(memory.data_ptr(), memory.shape, name, memory)
+
+
+def bytes_of(memory: torch.Tensor) -> Buffer:
+    """The memory of a contiguous CPU tensor of any element type, as bytes: enough where nothing is computed."""
+    return Buffer(memory.data_ptr(), (memory.numel() * memory.element_size(),), "uint8", memory)
+
+
+def tensor_of(gathered: Gathered, like: torch.Tensor) -> torch.Tensor:
+    """What has come from all ranks, as rows of the shape, dtype and device of those of ``like``."""
+    shape = (sum(gathered.first_dims), *like.shape[1:])
+    if not gathered.content.nbytes:  # there are no bytes, or they are on the device
+        result = torch.empty(shape, dtype=like.dtype, device=like.device)
+        if result.is_cuda:
+            gathered.move_to(result.data_ptr(), stream_of(result.device))
+        return result
+    return torch.frombuffer(gathered.content, dtype=torch.uint8).view(like.dtype).reshape(shape).to(like.device)
+
+
+def has_dtype(memory: torch.Tensor) -> bool:
+    """Whether collectives have the tensor's element type."""
+    return memory.dtype in _NAME_OF

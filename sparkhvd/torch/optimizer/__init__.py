@@ -1,0 +1,1 @@
+"""``DistributedOptimizer``: gradients that are averaged while the backward pass runs."""

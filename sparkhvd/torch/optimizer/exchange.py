@@ -1,0 +1,112 @@
+"""The optimizer that exchanges gradients: what ``DistributedOptimizer`` adds to the class that it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sparkhvd.torch.optimizer.gradients import GradientExchange
+from sparkhvd.torch.optimizer.parameters import checked_passes, names_by_position
+
+
+class ExchangingOptimizer(torch.optim.Optimizer):
+    """What ``DistributedOptimizer`` adds to the class of the optimizer that it wraps."""
+
+    _exchange: GradientExchange
+    _skip: bool
+
+    def weight_next(self, share: float) -> None:
+        """Weight the next backward pass by this rank's part of the global batch.
+
+        The gradients of that pass, of the *mean* loss over this rank's rows, are multiplied by ``share`` and summed
+        over the ranks instead of averaged, so that the step's gradient is the mean over all rows of the global batch.
+        Call it before every backward pass of a step, on every rank; with several passes per step the shares of all
+        ranks' passes sum to 1. A rank without rows calls ``contribute_nothing()`` in place of its backward pass.
+
+        Args:
+            share: rows of this pass / rows of the whole step over all ranks, from 0 to 1.
+
+        Example:
+            >>> optimizer.zero_grad()
+            >>> if batch.rows:
+            ...     optimizer.weight_next(batch.share)
+            ...     loss(model(batch.features), batch.labels).backward()
+            ... else:
+            ...     optimizer.contribute_nothing()
+            >>> optimizer.step()
+        """
+        self._exchange.require_idle("weight_next() was called")
+        self._exchange.weight(share)
+
+    def contribute_nothing(self) -> None:
+        """Take part in a weighted step without rows: stands for one backward pass whose gradients are zero."""
+        self._exchange.require_idle("contribute_nothing() was called")
+        self._exchange.skip_pass()
+
+    def synchronize(self) -> None:
+        """Wait until every ``grad`` holds the combined gradient, for example to clip it before ``step()``."""
+        self._exchange.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within this block ``step()`` takes the gradients as they are, after an explicit ``synchronize()``."""
+        self._skip = True
+        try:
+            yield
+        finally:
+            self._skip = False
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum ``passes`` backward passes on the rank before gradients are exchanged."""
+        self._exchange.set_passes(checked_passes(passes))
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; the optimizer then must not be used any more."""
+        self._exchange.close()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait for the gradients of all ranks, then do what the wrapped optimizer does.
+
+        Args:
+            closure: computes the loss and its gradients anew; they are exchanged after it.
+        """
+        if self._skip:
+            self._exchange.require_idle("step() was called inside skip_synchronize()")
+            result = super().step(closure)
+        elif closure is None:
+            self._synchronize_once()
+            result = super().step()
+        else:
+            result = super().step(self._synchronized(closure))
+        self._exchange.synchronized = False
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients.
+
+        Raises:
+            AssertionError: between ``backward()`` and ``step()``, while they are on their way to the other ranks.
+        """
+        self._exchange.require_idle("optimizer.zero_grad() was called")
+        self._exchange.reset()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; the ranks know their gradients by position."""
+        super().add_param_group(param_group)
+        self._exchange.track(names_by_position(self.param_groups, only=len(self.param_groups) - 1))
+
+    def _synchronize_once(self) -> None:
+        if not self._exchange.synchronized:
+            self._exchange.synchronize()
+
+    def _synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self._synchronize_once()
+            return loss
+
+        return evaluate

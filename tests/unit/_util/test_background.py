@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from sparkhvd._util.background import is_done_within, is_set_within
+
+# A thread other than the main one takes the signal, so that it breaks off no wait of the main thread's: what happens
+# to a signal that comes just before a wait.
+_CTRL_C = """
+import os, signal, threading, time
+from concurrent.futures import Future
+from sparkhvd._util.background import is_done_within, is_set_within
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread(target=time.sleep, args=(20,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+try:
+    {wait}
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("wait", ["is_set_within(threading.Event())", "is_done_within(Future())"])
+def test_ctrl_c_that_does_not_break_off_a_wait_ends_it_all_the_same(wait):
+    script = _CTRL_C.replace("{wait}", wait)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "interrupted\n", done.stderr
+
+
+def test_a_wait_says_whether_what_it_was_for_has_come():
+    event, future = threading.Event(), Future[int]()
+    assert not is_set_within(event, 0.0)
+    assert not is_done_within(future, 0.6)
+    threading.Timer(0.1, event.set).start()
+    threading.Timer(0.1, future.set_result, [1]).start()
+    assert is_set_within(event)
+    assert is_done_within(future)
+    assert is_set_within(event, 0.0)

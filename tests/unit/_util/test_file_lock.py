@@ -1,0 +1,99 @@
+"""One after the other on a machine."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from sparkhvd._util import file_lock
+from sparkhvd._util.file_lock import in_turn
+from sparkhvd.deadline import Deadline
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_threads_take_turns_and_leave_nothing(folder):
+    inside, most, lock = [], [], threading.Lock()
+
+    def work():
+        with in_turn("one", Deadline.after(60)):
+            with lock:
+                inside.append(None)
+                most.append(len(inside))
+            threading.Event().wait(0.01)
+            with lock:
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == [1] * 5
+    assert list(folder.iterdir()) == []
+
+
+def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplog, monkeypatch):
+    monkeypatch.setattr(file_lock, "_SAY_SECONDS", 0.0)
+    caplog.set_level("INFO")
+    with in_turn("doing one", Deadline.after(60)), in_turn("doing two", Deadline.after(60)):
+        assert caplog.text == ""
+        with in_turn("doing one", Deadline.after(0.2)):
+            first, *again, last = caplog.records
+    assert (first.levelname, {record.levelname for record in again}) == ("INFO", {"WARNING"})
+    assert "Somebody on this machine is doing one already; waiting for them (/" in first.message
+    assert last.message == "Somebody on this machine is doing one and has not finished; not waiting any longer."
+
+
+def test_whoever_dies_gives_the_turn_back(folder):
+    script = """
+import sys, tempfile
+from sparkhvd._util.file_lock import in_turn
+from sparkhvd.deadline import Deadline
+tempfile.tempdir = sys.argv[1]
+with in_turn("one", Deadline.after(60)):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+    root = str(Path(__file__).parents[3])
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
+    ) as other:
+        assert other.stdout.readline() == "mine\n"
+        os.kill(other.pid, signal.SIGKILL)
+        other.wait(60)
+    assert len(list(folder.iterdir())) == 1
+    deadline = Deadline.after(60)
+    with in_turn("one", deadline):
+        assert not deadline.expired()
+    assert list(folder.iterdir()) == []
+
+
+def test_where_nothing_can_be_written_work_goes_on(folder, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
+    with in_turn("one", Deadline.after(60)):
+        assert not (folder / "missing").exists()
+
+
+def test_where_files_cannot_be_locked_work_goes_on(folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with in_turn("one", Deadline.after(60)):
+            assert len(list(Path("/proc/self/fd").iterdir())) == before

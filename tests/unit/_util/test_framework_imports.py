@@ -1,0 +1,68 @@
+"""Frameworks in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+_LIGHTNING_AFTER_TENSORFLOW = """
+import tensorflow
+from sparkhvd.lightning.flavour import package
+print(package("lightning.pytorch").Trainer.__name__)
+import torch
+linear = torch.compile(torch.nn.Linear(2, 1))
+print(tuple(linear(torch.ones(3, 2)).shape))
+"""
+
+_WITH_TRITON_FIRST = """
+import triton
+import tensorflow
+from sparkhvd._util.framework_imports import keep_triton_from_tensorflow
+keep_triton_from_tensorflow()
+from torch.utils._triton import has_triton_package
+print(has_triton_package())
+"""
+
+
+def _run(script: str) -> str:
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_lightning_is_imported_and_torch_compiles_in_a_process_that_has_loaded_tensorflow() -> None:
+    assert _run(_LIGHTNING_AFTER_TENSORFLOW) == "Trainer\n(3, 1)\n"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="PyTorch without triton")
+def test_whoever_imports_triton_first_keeps_it() -> None:
+    assert _run(_WITH_TRITON_FIRST) == "True\n"
+
+
+_COLLECTIONS = """
+import gc
+from sparkhvd._util.framework_imports import while_importing
+
+def collections():
+    return sum(one["collections"] for one in gc.get_stats())
+
+before = collections()
+try:
+    with while_importing():
+        kept = [[] for _ in range(100_000)]
+        raise ImportError
+except ImportError:
+    pass
+print(collections() - before, gc.isenabled(), gc.get_freeze_count() >= 100_000)
+gc.disable()
+with while_importing():
+    pass
+print(gc.isenabled())
+"""
+
+
+def test_nothing_is_collected_while_a_framework_is_imported_and_what_it_made_is_kept_out_of_sight() -> None:
+    assert _run(_COLLECTIONS) == "0 True True\nFalse\n"

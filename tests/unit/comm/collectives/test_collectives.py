@@ -1,0 +1,224 @@
+"""Collectives on rows, groups and joins, against numpy."""
+
+from __future__ import annotations
+
+import traceback
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.collectives.raw import rows_of
+from sparkhvd.comm.communicator import Communicator
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.errors import ConfigError, MismatchError
+from tests.ranks import RankGroup
+
+FLOATS = ("float16", "float32", "float64")
+INTEGERS = ("uint8", "int8", "uint16", "int16", "int32", "int64")
+LINEAR = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+SHAPES = ((1,), (0, 3), (7,), (5, 3), (1009, 2))
+TOLERANCE = {"float16": 4e-3, "float32": 1e-6, "float64": 1e-14}
+
+
+@pytest.fixture(scope="module", params=[("one",) * 3, ("one", "two", "one")], ids=["one host", "two hosts"])
+def group(request):
+    with RankGroup(3, hosts=request.param) as started:
+        yield started
+
+
+@pytest.fixture
+def alone():
+    with Communicator(LaunchContext()) as communicator:
+        yield communicator
+
+
+def values_of(dtype: str, shape: tuple[int, ...], rank: int) -> np.ndarray:
+    """What a rank puts in; small, so that no integer type overflows."""
+    draw = np.random.default_rng([rank, *shape])
+    if dtype == "bool":
+        return draw.integers(0, 2, shape).astype(bool)
+    if dtype in FLOATS:
+        return draw.normal(size=shape).astype(dtype)
+    return draw.integers(0 if dtype.startswith("u") else -3, 4, shape).astype(dtype)
+
+
+def reduced(dtype: str, shape: tuple[int, ...], op: ReduceOp, ranks: int) -> np.ndarray:
+    stacked = np.stack([values_of(dtype, shape, rank) for rank in range(ranks)])
+    if dtype == "bool":
+        return {"sum": stacked.any, "max": stacked.any, "product": stacked.all, "min": stacked.all}[op](axis=0)
+    wide = stacked.astype("float64")
+    result = {"sum": wide.sum, "average": wide.mean, "min": wide.min, "max": wide.max, "product": wide.prod}[op](axis=0)
+    return (np.trunc(result) if dtype in INTEGERS else result).astype(dtype)
+
+
+def ops_of(dtype: str) -> list[ReduceOp]:
+    return [op for op in LINEAR if dtype != "bool" or op is not ReduceOp.AVERAGE]
+
+
+# What the ranks do.
+
+
+def scatter_everything(dtype):
+    me = session.current()
+    handles = [
+        me.reducescatter_async(values_of(dtype, shape, me.world.rank), op, name=f"{dtype}.{shape}.{op}")
+        for shape, op in product(SHAPES, ops_of(dtype))
+    ]
+    return [handle.wait() for handle in handles]
+
+
+def scatter_scaled():
+    me = session.current()
+    return me.reducescatter(np.full(4, me.world.rank + 1.0), ReduceOp.SUM, prescale=0.5, postscale=3.0).tolist()
+
+
+def exchange_rows(dtype):
+    """Rank s sends (s + r) % 3 rows to rank r."""
+    me = session.current()
+    splits = [(me.world.rank + to) % 3 for to in range(me.world.size)]
+    array = np.repeat(np.arange(me.world.size) + 10 * me.world.rank, splits).astype(dtype).reshape(-1, 1)
+    return me.alltoall(array, splits, name=f"rows.{dtype}")
+
+
+def exchange_evenly():
+    me = session.current()
+    evenly, rows = me.alltoall(np.arange(6) + 10 * me.world.rank)
+    with pytest.raises(ConfigError, match="cannot be divided evenly among 3 ranks; give splits"):
+        me.alltoall(np.arange(4))
+    with pytest.raises(ConfigError, match="does not add up to the 4 rows"):
+        me.alltoall(np.arange(4), [1, 1, 1])
+    return evenly.tolist(), rows
+
+
+def run_groups():
+    me = session.current()
+    arrays = [np.full((size, 2), me.world.rank + size, np.float32) for size in (4, 0, 5)]
+    summed = me.grouped_allreduce(arrays, ReduceOp.SUM, name="sums")
+    scattered = me.grouped_reducescatter(arrays, ReduceOp.SUM)
+    gathered = me.grouped_allgather([np.arange(me.world.rank), np.array([me.world.rank])])
+    mixed = me.grouped_allreduce([np.ones(2, np.int8), np.ones(3, np.float64)], ReduceOp.SUM, prescale=2.0)
+    assert me.grouped_allreduce([]) == []
+    return summed, scattered, gathered, mixed
+
+
+def disagree_within_a_group():
+    me = session.current()
+    handle = me.grouped_allreduce_async([np.ones(2), np.ones(3 + me.world.rank // 2)], name="uneven")
+    with pytest.raises(MismatchError) as caught:
+        handle.wait()
+    assert handle.done()
+    assert "CoreError" not in "".join(traceback.format_exception(caught.value)), "our sentence is what is read first"
+    assert me.allreduce(np.ones(1), ReduceOp.SUM).tolist() == [3.0]
+    return str(caught.value)
+
+
+def train_unequally():
+    """Rank r has r + 1 steps; those who are through contribute nothing and average over all ranks."""
+    me = session.current()
+    seen = []
+    for step in range(me.world.rank + 1):
+        mean = me.allreduce(np.full(2, 3.0), name=f"step.{step}")
+        lowest = me.allreduce(np.array([me.world.rank]), ReduceOp.MIN, name=f"lowest.{step}")
+        rows = me.allgather(np.array([me.world.rank]), name=f"rows.{step}")
+        seen.append((mean.tolist(), lowest.tolist(), rows.tolist()))
+    last = me.join()
+    return seen, last, me.allreduce(np.ones(1), ReduceOp.SUM).tolist()
+
+
+def sum_adaptively():
+    """Two tensors that may travel together: equal on all ranks, and orthogonal."""
+    me = session.current()
+    equal, orthogonal = np.full(4, 2.0, np.float16), np.eye(3, dtype=np.float32)[me.world.rank]
+    results = me.grouped_allreduce([equal, orthogonal, orthogonal], ReduceOp.ADASUM, prescale=2.0, postscale=3.0)
+    with pytest.raises(ConfigError, match="adasum is for float16"):
+        me.allreduce(np.ones(2, np.int32), ReduceOp.ADASUM)
+    with pytest.raises(ConfigError, match="use it with allreduce"):
+        me.reducescatter(np.ones(3), ReduceOp.ADASUM)
+    return [result.tolist() for result in results]
+
+
+# What they must come to.
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
+def test_a_reducescatter_equals_numpy_for_every_shape_and_operation(group, dtype):
+    for rank, results in enumerate(group.run(scatter_everything, dtype)):
+        for (shape, op), result in zip(product(SHAPES, ops_of(dtype)), results, strict=True):
+            want = np.split(reduced(dtype, shape, op, 3), np.cumsum(rows_of(shape[0], 3))[:-1])[rank]
+            tolerance = TOLERANCE.get(dtype, 0)
+            assert (result.dtype, result.shape) == (want.dtype, want.shape)
+            np.testing.assert_allclose(result, want, rtol=tolerance, atol=tolerance, err_msg=f"{dtype} {shape} {op}")
+
+
+def test_a_reducescatter_scales_before_and_after(group):
+    assert group.run(scatter_scaled) == [[9.0, 9.0], [9.0], [9.0]]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
+def test_an_alltoall_brings_rows_in_the_order_of_the_ranks_and_their_numbers(group, dtype):
+    for rank, (result, rows) in enumerate(group.run(exchange_rows, dtype)):
+        assert rows == tuple((sender + rank) % 3 for sender in range(3))
+        want = np.repeat(10 * np.arange(3) + rank, rows).astype(dtype).reshape(-1, 1)
+        assert result.dtype == want.dtype
+        np.testing.assert_array_equal(result, want)
+
+
+def test_an_alltoall_without_splits_sends_as_much_to_everybody(group):
+    for rank, (result, rows) in enumerate(group.run(exchange_evenly)):
+        assert rows == (2, 2, 2)
+        assert result == [10 * sender + 2 * rank + i for sender in range(3) for i in range(2)]
+
+
+def test_groups_of_arrays_come_back_in_order(group):
+    for rank, (summed, scattered, gathered, mixed) in enumerate(group.run(run_groups)):
+        for size, array, part in zip((4, 0, 5), summed, scattered, strict=True):
+            np.testing.assert_array_equal(array, np.full((size, 2), 3 * size + 3, np.float32))
+            np.testing.assert_array_equal(part, np.full((rows_of(size, 3)[rank], 2), 3 * size + 3, np.float32))
+        assert [array.tolist() for array in gathered] == [[0, 0, 1], [0, 1, 2]]
+        assert [(array.dtype.name, array.tolist()) for array in mixed] == [("int8", [6, 6]), ("float64", [6.0] * 3)]
+
+
+def test_a_disagreement_about_one_array_fails_its_group(group):
+    for message in group.run(disagree_within_a_group):
+        for words in ("uneven", "(3,)", "(4,)", "rank 2"):
+            assert words in message
+
+
+def test_ranks_with_fewer_steps_join_and_the_last_one_is_named(group):
+    for rank, (seen, last, after) in enumerate(group.run(train_unequally)):
+        assert last == 2
+        assert after == [3.0]
+        assert seen == [([3.0 - step] * 2, [step], list(range(step, 3))) for step in range(rank + 1)]
+
+
+def test_adasum_is_the_mean_of_equal_tensors_and_the_sum_of_orthogonal_ones(group):
+    for equal, *orthogonal in group.run(sum_adaptively):
+        assert equal == [12.0] * 4
+        assert orthogonal == [[6.0] * 3] * 2
+
+
+@given(total=st.integers(0, 10_000), size=st.integers(1, 64))
+@settings(max_examples=50, deadline=None)
+def test_rows_are_divided_evenly_and_the_first_ranks_get_the_rest(total, size):
+    rows = rows_of(total, size)
+    assert sum(rows) == total
+    assert rows == sorted(rows, reverse=True)
+    assert rows[0] - rows[-1] <= 1
+
+
+def test_one_rank_alone_gets_back_what_it_gave(alone):
+    array = np.arange(12.0).reshape(4, 3)
+    np.testing.assert_array_equal(alone.reducescatter(array, prescale=2.0), 2 * array)
+    result, rows = alone.alltoall(array)
+    np.testing.assert_array_equal(result, array)
+    assert rows == (4,)
+    assert alone.join() == 0
+    with pytest.raises(ConfigError, match="needs at least one dimension to divide along"):
+        alone.reducescatter(np.float32(1))
+    with pytest.raises(ConfigError, match="needs at least one dimension to divide along"):
+        alone.alltoall(np.float32(1))

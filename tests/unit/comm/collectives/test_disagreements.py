@@ -1,0 +1,123 @@
+"""What users do wrong: every rank is told, with the tensor, the ranks and both values; the job goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError, SparkHvdError
+from tests.ranks import RankGroup
+
+ONES = np.ones(4, np.float32)
+
+
+@pytest.fixture(scope="module", params=["shared memory", "sockets"])
+def group(request):
+    with RankGroup(3, shared_memory=request.param == "shared memory") as started:
+        yield started
+
+
+# Rank 1 differs from the others; what each case must say stands behind it.
+
+CASES = {
+    "shape": (
+        lambda me, odd: me.allreduce(np.ones(4 + odd, np.float32), name="shape"),
+        "allreduce 'shape': ranks disagree about the shape: rank 0 submitted (4,), rank 1 submitted (5,)",
+    ),
+    "dtype": (
+        lambda me, odd: me.allreduce(ONES.astype("float64" if odd else "float32"), name="dtype"),
+        "allreduce 'dtype': ranks disagree about the dtype: rank 0 submitted float32, rank 1 submitted float64",
+    ),
+    "op": (
+        lambda me, odd: me.allreduce(ONES, ReduceOp.MAX if odd else ReduceOp.SUM, name="op"),
+        "allreduce 'op': ranks disagree about the reduce operation: rank 0 submitted sum, rank 1 submitted max",
+    ),
+    "postscale": (
+        lambda me, odd: me.allreduce(ONES, name="postscale", postscale=0.5 if odd else 0.25),
+        "allreduce 'postscale': ranks disagree about the postscale: rank 0 submitted 0.25, rank 1 submitted 0.5",
+    ),
+    "root": (
+        lambda me, odd: me.broadcast(ONES, 2 if odd else 0, name="root"),
+        "broadcast 'root': ranks disagree about the root: rank 0 submitted 0, rank 1 submitted 2",
+    ),
+    "kind": (
+        lambda me, odd: me.barrier(name="kind") if odd else me.allreduce(ONES, name="kind"),
+        "'kind': ranks disagree about the operation: rank 0 submitted allreduce, rank 1 submitted barrier",
+    ),
+    "rows": (
+        lambda me, odd: me.allgather(np.ones((me.world.rank, 2 + odd)), name="rows"),
+        "the shape after the first dimension: rank 0 submitted (0, 2), rank 1 submitted (1, 3)",
+    ),
+    "group": (
+        lambda me, odd: me.grouped_allreduce([ONES] * (3 if odd else 2), name="group"),
+        "ranks disagree about the number of tensors in the group: rank 0 submitted 2, rank 1 submitted 3",
+    ),
+}
+
+
+def disagree(case):
+    me = session.current()
+    call, _ = CASES[case]
+    return refusal(lambda: call(me, int(me.world.rank == 1))), me.allreduce(ONES, ReduceOp.SUM, name="after").tolist()
+
+
+def refusal(call):
+    try:
+        call()
+    except SparkHvdError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_is_told_what_the_ranks_disagree_about_and_the_job_goes_on(group, case):
+    _, text = CASES[case]
+    for (kind, message), after in group.run(disagree, case):
+        assert kind == MismatchError.__name__
+        assert text in message
+        assert after == [3.0] * 4
+
+
+def submit_twice():
+    me = session.current()
+    me.barrier(name="together")
+    first = me.allreduce_async(ONES, name="twice") if me.world.rank != 1 else None
+    told = refusal(lambda: me.allreduce_async(ONES, name="twice")) if first else None
+    me.barrier(name="both are submitted")
+    (first or me.allreduce_async(ONES, name="twice")).wait()
+    return told
+
+
+def test_a_name_in_flight_is_refused_at_once_and_the_first_one_goes_on(group):
+    for rank, told in enumerate(group.run(submit_twice)):
+        if rank == 1:
+            continue
+        kind, message = told
+        assert kind == ConfigError.__name__
+        assert "allreduce 'twice': an operation of this name is in flight already" in message
+
+
+def leave_gaps():
+    me = session.current()
+    columns = np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2]
+    told = refusal(lambda: me.allreduce(np.ones((3, 2), np.float32), out=columns))
+    return told, me.allreduce(columns, ReduceOp.SUM, name="columns").tolist()
+
+
+def test_an_array_with_gaps_is_copied_as_input_and_refused_as_output(group):
+    for (kind, message), total in group.run(leave_gaps):
+        assert kind == ConfigError.__name__
+        assert "The array for the result of shape (3, 2) is not contiguous" in message
+        assert total == [[0.0, 6.0], [12.0, 18.0], [24.0, 30.0]]
+
+
+def test_collectives_before_init_and_after_shutdown_name_the_next_step():
+    with pytest.raises(NotInitializedError, match=r"call hvd\.init\(\)"):
+        session.current()
+    session.init()
+    kept = session.current()
+    session.shutdown()
+    with pytest.raises(NotInitializedError, match=r"closed; open a new one \(init\(\) again\)"):
+        kept.allreduce(ONES)

@@ -1,0 +1,188 @@
+"""Ranks that are being connected: one of them dies, is interrupted, or has addresses that lead nowhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.comm.connect.routes import addresses_to_offer
+from sparkhvd.comm.stall.stragglers import speaks, told
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import ConfigError, SparkHvdError
+from tests.ranks import CASE_SECONDS, RankGroup
+
+TOTAL = [3.0] * 1000
+
+
+# What the ranks do.
+
+
+def failure_of_init(comm=None):
+    try:
+        session.init(comm)
+    except SparkHvdError as error:
+        return str(error)
+    return ""
+
+
+def die_while_connecting(victim, sign):
+    rank = session._session.context.world.rank
+    if rank == 2:
+        return ""  # never comes, so that the others wait
+    if rank == victim:
+        threading.Timer(0.5, os.kill, (os.getpid(), sign)).start()
+    try:
+        return failure_of_init()
+    except KeyboardInterrupt:
+        return "interrupted"
+
+
+def come_without_the_third(comm):
+    rank = session._session.context.world.rank
+    if rank == 2:
+        return "", None
+    message = failure_of_init(comm)
+    context = session.offered()
+    with RendezvousClient(context.rendezvous, context.token, Deadline.after(CASE_SECONDS)) as rendezvous:
+        return message, told(rendezvous)
+
+
+def add_up():
+    me = session.current()
+    return me.allreduce(np.full(1000, me.world.rank + 1.0), ReduceOp.SUM).tolist()
+
+
+# What the tests expect of them.
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_while_the_ranks_connect_ends_that_for_all_and_is_named(victim):
+    with RankGroup(3, connect=False) as group:
+        outcomes = group.outcomes(die_while_connecting, victim, signal.SIGKILL)
+    assert outcomes[victim].died
+    assert (
+        f"rank {victim} is gone: its process ended while the ranks were being connected" in outcomes[1 - victim].value
+    )
+
+
+@pytest.mark.parametrize("comm", [None, [2, 1, 0]])
+def test_a_rank_that_does_not_come_to_init_is_named_to_the_others_and_to_those_who_watch_over_them(comm):
+    with RankGroup(3, connect=False, start_timeout=1.0) as group:
+        outcomes = [outcome.value for outcome in group.outcomes(come_without_the_third, comm)]
+    for rank, (message, absent) in enumerate(outcomes[:2]):
+        waited = "waited start_timeout=1 s for rank 2 to come to init()"
+        assert message == f"Rank {rank} {waited}. See what it does instead, or raise SPARKHVD_START_TIMEOUT."
+        assert absent.rank == 2
+        assert not absent.joined
+        assert absent.why in {f"rank {one} {waited}" for one in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("missing", "speakers"), [([1, 2], [0]), ([0, 2], [1]), ([0, 1, 2, 3], [4, 5]), ([0, 1, 3, 5], [2])]
+)
+def test_one_rank_warns_of_those_that_are_missing(missing, speakers):
+    assert [index for index in range(6) if index not in missing and speaks(index, missing)] == speakers
+
+
+def test_ctrl_c_ends_the_connecting_of_the_rank_and_of_the_others():
+    with RankGroup(3, connect=False) as group:
+        interrupted, other, _ = group.run(die_while_connecting, 0, signal.SIGINT)
+    assert interrupted == "interrupted"
+    assert "rank 0: interrupted" in other
+
+
+def test_encrypted_ranks_reduce_as_plain_ones_do():
+    with RankGroup(2, hosts=("one", "two"), encrypt=True) as group:
+        assert group.run(add_up) == [TOTAL] * 2
+
+
+def test_the_chosen_address_comes_first_and_all_others_of_the_host_behind_it():
+    local = [
+        ("lo", "127.0.0.1", True),
+        ("eth0", "10.0.0.5", False),
+        ("eth1", "10.1.0.5", False),
+        ("eth1", "fd::5", False),
+    ]
+    assert addresses_to_offer("127.0.0.1", "", local) == ["127.0.0.1"]
+    assert addresses_to_offer("10.1.0.5", "", local) == ["10.1.0.5", "10.0.0.5", "fd::5"]
+    assert addresses_to_offer("10.0.0.5", "eth1", local) == ["10.1.0.5", "fd::5"]
+    with pytest.raises(
+        ConfigError, match=r"interfaces ib0, ib1 has an address here; this host has lo, eth0, eth1\. Name"
+    ):
+        addresses_to_offer("10.0.0.5", "ib0,ib1", local)
+
+
+# Two hosts, as network namespaces on a bridge. Each has a second interface whose addresses lead nowhere.
+
+BRIDGE = "shvdtest0"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    names = ("shvdtest-a", "shvdtest-b")
+    try:
+        if shutil.which("ip") is None:
+            pytest.skip("needs the ip command")
+        try:
+            ip("link", "add", BRIDGE, "type", "bridge")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"needs the right to make network interfaces: {error.stderr.decode().strip()}")
+        ip("addr", "add", "10.77.1.254/24", "dev", BRIDGE)
+        ip("link", "set", BRIDGE, "up")
+        for number, name in enumerate(names, start=1):
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("link", "add", f"shvdtest{number}", "type", "veth", "peer", "name", "good0", "netns", name)
+            ip("link", "set", f"shvdtest{number}", "master", BRIDGE, "up")
+            ip("-n", name, "addr", "add", f"10.77.1.{number}/24", "dev", "good0")
+            ip("-n", name, "link", "set", "good0", "up")
+            ip("-n", name, "link", "add", "dead0", "type", "veth", "peer", "name", "dead1")
+            ip("-n", name, "addr", "add", f"10.77.9.{number}/24", "dev", "dead0")
+            ip("-n", name, "link", "set", "dead0", "up")
+            ip("-n", name, "link", "set", "dead1", "up")
+        yield names
+    finally:
+        # The kernel takes a namespace apart later: the ends that are here would still be there for the next test.
+        for link in ("shvdtest1", "shvdtest2", BRIDGE):
+            subprocess.run(["ip", "link", "del", link], capture_output=True, check=False, timeout=20)
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=20)
+
+
+def places(names):
+    return tuple((f"10.77.9.{number}", ("ip", "netns", "exec", name)) for number, name in enumerate(names, start=1))
+
+
+@pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "encrypted"])
+def test_ranks_find_the_address_that_routes(two_hosts, encrypt):
+    with RankGroup(2, hosts=two_hosts, server_host="10.77.1.254", places=places(two_hosts), encrypt=encrypt) as group:
+        assert group.run(add_up) == [TOTAL] * 2
+
+
+def test_two_ranks_without_a_route_between_them_are_named_with_their_addresses(two_hosts):
+    with RankGroup(
+        2,
+        hosts=two_hosts,
+        server_host="10.77.1.254",
+        places=places(two_hosts),
+        connect=False,
+        start_timeout=4.0,
+        network_interfaces="dead0",
+    ) as group:
+        for message in group.run(failure_of_init):
+            assert "rank 1 at 10.77.9.2:" in message
+            assert "could not reach rank 0: 10.77.9.1:" in message

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.comm.connect.inherited_world import bequeathed, inherited
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.config import INHERITED_CONTEXT, Config
+from sparkhvd.errors import LaunchError
+from sparkhvd.world import World
+
+CONTEXT = LaunchContext(
+    World(1, 3, 1, 2, 0, 2),
+    (("10.0.0.1", 4711),),
+    b"\x00secret\xff",
+    "key",
+    "10.0.0.2",
+    Config(cache_capacity=7, thread_affinity=(1, 0)),
+)
+
+
+def test_a_program_of_a_rank_finds_its_place(monkeypatch):
+    with bequeathed(CONTEXT) as path:
+        assert "secret" not in path
+        monkeypatch.setenv(INHERITED_CONTEXT, path)
+        assert inherited() == CONTEXT
+
+
+def test_a_program_without_a_rank_has_no_place(monkeypatch):
+    monkeypatch.delenv(INHERITED_CONTEXT, raising=False)
+    assert inherited() is None
+
+
+def test_a_program_that_outlives_its_rank_is_told(monkeypatch):
+    with bequeathed(CONTEXT) as path:
+        monkeypatch.setenv(INHERITED_CONTEXT, path)
+    with pytest.raises(LaunchError, match="part of a rank that is gone"):
+        inherited()

@@ -1,0 +1,200 @@
+"""Ranks started by the real mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from tests.ranks import RankGroup
+
+_ROOT = Path(__file__).parents[3]
+
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+
+
+def run_by_mpi(tmp_path: Path, ranks: int, script: str, **variables: str) -> list[object]:
+    """What every rank's ``report(...)`` said, by rank of MPI's world; the script must end well."""
+    head = """
+        import json, os, sys
+        from pathlib import Path
+        import numpy as np
+        from mpi4py import MPI
+        from sparkhvd.comm import session
+        from sparkhvd.comm.collectives.buffers import ReduceOp
+        world = MPI.COMM_WORLD
+        def report(value):
+            Path(sys.argv[1], str(world.rank)).write_text(json.dumps(value))
+        def total(value):
+            return session.current().allreduce(np.array([float(value)]), ReduceOp.SUM).item()
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(head) + textwrap.dedent(script))
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), sys.executable, str(path)]
+    command.append(str(tmp_path))
+    environment = {**os.environ, **variables}
+    result = subprocess.run(
+        command, cwd=_ROOT, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [json.loads((tmp_path / str(rank)).read_text()) for rank in range(ranks)]
+
+
+@needs_mpirun
+def test_a_rendezvous_that_cannot_be_served_is_said_by_all_ranks(tmp_path):
+    script = """
+        from unittest import mock
+        from sparkhvd.errors import CollectiveError
+        with mock.patch("sparkhvd.comm.connect.mpi.RendezvousServer", side_effect=CollectiveError("no port is left")):
+            try:
+                session.init()
+                report("joined")
+            except CollectiveError as error:
+                report(str(error))
+    """
+    said = run_by_mpi(tmp_path, 2, script)
+    assert said[0] == said[1]
+    assert said[0].startswith("Rank 0 on host ")
+    assert said[0].endswith("cannot serve the rendezvous: no port is left")
+
+
+@needs_mpirun
+def test_a_rank_that_does_not_call_init_keeps_the_others_no_longer_than_the_start_timeout(tmp_path):
+    script = """
+        from sparkhvd.errors import DeadlineExceededError
+        if world.rank == 0:
+            try:
+                session.init()
+            except DeadlineExceededError as error:
+                report(str(error))
+            world.send("timed out", 1)
+        else:
+            report(world.recv(source=0))
+            world.Ibarrier().Wait()
+    """
+    first, second = run_by_mpi(tmp_path, 2, script, SPARKHVD_START_TIMEOUT="1.5")
+    assert "Rank 0 waited start_timeout=1.5 s in init() for all 2 ranks that MPI started" in first
+    assert second == "timed out"
+
+
+@needs_mpirun
+def test_init_takes_rank_and_size_from_mpi_and_both_work_in_one_program(tmp_path):
+    script = """
+        import sparkhvd.torch as hvd, torch
+        hvd.init()
+        assert hvd.mpi_enabled() and hvd.mpi_threads_supported()
+        sums = []
+        for step in range(3):
+            handle = hvd.allreduce_async(torch.full((1000,), float(hvd.rank())), op=hvd.Sum)
+            by_mpi = world.allreduce(hvd.rank())
+            sums.append([hvd.synchronize(handle)[0].item(), by_mpi])
+        requests = [world.isend(hvd.rank(), other) for other in range(world.size)]
+        hvd.barrier()
+        heard = [world.recv(source=other) for other in range(world.size)]
+        sharing = len(session.current().local_ranks())
+        report([hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size(), sharing, sums, heard])
+        hvd.shutdown()
+    """
+    assert run_by_mpi(tmp_path, 3, script) == [[rank, 3, rank, 1, 3, [[3.0, 3]] * 3, [0, 1, 2]] for rank in range(3)]
+
+
+@needs_mpirun
+def test_parts_of_mpis_world_become_jobs_of_their_own(tmp_path):
+    """By a communicator, then by ranks in another order, then all together; without a shutdown at the end."""
+    script = """
+        found = []
+        session.init(world.Split(world.rank % 2))
+        found.append([session.rank(), session.size(), total(world.rank)])
+        session.shutdown()
+        if world.rank != 1:
+            session.init(comm=[3, 0, 2])
+            found.append([session.rank(), session.size(), total(world.rank)])
+            session.shutdown()
+        try:
+            session.init(comm=[(world.rank + 1) % 4])
+        except ValueError as error:
+            found.append(str(error))
+        session.init(comm=MPI.COMM_SELF)
+        found.append(session.size())
+        session.shutdown()
+        session.init()
+        found.append(total(world.rank))
+        report(found)
+    """
+    first, second, third, fourth = run_by_mpi(tmp_path, 4, script)
+    refusal = "This is rank 0, which is not in comm=[1]; only those ranks call init()."
+    assert first == [[0, 2, 2.0], [1, 3, 5.0], refusal, 1, 6.0]
+    assert second == [[0, 2, 4.0], refusal.replace("[1]", "[2]").replace("rank 0", "rank 1"), 1, 6.0]
+    assert third[:2] == [[1, 2, 2.0], [2, 3, 5.0]]
+    assert fourth[:2] == [[1, 2, 4.0], [0, 3, 5.0]]
+
+
+@needs_mpirun
+def test_process_sets_are_made_from_communicators_of_mpi(tmp_path):
+    script = """
+        from sparkhvd.comm.process_sets import ProcessSet
+        halves = ProcessSet(world.Split(world.rank % 2))
+        session.init(process_sets=[halves])
+        own = session.current().allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, process_set=halves).item()
+        report([halves.ranks, halves.rank(), own, total(world.rank)])
+        session.shutdown()
+    """
+    found = run_by_mpi(tmp_path, 3, script)
+    assert found == [[[0, 2], 0, 4.0, 3.0], [[1], 0, 2.0, 3.0], [[0, 2], 1, 4.0, 3.0]]
+
+
+@needs_mpirun
+def test_what_a_launcher_says_counts_more_than_mpi(tmp_path):
+    script = """
+        from sparkhvd.comm.connect.launch_context import LaunchContext
+        session.offer(LaunchContext())
+        session.init()
+        report([session.size(), session.uses_mpi()])
+    """
+    assert run_by_mpi(tmp_path, 2, script) == [[1, False]] * 2
+
+
+# Ranks of a launcher, without MPI.
+
+
+def part_and_join():
+    session.shutdown()
+    rank = session._session.context.world.rank
+    found = []
+    for ranks in ([2, 0], [1]) if rank != 1 else ([1],):
+        if rank in ranks:
+            session.init(ranks)
+            found.append((session.rank(), session.size(), session.local_size(), total(rank)))
+            session.shutdown()
+    session.init()
+    found.append(total(rank))
+    return found
+
+
+def total(value):
+    import numpy as np  # noqa: PLC0415  a rank's own
+
+    from sparkhvd.comm.collectives.buffers import ReduceOp  # noqa: PLC0415
+
+    return session.current().allreduce(np.array([float(value)]), ReduceOp.SUM).item()
+
+
+def test_some_ranks_of_a_launched_job_become_a_job_of_their_own():
+    with RankGroup(3, hosts=("one", "two", "one")) as group:
+        assert group.run(part_and_join) == [[(1, 2, 2, 2.0), 3.0], [(0, 1, 1, 1.0), 3.0], [(0, 2, 2, 2.0), 3.0]]
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 0], [0, 1], [-1]])
+def test_ranks_that_are_none_of_the_job_are_refused(ranks):
+    session.offer(LaunchContext())
+    with pytest.raises(ValueError, match=r"are not different ranks of the 1 ranks 0\.\.0"):
+        session.init(ranks)
+    assert not session.is_initialized()

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import AuthenticationError, DeadlineExceededError, SparkHvdError
+
+TOKEN = b"0123456789abcdef"
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+def server(request):
+    with RendezvousServer(TOKEN, encrypt=request.param) as started:
+        yield started
+
+
+def client_of(server: RendezvousServer, token: bytes = TOKEN) -> RendezvousClient:
+    return RendezvousClient([("127.0.0.1", server.port)], token, Deadline.after(10.0))
+
+
+def test_a_value_reaches_whoever_waits_for_its_key(server):
+    received = []
+    with client_of(server) as reader, client_of(server) as writer:
+        thread = threading.Thread(target=lambda: received.append(reader.get("later", Deadline.after(10.0))))
+        thread.start()
+        writer.set("later", b"\x00value", Deadline.after(10.0))
+        thread.join(10.0)
+    assert received == [b"\x00value"]
+    assert server.get("later", Deadline.after(1.0)) == b"\x00value"
+
+
+def test_waiting_for_a_key_that_nobody_sets_ends_at_the_deadline(server):
+    with client_of(server) as client, pytest.raises(DeadlineExceededError, match="never"):
+        client.get("never", Deadline.after(0.1))
+
+
+def test_who_does_not_know_the_secret_is_turned_away(server):
+    with pytest.raises(AuthenticationError):
+        client_of(server, b"another secret!!")
+
+
+def test_a_server_that_goes_away_wakes_those_who_wait(server):
+    caught = []
+
+    def read(client):
+        try:
+            client.get("never", Deadline.after(30.0))
+        except SparkHvdError as error:
+            caught.append(error)
+
+    with client_of(server) as client:
+        thread = threading.Thread(target=read, args=(client,))
+        thread.start()
+        server.close()
+        thread.join(10.0)
+    assert len(caught) == 1
+    assert not isinstance(caught[0], DeadlineExceededError)
+
+
+def test_nobody_at_the_address_is_an_error_of_ours():
+    with RendezvousServer(TOKEN) as server:
+        port = server.port
+    with pytest.raises(SparkHvdError):
+        RendezvousClient([("127.0.0.1", port)], TOKEN, Deadline.after(1.0))
+
+
+ENDS_WHILE_A_THREAD_WAITS = """
+import threading, time
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.deadline import Deadline
+
+class EndsSlowly:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+kept = EndsSlowly()  # the interpreter is ending already when this goes
+server = RendezvousServer(b"0123456789abcdef")
+client = RendezvousClient([("127.0.0.1", server.port)], b"0123456789abcdef", Deadline.after(10.0))
+threading.Thread(target=client.get, args=("never", Deadline.after(0.5)), daemon=True).start()
+"""
+
+
+def test_a_thread_that_still_waits_when_python_ends_does_not_abort_the_process():
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_A_THREAD_WAITS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

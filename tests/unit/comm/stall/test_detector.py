@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.comm.connect.rendezvous import RendezvousClient
+from sparkhvd.comm.stall.report import report
+from sparkhvd.comm.stall.snapshot import (
+    Condition,
+    Identity,
+    Pending,
+    decode_condition,
+    decode_identity,
+    encode,
+    own_identity,
+    stacks,
+    trouble,
+)
+from sparkhvd.comm.stall.stragglers import told
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import CollectiveError, PeerLostError, SparkHvdError
+from tests.ranks import RankGroup
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def group():  # not for longer than a test: questions and answers open connections to the rendezvous
+    with RankGroup(3, stall_check_seconds=0.4) as started:
+        yield started
+
+
+# What the ranks do.
+
+
+def wait_for(path: Path) -> None:
+    """Keeps this thread busy in Python code."""
+    deadline = Deadline.after(SECONDS)
+    while not path.exists():
+        deadline.check(f"{path}")
+
+
+def next_report(me, before=None):
+    deadline = Deadline.after(SECONDS)
+    while (found := me.stall_report()) is before:
+        deadline.check("a report")
+        time.sleep(0.01)
+    return found
+
+
+def one_rank_is_busy(folder):
+    me = session.current()
+    me.note_progress(f"step {me.world.rank} of 40")
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logging.getLogger("sparkhvd.comm.stall.detector").addHandler(handler)
+    if me.world.rank == 1:
+        wait_for(folder / "go on")
+        me.allreduce(np.ones(3), name="gradient")
+        return None, lines
+    handle = me.allreduce_async(np.ones(3), name="gradient")
+    found = next_report(me)
+    deadline = Deadline.after(SECONDS)
+    while not lines:
+        deadline.check("a line in the log")
+    (folder / f"seen by {me.world.rank}").touch()
+    if me.world.rank == 0:
+        wait_for(folder / "seen by 2")
+        (folder / "go on").touch()
+    handle.wait()
+    return found, lines
+
+
+def one_rank_is_stopped(pids):
+    me = session.current()
+    before = me.stall_report()
+    me.barrier(name="together")
+    if me.world.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        me.barrier(name="wanted")
+        return None
+    handle = me.barrier_async(name="wanted")
+    found = next_report(me, before)
+    if me.world.rank == 0:
+        next_report(me, found)  # the other one has its first by then
+        os.kill(pids[2], signal.SIGCONT)
+    handle.wait()
+    return found
+
+
+def wait_in_vain():
+    me = session.current()
+    if me.world.rank == 1:
+        with pytest.raises(PeerLostError):
+            me.allreduce(np.ones(1), name="the wrong one")
+        return ""
+    with pytest.raises(PeerLostError) as caught:
+        me.allreduce(np.ones(1), name="the right one")
+    return str(caught.value)
+
+
+def wait_for_one_that_hangs(folder):
+    me = session.current()
+    if me.world.rank == 1:
+        wait_for(folder / "it ended")
+        return None
+    with pytest.raises(SparkHvdError):
+        me.allreduce(np.ones(1), name="gradient")
+    (folder / "it ended").touch()
+    context = session.offered()
+    with RendezvousClient(context.rendezvous, context.token, Deadline.after(SECONDS)) as rendezvous:
+        return told(rendezvous)
+
+
+def one_rank_makes_no_direct_call(folder):
+    me = session.current()
+    if me.world.rank == 1:
+        wait_for(folder / "seen by 2")
+        me.allreduce_now(np.ones(1))
+        return None
+    found = []
+
+    def watch():
+        found.append(next_report(me))
+        (folder / f"seen by {me.world.rank}").touch()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    me.allreduce_now(np.ones(1))
+    watching.join()
+    return found[0]
+
+
+def one_rank_of_a_set_is_busy(folder):
+    me = session.current()
+    outer = me.add_process_set([0, 2])
+    if me.world.rank == 0:
+        wait_for(folder / "go on")
+        me.allreduce(np.ones(3), name="gradient", process_set=outer)
+    if me.world.rank == 2:
+        handle = me.allreduce_async(np.ones(3), name="gradient", process_set=outer)
+        found = next_report(me)
+        (folder / "go on").touch()
+        handle.wait()
+        return found
+    return None
+
+
+def wait_in_vain_in_a_set(folder):
+    me = session.current()
+    pair = me.add_process_set([0, 1])
+    if me.world.rank == 0:
+        with pytest.raises(PeerLostError) as caught:
+            me.allreduce(np.ones(1), name="in the pair", process_set=pair)
+        (folder / "it ended").touch()
+    else:
+        wait_for(folder / "it ended")
+        with pytest.raises(PeerLostError) as caught:
+            me.barrier(name="among all")
+    return str(caught.value)
+
+
+# What the tests expect of them.
+
+
+def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group, tmp_path):
+    for rank, (found, lines) in enumerate(group.run(one_rank_is_busy, tmp_path)):
+        if rank == 1:
+            assert lines == [], "it keeps others waiting and waits for nobody"
+            continue
+        (tensor,) = found.tensors
+        assert tensor.title == "allreduce 'gradient'"
+        assert (tensor.waiting, tensor.missing, tensor.silent) == ((0, 2), (1,), ())
+        assert tensor.age >= 0.2
+        assert "in wait_for" in found.conditions[1].stacks["MainThread"]
+        level, text = lines[0]
+        assert level == "WARNING"
+        assert text.startswith("Stalled: allreduce 'gradient' not done after ")
+        assert "not submitted by rank 1, while ranks 0, 2 waited" in text
+        assert "is alive, waits for nothing; has completed" in text
+        assert "its data: step 1 of 40" in text
+        assert "while not path.exists():" in text
+        assert "step 0 of 40" not in text, "those who wait need no description"
+
+
+def test_a_direct_call_that_waits_is_reported_too(group, tmp_path):
+    first, second, third = group.run(one_rank_makes_no_direct_call, tmp_path)
+    assert second is None
+    for found in (first, third):
+        (tensor,) = found.tensors
+        assert (tensor.title, tensor.waiting, tensor.missing) == ("direct allreduce", (0, 2), (1,))
+        assert "in wait_for" in found.conditions[1].stacks["MainThread"]
+
+
+def test_what_is_stalled_in_a_process_set_is_said_of_its_ranks_alone(group, tmp_path):
+    _, _, found = group.run(one_rank_of_a_set_is_busy, tmp_path)
+    (tensor,) = found.tensors
+    assert tensor.title == "allreduce 'gradient' of process set 1"
+    assert (tensor.waiting, tensor.missing, tensor.silent) == ((2,), (0,), ())
+    assert "not submitted by rank 0, while rank 2 waited" in str(found)
+    assert "in wait_for" in found.conditions[0].stacks["MainThread"]
+
+
+def test_the_report_says_when_the_process_of_a_rank_is_stopped(group):
+    first, second, _ = group.run(one_rank_is_stopped, group.pids())
+    for found in (first, second):
+        assert found.silent == {2: "its process is stopped by a signal"}
+        assert found.missing == (2,)
+        assert f"rank 2 ({os.uname().nodename}, pid {group.pids()[2]}) does not answer: its process is stopped" in str(
+            found
+        )
+
+
+def test_a_job_that_stalls_for_too_long_ends_where_that_is_asked_for():
+    with RankGroup(2, stall_check_seconds=0.2, stall_shutdown_seconds=1.0) as group:
+        message, _ = group.run(wait_in_vain)
+        assert "stalled for more than 1 s" in message
+        assert "'the right one'" in message
+        assert "not submitted by rank " in message
+
+
+@pytest.mark.parametrize("limit", ["stall_shutdown_seconds", "collective_timeout"])
+def test_who_keeps_the_others_waiting_is_told_to_those_who_watch_over_the_ranks(limit, tmp_path):
+    with RankGroup(2, stall_check_seconds=0.2, **{limit: 3.0}) as group:
+        absent, _ = group.run(wait_for_one_that_hangs, tmp_path)
+    assert (absent.rank, absent.joined) == (1, True)
+    assert absent.why.startswith("allreduce 'gradient' not done after ")
+    assert absent.why.endswith(
+        f"not submitted by rank 1, while rank 0 waited, until SPARKHVD_{limit.upper()}=3 ended the job"
+    )
+    assert "in wait_for" in absent.stack
+
+
+def test_a_stall_in_a_process_set_ends_the_whole_job(tmp_path):
+    with RankGroup(3, stall_check_seconds=0.2, stall_shutdown_seconds=1.0) as group:
+        for message in group.run(wait_in_vain_in_a_set, tmp_path):
+            assert "stalled for more than 1 s: allreduce 'in the pair' of process set 1" in message
+
+
+def test_ranks_without_the_check_have_no_thread_for_it():
+    with RankGroup(2, stall_check=False) as group:
+        assert group.run(thread_names) == [["MainThread"]] * 2
+
+
+def thread_names():
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_the_stack_of_a_thread_ends_where_it_stands():
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait, args=(SECONDS,), name="waiting")
+    thread.start()
+    try:
+        found = stacks()
+    finally:
+        release.set()
+        thread.join()
+    assert next(iter(found)) == "MainThread"
+    assert "found = stacks()" in found["MainThread"]
+    assert "in wait" in found["waiting"].splitlines()[-2]
+
+
+def test_a_process_is_known_by_more_than_its_number():
+    me = own_identity()
+    assert trouble(me) is None
+    assert trouble(Identity(me.host, me.pid, me.namespace, "another start")) == "has ended"
+    assert trouble(Identity("elsewhere", me.pid, me.namespace, "another start")) is None
+
+
+def test_what_ranks_tell_of_themselves_survives_the_way_and_anything_else_is_refused():
+    condition = Condition(
+        (Pending("x", 1.5, 4), Pending("y", 1.0)), 3, 0.5, "step 1", {"MainThread": "here"}, {2: "has ended"}
+    )
+    assert decode_condition(encode(condition)) == condition
+    assert decode_identity(encode(own_identity())) == own_identity()
+    for content in (
+        b"",
+        b"\xff",
+        b"[]",
+        b"{}",
+        b'{"pending": 3}',
+        b'{"pending": [["x", 1.0]]}',
+        b'{"pending": [], "neighbours": {"a": 1}}',
+    ):
+        with pytest.raises(CollectiveError, match="cannot be read"):
+            decode_condition(content)
+        with pytest.raises(CollectiveError, match="cannot be read"):
+            decode_identity(content)
+
+
+def identity(rank, host="one"):
+    return Identity(host, 100 + rank, "", "")
+
+
+def test_silent_ranks_are_judged_by_what_others_see():
+    conditions = {0: Condition((Pending("barrier 'b'", 70.0),), neighbours={1: "has ended"})}
+    identities = {0: identity(0), 1: identity(1), 2: identity(2), 3: identity(3, "two")}
+    found = report(conditions, identities, {0: tuple(range(5))}, since=30.0)
+    assert found.silent == {
+        1: "its process has ended",
+        2: "its process lives, but executes code that lets no other thread run",
+        3: "no rank of its host two answers either",
+        4: "it has not got as far as to say who it is",
+    }
+    assert found.headline() == "barrier 'b' not done after 70 s: no answer from ranks 1, 2, 3, 4, while rank 0 waited"
+
+
+def test_absent_is_who_keeps_the_others_waiting_and_waits_for_none_of_them():
+    sets = {0: (0, 1, 2)}
+    waiting = {rank: Condition((Pending(title, 70.0),)) for rank, title in enumerate(("barrier 'a'", "barrier 'b'"))}
+    assert report(waiting, {}, sets, since=30.0).absent == (2,), "it does not even answer"
+    assert report({**waiting, 2: Condition()}, {}, sets, since=30.0).absent == (2,)
+    assert report(waiting, {}, {0: (0, 1)}, since=30.0).absent == (), "each waits for the other"
+
+
+def test_the_longest_wait_comes_first_and_short_ones_not_at_all():
+    conditions = {
+        0: Condition((Pending("allreduce 'a'", 61.0), Pending("allreduce 'b'", 90.0), Pending("allreduce 'c'", 1.0))),
+        1: Condition((Pending("allreduce 'b'", 88.0),)),
+    }
+    found = report(conditions, {}, {0: (0, 1)}, since=30.0)
+    assert [(t.title, t.age, t.missing) for t in found.tensors] == [
+        ("allreduce 'b'", 90.0, ()),
+        ("allreduce 'a'", 61.0, (1,)),
+    ]
+    assert "allreduce 'b': 90 s; all ranks have submitted it, the data does not come through" in str(found)

@@ -1,0 +1,53 @@
+"""Which Store serves the URLs of files that are there already; nothing is reached here."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.data.external.locate import Access, locate
+from sparkhvd.errors import DataError
+from sparkhvd.store import HDFSStore, S3Store
+
+
+@pytest.mark.parametrize(
+    ("urls", "store", "places"),
+    [
+        (["/a/b/train"], "file:///a/b", ["train"]),
+        (["file:///a/b/train", "/a/c/held out"], "file:///a", ["b/train", "c/held out"]),
+        (["dbfs:/a/train/"], "file:///dbfs/a", ["train"]),
+        (["dbfs:/Volumes/c/s/v/train"], "file:///Volumes/c/s/v", ["train"]),
+        (["hdfs://h:1/train"], "hdfs://h:1", ["train"]),
+        (["hdfs:///a/train", "hdfs:///a/val/x.parquet"], "hdfs:///a", ["train", "val/x.parquet"]),
+        (["s3://bucket/train", "s3://bucket/val"], "s3://bucket", ["train", "val"]),
+        (["s3a://bucket/a/train"], "s3://bucket/a", ["train"]),
+        (["memory://x/train"], "memory:///x", ["train"]),
+    ],
+)
+def test_a_store_lies_above_all_urls(urls, store, places):
+    found, inside = locate(urls, Access())
+    assert (found.url, inside) == (store, places)
+
+
+def test_a_relative_path_is_of_this_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found, places = locate(["rows"], Access())
+    assert (found.url, places) == (f"file://{tmp_path}", ["rows"])
+
+
+def test_a_store_of_the_same_kind_gives_its_way_and_any_other_is_told_what_spark_knows():
+    told = []
+    near = S3Store("s3://one/x", storage_options={"key": "k", "secret": "s"})
+    access = Access(near, told=lambda store: told.append(store.url) or store)
+    found, _ = locate(["s3a://two/rows/train"], access)
+    assert (found.url, dict(found.storage_options)) == ("s3://two/rows", {"key": "k", "secret": "s"})
+    assert told == []
+    found, _ = locate(["hdfs://h:1/rows/train"], access)
+    assert isinstance(found, HDFSStore)
+    assert told == ["hdfs://h:1/rows"]
+
+
+def test_files_on_two_file_systems_and_whole_file_systems_are_refused():
+    with pytest.raises(DataError, match="s3://b/train and /val do not lie on one file system"):
+        locate(["s3://b/train", "/val"], Access())
+    with pytest.raises(DataError, match="There is no folder around s3://b/; put"):
+        locate(["s3://b/"], Access())

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sparkhvd.data import ParquetSource, torch_loader
+from sparkhvd.data.external.parquet_files import Wanted, open_existing, selected
+from sparkhvd.data.schema import columns
+from sparkhvd.errors import DataError, SchemaError, StoreError
+from sparkhvd.world import World
+
+
+def table(first, rows):
+    ids = range(first, first + rows)
+    return pa.table(
+        {
+            "id": pa.array(ids, pa.int32()),
+            "x": pa.array([[[float(i), 1.0], [2.0, 3.0]] for i in ids], pa.list_(pa.list_(pa.float32()))),
+            "fixed": pa.array([[i, i + 1] for i in ids], pa.list_(pa.uint8(), 2)),
+            "s": pa.array([{"a": i, "b": {"c": -i}} for i in ids]),
+            "text": pa.array([f"row {i}" for i in ids]).dictionary_encode(),
+            "at": pa.array([datetime.datetime(2024, 1, 1 + i % 9) for i in ids], pa.timestamp("ns")),  # noqa: DTZ001
+            "y": pa.array([i * 0.5 for i in ids]),
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    parquet.write_table(table(0, 5), folder / "part-0.parquet", row_group_size=2)
+    parquet.write_table(table(5, 0), folder / "part-1.parquet")
+    parquet.write_table(table(5, 3), folder / "part-2.parquet")
+    (folder / "_SUCCESS").touch()
+    (folder / ".part-0.crc").write_bytes(b"x")
+    return folder
+
+
+def opened(path, features=("id",), labels=("y",), **options):
+    return open_existing(str(path), feature_cols=features and list(features), label_cols=list(labels), **options)
+
+
+def rows_of(files, split="train"):
+    source = ParquetSource(files.store, files.manifest, split, World(), 3, seed=0, shuffle=False)
+    batches = list(source.epoch(0))
+    return {name: np.concatenate([batch.columns[name] for batch in batches]) for name in files.manifest.schema.names()}
+
+
+def test_files_of_pyarrow_are_read_in_the_order_of_their_names(folder):
+    files = opened(folder, ["id", "x", "fixed", "s", "text", "at"], transformed=True)
+    assert files.manifest.train.block_rows() == (2, 2, 1, 3)
+    assert [column.shape for column in files.manifest.schema.columns] == [(), (2, 2), (2,), (), (), (), (), ()]
+    found = rows_of(files)
+    assert list(found) == ["id", "x", "fixed", "s.a", "s.b.c", "text", "at", "y"]
+    assert found["id"].tolist() == list(range(8))
+    assert found["x"].tolist() == [[[i, 1], [2, 3]] for i in range(8)]
+    assert found["fixed"].tolist() == [[i, i + 1] for i in range(8)]
+    assert found["s.b.c"].tolist() == [-i for i in range(8)]
+    assert found["text"].tolist() == [f"row {i}" for i in range(8)]
+    assert found["at"].dtype == np.dtype("datetime64[ns]")
+    assert {name: found[name].dtype for name in ("id", "x", "fixed", "s.a", "y")} == {
+        "id": np.int32,
+        "x": np.float32,
+        "fixed": np.uint8,
+        "s.a": np.int64,
+        "y": np.float64,
+    }
+
+
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", "delta"),
+        (".hoodie/hoodie.properties", "hudi"),
+        ("metadata/v1.metadata.json", "iceberg"),
+        ("metadata/00001-5c1e.metadata.json", "iceberg"),
+    ],
+)
+def test_a_table_whose_log_says_which_files_count_is_refused(folder, log, kind):
+    (folder / log).parent.mkdir()
+    (folder / log).touch()
+    for open_it in (lambda: opened(folder), lambda: torch_loader(str(folder), 4)):
+        with pytest.raises(DataError, match=rf"is a table of {kind.capitalize()}: .*read\.format\(\"{kind}\"\)"):
+            open_it()
+
+
+def test_a_folder_by_the_name_of_metadata_is_no_table(folder):
+    (folder / "part-0.parquet").rename(folder / "_keep")
+    (folder / "metadata" / "n=1").mkdir(parents=True)
+    (folder / "_keep").rename(folder / "metadata" / "n=1" / "part-0.parquet")
+    assert opened(folder).manifest.train.rows == 5
+
+
+def test_columns_in_the_names_of_folders_are_refused_where_they_are_wanted(tmp_path):
+    for day in (1, 2):
+        (tmp_path / f"day={day}").mkdir()
+        parquet.write_table(table(5 * day, 5), tmp_path / f"day={day}" / "part-0.parquet")
+    message = r"Column 'day' is not in the files of .* but in the names of their folders \(day=\.\.\.\)"
+    for features in (["id", "day"], None):
+        with pytest.raises(SchemaError, match=message):
+            opened(tmp_path, features, transformed=True)
+    assert rows_of(opened(tmp_path))["id"].tolist() == list(range(5, 15))
+    (tmp_path / "day=1").rename(tmp_path / "ID=1")
+    message = r"Column 'id' is in the files of .* and also in the names of their folders \(ID=\.\.\.\)"
+    with pytest.raises(SchemaError, match=message):
+        opened(tmp_path, ["id"])
+
+
+def test_the_first_array_that_is_not_null_shows_the_shape(tmp_path):
+    schema = pa.schema({"a": pa.list_(pa.int32()), "y": pa.float64()})
+    nothing, something = {"a": None, "y": 1.0}, {"a": [1, 2], "y": 2.0}
+    parquet.write_table(pa.Table.from_pylist([nothing] * 20, schema), tmp_path / "0.parquet", row_group_size=7)
+    with pytest.raises(DataError, match="Column 'a' is NULL in all rows, so that its shape is not to be seen"):
+        opened(tmp_path, ["a"], fill={"a": 7})
+    rows = [nothing] * 18 + [something, nothing]
+    parquet.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "1.parquet", row_group_size=3)
+    found = rows_of(opened(tmp_path, ["a"], fill={"a": 7}))["a"]
+    assert found.tolist() == [[7, 7]] * 38 + [[1, 2], [7, 7]]
+    with pytest.raises(DataError, match=r"Column 'a' \(feature\) has 20 NULL values"):
+        opened(tmp_path, ["a"])
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+def test_times_of_any_unit_say_how_to_make_numbers_of_them(tmp_path, unit):
+    at = pa.array([datetime.datetime(2024, 1, 1)], pa.timestamp(unit))  # noqa: DTZ001
+    parquet.write_table(pa.table({"at": at, "y": [1.0]}), tmp_path / "x.parquet")
+    with pytest.raises(SchemaError, match=r"Column 'at' has the type timestamp, .*: turn it into a number first"):
+        opened(tmp_path, ["at"])
+    assert rows_of(opened(tmp_path, ["at"], transformed=True))["at"].dtype == np.dtype(f"datetime64[{unit}]")
+
+
+def test_a_field_of_a_struct_is_a_column_too(folder):
+    files = opened(folder, ["s.b.c", "id"], labels=["s.a"])
+    assert files.manifest.schema.names() == ["s.b.c", "id", "s.a"]
+    assert rows_of(files)["s.b.c"].tolist() == [-i for i in range(8)]
+    assert opened(folder, ["s.b"]).manifest.schema.names() == ["s.b.c", "y"]
+    with pytest.raises(SchemaError, match=r"There is no column 's.x' \(asked for as feature\)"):
+        opened(folder, ["s.x"])
+
+
+def test_one_file_is_read_whatever_its_name_is(folder):
+    files = opened(folder / "part-0.parquet")
+    assert [file.path for file in files.manifest.train.files] == ["part-0.parquet"]
+    assert files.manifest.folder == ""
+    assert rows_of(files)["id"].tolist() == list(range(5))
+
+
+def test_the_folder_of_a_prepared_dataset_is_read_as_what_it_is(store, make_dataset):
+    manifest = make_dataset(((10,), (20,)), validation=((5,),))
+    files = opened(f"{store.root}/{manifest.folder}", ["a.b"], fill={"a.b": 0.5})
+    assert [(column.name, column.role, column.fill) for column in files.manifest.schema.columns] == [
+        ("a.b", "feature", 0.5),
+        ("y", "label", None),
+    ]
+    assert (files.manifest.train.rows, files.manifest.validation.rows) == (30, 5)
+    assert opened(f"{store.root}/{manifest.folder}", None).manifest.schema.names() == ["id", "a.b", "flags", "y"]
+    with pytest.raises(SchemaError, match=r"fill says 'x' for column 'a.b'"):
+        opened(f"{store.root}/{manifest.folder}", ["a.b"], fill={"a.b": "x"})
+    with pytest.raises(DataError, match="There are 30 rows to train on but num_proc is 31"):
+        opened(f"{store.root}/{manifest.folder}", ["a.b"], num_proc=31)
+
+
+def test_one_file_of_pandas_and_one_beside_it_to_validate_on(tmp_path):
+    for name, rows in [("train", 4), ("held_out", 2)]:
+        pd.DataFrame({"x": np.arange(rows, dtype="float32"), "y": [True] * rows}).to_parquet(tmp_path / f"{name}.pq")
+    files = open_existing(
+        str(tmp_path / "train.pq"), (tmp_path / "held_out.pq").as_uri(), feature_cols=None, label_cols=["y"]
+    )
+    assert files.manifest.schema.names() == ["x", "y"]
+    assert rows_of(files)["x"].tolist() == [0, 1, 2, 3]
+    assert rows_of(files, "validation")["y"].tolist() == [True, True]
+
+
+def test_vectors_as_spark_writes_them_are_recognised(tmp_path):
+    vectors = [
+        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0]},
+        {"type": 0, "size": 2, "indices": [1], "values": [3.0]},
+    ]
+    parquet.write_table(pa.table({"v": vectors, "y": [0, 1]}), tmp_path / "v.parquet")
+    swapped = pa.table({"v": pa.array(vectors).cast(VECTOR), "y": [0, 1]})
+    parquet.write_table(swapped, tmp_path / "v.parquet")
+    files = opened(tmp_path / "v.parquet", ["v"])
+    assert files.manifest.schema["v"] == columns_of_vector(files)
+    assert rows_of(files)["v"].tolist() == [[1, 2], [0, 3]]
+
+
+VECTOR = pa.struct(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+
+
+def columns_of_vector(files):
+    found = files.manifest.schema["v"]
+    assert (found.kind, found.shape, found.dtype) == ("vector", (2,), "float64")
+    return found
+
+
+def test_nothing_and_no_parquet_are_said_with_the_path(tmp_path, folder):
+    with pytest.raises(DataError, match=r"There are no Parquet files in file://.*/nowhere; check the path"):
+        opened(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+    (folder / "part-3.csv").write_text("id,y\n1,2\n")
+    with pytest.raises(
+        DataError, match=r"part-3.csv cannot be read as a Parquet file .* is damaged, was cut off, or is"
+    ):
+        opened(folder)
+
+
+def test_a_truncated_file_is_named_before_anything_is_read(folder):
+    content = (folder / "part-2.parquet").read_bytes()
+    (folder / "part-2.parquet").write_bytes(content[:-20])
+    with pytest.raises(DataError, match=r"part-2.parquet cannot be read as a Parquet file"):
+        opened(folder)
+
+
+def test_missing_and_unusable_columns_are_named(folder):
+    with pytest.raises(SchemaError, match=r"There is no column 'idd' .* Did you mean 'id'\? The files have 'id', 'x'"):
+        opened(folder, ["idd"])
+    with pytest.raises(SchemaError, match="Column 'text' has the type string, which cannot be a feature of a model"):
+        opened(folder, ["text"])
+    parquet.write_table(
+        pa.table(
+            {"m": [[("a", 1)]], "y": [1]}, pa.schema([("m", pa.map_(pa.string(), pa.int64())), ("y", pa.int64())])
+        ),
+        folder / "m.parquet",
+    )
+    with pytest.raises(SchemaError, match=r"Column 'm' has the type map<.*cannot be used. Supported are"):
+        opened(folder / "m.parquet", ["m"])
+
+
+def test_files_that_differ_in_a_selected_column_are_refused(folder):
+    other = table(8, 1).drop_columns(["id"])
+    parquet.write_table(other, folder / "part-3.parquet")
+    assert rows_of(opened(folder, ["x"]))["y"].tolist()[-1] == 4.0
+    with pytest.raises(SchemaError, match=r"Column 'id' is int32 in .*part-0.parquet and missing in .*part-3.parquet"):
+        opened(folder)
+
+
+def write(path, **content):
+    parquet.write_table(pa.table(content), path)
+    return path
+
+
+def test_arrays_of_different_lengths_are_refused_from_the_footers(tmp_path):
+    path = write(tmp_path / "p", x=[[1.0, 2.0], [1.0, 2.0, 3.0]], y=[0, 1])
+    with pytest.raises(
+        SchemaError, match=r"has arrays of different lengths in .*: 5 values in 2 rows, where the first"
+    ):
+        opened(path, ["x"])
+    # What the footers cannot tell is told as it is read.
+    files = opened(write(tmp_path / "p", x=[[1.0, 2.0], [1.0], [1.0, 2.0, 3.0]], y=[0, 1, 2]), ["x"])
+    with pytest.raises(DataError, match="arrays of length 1 to 3"):
+        rows_of(files)
+
+
+def test_null_is_refused_or_filled(tmp_path):
+    path = write(tmp_path / "p", x=[1.0, None], a=[[1, 2], None], y=[0, 1])
+    with pytest.raises(DataError, match=r"Column 'x' \(feature\) has 1 NULL values in .*Say what to read there"):
+        opened(path, ["x"])
+    with pytest.raises(DataError, match=r"Column 'a' \(feature\) has 1 NULL"):
+        opened(path, ["a"])
+    found = rows_of(opened(path, ["x", "a"], fill={"x": -1.0, "a": 0}))
+    assert (found["x"].tolist(), found["a"].tolist()) == ([1, -1], [[1, 2], [0, 0]])
+
+
+def test_too_few_rows_are_said_with_both_numbers(tmp_path, folder):
+    with pytest.raises(DataError, match="There are 8 rows to train on but num_proc is 9"):
+        opened(folder, num_proc=9)
+    with pytest.raises(DataError, match="There are no rows to train on in"):
+        opened(write(tmp_path / "p", id=pa.array([], pa.int32()), y=pa.array([], pa.int32())))
+    with pytest.raises(DataError, match="There are no rows to validate on"):
+        open_existing(str(folder), str(folder / "part-1.parquet"), feature_cols=["id"], label_cols=["y"])
+
+
+def test_a_weight_has_to_be_a_number(folder):
+    files = opened(folder, ["x"], weight_col="id")
+    assert [column.name for column in files.manifest.schema.of("weight")] == ["id"]
+    with pytest.raises(SchemaError, match=r"Column 'fixed' is no number; a weight is one number per row"):
+        opened(folder, ["x"], weight_col="fixed")
+
+
+def test_existing_files_are_never_written_to(folder):
+    store = opened(folder).store
+    before = sorted(Path(folder).iterdir())
+    for write_to in (lambda: store.publish("x", b""), lambda: store.delete("x"), lambda: store.open("x", "wb")):
+        with pytest.raises(StoreError, match="are only read; nothing is written there"):
+            write_to()
+    assert sorted(Path(folder).iterdir()) == before
+    assert columns.row_bytes(opened(folder).manifest.schema) == 12
+
+
+def test_ten_thousand_columns_are_opened_and_chosen_in_seconds(tmp_path):
+    names = [f"c{number}" for number in range(10_000)]
+    parquet.write_table(pa.table({name: [0.5] for name in names}), tmp_path / "wide.parquet")
+    start = time.process_time()
+    files = opened(tmp_path, names[1:], labels=names[:1])
+    chosen = selected(files.manifest, Wanted(names[2:], names[:1]))
+    assert time.process_time() - start < 5
+    assert (len(files.manifest.schema.columns), len(chosen.schema.columns)) == (10_000, 9_999)
+
+
+def test_a_column_is_not_taken_for_the_struct_of_another(tmp_path):
+    manifest = opened(write(tmp_path / "p", y=[1.0], **{"a": [1.0], "a.b": [2.0], "s.u": [3.0]}), None).manifest
+    assert selected(manifest, Wanted(["a", "s"], ["y"])).schema.names() == ["a", "s.u", "y"]

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sparkhvd.data.loaders.transformation import transformed
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.errors import DataError
+
+SCHEMA = DataSchema(
+    (
+        ColumnSpec("text", "str", (), "feature", "scalar"),
+        ColumnSpec("v", "float64", (3,), "feature", "vector"),
+        ColumnSpec("y", "int64", (), "label", "scalar"),
+    )
+)
+ROWS = {"text": np.array(["a", "bb"], object), "v": np.zeros((2, 3)), "y": np.array([0, 1])}
+
+
+def lengths(columns):
+    columns["v"] += 1
+    size = np.array([len(text) for text in columns["text"]], "float32")
+    return {"text": np.stack([size, size], axis=1), "v": columns["v"], "y": columns["y"], "more": size}
+
+
+def test_the_columns_are_those_that_the_function_makes():
+    schema, rows = transformed(SCHEMA, lengths, ROWS)
+    text, vector, label = schema.columns
+    assert (text.dtype, text.shape, text.kind, text.depth, text.role) == ("float32", (2,), "array", 1, "feature")
+    assert (vector, label) == SCHEMA.columns[1:], "what is not changed keeps its kind"
+    assert rows["text"].tolist() == [[1, 1], [2, 2]]
+    assert not ROWS["v"].any(), "the function had a copy"
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda c: {"text": c["y"]}, r"returned the columns \['text'\] without 'v', which is a feature column"),
+        (lambda c: {**lengths(c), "y": c["y"][:1]}, r"made shape \[1\] of 2 rows of column 'y'"),
+        (lambda c: c, "left column 'text' as object, which is no number"),
+        (lambda c: c["nothing"], r"raised KeyError: 'nothing'. It was called with text: object\[2\], v: float64"),
+        (lambda c: None, "raised AttributeError"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_the_column(function, message):
+    with pytest.raises(DataError, match=message):
+        transformed(SCHEMA, function, ROWS)

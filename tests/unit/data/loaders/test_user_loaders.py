@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.data import AsyncDataLoaderMixin, BaseDataLoader
+from sparkhvd.data.loaders.user_loaders import LoaderSource
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.errors import DataError, ParamError
+from sparkhvd.estimators.params.params import EstimatorParams
+from tests.ranks import RankGroup
+
+SCHEMA = DataSchema(
+    (ColumnSpec("x", "float64", (2,), "feature", "array"), ColumnSpec("y", "int64", (), "label", "scalar"))
+)
+
+
+class Counted(BaseDataLoader):
+    """Batches of so many rows; their labels name rank, epoch and batch."""
+
+    def __init__(self, sizes, rank=0):
+        self.sizes, self.rank, self.epoch = sizes, rank, -1
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def _iterate(self):
+        for number, rows in enumerate(self.sizes):
+            label = 100 * self.rank + 10 * self.epoch + number
+            yield {"x": np.zeros((rows, 2)), "y": np.full(rows, label), "thread": threading.current_thread().name}
+
+    def _process_batch(self, batch):
+        return {**batch, "x": batch["x"] + 1}
+
+
+class Ahead(AsyncDataLoaderMixin, Counted):
+    pass
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(2) as started:
+        yield started
+
+
+def epochs_of(sizes_of_ranks):
+    rank = session.current().world.rank
+    source = LoaderSource(Counted(sizes_of_ranks[rank], rank), SCHEMA, "train", session.current())
+    found = [
+        [(batch.columns["y"].tolist(), batch.rows, batch.global_rows, batch.columns["x"].sum()) for batch in batches]
+        for batches in (source.epoch(0), source.epoch(1, 1))
+    ]
+    return source.steps(), found
+
+
+def test_ranks_with_other_numbers_of_batches_make_the_same_steps(group):
+    (steps, first), (same, second) = group.run(epochs_of, [[3, 1], [2, 2, 1]])
+    assert (steps, same) == (3, 3)
+    assert first[0] == [([0, 0, 0], 3, 5, 6.0), ([1], 1, 3, 2.0), ([], 0, 1, 0.0)]
+    assert second[0] == [([100, 100], 2, 5, 4.0), ([101, 101], 2, 3, 4.0), ([102], 1, 1, 2.0)]
+    assert first[1] == [([11], 1, 3, 2.0), ([], 0, 1, 0.0)], "another epoch, from a later step"
+
+
+def test_a_thread_loads_ahead_and_ends_with_the_iteration():
+    ahead = iter(Ahead([1] * 5, async_loader_queue_size=2))
+    assert next(ahead)["thread"] == "sparkhvd-loader"
+    ahead.close()
+    assert [batch["y"].tolist() for batch in Ahead([1, 2])] == [[-10], [-9, -9]]
+    assert {batch["thread"] for batch in Ahead([1], async_loader_queue_size=0)} == {"MainThread"}
+
+
+def test_an_error_in_the_thread_is_the_users_to_see():
+    class Broken(Ahead):
+        def _iterate(self):
+            yield {"x": np.zeros((1, 2))}
+            raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        list(Broken([1]))
+
+
+def refused(kind):
+    class Wrong(Counted):
+        def _iterate(self):
+            rows = {"x": np.zeros((2, 2)), "y": np.zeros(2, int)}
+            yield {"short": {**rows, "y": rows["y"][:1]}, "missing": {"x": rows["x"]}}.get(kind, rows)
+            if kind == "more":
+                yield rows
+
+    try:
+        list(LoaderSource(Wrong([] if kind == "none" else [2]), SCHEMA, "train", session.current()).epoch(0))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("none", "loaders have no train batches on any rank"),
+        ("more", "loader gave more than 1 batches in an epoch, although its len() is 1"),
+        ("missing", "gave the columns ['x'] without 'y'"),
+        ("short", "gave columns of different lengths: {'x': 2, 'y': 1}"),
+    ],
+)
+def test_batches_that_cannot_be_trained_on_are_refused(group, kind, message):
+    assert all(message in said for said in group.run(refused, kind))
+
+
+def test_a_data_module_is_given_as_a_class():
+    with pytest.raises(ParamError, match=r"must be a class made from sparkhvd\.data\.DataModule, not an object of it"):
+        EstimatorParams(data_module=Counted([1]))

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from sparkhvd.data.read.prefetch import Ahead
+from sparkhvd.errors import DeadlineExceededError
+
+
+@contextmanager
+def ahead(jobs, *, limit=10, threads=3, timeout=60.0):
+    made = Ahead(jobs, limit=limit, threads=threads, name="test-ahead", timeout=timeout, waiting_for="the next result")
+    try:
+        yield made
+    finally:
+        made.stop()
+        made.join()
+
+
+def results(job, count, size=1):
+    return ((f"{job}.{number}", size) for number in range(count))
+
+
+def test_results_come_in_the_order_of_the_jobs_whoever_is_faster():
+    with ahead([partial(results, job, job % 4) for job in range(50)]) as found:
+        assert list(found) == [f"{job}.{number}" for job in range(50) for number in range(job % 4)]
+
+
+def test_what_waits_is_bounded_by_bytes_and_a_large_result_passes_all_the_same():
+    made, most = [], []
+
+    def job():
+        for number in range(20):
+            made.append(number)
+            yield number, 4
+
+    with ahead([job], limit=10, threads=1) as found:
+        for taken, _ in enumerate(found):
+            most.append(len(made) - taken)
+    assert max(most) <= 4, "more than two results of 4 bytes waited, one was in use and one in the making"
+    with ahead([partial(results, 0, 3, size=100)], limit=10) as found:
+        assert len(list(found)) == 3
+
+
+def test_an_error_comes_where_its_result_would_have_come():
+    def broken():
+        yield "1.0", 1
+        raise RuntimeError("in the second job")
+
+    with ahead([partial(results, 0, 2), broken, partial(results, 2, 2)]) as found:
+        taken = iter(found)
+        assert [next(taken) for _ in range(3)] == ["0.0", "0.1", "1.0"]
+        with pytest.raises(RuntimeError, match="in the second job"):
+            next(taken)
+
+
+def test_a_job_list_that_fails_is_an_error_too():
+    def jobs():
+        yield partial(results, 0, 1)
+        raise RuntimeError("no more jobs")
+
+    with ahead(jobs()) as found, pytest.raises(RuntimeError, match="no more jobs"):
+        list(found)
+
+
+def test_waiting_ends_at_its_deadline_and_says_for_what():
+    never = threading.Event()
+
+    def job():
+        never.wait(60)
+        yield 1, 1
+
+    with ahead([job], timeout=0.05) as found:
+        with pytest.raises(DeadlineExceededError, match="for the next result"):
+            next(iter(found))
+        never.set()
+
+
+def test_stopping_ends_threads_that_wait_for_room():
+    with ahead([partial(results, job, 100, size=5) for job in range(10)], limit=10) as found:
+        next(iter(found))
+    assert [thread for thread in threading.enumerate() if thread.name == "test-ahead"] == []

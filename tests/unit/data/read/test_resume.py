@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sparkhvd.data.read.batches import Batch
+from sparkhvd.data.read.plan import Plan
+from sparkhvd.data.read.resume import RestOfEpoch
+from sparkhvd.data.read.shards import SharedBlocks
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.world import World
+
+SCHEMA = DataSchema((ColumnSpec("row", "int64", (), "feature", "scalar"),))
+
+
+class Rows:
+    """What ``RowSource`` does, from the plan alone: rows are their ids."""
+
+    schema = SCHEMA
+
+    def __init__(self, plan, rank):
+        self.plan, self.rank = plan, rank
+
+    def steps(self):
+        return self.plan.steps()
+
+    def rows(self):
+        return self.plan.total_rows
+
+    def epoch(self, number, first_step=0):
+        for step, batch in enumerate(self.plan.global_batches(number)):
+            if step >= first_step:
+                together = sum(map(len, batch))
+                yield Batch({"row": batch[self.rank]}, len(batch[self.rank]), together)
+
+
+def plan(size, batch, *, shuffle=True, steps=None):
+    return Plan(SharedBlocks((40, 7, 25, 31), size), batch, 3, shuffle, 16, steps)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (1, 4), (4, 1), (2, 2), (7, 5)])
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_every_row_of_a_begun_epoch_comes_once_at_another_number_of_ranks(old, new, done, shuffle):
+    before, after = plan(old, 4, shuffle=shuffle), plan(new, 8, shuffle=shuffle)
+    seen = Counter(
+        row for step, batch in enumerate(before.global_batches(2)) if step < done for row in np.hstack(batch)
+    )
+    ranks = [list(rest_of(before, after, rank, new, done).epoch(2)) for rank in range(new)]
+    assert {len(batches) for batches in ranks} == {rest_of(before, after, 0, new, done).steps_left()}
+    for step in zip(*ranks, strict=True):
+        assert {batch.global_rows for batch in step} == {sum(batch.rows for batch in step)}
+        assert all(len(batch.columns["row"]) == batch.rows <= 4 for batch in step)
+        assert sum(batch.rows for batch in step) > 0
+        seen.update(row for batch in step for row in batch.columns["row"])
+    assert seen == Counter(range(103))
+
+
+def rest_of(before, after, rank, new, done):
+    return RestOfEpoch(Rows(after, rank), 2, done, lambda old: Rows(before, old), before, World(rank=rank, size=new))
+
+
+def test_a_later_step_and_other_epochs_are_as_ever():
+    before, after = plan(2, 4), plan(3, 8)
+    rest = rest_of(before, after, 1, 3, 5)
+    whole, later = list(rest.epoch(2)), list(rest.epoch(2, 2))
+    assert [batch.columns["row"].tolist() for batch in whole[2:]] == [b.columns["row"].tolist() for b in later]
+    mine = [batch.columns["row"].tolist() for batch in Rows(after, 1).epoch(3)]
+    assert [batch.columns["row"].tolist() for batch in rest.epoch(3)] == mine
+    assert (rest.steps(), rest.rows(), rest.schema) == (after.steps(), 103, SCHEMA)
+
+
+def test_an_epoch_of_several_passes_is_continued_too():
+    before, after = plan(2, 10, steps=15), plan(3, 10, steps=15)
+    everything = Counter(int(row) for batch in before.global_batches(2) for row in np.hstack(batch))
+    done = Counter(
+        int(row) for step, batch in enumerate(before.global_batches(2)) if step < 8 for row in np.hstack(batch)
+    )
+    found = Counter(
+        int(row)
+        for rank in range(3)
+        for batch in rest_of(before, after, rank, 3, 8).epoch(2)
+        for row in batch.columns["row"]
+    )
+    assert done + found == everything

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from sparkhvd.config import given_rows, given_rows_variable, local_folders
+from sparkhvd.data.read.blocks import ArrowBlocks
+from sparkhvd.data.read.shards import Piece
+from sparkhvd.data.read.spool import Spool
+from sparkhvd.errors import StoreError
+
+
+def batch(values, parts=None):
+    columns = {"x": pa.array(values, pa.int64())}
+    if parts is not None:
+        columns["part"] = pa.array(parts)
+    return pa.RecordBatch.from_pydict(columns)
+
+
+@pytest.fixture
+def spool(tmp_path):
+    made = Spool([str(tmp_path)], by="part", otherwise="train")
+    yield made
+    made.close()
+
+
+def test_rows_go_into_one_file_per_value_and_keep_their_order(spool):
+    spool.write(batch([1, 2, 3], ["train", "validation", "train"]))
+    spool.write(batch([4], ["validation"]))
+    spool.write(batch([]))
+    found = {part: ArrowBlocks(path, part) for part, path in spool.finish().items()}
+    rows = {
+        part: [blocks.whole(n).column("x").to_pylist() for n in range(blocks.count)] for part, blocks in found.items()
+    }
+    assert rows == {"train": [[1, 3]], "validation": [[2], [4]]}
+    assert found["train"].whole(0).schema.names == ["x"]
+
+
+def test_rows_without_the_column_go_where_they_are_told(spool):
+    spool.write(batch([1, 2]))
+    (path,) = spool.finish().values()
+    (piece,) = ArrowBlocks(path, "here").batches(Piece(0, 1, 2))
+    assert piece.column("x").to_pylist() == [2]
+
+
+def test_the_files_have_no_name_and_are_mapped_by_other_processes(spool, tmp_path):
+    spool.write(batch(list(range(1000))))
+    paths = spool.finish()
+    assert list(tmp_path.iterdir()) == []
+    script = "import sys, pyarrow as pa; print(pa.ipc.open_file(pa.memory_map(sys.argv[1])).read_all().num_rows)"
+    done = subprocess.run([sys.executable, "-c", script, paths["train"]], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1000"
+
+
+def test_a_spool_without_rows_has_no_files(spool):
+    assert spool.finish() == {}
+
+
+def test_the_first_folder_that_takes_a_file_is_used(tmp_path):
+    spool = Spool(["/does/not/exist", str(tmp_path)], by="part", otherwise="train")
+    spool.write(batch([1]))
+    assert list(spool.finish()) == ["train"]
+    spool.close()
+
+
+def test_folders_that_take_no_file_are_named():
+    spool = Spool(["/does/not/exist"], by="part", otherwise="train")
+    with pytest.raises(StoreError, match=r"could not put its rows on the local disk \(/does/not/exist\): No such file"):
+        spool.write(batch([1]))
+
+
+def test_a_full_disk_is_an_error_that_says_so(tmp_path):
+    """A limit of the file size is what a test can have of it: the kernel refuses to write in the same place."""
+
+    spool = Spool([str(tmp_path)], by="part", otherwise="train")
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1][1]))
+    try:
+        with pytest.raises(StoreError, match=r"could not put its rows on the local disk .*data='store'"):
+            spool.write(batch(list(range(100_000))))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
+        signal.signal(signal.SIGXFSZ, before[0])
+        spool.close()
+
+
+def test_the_way_to_the_files_travels_in_a_variable(monkeypatch):
+    assert given_rows() == {}
+    assert given_rows_variable({}) == ()
+    for name, value in given_rows_variable({"train": "/proc/1/fd/2"}):
+        monkeypatch.setenv(name, value)
+    assert given_rows() == {"train": "/proc/1/fd/2"}
+
+
+def test_sparks_local_folders_come_before_the_one_for_temporary_files(monkeypatch):
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", "/one,/two")
+    assert local_folders() == ("/one", "/two", os.environ["TMPDIR"])
+    assert Path(local_folders()[-1]).is_dir()

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sparkhvd.driver.spark.encryption import readable_secret
+
+CLUSTER = {"spark.master": "spark://one:7077"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "readable"),
+    [
+        ({"spark.master": "local[2]"}, False),
+        ({"spark.master": "local"}, False),
+        ({"spark.master": "local-cluster[2,1,1024]"}, True),
+        ({}, True),  # as a client of Spark Connect may see it
+        (CLUSTER, True),
+        ({**CLUSTER, "spark.network.crypto.enabled": "true"}, True),  # has no effect without spark.authenticate
+        ({**CLUSTER, "spark.network.crypto.enabled": "true", "spark.authenticate": "true"}, False),
+        ({**CLUSTER, "spark.ssl.rpc.enabled": "true"}, False),
+        ({**CLUSTER, "spark.ssl.enabled": "true"}, True),
+    ],
+)
+def test_the_secret_is_as_safe_as_what_spark_sends(settings, readable):
+    said = readable_secret(SimpleNamespace(conf=settings))
+    assert bool(said) is readable
+    assert not readable or "set spark.authenticate and spark.network.crypto.enabled" in said

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.driver.spark.job_failures import spark_failure
+from sparkhvd.rpc.messages import Attending
+
+ABORTED = (
+    "org.apache.spark.SparkException: Job aborted due to stage failure: ShuffleMapStage 12 (x at y.py:9) has failed "
+    "the maximum allowable number of times: 4. Most recent failure reason: Stage failed because barrier task "
+    "ShuffleMapTask(12, 1) finished unsuccessfully.\n"
+)
+LAST = "It was the last of 4 attempts.\n\nSpark says: org.apache"
+
+
+def test_an_executor_without_sparkhvd_gets_its_own_sentence():
+    assert "install it on every node" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y"))
+    assert "not this version" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd.task.entry'\n\tat org.y"))
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "ExecutorLostFailure (executor 6 exited caused by one of the running tasks) Reason: Ended with 137",
+            "executor 6 on host node-6, which ran task 1, was lost (Ended with 137). Its log says more.",
+        ),
+        (
+            "ExecutorLostFailure (executor 6 exited unrelated to the running tasks) Reason: Lost.\n\tat org.y",
+            "executor 6 on host node-6, which ran task 1, was lost (Lost). Its log says more.",
+        ),
+        (
+            "PythonException: Thrown: Traceback (most recent call last):\n  File a\nsparkhvd.errors.E: no luck.\n SQL",
+            "task 1 failed with sparkhvd.errors.E: no luck.",
+        ),
+        (
+            "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed). Consider",
+            "the Python worker of task 1 was killed or crashed; on a host that is short of memory the kernel kills it.",
+        ),
+    ],
+)
+def test_the_cause_comes_before_what_spark_says(said, cause):
+    failure = spark_failure(RuntimeError(ABORTED + said), lambda executor: f"node-{executor}")
+    assert failure.startswith(f"Spark gave the job up: {cause} {LAST}")
+    assert "\tat org.y" not in failure
+
+
+def test_a_task_is_named_with_its_host():
+    said = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
+    failure = spark_failure(said, task_hosts={0: "node-a", 1: "node-b"})
+    assert failure.startswith("Spark gave the job up: the Python worker of task 1 on host node-b was killed or crashed")
+    raised = RuntimeError(f"{ABORTED}Traceback (most recent call last):\n  File a\nValueError: no luck\n SQL")
+    failure = spark_failure(raised, task_hosts={1: "node-b"})
+    assert failure.startswith("Spark gave the job up: task 1 on host node-b failed with ValueError: no luck.")
+
+
+def test_a_task_is_named_with_its_rank_and_how_far_it_was_where_it_has_said_that():
+    said = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
+    failure = spark_failure(said, tasks={1: Attending(1, 3, "node-b", 9, "in fn")})
+    assert failure.startswith("Spark gave the job up: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")
+    for tasks in ({}, {1: Attending(1, -1, "node-b", 9)}):
+        early = spark_failure(said, tasks=tasks)
+        assert early.startswith(
+            "Spark gave the job up: executor 2, which ran task 1 (before its rank was assigned), was"
+        )
+    crashed = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
+    failure = spark_failure(crashed, task_hosts={1: "node-b"}, tasks={})
+    assert "the Python worker of task 1 on host node-b (before its rank was assigned) was killed or crashed" in failure
+
+
+def test_too_few_slots_are_told_with_what_to_change():
+    said = "[SPARK-24819]: Barrier execution mode does not allow run a barrier stage that requires more slots than"
+    failure = spark_failure(RuntimeError(said))
+    assert failure.startswith("Spark gave the job up: the cluster has fewer slots than this job has ranks, with the ")
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("[SPARK_JOB_CANCELLED] Job 3 cancelled part of cancelled job tags mine SQLSTATE: XXKDA", "Job 3 can"),
+        ("x: [OPERATION_CANCELED] Operation has been canceled. SQLSTATE: HY008", "Operation has been canceled"),
+    ],
+)
+def test_who_cancels_a_job_is_told_so(said, cause):
+    failure = spark_failure(RuntimeError(f"An error occurred.\n{said}\n\tat org.y"))
+    assert failure.startswith(f"Spark gave the job up: it was cancelled ({cause}")
+    assert failure.splitlines()[0].endswith(").")
+
+
+def test_an_executor_whose_host_is_not_known_is_named_alone():
+    failure = spark_failure(RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone"))
+    assert failure.startswith("Spark gave the job up: executor 2, which ran task 1, was lost (gone).")
+
+
+def test_what_is_not_known_of_spark_is_passed_on():
+    failure = spark_failure(RuntimeError("cause\n\tat org.y"))
+    assert failure == "Spark gave the job up; no rank reported a failure of its own. Spark says: cause"
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
+def test_the_end_of_spark_is_not_an_error_of_a_socket(error):
+    failure = spark_failure(error)
+    assert failure.startswith("Spark has ended: the JVM beside this driver does not answer any more (")
+    assert "make a new one" in failure

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.driver.spark import slots
+from sparkhvd.driver.spark.slots import Cluster, fixed_slots, reserve
+from sparkhvd.errors import SlotsError
+
+
+def cluster(master: str, *counts: int, task_cpus: int = 1) -> Cluster:
+    """A cluster that reports one count after the other, then the last for good."""
+    series = itertools.chain(counts, itertools.repeat(counts[-1] if counts else 0))
+    return Cluster(master, task_cpus, lambda _: next(series))
+
+
+def soon() -> Deadline:
+    return Deadline.after(30.0)
+
+
+@pytest.mark.parametrize(
+    ("master", "task_cpus", "slots_there"),
+    [
+        ("local", 1, 5),
+        ("local[*]", 1, 5),
+        ("local[5,3]", 1, 5),
+        ("local-cluster[2,3,1024]", 1, 6),
+        ("local-cluster[2, 3, 1024]", 2, 2),
+        ("spark://host:7077", 1, None),
+        ("yarn", 1, None),
+        ("k8s://https://host", 1, None),
+        ("connect", 1, None),
+    ],
+)
+def test_the_size_of_fixed_masters_is_known(master, task_cpus, slots_there):
+    assert fixed_slots(cluster(master, 5, task_cpus=task_cpus), Deadline.after(1.0)) == slots_there
+
+
+def test_too_few_local_slots_fail_at_once_with_both_numbers_and_the_setting():
+    with pytest.raises(SlotsError) as caught:
+        reserve(cluster("local[2]", 2), 3, soon())
+    assert str(caught.value) == (
+        "num_proc=3 ranks were asked for, but the cluster has 2 slots (master local[2], spark.task.cpus=1). "
+        "Start the session with master local[3], or ask for fewer ranks."
+    )
+
+
+def test_too_few_slots_of_a_local_cluster_fail_before_its_executors_are_there():
+    with pytest.raises(SlotsError, match=r"num_proc=3 .* has 2 slots .*local-cluster\[3,1,1024\]"):
+        reserve(cluster("local-cluster[2,1,1024]", 0), 3, soon())
+
+
+def test_executors_that_register_late_are_waited_for():
+    assert reserve(cluster("spark://host:7077", 0, 1, 3), 3, soon()) == 3
+    assert reserve(cluster("local-cluster[2,1,1024]", 0, 1, 2), None, soon()) == 2
+
+
+def test_too_few_slots_elsewhere_fail_after_the_settle_time_that_the_deadline_bounds():
+    with pytest.raises(SlotsError, match=r"num_proc=4 .* has 2 slots after waiting 0 s .*spark.cores.max"):
+        reserve(cluster("spark://host:7077", 2), 4, Deadline.after(0.3))
+    with pytest.raises(SlotsError, match=r"spark.executor.instances"):
+        reserve(cluster("yarn", 0), None, Deadline.after(0.1))
+
+
+def test_all_slots_are_taken_once_their_number_stands_still(monkeypatch):
+    monkeypatch.setattr(slots, "_STILL_SECONDS", 0.5)
+    assert reserve(cluster("spark://host:7077", 0, 2, 2, 4), None, soon()) == 4
+    assert reserve(cluster("local[2]", 2), None, soon()) == 2

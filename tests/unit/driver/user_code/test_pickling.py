@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import functools
+import importlib
+import linecache
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from sparkhvd.driver.user_code.importable import importable_by, importable_here, importable_nowhere
+from sparkhvd.driver.user_code.pickling import dumps
+from sparkhvd.driver.user_code.user_modules import import_graph, sent_by_value, user_module
+from sparkhvd.errors import ParamError
+
+PROJECT = {
+    "ours/__init__.py": "",
+    "ours/deep.py": """
+import enum, functools
+class Mode(enum.Enum):
+    TIMES = 1
+class Missing:
+    pass
+MISSING = Missing()
+@functools.lru_cache(maxsize=3)
+def cached(x):
+    return x
+""",
+    "ours/late.py": """
+from . import deep
+from .deep import Mode
+def is_times(mode):
+    return mode is Mode.TIMES and deep.cached(7) == 7
+""",
+    "ours/model.py": """
+from . import deep
+from .deep import MISSING, Mode
+class Scale:
+    factor = 1
+    def __init__(self):
+        self.mode, self.bias = Mode.TIMES, MISSING
+    def __call__(self, x):
+        from .late import is_times
+        import ours.late
+        known = [is_times(self.mode), ours.late.is_times(self.mode), self.bias is deep.MISSING, self.bias is MISSING,
+                 isinstance(self, Scale), self.mode is deep.Mode.TIMES]
+        return x * self.factor if all(known) else known
+def predicted(scale, x):
+    return scale(x) if isinstance(scale, Scale) and scale.bias is MISSING else "another class"
+""",
+}
+
+IMPORT_LOCATE = "import sys; from sparkhvd.task.user_code.importable import locate"
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project of the user's on this process's import path: its module with the model."""
+    for name, content in PROJECT.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("ours.model")
+    for name in [name for name in sys.modules if name.partition(".")[0] in {"ours", "script", "fast"}]:
+        del sys.modules[name]
+
+
+def elsewhere(program: str, *contents: bytes, path: Path | None = None) -> str:
+    """What a process prints that has opened some pickles as ``opened``."""
+    opening = "import pickle, sys; opened = [pickle.load(sys.stdin.buffer) for _ in range(int(sys.argv[1]))]; "
+    command = [sys.executable, "-c", opening + program, str(len(contents))]
+    environment = {"PYTHONPATH": ":".join([str(Path(__file__).parents[3]), *([str(path)] if path else [])])}
+    found = subprocess.run(
+        command, input=b"".join(contents), capture_output=True, timeout=60, check=False, env=environment, cwd="/"
+    )
+    assert found.returncode == 0, found.stderr.decode()
+    return found.stdout.decode().strip()
+
+
+def test_code_that_others_cannot_import_travels_whole_and_keeps_its_classes(project):
+    content = dumps((project.Scale(), project.predicted), importable_nowhere)
+    assert elsewhere("print(opened[0][1](opened[0][0], 21))", content) == "21"
+
+
+def test_pickles_of_one_process_agree_wherever_they_are_opened(project):
+    model, function = dumps(project.Scale(), importable_nowhere), dumps(project.predicted, importable_nowhere)
+    assert elsewhere("print(opened[1](opened[0], 21))", model, function) == "21"
+
+
+def test_code_that_was_sent_can_be_sent_on(project):
+    imports = "from sparkhvd.driver.user_code.pickling import dumps"
+    again = f"{imports}; sys.stdout.write(dumps(opened[0]).hex()); sys.stdout.flush()"
+    model = bytes.fromhex(elsewhere(again, dumps(project.Scale(), importable_nowhere)))
+    assert elsewhere("print(opened[1](opened[0], 21))", model, dumps(project.predicted, importable_nowhere)) == "21"
+    assert isinstance(cloudpickle.loads(model), project.Scale), "it is the class of the driver again"
+
+
+def test_pickles_of_two_processes_with_the_same_code_agree(project, tmp_path):
+    other = (
+        "from ours.model import Scale; from sparkhvd.driver.user_code.pickling import dumps; "
+        "from sparkhvd.driver.user_code.importable import importable_nowhere; "
+        "sys.stdout.write(dumps(Scale(), importable_nowhere).hex())"
+    )
+    model = bytes.fromhex(elsewhere(other, path=tmp_path))
+    function = dumps(project.predicted, importable_nowhere)
+    assert elsewhere("print(opened[1](opened[0], 21))", model, function) == "21"
+    assert cloudpickle.loads(function)(cloudpickle.loads(model), 21) == 21, "here too"
+
+
+def test_code_that_others_can_import_travels_by_name(project, tmp_path):
+    content = dumps((project.Scale(), project.predicted), importable_here)
+    assert len(content) < 400
+    assert elsewhere("print(opened[0][1](opened[0][0], 21))", content, path=tmp_path) == "21"
+
+
+def test_a_class_keeps_the_globals_of_its_module_where_it_is_defined(project):
+    method = project.Scale.__call__
+    copied = cloudpickle.loads(dumps(project.Scale(), importable_nowhere))
+    assert type(copied) is project.Scale
+    assert project.Scale.__call__ is method
+    project.Scale.factor = 2
+    assert elsewhere("print(opened[0](21))", dumps(copied, importable_nowhere)) == "42", "as it is now"
+
+
+def test_a_function_that_imports_a_module_when_it_is_called_brings_it(project, tmp_path):
+    (tmp_path / "script.py").write_text("def late():\n    from ours.late import is_times as known\n    return known(0)")
+    script = importlib.import_module("script")
+    assert elsewhere("print(opened[0]())", dumps(script.late, importable_nowhere)) == "False"
+
+
+def test_what_imports_a_module_that_must_be_sent_is_sent_too(project, tmp_path):
+    (tmp_path / "script.py").write_text("import ours.model\ndef late():\n    import ours.late")
+    importlib.import_module("script")
+    graph = import_graph(["script"])
+    imports = {name: needed for name, (_, needed) in graph.items()}
+    assert set(imports) == {"script", "ours", "ours.model", "ours.deep", "ours.late"}
+    assert sent_by_value(imports, set(imports)) == set()
+    assert sent_by_value(imports, set(imports) - {"script"}) == {"script"}
+    assert sent_by_value(imports, set(imports) - {"ours.deep"}) == {"script", "ours.model", "ours.deep", "ours.late"}
+
+
+def test_a_module_with_another_content_is_not_the_same(project, tmp_path):
+    deep = user_module("ours.deep")
+    assert importable_here({deep.name: deep.digest}) == {"ours.deep"}
+    assert importable_here({deep.name: "other", "ours.nowhere": deep.digest}) == set()
+
+
+def test_a_compiled_module_that_others_cannot_import_is_refused(project, tmp_path):
+    import math  # noqa: PLC0415
+
+    from sparkhvd import _core  # noqa: PLC0415, TID251 - any compiled module
+
+    target = tmp_path / Path(_core.__file__).name.replace("_core", "fast")
+    target.write_bytes(b"")
+    fast = type(math)("fast")
+    fast.__file__, fast.Kind = str(target), type("Kind", (), {"__module__": "fast"})
+    sys.modules["fast"] = fast
+    with pytest.raises(ParamError, match=r"The compiled module 'fast' .* cannot be sent .*--py-files"):
+        dumps(fast.Kind, importable_nowhere)
+
+
+def test_the_table_of_modules_is_as_before_afterwards(project):
+    before = cloudpickle.list_registry_pickle_by_value()
+    with pytest.raises(TypeError, match="pickle"):
+        dumps((project.Scale, sys.stdout), importable_nowhere)
+    assert cloudpickle.list_registry_pickle_by_value() == before
+
+
+def test_code_of_installed_packages_travels_by_name_only():
+    assert len(dumps([subprocess.run, functools.partial], importable_nowhere)) < 100
+
+
+def test_modules_of_nested_namespace_packages_are_found_without_importing_them(tmp_path):
+    folder = tmp_path / "outer" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "leaf.py").write_text("VALUE = 1\n")
+    look = "print(locate('outer.inner.leaf').origin, locate('outer.inner.no'))"
+    command = [sys.executable, "-c", f"{IMPORT_LOCATE}; sys.path.insert(0, {str(tmp_path)!r}); {look}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == [str(folder / "leaf.py"), "None"]
+
+
+NOTEBOOK = """
+import functools
+from sparkhvd.driver.user_code.importable import importable_nowhere
+from sparkhvd.driver.user_code.pickling import dumps
+CELL = '''
+class Scale:
+    def __call__(self, x):
+        return x * {factor}
+scale = Scale()
+@functools.lru_cache
+def shift(x):
+    return x + {factor}
+class Kept:
+    @functools.cached_property
+    def factor(self):
+        return {factor}
+def scaled(x):
+    return scale(x), shift(x), Kept().factor
+'''
+for factor in (2, 3):
+    exec(CELL.format(factor=factor))
+    print(dumps(scaled, importable_nowhere).hex())
+"""
+
+
+def test_what_a_notebook_defines_again_replaces_what_a_worker_has_opened_before():
+    command = [sys.executable, "-c", NOTEBOOK]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    contents = map(bytes.fromhex, printed.split())
+    assert elsewhere("print(*(function(10) for function in opened))", *contents) == "(20, 12, 2) (30, 13, 3)"
+
+
+def test_a_function_with_hundreds_of_names_may_import_modules():
+    space = {"__name__": "__main__"}
+    names = "".join(f"    name_{number}.attribute\n" for number in range(300))
+    exec(f"def large():\n    import json\n    return json.dumps(1)\n{names}    import decimal\n", space)
+    assert cloudpickle.loads(dumps(space["large"], importable_nowhere))() == "1"
+
+
+def test_dataclasses_keep_their_marks_of_missing_values(project, tmp_path):
+    (tmp_path / "script.py").write_text("from dataclasses import *\n@dataclass\nclass Options:\n    size: int\n")
+    content = dumps(importlib.import_module("script").Options, importable_nowhere)
+    program = "import dataclasses; print(dataclasses.fields(opened[0])[0].default is dataclasses.MISSING)"
+    assert elsewhere(program, content) == "True"
+
+
+def test_a_module_of_the_users_may_have_the_name_of_one_of_pythons(tmp_path, monkeypatch):
+    assert user_module("cmd") is None
+    (tmp_path / "cmd.py").write_text("def doubled(x):\n    return 2 * x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "cmd", None)
+    del sys.modules["cmd"]
+    content = dumps(importlib.import_module("cmd").doubled, importable_nowhere)
+    assert elsewhere("print(opened[0](3))", content) == "6"
+
+
+def test_a_module_that_changed_in_a_session_is_sent_as_processes_there_may_have_it_as_it_was():
+    known = {("a", "1"): True, ("b", "1"): False, ("c", "1"): True}
+    assert importable_by(known, {"a": "1", "b": "1", "c": "1"}) == {"a", "c"}
+    known |= {("a", "2"): True, ("b", "2"): True}
+    assert importable_by(known, {"a": "2", "b": "2", "c": "1"}) == {"b", "c"}
+
+
+_CELL = """password = "swordfish"
+
+def divides(x):
+    def inner():
+        return x / 0  # in the cell
+    return inner()
+salt = "pepper"
+"""
+
+
+def test_a_traceback_elsewhere_shows_the_source_of_a_notebook_cell_and_only_the_functions_lines_are_sent(tmp_path):
+    cell = f"<cell of {tmp_path.name}>"
+    linecache.cache[cell] = (len(_CELL), None, _CELL.splitlines(keepends=True), cell)
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(_CELL, cell, "exec"), names)
+    try:
+        content = dumps(names["divides"], importable_nowhere)
+    finally:
+        del linecache.cache[cell]
+    assert b"swordfish" not in content
+    assert b"pepper" not in content
+    (tmp_path / "function").write_bytes(content)
+    program = (
+        "import cloudpickle, sys, traceback; f = cloudpickle.load(open(sys.argv[1], 'rb'))\n"
+        "try: f(1)\nexcept ZeroDivisionError: traceback.print_exc()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "function")], capture_output=True, text=True, check=False
+    )
+    assert "in divides\n    return inner()\n" in ended.stderr
+    assert "return x / 0  # in the cell" in ended.stderr
+    assert "line 6, in divides" in ended.stderr

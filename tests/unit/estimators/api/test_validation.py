@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparkhvd import LightningEstimator
+from sparkhvd.data import DataModule
+from sparkhvd.errors import ConfigError, ParamError
+from sparkhvd.estimators.api.estimator import _loader_of_rows, _train_spec
+from sparkhvd.estimators.api.validation import cache_of, check, check_watched
+from sparkhvd.estimators.params.backend import SparkBackend, check_backend
+from sparkhvd.estimators.params.params import EstimatorParams
+from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
+from sparkhvd.estimators.torch import TorchEstimator
+from sparkhvd.store import LocalStore
+from tests.unit.estimators.arrays import schema
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("shuffle_buffer_size", 5, "shuffle_buffer_size has no meaning in TorchEstimator: rows are shuffled within"),
+        ("reader_pool_type", "dummy", "reader_pool_type has no meaning in TorchEstimator: rows are always decoded by"),
+        ("continuous_cols", ["a"], "it was for NVTabular's loaders"),
+    ],
+)
+def test_a_parameter_of_horovods_without_a_meaning_says_why(name, value, message):
+    with pytest.raises(ParamError, match=message):
+        TorchEstimator(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "accessor", "message"),
+    [
+        (TorchEstimator, "getReaderPoolType", "reader_pool_type has no meaning in TorchEstimator: rows are always"),
+        (TorchEstimator, "setNumGPUs", "'TorchEstimator' object has no attribute 'setNumGPUs'"),
+        (TorchEstimator, "setNumProcs", "'TorchEstimator' object has no attribute 'setNumProcs'"),
+    ],
+)
+def test_its_getter_says_so_too(kind, accessor, message):
+    assert not hasattr(kind(), accessor)
+    with pytest.raises(AttributeError, match=message):
+        getattr(kind(), accessor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setter", "message"),
+    [
+        (TorchEstimator, "setShufflingBufferSize", "shuffling_buffer_size has no meaning in TorchEstimator: rows are"),
+        (LightningEstimator, "setNumGPUs", "num_gpus has no meaning in LightningEstimator: a rank trains on one GPU"),
+        (LightningEstimator, "setProfiler", "profiler has no meaning in LightningEstimator: the Trainer's"),
+    ],
+)
+def test_its_setter_takes_none_for_the_default_and_says_so_for_any_other_value(kind, setter, message):
+    estimator = kind()
+    assert getattr(estimator, setter)(None) is estimator
+    with pytest.raises(ParamError, match=message):
+        getattr(estimator, setter)(5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"run_id": "mine"}, r"run_id='mine' names a run .* this one keeps no runs.* save_runs=True, or leave run_id"),
+        ({"resume": "auto"}, "resume='auto' finds its run in a Store, but this one keeps no runs"),
+        ({"checkpoints": Checkpoints(every_steps=2)}, "keeps states of the run in a Store, but this one keeps no runs"),
+    ],
+)
+def test_what_goes_on_from_a_run_is_refused_where_the_store_keeps_none(given, message, tmp_path):
+    store = LocalStore(str(tmp_path), save_runs=False)
+    check(TorchEstimator(store=store, data="store").values())
+    with pytest.raises(ParamError, match=message):
+        check(TorchEstimator(store=store, **given).values())
+
+
+@pytest.mark.parametrize("name", ["output_cols", "output_types"])
+def test_outputs_are_as_many_as_labels(name):
+    params = TorchEstimator(label_cols=["a", "b"], **{name: ["label"]}).values()
+    with pytest.raises(ParamError, match=rf"{name} has 1 entries \['label'\] but label_cols has 2: \['a', 'b'\]"):
+        check(params)
+
+
+def test_the_odd_names_of_horovods_setters_are_there():
+    estimator = TorchEstimator().setTrainReaderNumWorker(3).setValReaderNumWorker(4).setInMemoryCacheAll(True)
+    assert (estimator.getTrainReaderNumWorkers(), estimator.getValReaderNumWorker()) == (3, 4)
+    assert estimator.getInmemoryCacheAll() is estimator.getInMemoryCacheAll() is True
+    assert estimator.setUseGpu(False).setMpStartMethod("spawn").setBackendEnv({"A": None}).getBackendEnv() == {
+        "A": None
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "backend",
+            "slurm",
+            r"backend='slurm' must be one of 'auto', 'barrier', 'mpi', 'local', or an object with run",
+        ),
+        ("backend", object(), "or an object with run"),
+        ("backend_env", {"A": 1}, "backend_env must be a dict from names of environment variables to strings"),
+        (
+            "mp_start_method",
+            "thread",
+            "mp_start_method='thread' does not exist; there are 'fork', 'spawn', 'forkserver'",
+        ),
+        ("transformation_fn", 3, "transformation_fn=3 must be a function"),
+        ("reader", "csv", "reader='csv' does not exist; there are 'native', 'petastorm'"),
+        ("early_stopping", "val_loss", r"early_stopping='val_loss' must be a EarlyStopping, such as EarlyStopping\("),
+        ("data", "both", "data='both' does not exist; there are 'auto', 'direct', 'store'"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message):
+    with pytest.raises(ParamError, match=message):
+        EstimatorParams(**{name: value})
+
+
+def test_an_object_with_run_and_num_processes_is_a_backend():
+    class Own:
+        def num_processes(self):
+            return 3
+
+        def run(self, fn, args=(), kwargs=None, env=None):
+            return [fn(*args)]
+
+    own = Own()
+    assert EstimatorParams(backend=own).getBackend() is own
+    assert EstimatorParams(backend=SparkBackend(3)).getBackend().num_processes() == 3
+    with pytest.raises(ParamError, match=r"^backend=Own\(\.\.\.\) cannot give the rows of a DataFrame to the ranks"):
+        check_backend({"backend": own, "num_proc": None, "data": "direct"})
+    assert EstimatorParams().getCheckpoints() == Checkpoints()
+
+
+def test_the_options_of_a_spark_backend_are_looked_at_before_any_work():
+    with pytest.raises(TypeError, match="gpu_per_task"):
+        SparkBackend(2, gpu_per_task=1)
+    params = {"num_proc": None, "data": "direct"}
+    check_backend({**params, "backend": SparkBackend(2, gpus_per_task=1)})
+    with pytest.raises(ParamError, match=r"^backend='mpi' cannot give the rows"):
+        check_backend({**params, "backend": SparkBackend(2, use_mpi=True)})
+    with pytest.raises(ConfigError, match="gpus_per_task=0 is no amount that Spark takes"):
+        check_backend({**params, "backend": SparkBackend(2, gpus_per_task=0)})
+    with pytest.raises(ConfigError, match="are for Spark tasks; launcher='local' starts none"):
+        check_backend({**params, "backend": SparkBackend(2, cpus_per_task=1, launcher="local"), "data": "store"})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": "direct"}, "data='direct' sends rows straight from Spark, but fit_on_parquet reads files"),
+        ({"compress_sparse_cols": True}, "compress_sparse_cols=True says how .* prepare_data takes compress_sparse"),
+        ({"partitions_per_process": 3}, "partitions_per_process=3 says how .* takes partitions_per_process"),
+        ({"keep_data": 0}, "keep_data=0.0 says how .* prepare_data takes keep_seconds"),
+    ],
+)
+def test_rows_that_are_files_already_are_not_prepared(given, message):
+    with pytest.raises(ParamError, match=message):
+        TorchEstimator(**given).fit_on_parquet()
+
+
+class Rows(DataModule):
+    def train_data(self):
+        raise NotImplementedError
+
+
+def made_by_lightning(train, validation):
+    raise NotImplementedError
+
+
+def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place(tmp_path):
+    given = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
+    values = LightningEstimator(**given, data_module=made_by_lightning)._checked_values()
+    assert _loader_of_rows(values) is None
+    assert values["data_module"] is made_by_lightning
+    with pytest.raises(ParamError, match="data_module loads prepared rows; on the direct path none are written"):
+        LightningEstimator(**given, data_module=Rows)._checked_values()
+    with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module takes its place"):
+        check({**values, "data": "store", "store": LocalStore(str(tmp_path)), "data_module": Rows})
+
+
+def test_what_data_module_takes_depends_on_the_framework():
+    assert LightningEstimator(data_module=Rows).getDataModule() is Rows
+    with pytest.raises(ParamError, match="must be a class or function that makes a LightningDataModule"):
+        LightningEstimator(data_module=3)
+    with pytest.raises(ParamError, match=r"must be a class made from sparkhvd\.data\.DataModule"):
+        TorchEstimator(data_module=made_by_lightning)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"early_stopping": EarlyStopping("val_loss")}, "early_stopping watches 'val_loss', but nothing is held out"),
+        ({"checkpoints": Checkpoints(best="val_accuracy")}, "checkpoints watches 'val_accuracy', but nothing is held"),
+    ],
+)
+def test_validation_may_be_watched_where_the_files_have_validation_rows(given, message):
+    fixed = {"model": torch.nn.Linear(1, 1), "loss": len, "feature_cols": ["x"], "label_cols": ["y"]}
+    optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
+    values = TorchEstimator(**fixed, optimizer=optimizer, **given)._checked_values()
+    check_watched(values, held_out=True)
+    with pytest.raises(ParamError, match=message):
+        check_watched(values, held_out=False)
+
+
+def test_what_the_ranks_are_told_is_what_was_given():
+    data = schema(x=("feature", "float64", (), "scalar"))
+    given = {"val_batch_size": 7, "train_steps_per_epoch": 3, "validation_steps_per_epoch": 2, "use_gpu": False}
+    readers = {"train_reader_num_workers": 5, "val_reader_num_workers": 6}
+    values = EstimatorParams(**given, **readers, inmemory_cache_all=True, random_seed=1).values()
+    told = _train_spec(values, data)
+    assert {name: getattr(told, name) for name in given} == given
+    assert (told.reading.threads, told.val_reading.threads) == (5, 6)
+    assert told.reading.cache == told.val_reading.cache == "memory"
+    by_default = _train_spec(EstimatorParams(batch_size=9, local_cache=True).values(), data)
+    assert (by_default.val_batch_size, by_default.reading.cache) == (9, "disk")
+
+
+@pytest.mark.parametrize("name", ["inmemory_cache_all", "local_cache"])
+def test_rows_can_be_cached_in_one_place_and_only_where_they_are_read(name):
+    values = {**EstimatorParams(inmemory_cache_all=True, local_cache=True).values(), "data": "store"}
+    with pytest.raises(ParamError, match="keep the same rows in two places"):
+        cache_of(values)
+    with pytest.raises(ParamError, match=f"{name}=True keeps rows that are read from a Store"):
+        cache_of({**EstimatorParams(**{name: True}).values(), "data": "direct"})
+
+
+def test_several_fits_never_share_one_run():
+    fixed = {"model": torch.nn.Linear(1, 1), "loss": len, "feature_cols": ["x"], "label_cols": ["y"]}
+    optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
+    fixed |= {"optimizer": optimizer, "store": LocalStore("/nowhere")}
+    named, other = TorchEstimator(run_id="r", **fixed), TorchEstimator(**fixed)
+    for estimator, given in ((named, {}), (other, {other.run_id: "r"})):
+        with pytest.raises(ParamError, match="run_id='r' would make every one of several fits go on from"):
+            next(estimator.fitMultiple(object(), [given]))
+        with pytest.raises(ParamError, match="fit takes a Spark DataFrame"):  # one alone gets as far as its rows
+            estimator.fit(object(), given)

@@ -1,0 +1,532 @@
+"""What KerasEstimator decides and refuses on the driver."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+import sparkhvd.keras as hvd
+from sparkhvd.data import DataSchema
+from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SchemaError
+from sparkhvd.estimators.api.validation import check_watched
+from sparkhvd.estimators.keras import KerasEstimator, artifact
+from sparkhvd.estimators.keras.names import check_names
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.estimators.params.named_inputs import named_inputs
+from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
+from sparkhvd.keras.callbacks import BestModelCheckpoint
+from sparkhvd.world import World
+from tests.scripts import run_script
+from tests.unit.estimators.arrays import schema, spec
+from tests.unit.estimators.keras.networks import DATA, network, parameters, rows
+
+
+def values_with(callback, **more):
+    given = {"store": None, "loss": "mse", "feature_cols": ["x"], "label_cols": ["y"], **more}
+    return KerasEstimator(model=network(), checkpoint_callback=callback, **given)._checked_values()
+
+
+def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
+    best = BestModelCheckpoint(monitor="val_accuracy")
+    assert values_with(best, validation=0.1, metrics=["accuracy"])["checkpoints"] == Checkpoints(
+        best="val_accuracy", mode="max"
+    )
+    best = BestModelCheckpoint(monitor="mae")
+    assert values_with(best, metrics=[keras.metrics.MeanAbsoluteError(name="mae")])["checkpoints"].mode == "min"
+    best = BestModelCheckpoint(monitor="mine", mode="max")
+    assert values_with(best)["checkpoints"] == Checkpoints(best="mine", mode="max")
+
+
+def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
+    values = values_with(BestModelCheckpoint())
+    check_watched(values, held_out=True)
+    with pytest.raises(ParamError, match="checkpoint_callback watches 'val_loss', but nothing is held out"):
+        check_watched(values, held_out=False)
+
+
+@pytest.mark.parametrize(
+    ("callback", "more", "message"),
+    [
+        (keras.callbacks.EarlyStopping(), {}, "must be a keras.callbacks.ModelCheckpoint"),
+        (BestModelCheckpoint(monitor="mine"), {}, "Give the callback mode='min' or mode='max'"),
+        (BestModelCheckpoint(monitor="loss"), {"checkpoints": Checkpoints(best="mae")}, "leave one of them out"),
+        (keras.callbacks.ModelCheckpoint("x.keras"), {}, "keeps its files in a Store, but none is given"),
+        (
+            keras.callbacks.ModelCheckpoint("x.keras", "loss", save_best_only=True, save_freq=3),
+            {},
+            "save_best_only=True and save_freq=3",
+        ),
+    ],
+)
+def test_a_checkpoint_callback_that_cannot_do_what_it_says_is_refused(callback, more, message):
+    with pytest.raises(ParamError, match=message):
+        values_with(callback, **more)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Doubled(keras.layers.Layer):
+    def call(self, values):
+        return values * 2
+
+
+def two_ended():
+    first, second = keras.Input((2,), name="first"), keras.Input((1,), name="second")
+    joined = keras.layers.Concatenate()([Doubled()(first), second])
+    return keras.Model(
+        {"first": first, "second": second},
+        {"small": keras.layers.Dense(1, name="small")(joined), "large": keras.layers.Dense(3, name="large")(joined)},
+    )
+
+
+def test_columns_are_matched_by_name_before_order():
+    data = schema(
+        second=("feature", "float32", (), "scalar"),
+        first=("feature", "float32", (2,), "array"),
+        large=("label", "int64", (), "scalar"),
+        small=("label", "float32", (), "scalar"),
+    )
+    given = parameters(
+        data,
+        model=two_ended(),
+        loss={"small": "mse", "large": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+        metrics={"small": ["mae"]},
+    )
+    assert PLUGIN.check(given, data, None) == [(3,), (1,)]
+    watching = EarlyStopping("val_small_mae")
+    PLUGIN.check({**given, "early_stopping": watching}, data, None)
+    with pytest.raises(ParamError, match="early_stopping watches 'val_small_mae'; an epoch reports loss"):
+        PLUGIN.check({**given, "metrics": {"large": ["accuracy"]}, "early_stopping": watching}, data, None)
+    said = PLUGIN.mapping(given, data)
+    assert "'first' is first as rows x [2]" in said
+    assert "'large' is large" in said
+    trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data), World(0, 1, 0, 1, 0, 1))
+    assert "Doubled" in {type(layer).__name__ for layer in trainer._model.layers}
+
+
+def test_the_learning_rate_of_a_run_that_goes_on_has_the_scale_of_its_ranks():
+    def trainer(size):
+        return PLUGIN.trainer(PLUGIN.pack(parameters()), spec(DATA, scale_lr=True), replace(World(), size=size))
+
+    first, second = trainer(2), trainer(4)
+    first._model.optimizer.build(first._model.trainable_variables)
+    assert float(first._model.optimizer.learning_rate) == pytest.approx(0.04)
+    first._model.optimizer.learning_rate = 0.01  # as callbacks do
+    second.restore(first.state())
+    assert float(second._model.optimizer.learning_rate) == pytest.approx(0.02)
+
+
+class Unmade(keras.metrics.Mean):
+    def __init__(self):
+        super().__init__(name="mine")
+
+
+def fails(label, output):
+    raise KeyError("my bug")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model": "no"}, ParamError, "must be a keras.Model"),
+        ({"optimizer": None}, ParamError, "needs optimizer"),
+        ({"model": keras.Sequential([keras.layers.Dense(1)])}, ParamError, "not built"),
+        (
+            {"model": keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])},
+            ModelOutputError,
+            "(?s)cannot take.*input_shapes",
+        ),
+        (
+            {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2), "backward_passes_per_step": 2},
+            ParamError,
+            "gradient_accumulation_steps=2 both gather",
+        ),
+        (
+            {"loss": keras.losses.CategoricalCrossentropy()},
+            ModelOutputError,
+            "(?s)The loss or a metric cannot compare.*class numbers need loss='sparse_categorical_crossentropy'",
+        ),
+        (
+            {"model": torch.nn.Linear(6, 3)},
+            ParamError,
+            r"is a Linear; it must be a keras.Model\. Those of PyTorch are for TorchEstimator",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(torch.nn.Linear(6, 3).parameters(), lr=0.1)},
+            ParamError,
+            r"needs optimizer: an instance such as keras.*Those of PyTorch are for TorchEstimator",
+        ),
+        (
+            {"loss": torch.nn.MSELoss()},
+            ParamError,
+            "MSELoss computes with other tensors than those of Keras on tensorflow. Those of PyTorch are for Torch",
+        ),
+        (
+            {"loss": "sparse_categorical_crossentopy"},
+            ParamError,
+            "(?s)loss: .* Did you mean 'sparse_categorical_crosse",
+        ),
+        ({"loss": {"y": ["no such thing"]}}, ParamError, "(?s)does not know 'no such thing'.*Give a name of keras"),
+        ({"metrics": ["acuracy"]}, ParamError, "metrics: Keras does not know 'acuracy'. Did you mean 'accuracy'"),
+        ({"optimizer": "adm"}, ParamError, "optimizer: Keras does not know 'adm'. Did you mean 'adam'"),
+        (
+            {"loss": fails},
+            ModelOutputError,
+            r"(?s)raised KeyError: 'my bug' \(line \d+ of test_keras_\w+.py, in fails: ",
+        ),
+        (
+            {"early_stopping": EarlyStopping("val_acc")},
+            ParamError,
+            "(?s)early_stopping watches 'val_acc'.*'val_accuracy'",
+        ),
+        ({"checkpoints": Checkpoints(best="los")}, ParamError, "checkpoints watches 'los'.* Did you mean 'loss'"),
+        (
+            {"optimizer": keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 5)), "scale_lr": True},
+            ParamError,
+            "scale_lr=True needs a learning rate that is a number",
+        ),
+        (
+            {"metrics": [Unmade()]},
+            ParamError,
+            "(?s)cannot be made so: .*unexpected keyword argument 'name'.*base class",
+        ),
+        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())}, ParamError, "mixed_bfloat16"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_the_driver(changes, error, message):
+    with pytest.raises(error, match=message):
+        PLUGIN.check(parameters(**changes), DATA, None)
+
+
+def reading(*inputs):
+    """A model with these inputs, of strings where it says so; only planned, never run."""
+    given = [keras.Input((1,), dtype=dtype, name=name) for name, dtype in inputs]
+    looked = [keras.layers.StringLookup(vocabulary=["a"])(each) if each.dtype == "string" else each for each in given]
+    return keras.Model(given, keras.layers.Dense(3)(keras.layers.Concatenate()(looked)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "dtypes", "error", "message"),
+    [
+        ([("x", "float32"), ("z", "float32")], ("str", "float32"), ParamError, "'x' is a text, but .* takes float32"),
+        ([("x", "string"), ("z", "float32")], ("int64", "float32"), ParamError, "'x' takes strings, .* is none. Cast"),
+        ([("x", "string"), ("z", "float32")], ("bytes", "float32"), SchemaError, "'x' has the type binary"),
+        ([("x", "string"), ("z", "float32")], ("str", "datetime64[D]"), SchemaError, "'z' has the type date"),
+    ],
+)
+def test_texts_go_to_inputs_of_strings_only(inputs, dtypes, error, message):
+    first, second = dtypes
+    data = schema(
+        x=("feature", first, (), "scalar"), z=("feature", second, (), "scalar"), y=("label", "int64", (), "scalar")
+    )
+    with pytest.raises(error, match=message):
+        PLUGIN.check(parameters(data, model=reading(*inputs)), data, None)
+
+
+def test_texts_and_numbers_are_not_put_side_by_side_and_labels_are_numbers():
+    data = schema(
+        x=("feature", "str", (), "scalar"), z=("feature", "float32", (), "scalar"), y=("label", "str", (), "scalar")
+    )
+    model = OwnSteps()
+    model(keras.ops.zeros((1, 6)))
+    with pytest.raises(ParamError, match="'x' is a text, but the input 'input' takes numbers"):
+        PLUGIN.check(parameters(data, model=model), data, None)
+    for text in ("string", "str"):
+        inputs = named_inputs("inputs", {"a": {"columns": ["x", "z"], "dtype": text}})
+        with pytest.raises(ParamError, match="The input 'a' takes strings, but the column 'z' is none"):
+            PLUGIN.check(parameters(data, model=reading(("a", "string")), inputs=inputs), data, None)
+    with pytest.raises(SchemaError, match="'y' has the type string, which cannot be a label"):
+        PLUGIN.check(parameters(data, model=reading(("x", "string"), ("z", "float32"))), data, None)
+
+
+def test_outputs_that_a_dict_names_are_known_by_its_keys_and_come_in_the_order_of_the_labels(tmp_path):
+    given = keras.Input((1,), name="x")
+    ends = {"b": keras.layers.Rescaling(2.0, name="one")(given), "a": keras.layers.Rescaling(3.0, name="two")(given)}
+    model = keras.Model(given, ends)
+    labels = dict.fromkeys(("b", "a"), ("label", "float32", (), "scalar"))
+    data = schema(x=("feature", "float32", (), "scalar"), **labels)
+    params = parameters(data, model=model, optimizer="sgd", loss={"a": "mse", "b": "mae"}, metrics=None)
+    assert "inputs: 'x' is x" in PLUGIN.mapping(params, data)
+    assert PLUGIN.check(params, data, None) == [(1,), (1,)]
+    PLUGIN.export(params, data, tmp_path)
+    columns = {"x": np.array([1.0, 5.0], np.float32)}
+    assert [each.ravel().tolist() for each in PLUGIN.predictor(tmp_path).predict(columns)] == [[2.0, 10.0], [3.0, 15.0]]
+
+
+def test_a_loss_that_is_no_mean_over_the_rows_is_refused():
+    for reduction in ("sum", "mean_with_sample_weight"):
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        with pytest.raises(ParamError, match=f"mean_squared_error has reduction='{reduction}'; it must be 'sum_over"):
+            PLUGIN.pack(parameters(loss=[loss], sample_weight_col="w"))
+    PLUGIN.pack(parameters(loss=loss, sample_weight_col=None))  # without weights that is the mean
+
+
+@pytest.mark.parametrize("outputs", [3, 1])
+def test_a_metric_of_several_numbers_is_refused(outputs):
+    data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (outputs,), "array"))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(outputs)])
+    given = parameters(data, model=model, loss="mse", metrics=[keras.metrics.F1Score()])
+    with pytest.raises(ParamError, match=rf"'f1_score' gives numbers of shape \[{outputs}\], .*average='macro'"):
+        PLUGIN.check(given, data, None)
+
+
+def test_an_optimizer_made_of_several_is_refused():
+    several = getattr(keras.optimizers, "MultiOptimizer", None)
+    if several is None:
+        pytest.skip("this Keras has no MultiOptimizer")
+    data = schema(x=("feature", "float32", (6,), "array"), y=("label", "float32", (1,), "array"))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    given = parameters(data, model=model, loss="mse", optimizer=several([(keras.optimizers.SGD(), model.layers)]))
+    with pytest.raises(ConfigError, match="MultiOptimizer cannot be distributed"):
+        PLUGIN.check(given, data, None)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "sgd"])
+@pytest.mark.parametrize("loss", ["ce", "CrossEntropy", "mse", {"class_name": "Huber", "config": {"name": "mine"}}])
+@pytest.mark.parametrize("metrics", [["Acc", "mae"], ["sparse_categorical_accuracy", keras.metrics.Mean()], [fails]])
+def test_names_that_keras_knows_pass(optimizer, loss, metrics):
+    check_names(optimizer, {"y": loss}, metrics)
+
+
+def test_what_compile_makes_of_a_loss_is_no_metric():
+    with pytest.raises(ParamError, match="metrics: Keras does not know 'ce'"):
+        check_names("sgd", "ce", ["ce"])
+
+
+class OwnSteps(keras.Model):
+    """Measures what it likes."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.layer = keras.layers.Dense(3)
+
+    def call(self, values):
+        return self.layer(values)
+
+    def train_step(self, data):
+        return {**super().train_step(data), "mine": 1.0}
+
+
+def test_a_step_of_the_users_may_measure_anything():
+    model = OwnSteps()
+    model(keras.ops.zeros((1, 6)))
+    watching = parameters(model=model, early_stopping=EarlyStopping("mine"))
+    assert PLUGIN.check(watching, DATA, None) == [(3,)]
+
+
+class Adversaries(OwnSteps):
+    """Takes steps with optimizers of its own."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD())
+        self.against = [keras.optimizers.Adam()]
+
+
+def test_optimizers_of_the_users_own_steps_are_refused_where_ranks_would_part():
+    model = Adversaries()
+    model(keras.ops.zeros((1, 6)))
+    content = PLUGIN.pack(parameters(model=model))
+    PLUGIN.trainer(content, spec(DATA), World(0, 1))
+    with pytest.raises(ParamError, match=r"optimizers of its own \(against\)"):
+        PLUGIN.trainer(content, spec(DATA), World(0, 2))
+
+
+def test_a_fitted_model_starts_another_training_with_its_optimizer():
+    model = network()
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss=parameters()["loss"])
+    given = rows(8)
+    model.fit(given["x"], given["y"], verbose=0)
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(model=model, optimizer=None)), spec(DATA), World())
+    for mine, given in zip(trainer._model.optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), given.numpy())
+    assert int(trainer._model.optimizer.iterations) == 1
+
+
+class Several(keras.Model):
+    """Gives its outputs in one of the forms that Keras has."""
+
+    def __init__(self, form="tuple", **settings):
+        super().__init__(**settings)
+        self.form = form
+        self.heads = [keras.layers.Dense(3), keras.layers.Dense(1)]
+
+    def call(self, values):
+        first, second = (head(values) for head in self.heads)
+        return {"tuple": (first, second), "dict": {"y": first, "z": second}}[self.form]
+
+    def get_config(self):
+        return {**super().get_config(), "form": self.form}
+
+
+def test_the_outputs_of_a_subclass_are_named_by_the_labels_and_come_in_their_order(tmp_path):
+    data = schema(
+        x=("feature", "float64", (6,), "array"),
+        y=("label", "int64", (), "scalar"),
+        z=("label", "float64", (), "scalar"),
+    )
+    loss = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+
+    def given(form, data=data, **more):
+        model = Several(form)
+        model(keras.ops.zeros((1, 6)))
+        return parameters(data, model=model, loss=loss, metrics=None, **more)
+
+    assert PLUGIN.check(given("tuple"), data, None) == [(3,), (1,)]
+    with pytest.raises(ModelOutputError, match=r"gives a dict of outputs where a list of outputs.*\['y', 'z'\]"):
+        PLUGIN.check(given("dict"), data, None)
+    unlabelled = DataSchema(data.of("feature"))
+    PLUGIN.export(given("tuple", unlabelled), unlabelled, tmp_path)
+    with pytest.raises(ModelOutputError, match=r"gives a list of outputs where one output is expected.* with from_mod"):
+        PLUGIN.predictor(tmp_path).predict({"x": np.zeros((2, 6))})
+
+
+def test_a_class_number_without_an_output_is_refused_with_those_that_there_are():
+    sample = rows(4)
+    sample["y"][-1] = 3
+    with pytest.raises(ModelOutputError, match=r"(?s)cannot compare.*3 outputs are the classes 0 to 2; number the lab"):
+        PLUGIN.check(parameters(), DATA, sample)
+
+
+def test_class_numbers_are_known_as_such_also_where_there_are_as_many_rows_as_classes():
+    two = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, activation="softmax")])
+    given = parameters(model=two, loss="categorical_crossentropy", metrics=None)
+    sample = {**rows(2), "y": np.array([0, 1])}
+    with pytest.raises(ModelOutputError, match=r"class numbers need loss='sparse_categorical_crossentropy'"):
+        PLUGIN.check(given, DATA, sample)
+
+
+def scale_class(factor, package=None):
+    class Scale(keras.layers.Layer):
+        def call(self, values):
+            return factor * values
+
+    return Scale if package is None else keras.saving.register_keras_serializable(package)(Scale)
+
+
+def scaled_by(*classes):
+    layers = [keras.Input((6,)), *(each() for each in classes), keras.layers.Dense(3, kernel_initializer="ones")]
+    return keras.Sequential(layers)
+
+
+def test_two_classes_or_functions_of_one_name_are_refused():
+    two, three = scale_class(2.0), scale_class(3.0)
+    with pytest.raises(ParamError, match=r"The name 'Scale' stands for two different classes, .*Rename one"):
+        PLUGIN.pack(parameters(model=scaled_by(two, three)))
+    with pytest.raises(ParamError, match="The name 'Scale' stands for two different classes"):
+        PLUGIN.pack(parameters(model=scaled_by(two), custom_objects={"Scale": three}))
+    first, second = (lambda _: None), (lambda _: None)
+    first.__name__ = second.__name__ = "squash"
+    activated = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    activated.layers[0].activation = first
+    with pytest.raises(ParamError, match="The name 'squash' stands for two different functions"):
+        PLUGIN.pack(parameters(model=activated, custom_objects={"squash": second}))
+
+
+def test_classes_of_one_name_that_are_registered_apart_stay_apart_in_another_process(tmp_path):
+    """Their pickles by value, opened by a process that has registered none of them, in training, export and reading."""
+    model = scaled_by(scale_class(2.0, "two"), scale_class(3.0, "three"))
+    (tmp_path / "payload").write_bytes(PLUGIN.pack(parameters(model=model)))
+    done = run_script([sys.executable, "-c", _EXPORT_TWICE], tmp_path, 120.0)
+    assert done.returncode == 0, done.stderr
+    (predicted,) = PLUGIN.predictor(tmp_path / "again").predict({"x": np.ones((2, 6))})
+    np.testing.assert_allclose(predicted, 36.0)
+
+
+_EXPORT_TWICE = """
+from pathlib import Path
+
+from sparkhvd.estimators.keras import artifact
+from sparkhvd.estimators.keras.plugin import PLUGIN
+from sparkhvd.world import World
+from tests.unit.estimators.arrays import spec
+from tests.unit.estimators.keras.networks import DATA
+
+folder = Path.cwd()
+trainer = PLUGIN.trainer((folder / "payload").read_bytes(), spec(DATA), World())
+for name in ("once", "again"):
+    (folder / name).mkdir()
+trainer.export(folder / "once")
+once = artifact.load_model(folder / "once", compiled=True)
+trainer._model = once
+trainer.export(folder / "again")
+"""
+
+
+def own_loss(labels, outputs):
+    return keras.ops.mean(keras.ops.square(outputs - keras.ops.cast(labels, outputs.dtype)[:, None]), axis=-1)
+
+
+def own_metric(labels, outputs):
+    return keras.ops.mean(outputs, axis=-1) + 0 * keras.ops.cast(labels, outputs.dtype)
+
+
+def test_a_model_with_a_loss_and_a_metric_of_ones_own_is_given_back_compiled(tmp_path):
+    trainer = PLUGIN.trainer(PLUGIN.pack(parameters(loss=own_loss, metrics=[own_metric])), spec(DATA), World())
+    trainer._model.optimizer.build(trainer._model.trainable_variables)
+    trainer.export(tmp_path)
+    given = rows(4)
+    evaluated = artifact.load_model(tmp_path, compiled=True).evaluate(given["x"], given["y"], return_dict=True)
+    assert set(evaluated) == {"loss", "own_metric"}
+
+
+def test_the_layers_that_normalize_by_the_batch_of_a_rank_are_found_also_within_models():
+    inner = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(name="inner")])
+    model = keras.Sequential([keras.Input((4,)), inner, keras.layers.LayerNormalization()])
+    found = PLUGIN.normalization({"model": model})
+    assert (found.local, found.pairs) == (("inner",), ())
+    assert "SyncBatchNormalization" in (found.remark(2, 8) or "")
+
+
+class Checked(keras.Model):
+    """Takes ids from 1."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.embedding = keras.layers.Embedding(5, 3)
+
+    def call(self, ids):
+        if hasattr(ids, "numpy") and int(keras.ops.min(ids)) < 1:
+            raise ValueError("ids begin with 1")
+        return keras.ops.mean(self.embedding(keras.ops.cast(ids, "int32") - 1), axis=1)
+
+
+IDS = schema(x=("feature", "int64", (2,), "array"), y=("label", "int64", (), "scalar"))
+
+
+@pytest.mark.parametrize("kind", ["checked", "embedding"])
+def test_real_rows_decide_where_zeros_are_impossible(kind):
+    if kind == "checked":
+        model = Checked()
+        model(np.ones((1, 2), np.int64))
+    else:
+        ids = keras.Input((2,), dtype="int32")
+        model = keras.Model(ids, keras.ops.mean(keras.layers.Embedding(5, 3)(7 - ids), axis=1))
+    given = parameters(IDS, model=model)
+    assert PLUGIN.check(given, IDS, None) in ([], [(3,)])
+    assert PLUGIN.check(given, IDS, {"x": np.array([[3, 5]] * 5), "y": np.arange(5) % 3}) == [(3,)]
+    with pytest.raises(ModelOutputError):
+        PLUGIN.check(given, IDS, {"x": np.array([[0, 1]] * 5), "y": np.arange(5) % 3})
+
+
+def plain_difference(labels, outputs):
+    return (labels - outputs) ** 2
+
+
+def test_double_labels_are_cast_as_model_fit_casts_them():
+    """A loss and a metric that compute with the labels as they are, which TensorFlow does not do with two types."""
+    data = schema(x=("feature", "float64", (6,), "array"), y=("label", "float64", (1,), "array"))
+    model = keras.Sequential([network(), keras.layers.Dense(1)])
+    model(np.zeros((1, 6)))
+    given = parameters(data, model=model, loss=plain_difference, metrics=[plain_difference])
+    assert PLUGIN.check(given, data, {"x": rows(5)["x"], "y": np.ones((5, 1))}) == [(1,)]
+
+
+def test_none_is_the_default_of_a_retired_parameter_too():
+    KerasEstimator(shuffle_buffer_size=None, reader_pool_type=None)
+    with pytest.raises(ParamError, match="reader_pool_type has no meaning"):
+        KerasEstimator(reader_pool_type="thread")

@@ -1,0 +1,130 @@
+"""What modules log and lose, in real ranks, without Spark."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.comm.collectives.buffers import ReduceOp
+from sparkhvd.estimators.training.history import averaged
+from tests.unit.estimators.arrays import Hooks
+from tests.unit.estimators.lightning.networks import EVEN, SOME_EMPTY, module, rows, source, trainer_of
+
+
+def logged_by_rank_0():
+    """The record of an epoch in which rank 0 alone logs, and how often the logger is to write."""
+    kind = type(module())
+
+    class Alone(kind):
+        def training_step(self, batch, index):
+            if self.trainer.is_global_zero:
+                self.log("first", 3.0 + index, rank_zero_only=True, on_step=False, on_epoch=True)
+            return super().training_step(batch, index)
+
+        def on_validation_epoch_end(self):
+            if self.trainer.is_global_zero:
+                self.log("val_first", 5.0, rank_zero_only=True)
+
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(Alone(), how={"log_every_n_steps": 7}), Hooks()
+    trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
+    return averaged(hooks.reports[-1], session.current()), trainer._trainer.log_every_n_steps
+
+
+def test_what_rank_0_alone_logs_is_in_the_history(group):
+    for record, every in group.run(logged_by_rank_0):
+        assert (round(record.train["first"], 4), record.validation["first"]) == (8.5, 5.0)
+        assert set(record.train) == {"loss", "accuracy", "twice", "first"}
+        assert every == 7
+
+
+def losses_by_hand():
+    class ByHand(type(module())):
+        def training_step(self, batch, index):
+            super().training_step(batch, index)
+            if index == 3:
+                self.manual_backward(math.nan * self(batch["x"]).sum())
+
+    trainer, hooks = trainer_of(ByHand("by hand")), Hooks()
+    trainer.fit(source(EVEN, session.current().world.rank), None, hooks)
+    return [report.loss is not None and math.isnan(report.loss) for report in hooks.steps], hooks.reports[0].train
+
+
+def test_a_step_that_returns_no_loss_tells_of_one_that_is_no_number(group):
+    for steps, train in group.run(losses_by_hand):
+        assert steps[:4] == [False, False, False, True]
+        assert train["loss"] == (0.0, 0)
+
+
+def counted_once(sizes):
+    """The record of an epoch whose steps log sums and extremes, and the rows by a buffer that they assign."""
+    seen = []
+
+    class Counting(type(module())):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def training_step(self, batch, index):
+            self.log("rows", float(len(batch["y"])), reduce_fx="sum", on_step=False, on_epoch=True)
+            self.log("most", torch.tensor(len(batch["y"])), reduce_fx="max", on_step=False, on_epoch=True)
+            self.seen = self.seen + len(batch["y"])
+            return super().training_step(batch, index)
+
+        def on_train_batch_end(self, *_):
+            seen.append(self.seen.item())
+
+        def validation_step(self, batch, index):
+            self.log("val_rows", float(len(batch["y"])), reduce_fx=sum)
+            self.log("val_fewest", batch["x"][:, 0].min(), reduce_fx="min")
+            self.log("val_most", batch["x"][:, 0].max(), reduce_fx=torch.max)
+            return super().validation_step(batch, index)
+
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(Counting()), Hooks()
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
+    return averaged(hooks.reports[-1], session.current()), seen[-1]
+
+
+@pytest.mark.parametrize("sizes", [SOME_EMPTY, [(4, 0), (3, 0)]], ids=["some empty", "one without rows"])
+def test_the_batch_of_a_rank_without_rows_adds_nothing_to_sums_and_extremes_that_are_logged(group, sizes):
+    count = sum(map(sum, sizes))
+    column = rows(count)["x"][:, 0]
+    for rank, (record, seen) in enumerate(group.run(counted_once, sizes)):
+        assert seen == sum(step[rank] for step in sizes)
+        assert record.train["rows"] == count
+        assert record.train["most"] == max(map(max, sizes))
+        assert record.validation["rows"] == count
+        found = (record.validation["fewest"], record.validation["most"])
+        assert found == pytest.approx((column.min(), column.max()))
+
+
+def validated_twice(sizes, more):
+    """The losses that the last validation returned, without logging them, and what the epoch reports."""
+    returned = []
+
+    class Returning(type(module())):
+        def on_validation_epoch_start(self):
+            returned.clear()
+
+        def validation_step(self, batch, _index):
+            loss = torch.nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+            returned.append(loss.item())
+            return loss
+
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(Returning(), trainer_args=more), Hooks()
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
+    own = [(loss * step[rank], step[rank]) for loss, step in zip(returned, sizes, strict=True)]
+    total = session.current().allreduce(np.array(own).sum(axis=0), ReduceOp.SUM, name="wanted")
+    return averaged(hooks.reports[-1], session.current()).validation["loss"], total[0] / total[1]
+
+
+@pytest.mark.parametrize("more", [{"val_check_interval": 0.25}, {"num_sanity_val_steps": 2}], ids=["often", "sanity"])
+def test_the_loss_of_the_last_validation_of_an_epoch_is_reported(group, more):
+    for loss, wanted in group.run(validated_twice, EVEN, more):
+        assert loss == pytest.approx(wanted, rel=1e-6)

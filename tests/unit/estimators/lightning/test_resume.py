@@ -1,0 +1,306 @@
+"""Training with Lightning that is broken off and goes on, in real ranks, without Spark."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params import policies
+from sparkhvd.estimators.training.history import averaged
+from sparkhvd.estimators.training.hooks import RunHooks
+from sparkhvd.store import Store
+from tests.unit.estimators.arrays import ArraySource, Hooks
+from tests.unit.estimators.lightning.networks import EVEN, SIZE, SOME_EMPTY, flat, module, source, trainer_of
+
+
+class Keeping(Hooks):
+    """Takes the state as a checkpoint does: on rank 0 alone, at the end of an epoch."""
+
+    def on_epoch_end(self, report, trainer):
+        self.state = trainer.state() if session.current().world.rank == 0 else None
+        return super().on_epoch_end(report, trainer)
+
+
+def continued(kind, keeps_best=False):
+    """The parameters of an undisturbed run of four epochs, and those of one that stops after two and goes on."""
+    from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
+
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, found = session.current().world.rank, []
+    for stops in ((1,), (4,), (2, 3, 4)) if keeps_best else ((4,), (2, 4)):
+        state, first = None, 0
+        for epochs in stops:
+            # The loss falls: by the highest one, the first epoch is the best.
+            best = [ModelCheckpoint(monitor="val_loss", mode="max", save_top_k=2)] if keeps_best else []
+            trainer, hooks = trainer_of(module(kind), epochs, callbacks=best), Keeping(first_epoch=first)
+            if state is not None:
+                trainer.restore(state)
+            trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
+            assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
+            state, first = hvd.broadcast_object(hooks.state, 0), epochs  # as all ranks read it from the Store
+        found.append(flat(trainer._given.model) if rank == 0 or not keeps_best else None)
+    return found
+
+
+def test_a_resumed_run_returns_the_best_epoch_of_all(group):
+    first, undisturbed, resumed = group.run(continued, "with objects", True)[0]
+    assert np.array_equal(first, undisturbed)
+    assert np.array_equal(first, resumed)
+
+
+@pytest.mark.parametrize("kind", ["simple", "plateau", "with objects"])
+def test_a_resumed_run_equals_an_undisturbed_one(group, kind):
+    for undisturbed, resumed in group.run(continued, kind):
+        assert np.array_equal(undisturbed, resumed)
+
+
+class First(Keeping):
+    """Keeps the state of the first epoch."""
+
+    def on_epoch_end(self, report, trainer):
+        goes_on = super().on_epoch_end(report, trainer)
+        self.first = getattr(self, "first", self.state)
+        return goes_on
+
+
+def steps_of_the_first_epoch():
+    """Of the optimizer after a fit of two epochs, and once the first of them was restored as the best one."""
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(module(), 2, {"scale_lr": True}), First()
+    trainer.fit(source(EVEN, rank), None, hooks)
+    optimizer = trainer._trainer.optimizers[0]
+    steps = [int(next(iter(optimizer.state.values()))["step"])]
+    if rank == 0:
+        trainer.restore(hooks.first)
+        steps.append(int(next(iter(optimizer.state.values()))["step"]))
+    return steps, optimizer.param_groups[0]["lr"]
+
+
+def test_the_optimizer_of_the_best_epoch_comes_back_with_its_weights(group):
+    (steps, rate), (_, wanted) = group.run(steps_of_the_first_epoch)
+    assert steps == [2 * len(EVEN), len(EVEN)]
+    assert rate == wanted
+
+
+class Rates(Keeping):
+    """Notes the learning rate at the end of every epoch, which is that of the next."""
+
+    def on_epoch_end(self, report, trainer):
+        self.rates = [*getattr(self, "rates", ()), trainer._trainer.optimizers[0].param_groups[0]["lr"]]
+        return super().on_epoch_end(report, trainer)
+
+
+def rates_of_scaled_runs():
+    """Of a run by ``SIZE`` ranks; and of one that one rank began, as far as the rates go, and these go on with."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    rank, found, state = session.current().world.rank, [], None
+    for scaled, first, epochs in ((True, 0, 4), (False, 0, 1), (True, 1, 4)):
+        trainer, hooks = trainer_of(module("composed"), epochs, {"scale_lr": scaled}), Rates(first_epoch=first)
+        if first:
+            trainer.restore(state)
+        trainer.fit(source(EVEN, rank), None, hooks)
+        state = hvd.broadcast_object(hooks.state, 0)
+        found.append(hooks.rates)
+    return found
+
+
+def test_the_learning_rate_is_scaled_also_in_a_run_that_goes_on_at_another_number_of_ranks(group):
+    for whole, first, rest in group.run(rates_of_scaled_runs):
+        assert whole == pytest.approx([0.04, 0.02, 0.02, 0.02])
+        assert (first, rest) == (pytest.approx([0.02]), pytest.approx([0.02, 0.02, 0.02]))
+
+
+class Interrupting(Hooks):
+    """Takes the state within an epoch, as a checkpoint does, and ends the process' training there."""
+
+    def on_step_end(self, report, trainer):
+        super().on_step_end(report, trainer)
+        if (report.epoch, report.step) == (1, 6):
+            assert report.whole
+            state = trainer.state() if session.current().world.rank == 0 else None
+            self.found = state, report.rank_state()
+            raise InterruptedError
+
+
+@dataclass
+class Begun(ArraySource):
+    """Gives the rest of the second epoch as if other ranks had begun it."""
+
+    done: int = 6
+
+    def epoch(self, number, first_step=0):
+        assert first_step == 0
+        return super().epoch(number, self.done if number == 1 else 0)
+
+
+LONGER = [*SOME_EMPTY, *SOME_EMPTY]
+
+
+def fitted(kind, hooks, rows_left=None, state=None, epochs=3, **more):
+    """The trainer of a fit, from ``state`` on."""
+    whole = source(LONGER, session.current().world.rank)
+    trainer = trainer_of(module(kind), epochs, **more)
+    if state is not None:
+        trainer.restore(state)
+    trainer.fit(rows_left or whole, whole, hooks)
+    return trainer
+
+
+def broken_off(kind, **more):
+    """The state after six batches of the second epoch, and this rank's own."""
+    import sparkhvd.torch as hvd  # noqa: PLC0415
+
+    hooks = Interrupting()
+    with pytest.raises(InterruptedError):
+        fitted(kind, hooks, **more)
+    return hvd.broadcast_object(hooks.found[0], 0), hooks.found[1]
+
+
+def begun_by_others(done):
+    """What the second epoch has left, and the hooks to go on with."""
+    whole = source(LONGER, session.current().world.rank)
+    rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones, done)
+    return rows_left, Hooks(first_epoch=1, first_epoch_batches=len(LONGER) - done)
+
+
+def interrupted(kind, passes, by_others):
+    """The parameters and the last loss of an undisturbed run of three epochs, and of one that was interrupted."""
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: PLC0415
+
+    scheduled = {"callbacks": [GradientAccumulationScheduler({0: passes})]}
+    more = {"trainer_args": {"accumulate_grad_batches": passes}} if by_others else scheduled
+    undisturbed = Hooks()
+    wanted = flat(fitted(kind, undisturbed, **more)._given.model)
+    state, own = broken_off(kind, **more)
+    rows_left, hooks = None, Hooks(first_epoch=1, first_step=6, rank_state=own)
+    if by_others:
+        rows_left, hooks = begun_by_others(6)
+    found = flat(fitted(kind, hooks, rows_left, state, **more)._given.model)
+    steps = [(report.epoch, report.step, report.whole) for report in hooks.steps]
+    assert steps == [(r.epoch, r.step, r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)]
+    one, other = (averaged(each.reports[-1], session.current()) for each in (hooks, undisturbed))
+    assert (one.train, one.validation) == (other.train, other.validation)
+    return wanted, found
+
+
+@pytest.mark.parametrize(
+    ("kind", "passes", "by_others"),
+    [
+        ("dropping", 1, False),
+        ("dropping", 3, False),
+        ("plateau by step on twice", 1, False),
+        ("plateau by step on val_loss", 1, False),
+        ("simple", 2, True),
+    ],
+)
+def test_a_run_that_was_interrupted_within_an_epoch_ends_like_one_that_was_not(group, kind, passes, by_others):
+    """Also with dropout, with what hooks make after each batch or set when an epoch starts, and with other ranks."""
+    for wanted, found in group.run(interrupted, kind, passes, by_others):
+        assert np.array_equal(wanted, found)
+
+
+def continued_where_lightning_would_validate(done):
+    """When the second epoch was validated after other ranks began it, and how many batches loggers were told of."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    class Validations(lightning.Callback):
+        def __init__(self):
+            self.after = []
+
+        def on_validation_end(self, trainer, _module):
+            self.after.append((trainer.current_epoch, trainer.fit_loop.batch_idx + 1))
+
+    state, _ = broken_off("plateau by step on twice")
+    rows_left, hooks = begun_by_others(done)
+    more = {"trainer_args": {"val_check_interval": 7}, "callbacks": [Validations()]}
+    trainer = fitted("plateau by step on twice", hooks, rows_left, state, 2, **more)
+    assert [report.step for report in hooks.steps] == list(range(done + 1, 15))
+    return trainer._given.callbacks[0].after, trainer._trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+@pytest.mark.parametrize(("done", "after"), [(0, [7, 14]), (7, [14])])
+def test_other_ranks_may_go_on_where_lightning_would_validate(group, done, after):
+    """It takes the batch that it validates after for one that is to be finished, and has no metrics of it."""
+    wanted = [(1, batch) for batch in after], len(LONGER) + 6 + len(LONGER) - done
+    assert group.run(continued_where_lightning_would_validate, done) == [wanted] * SIZE
+
+
+def whole_steps(kind, arguments):
+    """After which steps of two epochs of seven the state is all there is."""
+    rank, hooks = session.current().world.rank, Hooks()
+    trainer_of(module(kind), 2, trainer_args=arguments).fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
+    return [(report.epoch, report.step) for report in hooks.steps if report.whole]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "first", "second"),
+    [
+        ("simple", {"val_check_interval": 3}, [1, 2, 4, 5, 7], [1, 2, 4, 5, 7]),
+        ("simple", {"val_check_interval": 3, "check_val_every_n_epoch": 2}, [1, 2, 3, 4, 5, 6, 7], [1, 2, 4, 5, 7]),
+        ("simple", {"val_check_interval": 5, "check_val_every_n_epoch": None}, [1, 2, 3, 4, 6, 7], [1, 2, 4, 5, 6, 7]),
+        ("by hand in threes", {}, [3, 6], [3, 6]),
+    ],
+)
+def test_no_checkpoint_is_made_before_a_validation_or_between_optimizer_steps(group, kind, arguments, first, second):
+    wanted = [*((0, step) for step in first), *((1, step) for step in second)]
+    assert group.run(whole_steps, kind, arguments) == [wanted] * SIZE
+
+
+def kept_with_an_object():
+    """What rank 0 is told, which alone makes the checkpoint."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    class Noting(lightning.Callback):
+        def state_dict(self):
+            return {"noted": ArraySource}
+
+    trainer, rows = trainer_of(module(), callbacks=[Noting()]), source(EVEN, session.current().world.rank)
+    try:
+        trainer.fit(rows, None, Keeping())
+    except ParamError as error:
+        return str(error)
+    return None
+
+
+def test_a_checkpoint_that_could_not_be_opened_again_is_refused_when_it_is_made(group):
+    said, others = group.run(kept_with_an_object)
+    assert "(on_save_checkpoint, or state_dict of callbacks) holds tests.unit.estimators.arrays.ArraySource" in said
+    assert others is None
+
+
+def ended_three_times(folder, rule):
+    """By Lightning's callback, or by early_stopping: epochs of each fit, and its parameters."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+    from lightning.pytorch.callbacks import EarlyStopping  # noqa: PLC0415
+
+    class Zeros(lightning.Callback):
+        def on_train_end(self, _trainer, module):
+            torch.nn.init.zeros_(module.layers[-1].weight)
+
+    found, rank = [], session.current().world.rank
+    for _ in range(3):
+        # The loss falls, so by the highest one the training ends after the second epoch.
+        callbacks = [Zeros()] if rule else [Zeros(), EarlyStopping("val_loss", mode="max", patience=1)]
+        how = {"early_stopping": policies.EarlyStopping("val_loss", 1, mode="max")} if rule else {}
+        trainer = trainer_of(module(), 6, how, callbacks=callbacks)
+        hooks = RunHooks(Store.create(folder), f"run {rule}", trainer._spec, session.current())
+        if hooks.resumed is not None:
+            trainer.restore(hooks.resumed.state)
+        trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
+        found.append((len(hooks.history), flat(trainer._given.model)))
+    return found
+
+
+@pytest.mark.parametrize("rule", [False, True])
+def test_a_run_that_was_ended_early_stays_ended(group, tmp_path, rule):
+    for found in group.run(ended_three_times, str(tmp_path), rule):
+        assert [epochs for epochs, _ in found] == [2, 2, 2]
+        assert np.array_equal(found[1][1], found[2][1])
+        assert rule or np.array_equal(found[0][1], found[1][1])

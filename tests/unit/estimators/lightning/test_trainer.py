@@ -1,0 +1,448 @@
+"""An estimator's training with Lightning in real ranks, without Spark."""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.comm import session
+from sparkhvd.data import DataModule
+from sparkhvd.estimators.params.named_inputs import NamedInput
+from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
+from sparkhvd.estimators.training.history import averaged, history_of
+from tests.unit.estimators.arrays import Hooks
+from tests.unit.estimators.lightning.networks import (
+    DATA,
+    EVEN,
+    SIZE,
+    SOME_EMPTY,
+    WEIGHTED,
+    flat,
+    module,
+    network,
+    normalizing,
+    rows,
+    source,
+    trainer_of,
+)
+
+
+def trained(sizes, kind, epochs, more):
+    """Parameters, and the record of the last epoch over all ranks."""
+    rank = session.current().world.rank
+    trainer, hooks = trainer_of(module(kind), epochs, **more), Hooks()
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
+    assert [report.epoch for report in hooks.reports] == list(range(epochs))
+    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current())
+
+
+def trained_plainly(steps, epochs=1, clip=None, model=None, *, weighted=False):
+    """Plain PyTorch on the global batches; parameters, and loss and accuracy of the last epoch."""
+    model = model or network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    data = rows(sum(steps))
+    for _ in range(epochs):
+        start, losses, right = 0, 0.0, 0
+        for size in steps:
+            x = torch.from_numpy(data["x"][start : start + size]).to(next(model.parameters()).dtype)
+            y = torch.from_numpy(data["y"][start : start + size])
+            weights = torch.from_numpy(data["w"][start : start + size]).float() if weighted else torch.ones(size)
+            start += size
+            optimizer.zero_grad()
+            output = model(x)
+            loss = (torch.nn.functional.cross_entropy(output, y, reduction="none") * weights).mean()
+            loss.backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            losses += loss.item() * size
+            right += int((output.argmax(dim=1) == y).sum())
+    return flat(model), losses / sum(steps), right / sum(steps)
+
+
+def relative_error(found, wanted):
+    assert np.linalg.norm(wanted - flat(network())) > 0.05 * np.linalg.norm(wanted)  # it has learned something
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("sizes", [EVEN, SOME_EMPTY], ids=["even", "some empty"])
+def test_all_ranks_together_are_one_big_batch_and_what_they_log_is_over_all_rows(group, sizes):
+    wanted, loss, accuracy = trained_plainly([sum(step) for step in sizes], epochs=2)
+    found = group.run(trained, sizes, "simple", 2, {})
+    for parameters, record in found:
+        assert relative_error(parameters, wanted) < 1e-5
+        assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+        assert record.train["accuracy"] == pytest.approx(accuracy)
+        assert record.train["twice"] == pytest.approx(2 * loss, rel=1e-5)
+        assert math.isfinite(record.validation["loss"])
+    assert np.array_equal(found[0][0], found[1][0])
+
+
+def test_batch_normalization_over_all_ranks_is_that_of_the_big_batch_also_where_a_rank_has_no_rows(group):
+    wanted, loss, _ = trained_plainly([sum(step) for step in SOME_EMPTY], epochs=2, model=normalizing())
+    found = group.run(trained, SOME_EMPTY, "normalizing", 2, {"trainer_args": {"sync_batchnorm": True}})
+    for parameters, record in found:
+        assert np.allclose(parameters, wanted, rtol=1e-9, atol=1e-10)
+        assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def validated_twice_an_epoch(sizes):
+    """The last validation loss, and that of the model that rank 0 has after it."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: PLC0415
+
+    rank, hooks = session.current().world.rank, Hooks()
+    own = {"callbacks": [EMAWeightAveraging(decay=0.5)], "trainer_args": {"val_check_interval": 0.5}}
+    trainer = trainer_of(module("normalizing"), 2, **own)
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
+    loss = averaged(hooks.reports[-1], session.current()).validation["loss"]
+    model = trainer._given.model
+    model.load_state_dict(hvd.broadcast_object(model.state_dict()))
+    model.eval()
+    data = rows(sum(map(sum, sizes)))
+    with torch.no_grad():
+        wanted = torch.nn.functional.cross_entropy(model(torch.from_numpy(data["x"])), torch.from_numpy(data["y"]))
+    return loss, wanted.item()
+
+
+def test_a_validation_measures_the_model_that_is_returned_also_one_that_a_callback_puts_in_its_place(group):
+    found = group.run(validated_twice_an_epoch, [(5, 3), (2, 7), (4, 0), (3, 2)])
+    for loss, wanted in found:
+        assert loss == pytest.approx(wanted, rel=1e-6)
+
+
+def test_accumulated_and_clipped_batches_make_one_bigger_batch_also_at_the_end_of_the_epoch(group):
+    """Seven steps are no multiple of three: the last one makes a step of its own."""
+    each = [sum(step) for step in SOME_EMPTY]
+    wanted, *_ = trained_plainly([sum(each[i : i + 3]) for i in range(0, 7, 3)], clip=0.2)
+    arguments = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}
+    for parameters, _ in group.run(trained, SOME_EMPTY, "simple", 1, {"trainer_args": arguments}):
+        assert relative_error(parameters, wanted) < 1e-5
+
+
+def test_an_optimizer_by_hand_gets_the_gradient_of_the_big_batch_too(group):
+    wanted, loss, _ = trained_plainly([sum(step) for step in SOME_EMPTY])
+    for parameters, record in group.run(trained, SOME_EMPTY, "by hand", 1, {}):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def plain_module(sizes):
+    from torchmetrics.classification import MulticlassF1Score  # noqa: PLC0415
+
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    loss = torch.nn.functional.cross_entropy
+    rank, hooks = session.current().world.rank, Hooks()
+    accuracy = lambda output, label: (output.argmax(dim=1) == label).float().mean()  # noqa: E731
+    metrics = {"accuracy": accuracy, "f1.macro": MulticlassF1Score(3, average="macro")}
+    trainer = trainer_of(model, optimizer=optimizer, loss=loss, metrics=metrics)
+    trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
+    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current())
+
+
+def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all_rows(group):
+    from torchmetrics.functional.classification import multiclass_f1_score  # noqa: PLC0415
+
+    wanted, loss, accuracy = trained_plainly([sum(step) for step in SOME_EMPTY])
+    model, data = network(), rows(sum(map(sum, SOME_EMPTY)))
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(wanted), model.parameters())
+    output, label = model(torch.from_numpy(data["x"]).float()).detach(), torch.from_numpy(data["y"])
+    after = {
+        "loss": float(torch.nn.functional.cross_entropy(output, label)),
+        "accuracy": float((output.argmax(dim=1) == label).float().mean()),
+        "f1.macro": float(multiclass_f1_score(output, label, 3, average="macro")),
+    }
+    for parameters, record in group.run(plain_module, SOME_EMPTY):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert 0 < record.train.pop("f1.macro") < after["f1.macro"]  # of the model while it was learning
+        assert record.train == pytest.approx({"loss": loss, "accuracy": accuracy}, rel=1e-5)
+        assert record.validation == pytest.approx(after, rel=1e-4)
+
+
+def ignoring(sizes):
+    """A plain module whose labels do not count on rank 0 in some steps: the last record, and what it should hold."""
+    rank, hooks, loss = session.current().world.rank, Hooks(), torch.nn.CrossEntropyLoss(ignore_index=1)
+    model = network()
+    trainer = trainer_of(model, optimizer=torch.optim.Adam(model.parameters(), lr=0.02), loss=loss)
+    data = source(sizes, rank)
+    data.columns["y"] = np.where(np.arange(data.rows()) % 8 < 5, 1, data.columns["y"])
+    trainer.fit(data, data, hooks)
+    with torch.no_grad():
+        output = trainer._given.model(torch.from_numpy(data.columns["x"]).float())
+        wanted = loss(output, torch.from_numpy(data.columns["y"])).item()
+    return averaged(hooks.reports[-1], session.current()), wanted
+
+
+def test_labels_that_a_plain_modules_loss_leaves_out_count_in_validation_as_in_training(group):
+    for record, wanted in group.run(ignoring, [(4, 4), (4, 4), (4, 0), (4, 4)]):
+        assert math.isfinite(record.train["loss"])
+        assert record.validation == pytest.approx({"loss": wanted}, rel=1e-5)
+
+
+def only_logged():
+    """The record of an epoch whose validation_step returns nothing, but logs a mean some batches have no rows for."""
+
+    class OnlyLogs(type(module())):
+        def validation_step(self, batch, index):
+            counted = batch["y"] == (2 if index % 2 else 0)
+            share = (self(batch["x"]).argmax(dim=1)[counted] == 0).float().mean()
+            self.log("val_zeros", share, batch_size=int(counted.sum()))
+
+    trainer, hooks = trainer_of(OnlyLogs()), Hooks()
+    rows_of_rank = source(EVEN, session.current().world.rank)
+    trainer.fit(rows_of_rank, rows_of_rank, hooks)
+    return averaged(hooks.reports[-1], session.current())
+
+
+def test_a_validation_step_that_only_logs_has_what_it_logs_in_the_history_and_no_loss(group):
+    for record in group.run(only_logged):
+        assert list(record.validation) == ["zeros"]
+        assert 0 <= record.validation["zeros"] <= 1
+        (entry,) = history_of([record])
+        assert entry["validation"] == {"all_metrics": [{"zeros": record.validation["zeros"]}]}
+        assert "val_loss" not in history_of([record]).to_pandas()
+
+
+def weighted(kind):
+    """Trained with weights of rows: what the module or the loss makes of them."""
+    rank = session.current().world.rank
+    model = network() if kind == "plain" else module("weighted")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    of_plain = {"optimizer": optimizer, "loss": torch.nn.functional.cross_entropy, "sample_weight_col": "w"}
+    trainer = trainer_of(model, data=WEIGHTED, **(of_plain if kind == "plain" else {}))
+    hooks = Hooks()
+    trainer.fit(source(SOME_EMPTY, rank, WEIGHTED), None, hooks)
+    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current()).train["loss"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "module"])
+def test_weighted_rows_count_as_in_one_big_batch(group, kind):
+    wanted, loss, _ = trained_plainly([sum(step) for step in SOME_EMPTY], weighted=True)
+    unweighted, *_ = trained_plainly([sum(step) for step in SOME_EMPTY])
+    assert not np.allclose(wanted, unweighted, rtol=1e-2)
+    for parameters, found in group.run(weighted, kind):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert found == pytest.approx(loss, rel=1e-5)
+
+
+def trained_by(flavour):
+    rank, hooks = session.current().world.rank, Hooks()
+    trainer = trainer_of(module(flavour=flavour))
+    trainer.fit(source(SOME_EMPTY, rank), None, hooks)
+    assert type(trainer._trainer).__module__.startswith(flavour)
+    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current()).train["accuracy"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_older_name_of_lightning_trains_the_same(group):
+    pytest.importorskip("pytorch_lightning")
+    wanted, _, accuracy = trained_plainly([sum(step) for step in SOME_EMPTY])
+    for parameters, found in group.run(trained_by, "pytorch_lightning"):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert found == pytest.approx(accuracy)
+
+
+def hot_start(folder):
+    """The optimizer of a plain module that was trained with a scaled learning rate, as it comes back."""
+    from sparkhvd.estimators.torch import artifact  # noqa: PLC0415
+
+    model, rank = network(), session.current().world.rank
+    adam = torch.optim.Adam(model.parameters(), lr=0.02)
+    trainer = trainer_of(model, 1, {"scale_lr": True}, optimizer=adam, loss=torch.nn.functional.cross_entropy)
+    trainer.fit(source(EVEN, rank), None, Hooks())
+    own = Path(folder) / str(rank)
+    own.mkdir()
+    trainer.export(own)
+    loaded = artifact.load_model(own)
+    optimizer = artifact.load_optimizer(own, loaded)
+    moments = optimizer.state[next(loaded.parameters())]["exp_avg"]
+    wanted = trainer._given.optimizers[0].state[next(trainer._given.model.parameters())]["exp_avg"]
+    assert torch.equal(moments, wanted)
+    return optimizer.param_groups[0]["lr"], float(moments.abs().sum())
+
+
+def test_a_plain_modules_optimizer_comes_back_with_its_state_and_its_own_learning_rate(group, tmp_path):
+    for rate, moments in group.run(hot_start, str(tmp_path)):
+        assert rate == pytest.approx(0.02)
+        assert moments > 0
+
+
+def exported(folder):
+    """With a logger, a checkpoint of the best epoch, early stopping and a data module of the user's."""
+    import lightning.pytorch as lightning  # noqa: PLC0415
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: PLC0415
+    from lightning.pytorch.loggers import CSVLogger  # noqa: PLC0415
+
+    class Data(lightning.LightningDataModule):
+        def __init__(self, train, validation):
+            super().__init__()
+            self.train, self.validation = train, validation
+
+        def train_dataloader(self):
+            return self.train
+
+        def val_dataloader(self):
+            return self.validation
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return {**batch, "x": batch["x"] * 1.5}
+
+    rank = session.current().world.rank
+    best = ModelCheckpoint(monitor="val_loss", mode="max", filename="best")
+    stop = EarlyStopping("val_loss", mode="max", patience=1)
+    more = {"callbacks": [best, stop], "logger": CSVLogger("written"), "data_module": Data}
+    trainer, hooks = trainer_of(module(), 6, trainer_args={"log_every_n_steps": 1}, **more), Hooks()
+    trainer.fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
+    if rank == 0:
+        trainer.export(Path(folder))
+    return len(hooks.reports), flat(trainer._given.model) if rank == 0 else None
+
+
+def kept_data_module(given):
+    return trainer_of(module(), data_module=given)._given.data_module
+
+
+def test_a_module_that_loads_rows_is_not_asked_for_a_lightning_data_module(group):
+    assert group.run(kept_data_module, DataModule) == [None] * SIZE
+    assert group.run(kept_data_module, dict) == [dict] * SIZE
+
+
+def opened(folder):
+    """What Lightning itself, and a transform, make of the files."""
+    from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
+
+    again = type(module()).load_from_checkpoint(Path(folder) / "lightning.ckpt", weights_only=False)
+    predicted = PLUGIN.predictor(Path(folder)).predict({"x": rows(5)["x"]})
+    with torch.no_grad():
+        wanted = again.eval()(torch.from_numpy(rows(5)["x"]).float()).numpy()
+    return flat(again), np.array_equal(predicted[0], wanted)
+
+
+def test_callbacks_agree_loggers_write_and_the_files_open_without_spark(group, tmp_path):
+    (epochs, parameters), (others_epochs, _) = group.run(exported, str(tmp_path))
+    assert epochs == others_epochs == 2, "the loss falls, so a fit for the highest one ends after the second epoch"
+    again, same = group.run(opened, str(tmp_path))[0]
+    assert np.array_equal(again, parameters)
+    assert same, "a transform predicts something else than the checkpoint's module"
+    names = zipfile.ZipFile(tmp_path / "logs.zip").namelist()
+    assert any(name.endswith("metrics.csv") for name in names), names
+
+
+def losses_by_step():
+    trainer, hooks = trainer_of(module()), Hooks()
+    trainer.fit(source(SOME_EMPTY, session.current().world.rank), None, hooks)
+    return [(report.step, report.steps, report.loss is None) for report in hooks.steps]
+
+
+def test_every_step_is_reported_with_its_loss_where_the_rank_has_rows(group):
+    found = group.run(losses_by_step)
+    for rank in range(SIZE):
+        assert found[rank] == [(step + 1, 7, sizes[rank] == 0) for step, sizes in enumerate(SOME_EMPTY)]
+
+
+def refused(more):
+    from sparkhvd.errors import SparkHvdError  # noqa: PLC0415
+    from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
+
+    names = ("optimizer", "input_shapes", "label_shapes", "trainer_args", "logger", "data_module", "loss", "callbacks")
+    if more.get("model") == "no optimizer":
+        import lightning.pytorch as lightning  # noqa: PLC0415
+
+        more = {"model": type("Unfinished", (lightning.LightningModule,), {"training_step": len})()}
+    if more.get("model") == "plain":
+        model, loss = network(), torch.nn.functional.cross_entropy
+        of = network() if "another" in more else model
+        optimizer = (torch.optim.LBFGS if "closure" in more else torch.optim.SGD)(of.parameters(), lr=0.1)
+        more = {"optimizer": optimizer, **more, "model": model, "loss": loss}
+    if more.get("callbacks") == "best":
+        from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
+
+        more = {"callbacks": [ModelCheckpoint(monitor="val_loss")], "checkpoints": Checkpoints(best="loss")}
+    own = {"batch_format": "dict", "label_cols": ("y",), "checkpoints": Checkpoints()}
+    params = {**dict.fromkeys(names), "model": module(), **own}
+    try:
+        return PLUGIN.check({**params, **more}, DATA, None)
+    except SparkHvdError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"loss": torch.nn.functional.cross_entropy}, "loss belongs to plain modules"),
+        ({"model": torch.nn.Linear(6, 3)}, "plain Linear, which needs optimizer="),
+        ({"trainer_args": {"max_epochs": 3}}, "see its parameter epochs"),
+        ({"trainer_args": {"max_epoch": 3}}, "'max_epoch', which Lightning's Trainer does not take"),
+        ({"trainer_args": {"enable_checkpointing": False}}, "see its parameter checkpoints"),
+        ({"callbacks": "best"}, "Both checkpoints=Checkpoints(best='loss') and ModelCheckpoint(monitor='val_loss')"),
+        ({"callbacks": [print]}, "is no callback"),
+        ({"logger": 3}, "logger holds a int, which is no logger of lightning.pytorch"),
+        ({"inputs": {"x": NamedInput(("x",))}}, "a LightningModule gets columns as batch_format says"),
+        (
+            {"model": "plain", "inputs": {"z": NamedInput(("x",))}},
+            "'z', which is none of the model's inputs: ['input']",
+        ),
+        ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
+        ({"label_cols": ("y",)}, [(3,)]),
+        ({"model": "plain", "closure": True}, "LBFGS decides from its rank's own loss"),
+        ({"model": "plain", "optimizer": 3}, "optimizer is a int; give an instance such as torch.optim.Adam("),
+        ({"model": "plain", "another": True}, "parameters that are not the model's (the first has shape [16, 6])"),
+        ({"model": "plain", "early_stopping": EarlyStopping("loos")}, "Did you mean 'loss'?"),
+        ({"model": "no optimizer"}, "Unfinished has no configure_optimizers, without which Lightning cannot train"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_trained_is_said_on_the_driver(group, more, said):
+    found = group.run(refused, more)[0]
+    assert said == found or (isinstance(said, str) and said in found)
+
+
+def misread(batch_format, kind):
+    import lightning.pytorch as lightning  # noqa: PLC0415
+
+    from sparkhvd.errors import DataError  # noqa: PLC0415
+
+    class Misreading(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def training_step(self, batch, batch_idx):
+            if kind == "own":
+                raise KeyError("x")
+            x, y = batch if kind == "unpacked" else (batch["x"], batch["z"])
+            return torch.nn.functional.cross_entropy(self(x), y)
+
+    try:
+        trainer = trainer_of(Misreading(), batch_format=batch_format)
+        trainer.fit(source([(4, 4)], session.current().world.rank), None, Hooks())
+    except DataError as error:
+        return str(error)
+    except KeyError:
+        return "own"
+
+
+@pytest.mark.parametrize(
+    ("batch_format", "kind", "said"),
+    [
+        ("dict", "unpacked", "(?s)must be Tensor, not str \\(line .* with the keys 'x', 'y'. .*batch_format='tuple'"),
+        ("dict", "by name", "KeyError: 'z' .* with the keys 'x', 'y'"),
+        ("tuple", "by name", "tuple of features and labels"),
+        ("dict", "own", "own"),
+    ],
+)
+def test_a_batch_that_was_taken_for_another_form_is_told(group, batch_format, kind, said):
+    assert re.search(said, group.run(misread, batch_format, kind)[0])

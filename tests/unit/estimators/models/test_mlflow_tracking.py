@@ -1,0 +1,334 @@
+"""What MLflow keeps of a training, and the model that it opens without Spark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import keras
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from pyspark.ml.linalg import DenseVector, SparseVector
+
+import sparkhvd
+from sparkhvd.data.schema import columns
+from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
+from sparkhvd.errors import DataError, SchemaError
+from sparkhvd.estimators.keras import KerasModel
+from sparkhvd.estimators.keras.plugin import PLUGIN as KERAS
+from sparkhvd.estimators.models import mlflow_tracking, pyfunc
+from sparkhvd.estimators.models.mlflow_tracking import requirements, track
+from sparkhvd.estimators.models.outputs import OutputColumn, OutputSpec
+from sparkhvd.estimators.models.trained import Trained
+from sparkhvd.estimators.reports import EpochRecord
+from sparkhvd.estimators.torch import TorchEstimator, TorchModel
+from sparkhvd.estimators.torch.plugin import PLUGIN
+from sparkhvd.estimators.training.job_files import keep_folder
+from sparkhvd.estimators.training.worker import TrainResult
+
+SCHEMA = DataSchema((ColumnSpec("v", "float64", (2,), "feature", "vector"),))
+HISTORY = (EpochRecord(0, {"loss": 2.0}, {"loss": 2.5}), EpochRecord(1, {"loss": 1.0}, {"loss": 1.5}))
+TABLE = pd.DataFrame({"w": [np.array([0.5, 0.25]), np.array([1.0, 0.0])]}, index=[7, 9])
+
+
+@pytest.fixture(scope="module")
+def network():
+    torch.manual_seed(4)
+    return torch.nn.Linear(2, 1)
+
+
+@pytest.fixture(scope="module")
+def model(network, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    PLUGIN.export({"model": network}, SCHEMA, folder)
+    files, kept = keep_folder(folder)
+    trained = Trained(kept, files, SCHEMA, (OutputSpec((1,), "float64", vector=False),), HISTORY)
+    return TorchModel(trained, feature_columns=["w"], output_cols=["found"])
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/runs")
+    return pytest.importorskip("mlflow")
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # MLflow's, of its own code
+def test_the_active_run_gets_parameters_metrics_by_epoch_and_a_model(mlflow, model, network):
+    track(model, {"batch_size": 5})  # no run is active: nothing happens
+    with mlflow.start_run() as run:
+        track(model, {"batch_size": 5, "model": network, "loss": "x" * 9000, "run_id": None})
+    kept = mlflow.get_run(run.info.run_id).data
+    assert {name: len(value) for name, value in kept.params.items()} == {"batch_size": 1, "model": 6, "loss": 500}
+    assert kept.params["model"] == "Linear"
+    losses = mlflow.MlflowClient().get_metric_history(run.info.run_id, "val_loss")
+    assert {(one.step, one.value) for one in losses} == {(0, 2.5), (1, 1.5)}
+    (logged,) = mlflow.search_logged_models(output_format="list")
+    found = mlflow.pyfunc.load_model(logged.model_uri).predict(TABLE)
+    assert found.index.tolist() == [7, 9]
+    with torch.no_grad():
+        wanted = network(torch.tensor(np.stack(TABLE["w"]), dtype=torch.float32))[:, 0]
+    assert found["found"].tolist() == wanted.tolist()
+
+
+def test_the_environment_of_a_logged_model_has_its_framework():
+    name, version = sparkhvd.__name__, sparkhvd.__version__
+    needed = {
+        kind: requirements(f"sparkhvd.estimators.{kind}.plugin:PLUGIN") for kind in ("torch", "lightning", "keras")
+    }
+    names = {kind: [each.partition("==")[0] for each in found] for kind, found in needed.items()}
+    assert names["torch"] == [name, "pandas", "torch"]
+    assert names["lightning"] == [name, "pandas", "torch", "lightning", "pytorch_lightning"]
+    assert names["keras"] == [name, "pandas", "keras", keras.config.backend()]
+    assert needed["torch"][0] == f"{name}=={version}"
+    assert needed["torch"][2] == f"torch=={torch.__version__.split('+')[0]}"
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
+def test_what_an_estimator_trained_reaches_the_active_run(mlflow, model):
+    estimator = TorchEstimator(feature_cols=["w"], label_cols=["y"])
+    schema = DataSchema((*SCHEMA.columns, ColumnSpec("y", "float64", (), "label", "scalar")))
+    result = TrainResult(HISTORY, model.trained.files, model.trained.store, schema, [(1,)])
+    with mlflow.start_run() as run:
+        estimator._model({**estimator.values(), "run_id": "one"}, result)
+    assert mlflow.get_run(run.info.run_id).data.metrics["val_loss"] == 1.5
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
+def test_a_second_training_in_one_run_gets_a_run_of_its_own_inside_it(mlflow, model, monkeypatch):
+    logged = []
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: logged.append(mlflow.active_run().info.run_id))
+    with mlflow.start_run() as outer:
+        track(model, {"batch_size": 5, "run_id": "one"})
+        track(model, {"batch_size": 6, "run_id": "two"})
+        assert mlflow.active_run().info.run_id == outer.info.run_id
+    nested = mlflow.MlflowClient().search_runs(["0"], f"tags.mlflow.parentRunId = '{outer.info.run_id}'")
+    assert [run.data.params["batch_size"] for run in nested] == ["6"]
+    assert nested[0].data.metrics["val_loss"] == 1.5
+    assert logged == [outer.info.run_id, nested[0].info.run_id]
+    assert mlflow.get_run(outer.info.run_id).data.params["batch_size"] == "5"
+
+
+def test_a_fit_in_another_thread_gets_a_run_inside_that_of_the_thread_that_wanted_it(mlflow, model, monkeypatch):
+    """As those of a CrossValidator: it copies the estimator, and fits the copies in threads."""
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
+    estimator = TorchEstimator()
+
+    def in_thread(parent, name):
+        thread = threading.Thread(target=track, args=(model, {"run_id": name}, parent))
+        thread.start()
+        thread.join(60)
+
+    with mlflow.start_run() as outer:
+        copied = estimator.copy().copy()
+        for name in ("one", "two"):
+            in_thread(copied._mlflow_run, name)
+        track(model, {"run_id": "all rows"}, copied._mlflow_run)
+    in_thread(copied._mlflow_run, "too late")
+    nested = mlflow.MlflowClient().search_runs(["0"], f"tags.mlflow.parentRunId = '{outer.info.run_id}'")
+    assert sorted(run.data.params["run_id"] for run in nested) == ["one", "two"]
+    assert {run.info.status for run in nested} == {"FINISHED"}
+    assert mlflow.get_run(outer.info.run_id).data.params["run_id"] == "all rows"
+    assert estimator.copy()._mlflow_run is None
+    assert mlflow.active_run() is None
+
+
+def test_the_environment_of_the_ranks_is_logged_by_its_names(mlflow, model, monkeypatch):
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
+    with mlflow.start_run() as run:
+        track(model, {"backend_env": {"AWS_SECRET_ACCESS_KEY": "hush", "A": None}})
+    assert mlflow.get_run(run.info.run_id).data.params == {"backend_env": "A, AWS_SECRET_ACCESS_KEY"}
+
+
+def test_what_mlflow_cannot_take_costs_a_warning_and_neither_the_model_nor_the_rest(mlflow, model, caplog, monkeypatch):
+    logged = []
+    monkeypatch.setattr(mlflow_tracking, "log_model", logged.append)
+    with mlflow.start_run() as run:
+        track(model, {"no name?!": 5})
+    assert "The training could not be written to MLflow: " in caplog.text
+    assert logged == [model]
+    assert mlflow.get_run(run.info.run_id).data.metrics["loss"] == 1.0
+
+
+def test_a_keras_model_opens_as_a_folder_too(tmp_path):
+    network = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    (tmp_path / "exported").mkdir()
+    (tmp_path / "folder").mkdir()
+    KERAS.export({"model": network, "custom_objects": None}, SCHEMA, tmp_path / "exported")
+    files, kept = keep_folder(tmp_path / "exported")
+    trained = Trained(kept, files, SCHEMA, (OutputSpec((1,), "float64", vector=False),), HISTORY)
+    pyfunc.write_folder(KerasModel(trained, feature_columns=["w"], output_cols=["found"]), tmp_path / "folder")
+    found = pyfunc.load(tmp_path / "folder").predict(TABLE)["found"]
+    wanted = network.predict(np.stack(TABLE["w"]), verbose=0)[:, 0]
+    np.testing.assert_allclose(found.tolist(), wanted, rtol=1e-6)
+
+
+def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):
+    more = model.copy().setPredictionFn(lambda network, x: {"low": -network(x).abs(), "both": network(x) * x})
+    pyfunc.write_folder(more, tmp_path)
+    script = f"""
+        import sys
+        from pathlib import Path
+        sys.modules["pyspark"] = None
+        import numpy as np, pandas as pd
+        from sparkhvd.estimators.models import mlflow_tracking, pyfunc
+        found = pyfunc.load(Path({str(tmp_path)!r})).predict(pd.DataFrame({{"w": [np.array([0.5, 0.25])]}}))
+        print(list(found.columns), found["found.low"].iloc[0] <= 0, found["found.both"].iloc[0].shape)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout == "['found.low', 'found.both'] True (2,)\n", done.stderr
+    with pytest.raises(SchemaError, match=r"There is no column 'w'; the table has \['x'\]"):
+        pyfunc.load(tmp_path).predict(pd.DataFrame({"x": [1.0]}))
+
+
+@dataclass
+class Keeps:
+    """A model that keeps what it was given."""
+
+    given: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def predict(self, columns):
+        self.given.update(columns)
+        return [np.zeros(len(next(iter(columns.values()))))]
+
+
+def pandas_model(predictor, features):
+    return pyfunc.PandasModel(predictor, features, (OutputColumn("found", "double"),), (pa.float64(),), 1024)
+
+
+def test_null_in_a_pandas_table_becomes_the_fill_of_the_training():
+    whole = ColumnSpec("n", "int64", (), "feature", "scalar", fill=-7)
+    pairs = ColumnSpec("v", "float64", (2,), "feature", "vector", fill=0.5)
+    model = pandas_model(keeps := Keeps(), (("n", whole), ("v", pairs)))
+    model.predict(pd.DataFrame({"n": [3, None], "v": [None, [1.0, 2.0]]}))
+    assert keeps.given["n"].tolist() == [3, -7]
+    assert keeps.given["v"].tolist() == [[0.5, 0.5], [1.0, 2.0]]
+    model.predict(pd.DataFrame({"n": pd.array([None, 2**60 + 1], "Int64"), "v": [[1.0, 2.0]] * 2}))
+    assert keeps.given["n"].tolist() == [-7, 2**60 + 1]
+
+
+def test_null_without_a_fill_is_refused_where_it_is_no_number():
+    whole, real = (ColumnSpec("x", dtype, (), "feature", "scalar") for dtype in ("int64", "float32"))
+    with pytest.raises(DataError, match="'x' holds NULL in 1 of 2 rows, for which there is no prediction"):
+        pandas_model(Keeps(), (("x", whole),)).predict(pd.DataFrame({"x": [3, None]}))
+    pandas_model(keeps := Keeps(), (("x", whole),)).predict(pd.DataFrame({"x": [3, 4]}))
+    assert keeps.given["x"].tolist() == [3, 4]
+    pandas_model(keeps, (("x", real),)).predict(pd.DataFrame({"x": [3.0, np.nan]}))
+    assert np.isnan(keeps.given["x"]).tolist() == [False, True]
+
+
+def test_a_sparse_column_of_a_pandas_table_reaches_the_model_by_its_entries():
+    sparse = ColumnSpec("s", "float64", (4,), "feature", "vector", sparse=True, entries=1, fill=0.0)
+    vectors = [SparseVector(4, [1, 3], [5.0, 6.0]), None, DenseVector([0.0, 0.0, 7.0, 0.0]), np.zeros(4)]
+    pandas_model(keeps := Keeps(), (("s", sparse),)).predict(pd.DataFrame({"s": vectors}))
+    rows, places, values = columns.coordinates(keeps.given["s"])
+    assert (len(keeps.given["s"]), rows.tolist(), places.tolist()) == (4, [0, 0, 2], [1, 3, 2])
+    assert values.tolist() == [5.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("trained", "given", "wanted", "dtype"),
+    [
+        ("int8", [1.75, 300.0], [1.75, 300.0], "float64"),
+        ("int8", [1, 300], [1, 300], "int64"),
+        ("int64", pd.array([2**60 + 1, 2], "Int64"), [2**60 + 1, 2], "int64"),
+        ("float32", [0.1, 1.0], [0.1, 1.0], "float64"),
+        ("float32", [16777217, 1], [16777217, 1], "int64"),
+        ("bool", [2.5, 0.0], [2.5, 0.0], "float64"),
+        ("float64", [True, False], [True, False], "bool"),
+        ("int32", np.array([200, 1], "uint8"), [200, 1], "int16"),
+    ],
+)
+def test_numbers_of_a_pandas_table_keep_their_type(trained, given, wanted, dtype):
+    column = ColumnSpec("x", trained, (), "feature", "scalar")
+    pandas_model(keeps := Keeps(), (("x", column),)).predict(pd.DataFrame({"x": given}))
+    assert (keeps.given["x"].tolist(), keeps.given["x"].dtype) == (wanted, dtype)
+    rows = ColumnSpec("x", trained, (2,), "feature", "array")
+    pandas_model(keeps := Keeps(), (("x", rows),)).predict(pd.DataFrame({"x": [np.asarray(given)[:2]] * 3}))
+    assert keeps.given["x"].tolist() == [wanted] * 3
+
+
+def test_a_fill_that_the_type_of_a_table_does_not_hold_is_not_rounded():
+    column = ColumnSpec("x", "float64", (), "feature", "scalar", fill=0.5)
+    table = pd.DataFrame({"x": pd.array([3, None], "Int64")})
+    pandas_model(keeps := Keeps(), (("x", column),)).predict(table)
+    assert keeps.given["x"].tolist() == [3.0, 0.5]
+
+
+def test_what_transform_refuses_a_pandas_table_refuses():
+    column = ColumnSpec("x", "float64", (), "feature", "scalar")
+    pairs = replace(column, shape=(2,), kind="array")
+    for given, asked, error, message in (
+        (["1.5", "2"], column, SchemaError, "'x' holds str values; the model takes numbers"),
+        ([[1.0], [2.0]], column, DataError, r"rows of shape \[1\]; the model was trained with rows of shape \[\]"),
+        ([[1.0] * 4] * 2, pairs, DataError, r"rows of shape \[4\]; the model was trained with rows of shape \[2\]"),
+        ([[1.0, 2.0], [1.0]], pairs, DataError, "'x' has rows of different shapes"),
+    ):
+        with pytest.raises(error, match=message):
+            pandas_model(Keeps(), (("x", asked),)).predict(pd.DataFrame({"x": given}))
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")
+def test_a_logged_model_has_a_signature_that_takes_what_transform_takes(mlflow, tmp_path):
+    schema = DataSchema((ColumnSpec("n", "int8", (), "feature", "scalar"), *SCHEMA.columns))
+    network = TwoInputs()
+    PLUGIN.export({"model": network}, schema, tmp_path)
+    files, kept = keep_folder(tmp_path)
+    trained = Trained(kept, files, schema, (OutputSpec((), "float64", vector=False),), HISTORY)
+    with mlflow.start_run():
+        mlflow_tracking.log_model(TorchModel(trained, feature_columns=["n", "w"], output_cols=["found"]))
+    (logged,) = mlflow.search_logged_models(output_format="list")
+    opened = mlflow.pyfunc.load_model(logged.model_uri)
+    assert opened.metadata.get_input_schema().input_names() == ["n", "w"]
+    assert str(opened.metadata.get_output_schema()) == "['found': double (required)]"
+    for given in ([1.75, 300.0], [1, 300]):
+        table = pd.DataFrame({"n": given, "w": [np.array([0.5, 0.25])] * 2})
+        assert opened.predict(table)["found"].tolist() == given
+    with pytest.raises(mlflow.exceptions.MlflowException, match="n"):
+        opened.predict(table[["w"]])
+
+
+class TwoInputs(torch.nn.Module):
+    """Gives the first input."""
+
+    def forward(self, n, w):
+        return n + 0 * w.sum(1)
+
+
+def test_parameters_are_logged_without_addresses(mlflow, model, monkeypatch):
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
+    with mlflow.start_run() as run:
+        track(model, {"loss": torch.nn.functional.mse_loss, "callbacks": [object(), "a"]})
+    logged = mlflow.get_run(run.info.run_id).data.params
+    assert logged == {"loss": "mse_loss", "callbacks": "[object, a]"}
+
+
+def test_the_folds_of_a_search_name_their_runs(mlflow, model, monkeypatch):
+    monkeypatch.setattr(mlflow_tracking, "log_model", lambda _: None)
+    search = {"__name__": "pyspark.ml.tuning"}
+    loop = "def _fit(call, nFolds=2):\n  for i in range(nFolds):\n    call()\n  bestIndex = 0\n  call()\n"
+    exec(loop, search)
+    parts = []
+    search["_fit"](lambda: parts.append(TorchEstimator().copy()._part))
+    assert parts == ["fold 1 of 2", "fold 2 of 2", "all rows"]
+    assert TorchEstimator().copy()._part is None
+    with mlflow.start_run() as outer:
+        track(model, {"run_id": "one"})
+        track(model, {"run_id": "two"}, name="fold 2 of 2")
+    (nested,) = mlflow.MlflowClient().search_runs(["0"], f"tags.mlflow.parentRunId = '{outer.info.run_id}'")
+    assert nested.info.run_name == "fold 2 of 2"

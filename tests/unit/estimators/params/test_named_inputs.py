@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparkhvd.data.schema.data_schema import ColumnSpec
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.named_inputs import columns_of, named_inputs
+from sparkhvd.estimators.torch.inputs import plan_inputs
+
+
+class Towers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kinds = torch.nn.Embedding(4, 2)
+
+    def forward(self, kind, picture, rest=None):
+        return self.kinds(kind), picture, rest
+
+
+COLUMNS = [
+    ColumnSpec("a", "float64", (), "feature", "scalar"),
+    ColumnSpec("b", "float64", (), "feature", "scalar"),
+    ColumnSpec("k", "int32", (), "feature", "scalar"),
+    ColumnSpec("p", "float32", (4,), "feature", "array"),
+]
+GIVEN = {"picture": {"columns": "p", "shape": [-1, 1, 2, 2]}, "rest": ["b", "a"], "kind": "k"}
+
+
+def test_inputs_are_given_by_the_models_names_in_any_order_with_shape_and_dtype():
+    plan = plan_inputs(Towers(), COLUMNS, None, named_inputs("inputs", GIVEN))
+    arrays = {"a": np.array([1.0, 2]), "b": np.array([3.0, 4]), "k": np.array([0, 3], np.int32)}
+    arrays["p"] = np.arange(8, dtype=np.float32).reshape(2, 4)
+    kind, picture, rest = (part.tensor(arrays, 2) for part in plan)
+    assert (kind.dtype, kind.tolist()) == (torch.int64, [0, 3])
+    assert picture.shape == (2, 1, 2, 2)
+    assert rest.tolist() == [[3, 1], [4, 2]]
+    assert columns_of(named_inputs("inputs", GIVEN)) == ("p", "b", "a", "k")
+    square = {
+        "picture": "p",
+        "kind": {"columns": ["a"], "dtype": "int64"},
+        "rest": {"columns": ["a", "b"], "shape": [2, 1]},
+    }
+    plan = plan_inputs(Towers(), COLUMNS, None, named_inputs("inputs", square))
+    assert plan[0].tensor(arrays, 2).tolist() == [1, 2]
+    assert plan[2].tensor(arrays, 2).shape == (2, 2, 1)
+
+
+def test_a_struct_is_all_of_its_fields():
+    fields = [ColumnSpec(f"s.{name}", "float64", (), "feature", "scalar") for name in ("u", "v")]
+    named = named_inputs("inputs", {"kind": "k", "picture": "p", "rest": ["s", "a"]})
+    rest = plan_inputs(Towers(), [*COLUMNS, *fields], None, named)[2]
+    arrays = {"a": np.array([1.0]), "s.u": np.array([2.0]), "s.v": np.array([3.0])}
+    assert rest.tensor(arrays, 1).tolist() == [[2, 3, 1]]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"image": "p"}, r"inputs names 'image', which is none of the model's inputs: \['kind', 'picture', 'rest'\]"),
+        ({"kind": "k"}, "inputs gives no column to the model's input 'picture'"),
+        ({"kind": "k", "picture": "q"}, "inputs names the column 'q', which is not a feature column"),
+        ({"kind": {"column": "k"}}, r"inputs\['kind'\]=.* must be a column, a list of columns, or a dict with columns"),
+        ({"kind": {"columns": "k", "dtype": "integer!"}}, "dtype a name such as 'int64'"),
+        (
+            {"kind": {"columns": "k", "dtype": "string"}, "picture": "p"},
+            r"inputs\['kind'\] has dtype 'string', of which there are no tensors",
+        ),
+        ([], "must be a dict from the model's inputs to columns"),
+    ],
+)
+def test_inputs_that_do_not_fit_the_model_are_refused(given, message):
+    with pytest.raises(ParamError, match=message):
+        plan_inputs(Towers(), COLUMNS, None, named_inputs("inputs", given))
+
+
+def test_shapes_are_said_in_one_place():
+    with pytest.raises(ParamError, match=r"inputs says the shape of each input.*leave input_shapes out"):
+        plan_inputs(Towers(), COLUMNS, [[1]], named_inputs("inputs", GIVEN))

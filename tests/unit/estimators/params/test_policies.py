@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping, best_epoch
+from sparkhvd.estimators.reports import EpochRecord
+
+
+def history(*losses, accuracy=0.5):
+    return [EpochRecord(i, {"loss": 0.0}, {"loss": loss, "accuracy": accuracy}) for i, loss in enumerate(losses)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [
+        ((), False),
+        ((3.0, 2.0, 1.0), False),
+        ((1.0, 2.0), False),
+        ((1.0, 2.0, 3.0), True),
+        ((1.0, 2.0, 0.5, 0.6, 0.7), True),
+        ((1.0, 1.0, 1.0), True),
+        ((math.nan, math.nan), True),
+        ((math.nan, 5.0, 4.0), False),
+    ],
+)
+def test_early_stopping_ends_after_so_many_epochs_without_an_improvement(losses, ends):
+    assert EarlyStopping("val_loss", patience=2).ends(history(*losses)) is ends
+
+
+def test_an_improvement_has_to_reach_min_delta():
+    slow = history(1.0, 0.95, 0.9, 0.85)
+    assert not EarlyStopping(patience=3, min_delta=0.01).ends(slow)
+    assert EarlyStopping(patience=3, min_delta=0.5).ends(slow)
+
+
+def test_more_is_better_where_the_mode_says_so():
+    assert best_epoch(history(1.0, 3.0, 2.0), "val_loss", "max") == 1
+    assert best_epoch(history(3.0, 1.0, 2.0), "val_loss", "min") == 1
+    assert Checkpoints(best="val_loss").best_epoch(history(2.0, 2.0)) == 0
+    assert Checkpoints().best_epoch(history(2.0, 1.0)) is None
+    assert Checkpoints(best="val_loss").best_epoch(history(1.0, 3.0, 2.0), gone={0}) == 2
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ParamError, match=r"no metric 'val_loos' to watch; an epoch reports loss, val_loss, val_acc"):
+        EarlyStopping("val_loos").ends(history(1.0))
+    with pytest.raises(ParamError, match="mode is 'min' or 'max'"):
+        EarlyStopping(mode="auto")
+    with pytest.raises(ParamError, match="patience is at least 1"):
+        EarlyStopping(patience=0)
+    with pytest.raises(ParamError, match="both numbers are at least 1"):
+        Checkpoints(every_steps=0)

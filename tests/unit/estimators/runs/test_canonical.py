@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+import threading
+import types
+from dataclasses import dataclass
+
+import keras
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from torch.optim.lr_scheduler import StepLR
+
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.params.policies import Checkpoints
+from sparkhvd.estimators.runs.canonical import described
+from sparkhvd.estimators.torch.schedule import LRSchedule
+
+SCRIPT = """
+import functools, json, re, torch
+from sparkhvd.estimators.runs.canonical import described
+from sparkhvd.estimators.torch.schedule import LRSchedule
+
+class Net(torch.nn.Module):
+    def __init__(self, rate):
+        super().__init__()
+        self.words, self.pattern, self.rate = {"a", "b", "c"}, re.compile("a+"), rate
+        self.linear = torch.nn.Linear(2, 3)
+
+    def forward(self, rows):
+        return self.linear(rows) * self.rate
+
+def weighted(weight, names={"a", "b", "c"}):
+    return lambda output, label: (weight * (output - label)).mean()
+
+model = torch.nn.Sequential(Net(0.5), torch.nn.Dropout(0.1), torch.nn.ReLU())
+words = lambda columns: {name for name in columns if name in {"a", "b", "c", "d"}}
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+schedule = LRSchedule(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3))
+parts = [model, optimizer, words, torch.nn.functional.mse_loss, weighted(torch.ones(3)), weighted, schedule, torch.relu,
+         functools.partial(weighted, 2.0), LRSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 3)),
+         torch.nn.CrossEntropyLoss(weight=torch.ones(3)), {"b": 1, "a": ({1, 2, 3}, b"x", torch.float64, 1j)}]
+found = json.dumps(described(parts))
+"""
+
+
+def test_another_process_describes_the_same_in_the_same_words():
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", f"{SCRIPT}print(found)"]
+    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    here = {"__name__": "__main__"}
+    exec(SCRIPT, here)
+    assert there.strip() == here["found"]
+    assert "Adam" in there
+    assert " at 0x" not in there
+
+
+def closure(value, default=1, *, named=2):
+    return lambda output, label, factor=default, *, other=named: value * factor * other * (output - label)
+
+
+HELPERS = {name: {"__name__": "own", "torch": torch} for name in ("one", "two")}
+for number, places in enumerate(HELPERS.values()):
+    exec(f"def inner(a):\n  return a + {number}\ndef loss(a):\n  return inner(a)", places)
+
+
+class Doubled(torch.nn.Linear):
+    factor = 2
+
+    def forward(self, rows):
+        return super().forward(rows) * self.factor
+
+
+class Tripled(Doubled):
+    factor = 3
+
+
+@dataclass(frozen=True)
+class Own:
+    function: object
+    number: int = 1
+
+
+class Plain:
+    def __init__(self, number):
+        self.number = number
+
+
+def cells(number):
+    class Net(torch.nn.Linear):
+        def forward(self, rows):
+            return super().forward(rows) + number
+
+    return Net(2, 3)
+
+
+PAIRS = {
+    "values of closures": (lambda: closure(1), lambda: closure(2)),
+    "defaults": (lambda: closure(1, 2), lambda: closure(1, 3)),
+    "defaults by keyword": (lambda: closure(1, named=2), lambda: closure(1, named=3)),
+    "tensors of closures": (lambda: closure(torch.ones(3)), lambda: closure(torch.arange(3.0))),
+    "arrays of closures": (lambda: closure(np.ones(3)), lambda: closure(np.arange(3.0))),
+    "functions that are called": (lambda: HELPERS["one"]["loss"], lambda: HELPERS["two"]["loss"]),
+    "code": (lambda: lambda a: a + 1, lambda: lambda a: a + 2),
+    "arguments of partial": (
+        lambda: functools.partial(functional.huber_loss, delta=1.0),
+        lambda: functools.partial(functional.huber_loss, delta=2.0),
+    ),
+    "methods": (lambda: closure(1).__call__, lambda: closure(2).__call__),
+    "arguments of losses": (torch.nn.HuberLoss, lambda: torch.nn.HuberLoss(delta=50)),
+    "buffers of losses": (
+        lambda: torch.nn.CrossEntropyLoss(weight=torch.ones(2)),
+        lambda: torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0])),
+    ),
+    "smoothing": (torch.nn.CrossEntropyLoss, lambda: torch.nn.CrossEntropyLoss(label_smoothing=0.3)),
+    "losses of Keras": (lambda: keras.losses.Huber(delta=1), lambda: keras.losses.Huber(delta=9)),
+    "schedules": (
+        lambda: LRSchedule(lambda optimizer: StepLR(optimizer, 1)),
+        lambda: LRSchedule(lambda optimizer: StepLR(optimizer, 2)),
+    ),
+    "dropout": (lambda: torch.nn.Dropout(0.1), lambda: torch.nn.Dropout(0.2)),
+    "forward": (lambda: Doubled(2, 3), lambda: torch.nn.Linear(2, 3)),
+    "attributes of classes": (lambda: Doubled(2, 3), lambda: Tripled(2, 3)),
+    "what forward holds": (lambda: cells(1), lambda: cells(2)),
+    "shapes": (lambda: torch.nn.Linear(2, 3), lambda: torch.nn.Linear(2, 4)),
+    "what is trained": (lambda: torch.nn.Linear(2, 3), lambda: torch.nn.Linear(2, 3).requires_grad_(False)),
+    "numbers of optimizers": (
+        lambda: torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=0.1),
+        lambda: torch.optim.SGD(torch.nn.Linear(2, 3).parameters(), lr=0.2),
+    ),
+    "fields": (lambda: Own(closure(1)), lambda: Own(closure(2))),
+    "attributes": (lambda: Plain(1), lambda: Plain(2)),
+    "policies": (Checkpoints, lambda: Checkpoints(keep=2)),
+    "layers of Keras": (lambda: keras_model(0.1), lambda: keras_model(0.2)),
+    "Lambda layers": (lambda: keras_model(factor=2), lambda: keras_model(factor=3)),
+    "names that the user gave": (lambda: keras_model(name="a"), lambda: keras_model(name="b")),
+    "states of optimizers": (lambda: torch_optimizer(0), lambda: torch_optimizer(1)),
+    "what states hold": (lambda: torch_optimizer(1), lambda: torch_optimizer(2)),
+    "states of Keras optimizers": (lambda: keras_optimizer(0), lambda: keras_optimizer(1)),
+    "what Keras states hold": (lambda: keras_optimizer(1), lambda: keras_optimizer(2)),
+    "optimizers of Keras": (lambda: keras.optimizers.Adam(0.1), lambda: keras.optimizers.Adam(0.2)),
+}
+
+
+SCHEDULE = """
+class C(keras.optimizers.schedules.LearningRateSchedule):
+  def __call__(self, step):
+    return @
+  def get_config(self):
+    return {}
+made = keras.optimizers.SGD(C())
+"""
+WRITTEN = {
+    "tensors of classes": ("class C(Linear):\n  scale = torch.tensor(@)\nmade = C(2, 3)", "1.0", "2.0"),
+    "functions of C in classes": ("class C(Linear):\n  act = staticmethod(torch.@)\nmade = C(2, 3)", "relu", "tanh"),
+    "partials of classes": ("class C:\n  act = functools.partial(max, @)\nmade = C()", "1", "2"),
+    "classes in classes": ("class C:\n  class D:\n    x = @\nmade = C()", "1", "2"),
+    "enums": ("class C(enum.Enum):\n  A = @\ndef made():\n  return C.A.value", "0.1", "0.2"),
+    "cached functions": (
+        "def f():\n  return @\ncached = functools.lru_cache(f)\ndef made():\n  return cached()",
+        "1",
+        "2",
+    ),
+    "methods of lists": ("class C(list):\n  def f(self):\n    return @\nmade = C()", "1", "2"),
+    "attributes of lists": ("class C(list):\n  pass\nmade = C()\nmade.x = @", "1", "2"),
+    "methods of named tuples": ("class C(typing.NamedTuple):\n  x: int\n  y = @\nmade = C(1)", "1", "2"),
+    "metaclasses": ("class M(type):\n  x = @\nclass C(metaclass=M):\n  pass\nmade = C()", "1", "2"),
+    "defaults of dictionaries": ("made = collections.defaultdict(lambda: @)", "1", "2"),
+    "code without a module": ("space = {}\nexec('def f(): return @', space)\nmade = space['f']", "1", "2"),
+    "private attributes of modules": ("made = Linear(2, 3)\nmade._act = torch.@", "relu", "tanh"),
+    "hooks": ("made = Linear(2, 3)\nmade.register_forward_hook(lambda *a: a[2] * @)", "1", "2"),
+    "activations of Keras": ("def f(x):\n  return x * @\nmade = keras.layers.Dense(3, activation=f)", "1", "2"),
+    "activations of layers": (
+        "def f(x):\n  return x * @\nmade = keras.Sequential([keras.layers.Dense(3, activation=f, name='d')], name='s')",
+        "1",
+        "2",
+    ),
+    "schedules of Keras": (
+        SCHEDULE,
+        "0.1",
+        "0.2",
+    ),
+}
+
+
+def written(code):
+    space = {"__name__": "own", "torch": torch, "Linear": torch.nn.Linear, "keras": keras}
+    exec(f"import collections, enum, functools, typing\n{code}", space)
+    return space["made"]
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_what_the_user_wrote_is_seen_wherever_it_stands(case):
+    code, one, other = WRITTEN[case]
+    found = [described(written(code.replace("@", text))) for text in (one, one, other)]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_each_method_counts_with_what_it_takes_from_a_module(monkeypatch):
+    def made(factor):
+        helpers = types.ModuleType("own_helpers")
+        helpers.__file__ = "/own_helpers.py"
+        exec(f"def first(a):\n  return a\ndef second(a):\n  return a * {factor}", helpers.__dict__)
+        monkeypatch.setitem(sys.modules, "own_helpers", helpers)
+        code = (
+            "import own_helpers as h\nclass C:\n  def a(s):\n    return h.first(s)\n  def b(s):\n    return h.second(s)"
+        )
+        return described(written(f"{code}\nmade = C()"))
+
+    assert made(1) == made(1)
+    assert made(1) != made(2)
+
+
+def test_a_function_counts_with_all_that_it_imports_when_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package/__init__.py").touch()
+    (tmp_path / "own_package/part.py").write_text("from own_deep import factor\n")
+    code = "def made():\n  from own_package import part\n  return part.factor"
+
+    def with_factor(factor):
+        (tmp_path / "own_deep.py").write_text(f"factor = {factor}\n")
+        importlib.invalidate_caches()
+        return described(written(code))
+
+    assert with_factor(1) == with_factor(1)
+    assert with_factor(1) != with_factor(2)
+
+
+def test_what_cannot_be_told_in_a_class_does_not_count():
+    code = "import threading\nclass C:\n  lock = threading.Lock()\n  factor = @\nmade = C()"
+    assert described(written(code.replace("@", "1"))) == described(written(code.replace("@", "1")))
+    assert described(written(code.replace("@", "1"))) != described(written(code.replace("@", "2")))
+
+
+def torch_optimizer(steps):
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    for _ in range(steps):
+        optimizer.step()
+    return optimizer
+
+
+def keras_optimizer(steps):
+    optimizer, weight = keras.optimizers.Adam(0.1), keras.Variable([1.0, 2.0])
+    optimizer.build([weight])
+    for _ in range(steps):
+        optimizer.apply([keras.ops.ones(2)])
+    return optimizer
+
+
+def keras_model(rate=0.1, factor=2, name=None):
+    inputs = keras.Input((2,), name=name)
+    hidden = keras.layers.Dense(3, activation="relu")(inputs)
+    hidden = keras.layers.Dropout(rate)(keras.layers.Dense(3)(hidden))
+    outputs = keras.layers.Lambda(lambda rows: rows * factor)(hidden)
+    model = keras.Model(inputs, keras.layers.Dense(1)(outputs))
+    model.compile("sgd", keras.losses.Huber(delta=2))
+    return model
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_what_matters_is_seen_and_the_same_made_twice_is_the_same(case):
+    one, other = PAIRS[case]
+    torch.manual_seed(1)
+    described_once = described(one())
+    torch.manual_seed(2)  # weights drawn anew are no other run
+    assert described(one()) == described_once
+    assert described(other()) != described_once
+
+
+MODULE = """
+from torch.nn.functional import {name} as measure
+import {module} as helpers
+FACTOR = {factor}
+def loss(output, label):
+    return helpers.inner(output) * measure(output, label) * FACTOR[0]
+def late(output, label):
+    import {module}
+    return {module}.inner(output)
+"""
+
+
+def test_what_a_function_takes_from_modules_counts(tmp_path, monkeypatch):
+    """Aliases of installed functions, tensors of the module, functions of modules of the user's, imports within."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for number in (1, 2):
+        (tmp_path / f"own_helpers_{number}.py").write_text(f"def inner(a):\n    return a * {number}\n")
+
+    def made(name="mse_loss", module="own_helpers_1", factor="torch.ones(2)", function="loss"):
+        space = {"__name__": "own", "torch": torch}
+        exec(MODULE.format(name=name, module=module, factor=factor), space)
+        return described(space[function])
+
+    first = made()
+    assert made() == first
+    assert made(name="l1_loss") != first
+    assert made(factor="torch.zeros(2)") != first
+    late = made(function="late")
+    (tmp_path / "own_helpers_1.py").write_text("def inner(a):\n    return a * 3\n")
+    importlib.invalidate_caches()
+    assert made(function="late") != late
+    importlib.reload(sys.modules["own_helpers_1"])
+    assert made() != first
+
+
+def test_the_weights_of_a_model_count_where_they_are_asked_for():
+    def made(kind, seed):
+        torch.manual_seed(seed)
+        keras.utils.set_random_seed(seed)
+        return kind()
+
+    for kind in (lambda: torch.nn.Linear(2, 3), keras_model):
+        assert described(made(kind, 1), weights=True) == described(made(kind, 1), weights=True)
+        assert described(made(kind, 1), weights=True) != described(made(kind, 2), weights=True)
+        assert described(made(kind, 1)) == described(made(kind, 2))
+
+
+def test_an_object_that_holds_itself_is_described():
+    module = torch.nn.Linear(2, 3)
+    module.compute = functools.partial(closure(1), module)
+    assert described(module) == described(module)
+
+
+def test_what_cannot_be_told_is_refused():
+    with pytest.raises(ParamError, match=r"loss holds a _thread.lock, of which cannot be told what.*a run_id instead"):
+        described(closure(threading.Lock()), "loss")
+
+    class Silent(keras.layers.Layer):
+        def __init__(self, made_of):
+            super().__init__()
+
+    with pytest.raises(ParamError, match=r"Silent in model cannot be told.*it has no get_config"):
+        described(Silent(object()), "model")

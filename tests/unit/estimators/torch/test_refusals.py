@@ -1,0 +1,124 @@
+"""What a torch training could not do, or would do on the ranks only, is refused on the driver."""
+
+from __future__ import annotations
+
+import keras
+import lightning.pytorch as lightning
+import pytest
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.errors import ParamError
+from sparkhvd.estimators.lightning import plugin as lightning_plugin
+from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
+from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
+from sparkhvd.estimators.torch import LRSchedule, TorchEstimator
+from sparkhvd.estimators.torch.plugin import PLUGIN
+from tests.unit.estimators.arrays import schema
+
+DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
+StepLR = torch.optim.lr_scheduler.StepLR
+
+
+def refused(match, *, optimizer=None, **params):
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer(model)
+    given = {"model": model, "optimizer": optimizer, "loss": torch.nn.CrossEntropyLoss(), "label_cols": ("y",)}
+    given |= {name: value(optimizer) if name == "lr_scheduler" else value for name, value in params.items()}
+    with pytest.raises(ParamError, match=match):
+        PLUGIN.check(given, DATA, None)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("function", [False, True])
+def test_a_schedule_with_rates_of_its_own_cannot_be_scaled(inside, function):
+    def cycle(optimizer):
+        one = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        return torch.optim.lr_scheduler.ChainedScheduler([one], optimizer) if inside else one
+
+    schedule = (lambda _: LRSchedule(cycle)) if function else (lambda optimizer: LRSchedule(cycle(optimizer)))
+    refused("cannot scale the learning rates that OneCycleLR was made with", lr_scheduler=schedule, scale_lr=True)
+
+
+def test_a_number_is_no_schedule():
+    with pytest.raises(ParamError, match="LRSchedule"):
+        TorchEstimator(lr_scheduler=0.1)
+
+
+@pytest.mark.parametrize("more", [{}, {"monitor": "loss", "every": "step"}])
+def test_a_schedule_by_a_metric_needs_one_and_whole_epochs(more):
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    refused(r"LRSchedule\(scheduler, monitor='val_loss'\)", lr_scheduler=lambda _: LRSchedule(plateau, **more))
+    refused(
+        "for ReduceLROnPlateau; StepLR", lr_scheduler=lambda _: LRSchedule(lambda made: StepLR(made, 1), monitor="loss")
+    )
+
+
+def test_a_schedule_whose_function_needs_a_rank_is_not_judged_on_the_driver():
+    def needs_rank(optimizer):
+        return StepLR(optimizer, session.current().world.size)
+
+    model = torch.nn.Linear(6, 3)
+    given = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": torch.nn.CrossEntropyLoss(),
+        "label_cols": ("y",),
+    }
+    assert PLUGIN.check({**given, "lr_scheduler": LRSchedule(needs_rank)}, DATA, None) == [(3,)]
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({"early_stopping": EarlyStopping("val_accurracy")}, r"early_stopping watches 'val_accurracy'.*'val_accuracy'"),
+        ({"checkpoints": Checkpoints(best="acuracy")}, r"checkpoints watches 'acuracy'.*Did you mean 'accuracy'"),
+        (
+            {"lr_scheduler": lambda _: LRSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau, monitor="val_los")},
+            r"lr_scheduler watches 'val_los'; .*Did you mean 'val_loss'",
+        ),
+    ],
+)
+def test_a_metric_that_nobody_measures_cannot_be_watched(params, match):
+    refused(match, metrics={"accuracy": lambda output, label: (output.argmax(dim=1) == label).float().mean()}, **params)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    refused("LBFGS decides from its rank's own loss", optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+
+
+class Foreign(keras.layers.Layer):
+    """A class of the user's, made from one of Keras."""
+
+
+class Module(lightning.LightningModule):
+    """A class of the user's, made from one of Lightning."""
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "sentence"),
+    [
+        (keras.optimizers.Adam(), ("torch",), " Those of Keras are for KerasEstimator."),
+        (keras.losses.mean_squared_error, ("torch",), " Those of Keras are for KerasEstimator."),
+        (Foreign(), ("torch",), " Those of Keras are for KerasEstimator."),
+        (Module(), ("keras",), " Those of Lightning are for LightningEstimator."),
+        (torch.nn.functional.mse_loss, ("keras",), " Those of PyTorch are for TorchEstimator."),
+        (torch.nn.Linear(1, 1), ("torch",), ""),
+        (len, ("torch",), ""),
+        ("adam", ("torch",), ""),
+    ],
+)
+def test_what_another_framework_made_is_sent_to_its_estimator(given, own, sentence):
+    assert belongs_elsewhere(given, own) == sentence
+
+
+def test_what_keras_made_is_refused_with_the_estimator_for_it():
+    to_keras = "Those of Keras are for KerasEstimator"
+    refused(rf"is a Sequential; it must be a torch.nn.Module\. {to_keras}", model=keras.Sequential())
+    refused(rf"optimizer is a Adam; .*{to_keras}", optimizer=lambda _: keras.optimizers.Adam())
+    refused(
+        rf"The loss MeanSquaredError computes with other tensors than PyTorch's\. {to_keras}",
+        loss=keras.losses.MeanSquaredError(),
+    )
+    with pytest.raises(ParamError, match=rf"must be a LightningModule or a torch.nn.Module\. {to_keras}"):
+        lightning_plugin._check_kinds({"model": keras.Sequential()})

@@ -1,0 +1,478 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+import sparkhvd.torch as hvd
+from sparkhvd.comm import session
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.data.schema.data_schema import DataSchema
+from sparkhvd.estimators.reports import EpochReport
+from sparkhvd.estimators.torch import artifact
+from sparkhvd.estimators.torch.plugin import PLUGIN
+from sparkhvd.estimators.training.history import averaged
+from sparkhvd.world import World
+from tests.ranks import RankGroup
+from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
+
+DATA = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", (), "scalar"))
+
+# Rows of every rank in the steps of an epoch; the third rank is dropped where there are two.
+EVEN = [(4, 4, 4)] * 20
+PARTIAL_END = [(4, 4, 4)] * 19 + [(2, 1, 1)]
+UNEVEN = [(5, 3, 1), (1, 7, 2), (4, 4, 4), (6, 1, 9)] * 5
+SOME_EMPTY = [(5, 0, 1), (0, 7, 0), (4, 4, 4), (3, 2, 0)] * 5
+
+OPTIMIZERS = {
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "Adam": lambda model: torch.optim.Adam(model.parameters(), lr=np.float64(0.01)),  # as of numpy.logspace
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def group(request):
+    with RankGroup(request.param, imports=("torch._dynamo", "sparkhvd.estimators.torch.plugin")) as started:
+        yield started
+
+
+@pytest.fixture
+def alone():
+    session.offer(LaunchContext())
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def network():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+
+
+def rows(count):
+    random = np.random.default_rng(5)
+    return {"x": random.normal(size=(count, 6)), "y": random.integers(0, 3, count)}
+
+
+def accuracy(output, label):
+    return (output.argmax(dim=1) == label).float().mean()
+
+
+def source(sizes, rank, world_size):
+    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
+    sizes = [step[:world_size] for step in sizes]
+    mine, start = [], 0
+    for step in sizes:
+        first = start + sum(step[:rank])
+        mine.append(list(range(first, first + step[rank])))
+        start += sum(step)
+    return ArraySource(DATA, rows(start), mine, [sum(step) for step in sizes])
+
+
+def make_trainer(optimizer, world, **more):
+    model = network()
+    params = {"model": model, "optimizer": optimizer(model), "loss": functional.cross_entropy, "label_cols": ("y",)}
+    payload = PLUGIN.pack({**params, "metrics": [accuracy], "schema": DATA})
+    return PLUGIN.trainer(payload, spec(DATA, **more), world)
+
+
+def train_as_weighted_rank(sizes):
+    world = session.current().world
+    model = network()
+    data = DataSchema((*DATA.columns, *schema(w=("weight", "float64", (), "scalar")).columns))
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "sample_weight_col": "w", "schema": data})
+    trainer = PLUGIN.trainer(payload, spec(data), world)
+    plain = source(sizes, world.rank, world.size)
+    columns = {**plain.columns, "w": weights(plain.rows())}
+    trainer.fit(ArraySource(data, columns, plain.mine, plain.everyones), None, Hooks())
+    return flat(trainer._model)
+
+
+def weights(count):
+    return np.random.default_rng(6).uniform(0.1, 3.0, count)
+
+
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
+
+
+def train_as_rank(sizes, optimizer, more):
+    world = session.current().world
+    trainer = make_trainer(OPTIMIZERS[optimizer], world, **more)
+    hooks = Hooks()
+    trainer.fit(source(sizes, world.rank, world.size), source(sizes, world.rank, world.size), hooks)
+    record = averaged(hooks.reports[-1], session.current())
+    return flat(trainer._model), record
+
+
+def train_plainly(steps, optimizer, epochs=1):
+    """Plain PyTorch on the global batches; the parameters, and mean loss and accuracy over the rows."""
+    model = network()
+    chosen = OPTIMIZERS[optimizer](model)
+    data = rows(sum(steps))
+    for _ in range(epochs):
+        start, losses, right = 0, 0.0, 0
+        for size in steps:
+            x = torch.from_numpy(data["x"][start : start + size]).float()
+            y = torch.from_numpy(data["y"][start : start + size])
+            start += size
+            chosen.zero_grad()
+            output = model(x)
+            loss = functional.cross_entropy(output, y)
+            loss.backward()
+            chosen.step()
+            losses += loss.item() * size
+            right += int((output.argmax(dim=1) == y).sum())
+    return flat(model), losses / sum(steps), right / sum(steps)
+
+
+def test_weighted_rows_count_as_in_one_big_batch(group):
+    steps = [sum(step[: group.size]) for step in SOME_EMPTY]
+    model = network()
+    optimizer = OPTIMIZERS["momentum"](model)
+    data, weight, start = rows(sum(steps)), torch.from_numpy(weights(sum(steps))).float(), 0
+    for size in steps:
+        part = slice(start, start + size)
+        start += size
+        optimizer.zero_grad()
+        output = model(torch.from_numpy(data["x"][part]).float())
+        losses = functional.cross_entropy(output, torch.from_numpy(data["y"][part]), reduction="none")
+        (losses * weight[part]).mean().backward()
+        optimizer.step()
+    for parameters in group.run(train_as_weighted_rank, SOME_EMPTY):
+        assert relative_error(parameters, flat(model)) < 1e-5
+
+
+def relative_error(found, wanted):
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "sizes", [EVEN, PARTIAL_END, UNEVEN, SOME_EMPTY], ids=["even", "partial end", "uneven", "some empty"]
+)
+def test_all_ranks_together_are_one_big_batch(group, sizes, optimizer):
+    steps = [sum(step[: group.size]) for step in sizes]
+    wanted, loss, right = train_plainly(steps, optimizer)
+    found = group.run(train_as_rank, sizes, optimizer, {})
+    assert relative_error(wanted, flat(network())) > 0.01  # there is something to be equal in
+    for parameters, record in found:
+        assert relative_error(parameters, wanted) < 1e-5
+        assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+        assert record.train["accuracy"] == pytest.approx(right)
+
+
+def test_all_ranks_hold_bitwise_the_same_parameters(group):
+    found = [parameters for parameters, _ in group.run(train_as_rank, SOME_EMPTY, "Adam", {})]
+    assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_several_backward_passes_make_one_bigger_batch_also_at_the_end_of_the_epoch(group, passes):
+    """20 steps are no multiple of 3: the last two passes make a step of their own."""
+    each = [sum(step[: group.size]) for step in SOME_EMPTY]
+    wanted, _, _ = train_plainly([sum(each[i : i + passes]) for i in range(0, 20, passes)], "momentum")
+    for parameters, _ in group.run(train_as_rank, SOME_EMPTY, "momentum", {"backward_passes_per_step": passes}):
+        assert relative_error(parameters, wanted) < 1e-5
+
+
+def test_scale_lr_multiplies_the_learning_rate_by_the_number_of_ranks(group):
+    size = group.size
+    wanted = flat(network())
+    model = network()
+    data = rows(sum(sum(step[:size]) for step in EVEN))
+    one = torch.optim.SGD(model.parameters(), lr=0.05 * size, momentum=0.9)
+    for start in range(0, len(data["y"]), 4 * size):
+        chosen = slice(start, start + 4 * size)
+        one.zero_grad()
+        loss = functional.cross_entropy(
+            model(torch.from_numpy(data["x"][chosen]).float()), torch.from_numpy(data["y"][chosen])
+        )
+        loss.backward()
+        one.step()
+    wanted = flat(model)
+    for parameters, _ in group.run(train_as_rank, EVEN, "momentum", {"scale_lr": True}):
+        assert relative_error(parameters, wanted) < 1e-5
+
+
+def dropout_streams():
+    world = session.current().world
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.Dropout(0.5))
+    params = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+    loss = {"loss": functional.cross_entropy, "label_cols": ("y",)}
+    trainer = PLUGIN.trainer(PLUGIN.pack({**params, **loss, "schema": DATA}), spec(DATA), world)
+    trainer.fit(source([(1, 1, 1)], world.rank, world.size), None, Hooks())
+    return torch.rand(4).tolist()
+
+
+def test_every_rank_draws_its_own_random_numbers(group):
+    drawn = group.run(dropout_streams)
+    assert len({tuple(numbers) for numbers in drawn}) == group.size
+
+
+def as_one(sizes):
+    return source([(sum(step),) for step in sizes], 0, 1)
+
+
+def test_validation_uses_neither_dropout_nor_gradients_and_changes_nothing(alone):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.9))
+    params = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0)}
+    loss = {"loss": functional.cross_entropy, "label_cols": ("y",)}
+    trainer = PLUGIN.trainer(PLUGIN.pack({**params, **loss, "schema": DATA}), spec(DATA), session.current().world)
+    hooks, data = Hooks(), as_one([(12,)])
+    trainer.fit(data, data, hooks)
+    trained = trainer._model.eval()
+    wanted = functional.cross_entropy(
+        trained(torch.from_numpy(data.columns["x"]).float()), torch.from_numpy(data.columns["y"])
+    )
+    assert hooks.reports[0].validation["loss"] == (pytest.approx(wanted.item()), 1), "the mean of all ranks' rows"
+    assert trained[1].num_batches_tracked.item() == 1
+
+
+def test_a_resumed_run_equals_an_undisturbed_one(alone):
+    world, steps = session.current().world, [(8,)] * 6
+    undisturbed = make_trainer(OPTIMIZERS["Adam"], world, epochs=4)
+    undisturbed.fit(as_one(steps), None, Hooks())
+    first = make_trainer(OPTIMIZERS["Adam"], world, epochs=2)
+    first.fit(as_one(steps), None, Hooks())
+    second = make_trainer(OPTIMIZERS["Adam"], world, epochs=4)
+    second.restore(first.state())
+    hooks = Hooks(first_epoch=2)
+    second.fit(as_one(steps), None, hooks)
+    assert [report.epoch for report in hooks.reports] == [2, 3]
+    assert np.array_equal(flat(second._model), flat(undisturbed._model))
+
+
+def test_the_learning_rate_survives_a_resume_and_comes_back_unscaled(alone, tmp_path):
+    def with_size(size):
+        return make_trainer(OPTIMIZERS["Adam"], replace(World(), size=size), scale_lr=True)
+
+    first = with_size(2)
+    assert first._plain_optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
+    second = with_size(4)
+    second.restore(first.state())
+    assert second._plain_optimizer.param_groups[0]["lr"] == pytest.approx(0.04)
+    second.export(tmp_path)
+    optimizer = artifact.load_optimizer(tmp_path, artifact.load_model(tmp_path))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_hook_ends_the_training(alone):
+    class Impatient(Hooks):
+        def on_epoch_end(self, report: EpochReport, trainer: object) -> bool:
+            super().on_epoch_end(report, trainer)
+            return False
+
+    hooks = Impatient()
+    make_trainer(OPTIMIZERS["Adam"], session.current().world, epochs=5).fit(as_one([(3,)]), None, hooks)
+    assert len(hooks.reports) == 1
+
+
+def test_the_report_tells_where_the_time_went(alone):
+    hooks = Hooks()
+    make_trainer(OPTIMIZERS["Adam"], session.current().world).fit(as_one([(3,)] * 4), None, hooks)
+    report = hooks.reports[0]
+    assert report.steps == 4
+    assert min(report.times.data_wait, report.times.compute, report.times.communication) > 0
+    line = averaged(report, session.current()).line(epochs=3)
+    assert line.startswith("epoch 1/3  loss ")
+    assert "rows/s  step " in line
+    assert all(f"{kind} " in line for kind in ("data", "compute", "communication"))
+
+
+def normalizing():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3), torch.nn.Dropout(0.3))
+    model.register_buffer("kept_beside", torch.zeros(6), persistent=False)
+    model.register_forward_pre_hook(keep_mean)
+    return model
+
+
+def keep_mean(model, inputs):
+    if model.training:
+        model.kept_beside += inputs[0].mean(dim=0)
+
+
+class AtStep(Hooks):
+    """Keeps what a checkpoint after the seventh step would hold."""
+
+    def on_step_end(self, report, trainer):
+        if report.step == 7:
+            report.synchronize()
+            self.kept = (hvd.broadcast_object(trainer.state()), report.rank_state())
+
+
+def normalized_trainer(**more):
+    model = normalizing()
+    params = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+    return PLUGIN.trainer(payload, spec(DATA, **more), session.current().world)
+
+
+def train_with_buffers(sizes):
+    """Losses of a validation and of the model that rank 0 has after it; and the states of two ways to get there."""
+    world = session.current().world
+    rows_of_rank = source(sizes, world.rank, world.size)
+    trainer, hooks = normalized_trainer(), AtStep()
+    trainer.fit(rows_of_rank, rows_of_rank, hooks)
+    loss = averaged(hooks.reports[-1], session.current()).validation["loss"]
+    kept, rank_state = hooks.kept
+    again = normalized_trainer()
+    again.restore(kept)
+    again.fit(rows_of_rank, None, Hooks(first_step=7, rank_state=rank_state))
+    model = hvd.broadcast_object(trainer._model).eval()
+    data = rows_of_rank.columns
+    with torch.no_grad():
+        wanted = functional.cross_entropy(model(torch.from_numpy(data["x"]).float()), torch.from_numpy(data["y"]))
+    states = [
+        {**dict(each._model.named_parameters()), **dict(each._model.named_buffers())} for each in (trainer, again)
+    ]
+    return loss, wanted.item(), [{name: value.detach().numpy() for name, value in each.items()} for each in states]
+
+
+@pytest.mark.parametrize("sizes", [[(5, 3, 2), (2, 7, 0)] * 5, [(0, 4, 4)] * 9], ids=["uneven", "no rows on rank 0"])
+def test_the_validation_measures_the_model_that_is_returned_and_resumes_to_the_bit(group, sizes):
+    found = group.run(train_with_buffers, sizes)
+    for loss, wanted, states in found:
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        for state in states:
+            for name, value in state.items():
+                assert np.array_equal(value, found[0][2][0][name]), name
+    assert found[0][2][0]["0.num_batches_tracked"] > 0
+
+
+IGNORING = {
+    "ignored": (torch.nn.CrossEntropyLoss(ignore_index=1), [1] * 8 + [0, 2, 1, 2]),
+    "torch's default": (torch.nn.CrossEntropyLoss(), [-100] * 8 + [0, 2, 1, 2]),
+    "weighted": (torch.nn.CrossEntropyLoss(weight=torch.tensor([0.0, 5.0, 1.0])), [0, 0, 0, 0, 1, 2, 2, 2, 2, 1, 0, 1]),
+    "half the steps": (torch.nn.CrossEntropyLoss(), [-100] * 12 + [0, 2, 1, 2] * 6),
+    "masked outputs": (torch.nn.CrossEntropyLoss(), [-100] * 8 + [0, 2, 2, 0]),
+    "sequences": (torch.nn.CrossEntropyLoss(), [[-100, -100]] * 8 + [[0, 2], [1, -100], [2, 1], [0, 0]]),
+    "probabilities": (torch.nn.CrossEntropyLoss(), [[1, 0, 0]] * 8 + [[0, 1, 0], [0, 0, 1]] * 2),
+}
+
+
+class Masked(torch.nn.Module):
+    """Says that a class is impossible."""
+
+    def forward(self, x):
+        return x.masked_fill(torch.tensor([False, True, False]), float("-inf"))
+
+
+def ignoring_network(kind):
+    torch.manual_seed(3)
+    if kind == "sequences":
+        return torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Unflatten(1, (3, 2)))
+    return torch.nn.Sequential(network(), Masked()) if kind == "masked outputs" else network()
+
+
+def train_ignoring(kind, sizes):
+    world, (loss, labels) = session.current().world, IGNORING[kind]
+    model, shape = ignoring_network(kind), np.shape(labels)[1:]
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": loss, "label_cols": ("y",)}
+    data = schema(x=("feature", "float64", (6,), "array"), y=("label", "int64", shape, "array" if shape else "scalar"))
+    trainer = PLUGIN.trainer(PLUGIN.pack({**params, "schema": data}), spec(data), world)
+    data = source(sizes, world.rank, world.size)
+    count = data.rows()
+    data.columns["y"] = np.array(labels * 9)[:count]
+    validation, hooks = replace(data, columns=dict(data.columns)), Hooks()
+    trainer.fit(data, validation, hooks)
+    record = averaged(hooks.reports[-1], session.current())
+    model = trainer._model.eval()
+    with torch.no_grad():
+        wanted = loss(model(torch.from_numpy(data.columns["x"]).float()), ignoring_labels(kind, data.columns["y"]))
+    return flat(model), record, wanted.item()
+
+
+def ignoring_labels(kind, labels):
+    return torch.as_tensor(labels, dtype=torch.float32 if kind == "probabilities" else torch.int64)
+
+
+def train_ignoring_plainly(kind, steps):
+    loss_of, labels = IGNORING[kind]
+    model = ignoring_network(kind)
+    optimizer, data, start = OPTIMIZERS["momentum"](model), rows(sum(steps)), 0
+    label = ignoring_labels(kind, labels * 9)[: sum(steps)]
+    losses = []
+    for size in steps:
+        part = slice(start, start + size)
+        start += size
+        optimizer.zero_grad()
+        loss = loss_of(model(torch.from_numpy(data["x"][part]).float()), label[part])
+        if torch.isfinite(loss):
+            loss.backward()
+            losses.append((loss.item(), size))
+        else:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    return flat(model), np.average([loss for loss, _ in losses], weights=[size for _, size in losses])
+
+
+@pytest.mark.parametrize("kind", IGNORING)
+def test_labels_that_a_loss_leaves_out_count_in_training_and_validation_as_in_one_big_batch(group, kind):
+    """Also where a rank, or all ranks, have no other labels in a step."""
+    sizes = [(4, 4, 4), (4, 2, 3), (4, 0, 4), (4, 4, 4)]
+    wanted, loss = train_ignoring_plainly(kind, [sum(step[: group.size]) for step in sizes])
+    for parameters, record, of_validation in group.run(train_ignoring, kind, sizes):
+        assert relative_error(parameters, wanted) < 1e-5
+        assert record.train["loss"] == pytest.approx(loss, rel=1e-5)
+        assert record.validation["loss"] == pytest.approx(of_validation, rel=1e-5)
+
+
+class OfLogarithms(torch.nn.Module):
+    """Takes positive numbers only."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = torch.nn.Linear(6, 4, bias=False), norm(4), torch.nn.Linear(4, 3)
+        self.register_buffer("scale", torch.tensor(1.0))
+        self.register_buffer("seen", torch.tensor(0.0))
+
+    def forward(self, x):
+        self.seen = self.seen + len(x) * self.training
+        return self.last(self.norm(self.first(torch.log(x))) * self.scale)
+
+
+def train_synchronized(sizes):
+    world, model = session.current().world, OfLogarithms(hvd.SyncBatchNorm)
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+    data = source(sizes, world.rank, world.size)
+    data.columns["x"] = np.abs(data.columns["x"]) + 0.1
+    sample = {name: array[:2] for name, array in data.columns.items()}
+    trainer = PLUGIN.trainer(payload, spec(DATA, sample=sample), world)
+    trainer.fit(data, None, Hooks())
+    return flat(trainer._model)
+
+
+def test_a_rank_that_never_has_a_row_takes_part_in_synchronized_statistics_with_a_real_one(group):
+    sizes = [(0, 4, 4)] * 4
+    steps = [sum(step[: group.size]) for step in sizes]
+    model, data = OfLogarithms(torch.nn.BatchNorm1d), rows(sum(steps))
+    optimizer = OPTIMIZERS["momentum"](model)
+    for x, y in zip(*(torch.split(torch.from_numpy(data[name]), steps) for name in "xy"), strict=True):
+        optimizer.zero_grad()
+        functional.cross_entropy(model((x.abs() + 0.1).float()), y).backward()
+        optimizer.step()
+    for parameters in group.run(train_synchronized, sizes):
+        assert relative_error(parameters, flat(model)) < 1e-5
+
+
+def try_on_one_rank():
+    world, model = session.current().world, OfLogarithms(hvd.SyncBatchNorm)
+    params = {"model": model, "optimizer": OPTIMIZERS["momentum"](model), "loss": functional.cross_entropy}
+    payload = PLUGIN.pack({**params, "label_cols": ("y",), "schema": DATA})
+    sample = {name: np.abs(array) for name, array in source([(2, 0, 0)], 0, world.size).columns.items()}
+    shapes = PLUGIN.try_out(payload, DATA, sample) if world.rank == 0 else [(3,)]
+    hvd.barrier()
+    return shapes
+
+
+def test_a_rank_that_tries_a_model_with_synchronized_layers_waits_for_no_other(group):
+    assert group.run(try_on_one_rank) == [[(3,)]] * group.size

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from sparkhvd.data.external.parquet_files import open_existing
+from sparkhvd.data.read.readers import Reading
+from sparkhvd.errors import StoreError
+from sparkhvd.estimators.reports import EpochRecord
+from sparkhvd.estimators.runs.run_lease import Fence
+from sparkhvd.estimators.training import checkpoint, job_files
+from sparkhvd.estimators.training.checkpoint import Checkpoint
+from sparkhvd.estimators.training.worker import StoredRows, _stored_rows
+from sparkhvd.store import Store, layout
+from sparkhvd.world import World
+from tests.unit.estimators.arrays import spec
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store.create(str(tmp_path / "store"))
+
+
+def after(epoch):
+    times = {"rows_per_second": 10.0, "step_seconds": 0.5, "shares": {"compute": 1.0}}
+    history = tuple(EpochRecord(e, {"loss": 1.0 / (e + 1)}, {"loss": 2.0}, **times) for e in range(epoch + 1))
+    return Checkpoint(epoch, 7, history, b"weights\n\x00of epoch %d" % epoch)
+
+
+def test_a_checkpoint_comes_back_whole(store):
+    checkpoint.save(Fence(store, "run", 0), after(2))
+    assert checkpoint.load(store, checkpoint.latest(store, "run")) == after(2)
+
+
+def test_only_the_last_checkpoint_is_kept(store):
+    for epoch in range(12):
+        checkpoint.save(Fence(store, "run", 0), after(epoch))
+    assert store.list(layout.checkpoints_folder("run")) == [layout.checkpoint_path("run", 11)]
+    assert checkpoint.load(store, checkpoint.latest(store, "run")).epoch == 11
+
+
+def test_a_run_without_checkpoints_has_no_last_one(store):
+    assert checkpoint.latest(store, "run") is None
+
+
+def test_two_runs_with_one_id_cannot_overwrite_each_others_checkpoint(store):
+    checkpoint.save(Fence(store, "run", 0), after(0))
+    with pytest.raises(StoreError, match="epoch-00000"):
+        checkpoint.save(Fence(store, "run", 0), after(0))
+
+
+def test_something_else_in_place_of_a_checkpoint_is_an_error_that_says_what_to_do(store):
+    store.publish(layout.checkpoint_path("run", 3), b"not a checkpoint")
+    with pytest.raises(StoreError, match=r"epoch-00003 is not a checkpoint that this version reads .* another run_id"):
+        checkpoint.load(store, checkpoint.latest(store, "run"))
+
+
+def test_a_file_that_was_changed_is_not_read(store):
+    written = job_files.write(store, "runs/r/model/module.pkl", b"content")
+    assert written.read(store) == b"content"
+    store.delete(written.path)
+    store.publish(written.path, b"contend")
+    with pytest.raises(StoreError, match=r"module\.pkl is not what was written there: its SHA-256 differs"):
+        written.read(store)
+
+
+def test_small_payloads_travel_with_the_job_and_large_ones_as_a_file(store, monkeypatch):
+    monkeypatch.setattr(job_files, "INLINE_BYTES", 10)
+    small, large = job_files.payload(store, "small", b"x" * 10), job_files.payload(store, "large", b"y" * 11)
+    assert (small.file, small.read(store)) == (None, b"x" * 10)
+    assert (large.content, large.read(store)) == (b"", b"y" * 11)
+    assert store.list("") == ["large"]
+
+
+def test_fetched_files_are_removed_at_the_end(store, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one").write_bytes(b"1")
+    (tmp_path / "a" / "two").write_bytes(b"2")
+    written = job_files.write_folder(store, "folder", tmp_path / "a")
+    with job_files.fetched(store, written) as folder:
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == {"one": b"1", "two": b"2"}
+    assert not folder.exists()
+
+
+def test_what_changes_the_order_of_rows_makes_another_division_of_them(tmp_path):
+    (tmp_path / "rows").mkdir()
+    parquet.write_table(pa.table({"x": [1.0] * 9, "y": [2.0] * 9}), tmp_path / "rows" / "one.parquet", row_group_size=3)
+    files = open_existing(str(tmp_path / "rows"), feature_cols=["x"], label_cols=["y"])
+
+    def division(**how):
+        data = files.manifest.schema
+        return _stored_rows(StoredRows(files.store, files.manifest), spec(data, **how), World(rank=0, size=1)).division
+
+    memory, disk = Reading(cache="memory"), Reading(cache="disk")
+    found = [division(), division(reading=memory), division(shuffle=False), division(reading=Reading(window_bytes=40))]
+    assert len(set(found)) == 4, found
+    assert division(epochs=5) == found[0]
+    assert division(reading=disk) == found[1], "where the rows are kept does not matter"
+    assert division(reading=memory, shuffle=False) == found[2], "without shuffling a cache changes nothing"

@@ -1,0 +1,70 @@
+"""Runs that a callback of the user's has ended: a later fit trains nothing and gives the same model."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.estimators.keras.plugin import PLUGIN as KERAS
+from sparkhvd.estimators.torch.callbacks import TorchCallback
+from sparkhvd.estimators.torch.plugin import PLUGIN as TORCH
+from sparkhvd.estimators.training.hooks import RunHooks
+from sparkhvd.store import Store
+from tests.unit.estimators.arrays import spec
+from tests.unit.estimators.keras.networks import DATA, parameters, source
+
+
+@pytest.fixture
+def alone():
+    session.init()
+    yield session.current()
+    session.shutdown()
+
+
+class StopSecond(TorchCallback):
+    """Ends the training after the second epoch, and then adds one to all weights."""
+
+    def on_epoch_end(self, run, epoch, logs):
+        run.stop = epoch == 1
+
+    def on_train_end(self, run):
+        with torch.no_grad():
+            for weight in run.model.parameters():
+                weight.add_(1.0)
+
+
+def torch_trainer(how):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(6, 3)
+    given = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "label_cols": ("y",), "schema": DATA}
+    given = {**given, "loss": torch.nn.functional.cross_entropy, "callbacks": [StopSecond()]}
+    return TORCH.trainer(TORCH.pack(given), how, session.current().world)
+
+
+def keras_trainer(how):
+    # The loss falls, so by the highest one the training ends after the second epoch, and the first one was the best.
+    callback = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
+    return KERAS.trainer(KERAS.pack(parameters(callbacks=[callback])), how, session.current().world)
+
+
+def weights(trainer):
+    model = trainer._model
+    found = model.get_weights() if hasattr(model, "get_weights") else [w.detach().numpy() for w in model.parameters()]
+    return np.concatenate([each.flatten() for each in found])
+
+
+@pytest.mark.parametrize("made", [keras_trainer, torch_trainer])
+def test_a_run_that_a_callback_has_ended_is_not_trained_again(alone, tmp_path, made):
+    fitted = []
+    for epochs in (5, 9):
+        how = spec(DATA, epochs=epochs)
+        trainer, hooks = made(how), RunHooks(Store.create(str(tmp_path)), "run", how, alone)
+        if hooks.resumed is not None:
+            trainer.restore(hooks.resumed.state)
+        trainer.fit(source([(4,)] * 5, 0), None, hooks)
+        assert len(hooks.history) == 2
+        fitted.append(weights(trainer))
+    assert np.array_equal(*fitted)

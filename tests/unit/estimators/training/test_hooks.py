@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+import logging
+import math
+
+import pytest
+
+from sparkhvd.comm import session
+from sparkhvd.errors import DataError
+from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
+from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
+from sparkhvd.estimators.runs.run_lease import Fence
+from sparkhvd.estimators.training import checkpoint
+from sparkhvd.estimators.training.hooks import RunHooks
+from sparkhvd.store import Store, layout
+from tests.ranks import RankGroup
+from tests.unit.estimators.arrays import schema, spec
+
+DATA = schema(x=("feature", "float64", (), "scalar"))
+
+
+@pytest.fixture(scope="module")
+def group():
+    with RankGroup(2, imports=("sparkhvd.estimators.training.hooks",)) as started:
+        yield started
+
+
+class Counting:
+    """A trainer whose state is the last step."""
+
+    def __init__(self):
+        self.now = b"start"
+        self.restored = None
+
+    def state(self):
+        return self.now
+
+    def restore(self, state):
+        self.restored = state
+
+
+def step(number, trainer, loss=1.0, epoch=0):
+    trainer.now = b"step %d" % number
+    rank = session.current().world.rank
+    return StepReport(epoch, number, 9, loss, lambda: {"loss": (loss * number, number)}, lambda: b"rank %d" % rank)
+
+
+def run_within_an_epoch(url):
+    store, trainer = Store.create(url), Counting()
+    how = spec(DATA, epochs=3, checkpoints=Checkpoints(every_steps=4))
+    hooks = RunHooks(store, "run", how, session.current(), "blocks")
+    hooks.on_epoch_end(EpochReport(0, {"loss": (2.0, 2)}), trainer)
+    for number in (2, 5, 7):  # two batches to a step now and then
+        hooks.on_step_end(step(number, trainer, epoch=1), trainer)
+    again = RunHooks(store, "run", how, session.current(), "blocks")
+    kept = (again.first_epoch, again.first_step, again.rank_state, again.resumed.state, again.within.sums)
+    again.on_epoch_end(EpochReport(1, {"loss": (11.0, 1)}), trainer)
+    return (
+        kept,
+        again.history[-1].train["loss"],
+        [path.rpartition("/")[2] for path in store.list("runs/run/checkpoints")],
+    )
+
+
+def test_a_run_goes_on_within_an_epoch_with_what_every_rank_had(group, tmp_path):
+    found = group.run(run_within_an_epoch, str(tmp_path))
+    for rank, (kept, loss, files) in enumerate(found):
+        assert kept == (1, 5, b"rank %d" % rank, b"step 5", {"loss": (10.0, 10.0)})
+        assert loss == pytest.approx((10.0 + 22.0) / 12.0), "the part before the interruption counts"
+        assert rank or files == ["epoch-00001"], "rank 1 does not wait for what rank 0 writes"
+
+
+def run_with_the_best(url):
+    store = Store.create(url) if url else None
+    policy = Checkpoints(best="val_loss", keep=2)
+    rule = EarlyStopping("val_loss", patience=3)
+    how = spec(DATA, epochs=9, checkpoints=policy if url else Checkpoints(best="val_loss"), early_stopping=rule)
+    hooks, trainer, goes_on = RunHooks(store, "best", how, session.current()), Counting(), []
+    for epoch, loss in enumerate((3.0, 1.0, 2.0, 2.5, 4.0)):
+        trainer.now = b"epoch %d" % epoch
+        # The ranks see other losses, but decide on their mean.
+        own = loss + (1 if session.current().world.rank else -1)
+        goes_on.append(hooks.on_epoch_end(EpochReport(epoch, {"loss": (1.0, 1)}, {"loss": (own, 1)}), trainer))
+    if session.current().world.rank == 0:
+        hooks.restore_best(trainer)
+    files = store.list(layout.checkpoints_folder("best")) if store else []
+    ended = RunHooks(store, "best", how, session.current()).first_epoch if store else 9
+    return goes_on, trainer.restored, [path.rpartition("/")[2] for path in files], ended
+
+
+@pytest.mark.parametrize("with_store", [True, False])
+def test_the_best_epoch_is_kept_and_the_ranks_stop_together(group, tmp_path, with_store):
+    first, second = group.run(run_with_the_best, str(tmp_path) if with_store else "")
+    assert first[0] == second[0] == [True, True, True, True, False]
+    assert (first[1], second[1]) == (b"epoch 1", None)
+    if with_store:
+        assert first[2] == ["epoch-00001", "epoch-00003", "epoch-00004"]
+    assert first[3] == 9, "a run that was ended early is not gone on with"
+
+
+def stop_where_one_callback_wants_it():
+    hooks = RunHooks(None, "r", spec(DATA, epochs=9), session.current())
+    wants = session.current().world.rank == 1
+    report = EpochReport(0, {"loss": (1.0, 1)}, on_record=lambda record: wants)
+    return hooks.on_epoch_end(report, Counting())
+
+
+def test_what_one_rank_wants_to_stop_stops_on_all(group):
+    assert group.run(stop_where_one_callback_wants_it) == [False, False]
+
+
+@pytest.fixture
+def alone():
+    session.init()
+    yield session.current()
+    session.shutdown()
+
+
+def test_the_best_epoch_of_a_run_that_goes_on_is_one_whose_checkpoint_is_kept(alone, tmp_path, caplog):
+    store, trainer = Store.create(str(tmp_path)), Counting()
+
+    def train(policy, losses):
+        hooks = RunHooks(store, "run", spec(DATA, epochs=9, checkpoints=policy), alone)
+        for loss in losses:
+            trainer.now = b"epoch %d" % len(hooks.history)
+            hooks.on_epoch_end(EpochReport(len(hooks.history), {"loss": (loss, 1)}), trainer)
+        hooks.restore_best(trainer)
+
+    train(Checkpoints(), (5.0, 1.0, 4.0))
+    train(Checkpoints(best="loss"), (2.0, 3.0))
+    assert "Run run was best by loss after epoch 2, whose checkpoint has not been kept" in caplog.text
+    assert trainer.restored == b"epoch 3"
+    with store.open(layout.history_path("run"), "rb") as file:
+        assert [record["train"]["loss"] for record in json.loads(file.read())] == [5.0, 1.0, 4.0, 2.0, 3.0]
+    assert all(store.exists(layout.events_path("run", "train", epoch)) for epoch in range(5))
+
+
+def test_a_loss_that_is_no_number_ends_the_training_where_that_is_asked_for(alone):
+    trainer = Counting()
+    RunHooks(None, "r", spec(DATA), alone).on_step_end(step(3, trainer, math.nan), trainer)
+    strict = RunHooks(None, "r", spec(DATA, terminate_on_nan=True), alone)
+    strict.on_step_end(step(2, trainer, 5.0), trainer)
+    with pytest.raises(DataError, match=r"loss of epoch 1 of 1, step 3 of 9 is nan on rank 0, and terminate_on_nan"):
+        strict.on_step_end(step(3, trainer, math.nan), trainer)
+    with pytest.raises(DataError, match="is inf on rank 0"):
+        strict.on_step_end(step(3, trainer, math.inf), trainer)
+
+
+def test_a_loss_that_is_no_number_is_warned_of_once(alone, caplog):
+    hooks, trainer = RunHooks(None, "r", spec(DATA, epochs=9), alone), Counting()
+    hooks.on_step_end(step(1, trainer, 1.0), trainer)
+    assert caplog.messages == []
+    hooks.on_step_end(step(2, trainer, math.nan), trainer)
+    hooks.on_step_end(step(3, trainer, math.nan), trainer)
+    hooks.on_epoch_end(EpochReport(0, {"loss": (math.nan, 1)}), trainer)
+    (message,) = caplog.messages
+    assert "the loss of epoch 1 of 9, step 2 of 9 is nan" in message
+    assert "terminate_on_nan=True" in message
+
+
+def test_a_loss_that_is_no_number_on_another_rank_alone_is_warned_of_too(alone, caplog):
+    hooks = RunHooks(None, "r", spec(DATA, epochs=9), alone)
+    hooks.on_epoch_end(EpochReport(0, {"loss": (math.inf, 1)}), Counting())
+    assert "the loss of epoch 1 of 9 is inf" in caplog.text
+
+
+def test_a_line_comes_every_so_many_steps(alone, caplog):
+    hooks, trainer = RunHooks(None, "r", spec(DATA, log_every_n_steps=3), alone), Counting()
+    with caplog.at_level(logging.INFO, "sparkhvd"):
+        for number in (1, 2, 4, 5, 6, 9):
+            hooks.on_step_end(step(number, trainer, 0.5), trainer)
+    assert [message.partition("step ")[2] for message in caplog.messages] == [
+        "4 of 9  loss 0.5",
+        "6 of 9  loss 0.5",
+        "9 of 9  loss 0.5",
+    ]
+
+
+def test_a_checkpoint_within_an_epoch_is_read_as_it_was_written(tmp_path):
+    within = checkpoint.Within(3, 2, 4, "blocks", {"loss": (1.0, 2.0)}, (b"a", b"bc"))
+    content = checkpoint.Checkpoint(1, 5, (EpochRecord(0, {"loss": 1.0}),), b"state\n", within)
+    store = Store.create(str(tmp_path))
+    checkpoint.save(Fence(store, "r", 0), content)
+    assert checkpoint.load(store, checkpoint.latest(store, "r")) == content
+
+
+class Averaging(Counting):
+    """With a callback that changes the model at the end of the training."""
+
+    def finish(self, hooks, state):
+        self.now = state
+        hooks.on_train_end(self)
+
+
+@pytest.mark.parametrize("at_the_end", [b"epoch 1", b"an average"])
+def test_a_run_that_a_callback_has_ended_stays_ended_with_the_model_of_its_end(alone, tmp_path, caplog, at_the_end):
+    store, trainer = Store.create(str(tmp_path)), Averaging()
+    hooks = RunHooks(store, "run", spec(DATA, epochs=9), alone)
+    for epoch, ends in enumerate((False, True)):
+        trainer.now = b"epoch %d" % epoch
+        report = EpochReport(epoch, {"loss": (1.0, 1)}, on_record=lambda _, ends=ends: ends)
+        assert hooks.on_epoch_end(report, trainer) is not ends
+    before = RunHooks(store, "run", spec(DATA, epochs=9), alone)
+    assert (before.first_epoch, before.resumed.state) == (9, b"epoch 1"), "the end is known before callbacks are done"
+    trainer.finish(hooks, at_the_end)
+    again = RunHooks(store, "run", spec(DATA, epochs=20), alone)
+    assert (again.first_epoch, len(again.history), again.resumed.state) == (20, 2, at_the_end)
+    assert "Run run was ended by a callback after epoch 2, so nothing is left to train" in caplog.text
+    trainer.finish(again, b"nobody has trained")
+    assert RunHooks(store, "run", spec(DATA), alone).resumed.state == at_the_end

@@ -1,0 +1,53 @@
+"""Losses that are no numbers are seen wherever they come."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sparkhvd.comm import session
+from sparkhvd.errors import DataError
+from sparkhvd.estimators.reports import EpochReport
+from sparkhvd.estimators.torch.plugin import PLUGIN
+from sparkhvd.estimators.training.hooks import RunHooks
+from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
+
+DATA = schema(x=("feature", "float64", (2,), "array"), y=("label", "float64", (1,), "array"))
+
+
+@pytest.fixture
+def alone():
+    session.init()
+    yield session.current()
+    session.shutdown()
+
+
+def by_function(model, optimizer, transform, loss_fn, inputs, labels, weights, passes, index):  # noqa: PLR0917
+    loss = loss_fn(*transform(model(*inputs), labels))
+    loss.backward()
+    if (index + 1) % passes == 0:
+        optimizer.step()
+    return model(*inputs), loss
+
+
+@pytest.mark.parametrize("function", [None, by_function])
+def test_a_batch_without_a_number_is_told_also_where_another_one_follows_in_its_step(alone, function):
+    model = torch.nn.Linear(2, 1)
+    params = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "label_cols": ("y",)}
+    params = {**params, "loss": torch.nn.functional.mse_loss, "train_minibatch_fn": function, "schema": DATA}
+    trainer = PLUGIN.trainer(PLUGIN.pack(params), spec(DATA, backward_passes_per_step=2), alone.world)
+    x = np.array([[1.0, 2.0], [math.nan, 1.0], [2.0, 1.0], [1.0, 1.0]])
+    rows, hooks = ArraySource(DATA, {"x": x, "y": np.ones((4, 1))}, [[0, 1], [2, 3]], [2, 2]), Hooks()
+    trainer.fit(rows, None, hooks)
+    assert [math.isnan(report.loss) for report in hooks.steps] == [True]
+
+
+def test_the_loss_of_an_epoch_ends_the_training_too_and_none_at_all_is_no_number_to_warn_of(alone, caplog):
+    strict = RunHooks(None, "r", spec(DATA, terminate_on_nan=True), alone)
+    with pytest.raises(DataError, match="The loss of epoch 1 of 1 is inf, and terminate_on_nan is set"):
+        strict.on_epoch_end(EpochReport(0, {"loss": (math.inf, 1)}), None)
+    RunHooks(None, "r", spec(DATA, terminate_on_nan=True), alone).on_epoch_end(EpochReport(0, {"loss": (0.0, 0)}), None)
+    assert caplog.messages == []

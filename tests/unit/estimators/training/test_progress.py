@@ -1,0 +1,106 @@
+"""The bar in a real terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+_ROWS_AND_COLUMNS = (24, 100)
+# With one rank: what the launcher hands to the driver's side, line by line.
+_TRAINING = """
+import json, sys
+from sparkhvd.estimators.training.progress import ProgressOutput, somebody_looks
+
+assert somebody_looks()
+output = ProgressOutput("a run")
+for step in range(1, 5):
+    output.write("[0]<stdout>:\\x01" + json.dumps({"done": step, "all": 4}) + "\\n")
+    if step == 2:
+        output.write("[0]<stdout>:epoch 1/2\\n")
+output.close()
+print("afterwards")
+"""
+
+
+_FIT = """
+import logging, torch
+from pyspark.sql import SparkSession
+from sparkhvd import TorchEstimator
+
+spark = (
+    SparkSession.builder.master("local[1]")
+    .config("spark.ui.enabled", "false")
+    .config("spark.ui.showConsoleProgress", "false")
+    .getOrCreate()
+)
+model = torch.nn.Linear(1, 1)
+TorchEstimator(
+    num_proc=1,
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    loss=torch.nn.functional.mse_loss,
+    feature_cols=["x"],
+    label_cols=["y"],
+    batch_size=10,
+    epochs=3,
+    verbose=1,
+).fit(spark.range(40).selectExpr("id / 40.0D AS x", "id / 20.0D AS y"))
+spark.stop()
+print("fitted")
+"""
+
+
+def _in_a_terminal(code: str) -> str:
+    """What a terminal is sent by a program that has it for its output."""
+    ours, its = pty.openpty()
+    try:
+        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", *_ROWS_AND_COLUMNS, 0, 0))
+        with subprocess.Popen([sys.executable, "-c", code], stdout=its, stderr=subprocess.PIPE) as run:
+            os.close(its)
+            shown = b""
+            while part := _read(ours):
+                shown += part
+            assert run.wait(60) == 0, run.stderr.read().decode()
+    finally:
+        os.close(ours)
+    return shown.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # how Linux says that nobody has the other end any more
+        return b""
+
+
+def test_a_bar_in_a_terminal_ends_full_on_a_line_of_its_own():
+    shown = _in_a_terminal(_TRAINING)
+    assert "\x01" not in shown
+    # What stays to be seen of each line is what was written last after a carriage return.
+    lines = [[part for part in line.split("\r") if part.strip()][-1:] for line in shown.split("\n")]
+    epoch, bar, afterwards = [line[0] for line in lines if line]
+    assert epoch == "[0]<stdout>:epoch 1/2"
+    assert re.match(r"a run: 100%\|█+\| 4/4 \[", bar)
+    assert afterwards == "afterwards"
+
+
+def test_nobody_looks_where_the_output_is_a_file(tmp_path):
+    code = "from sparkhvd.estimators.training.progress import somebody_looks; print(somebody_looks())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.spark
+def test_a_fit_with_one_rank_draws_a_bar_in_a_terminal():
+    shown = _in_a_terminal(_FIT)
+    assert "a run" not in shown
+    (bar,) = re.findall(r"\r(torch-[^\r\n]*100%\|█+\| 12/12 \[[^\r\n]*)\r?\n", shown)
+    assert shown.rstrip().endswith("fitted"), bar

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from sparkhvd.store.access import renaming
+
+
+def test_of_many_writers_of_one_name_one_wins(tmp_path):
+    target, start = tmp_path / "manifest", threading.Barrier(8)
+    won, lost = [], []
+
+    def write(number):
+        temporary = tmp_path / f"{number}.unfinished"
+        temporary.write_text(str(number))
+        start.wait(10)
+        try:
+            renaming.rename_once(temporary, target)
+        except FileExistsError:
+            lost.append(number)
+        else:
+            won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (len(won), len(lost)) == (1, 7)
+    assert target.read_text() == str(won[0])
+    assert not list(tmp_path.glob(".*.claim"))
+
+
+def test_who_finds_a_claim_waits_for_what_comes_of_it(tmp_path, monkeypatch):
+    claim, target, temporary = tmp_path / ".m.claim", tmp_path / "m", tmp_path / "t"
+    temporary.write_text("second")
+    claim.mkdir()
+
+    def not_yet_made(_):
+        target.write_text("first")
+        return False
+
+    monkeypatch.setattr(renaming, "_made", not_yet_made)
+    with pytest.raises(FileExistsError):
+        renaming.rename_once(temporary, target)
+    assert target.read_text() == "first"
+    assert claim.exists(), "it belongs to the first"
+
+
+def test_the_claim_of_a_killed_writer_is_taken_away(tmp_path, monkeypatch):
+    claim, target, temporary = tmp_path / ".m.claim", tmp_path / "m", tmp_path / "t"
+    temporary.write_text("second")
+    claim.mkdir()
+    os.utime(claim, (time.time() - 120, time.time() - 120))
+    monkeypatch.setattr(renaming, "_LOOK_SECONDS", 0.0)
+    renaming.rename_once(temporary, target)
+    assert target.read_text() == "second"
+    assert not claim.exists()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import StoreError
+from sparkhvd.store.access.retry import is_passing, with_retries
+
+
+def attempt(failures, seconds=1000.0, pauses=None):
+    left = list(failures)
+
+    def action(number):
+        if left:
+            raise left.pop(0)
+        return number
+
+    return with_retries(
+        action,
+        passing=is_passing,
+        deadline=Deadline.after(seconds),
+        what="test",
+        pause=(pauses if pauses is not None else []).append,
+    )
+
+
+def test_passing_errors_are_tried_again_with_growing_pauses_up_to_a_limit():
+    pauses = []
+    assert attempt([ConnectionError(), TimeoutError(), OSError("x")] * 4, pauses=pauses) == 12
+    limits = [min(0.1 * 2**number, 5.0) for number in range(12)]
+    assert all(limit / 2 <= pause <= limit for pause, limit in zip(pauses, limits, strict=True))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(),
+        FileExistsError(),
+        PermissionError(),
+        OSError(errno.ENOSPC, "full"),
+        OSError(errno.EINVAL, "no"),
+        ValueError(),
+        StoreError("said on purpose"),
+    ],
+)
+def test_lasting_errors_are_not_tried_again(error):
+    pauses = []
+    with pytest.raises(type(error)):
+        attempt([error], pauses=pauses)
+    assert pauses == []
+
+
+def test_at_the_deadline_the_last_error_is_raised_with_the_number_of_attempts():
+    with pytest.raises(ConnectionError, match="second") as caught:
+        attempt([ConnectionError("first"), ConnectionError("second")], seconds=0.101)
+    assert caught.value.__notes__ == ["given up after 2 attempts"]

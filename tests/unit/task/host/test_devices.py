@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.assignment import assign
+from sparkhvd.task.host.devices import cuda_names, device_kind, device_map, device_variables, mixed_devices
+from sparkhvd.task.job import Job
+
+
+def slots(*tasks: tuple[str, tuple[str, ...]]):
+    return assign([TaskOffer(i, host, f"node-{host}", "", devices) for i, (host, devices) in enumerate(tasks)])
+
+
+def seen(found) -> list[str | None]:
+    return [dict(device_variables(found, slot)).get("CUDA_VISIBLE_DEVICES") for slot in found]
+
+
+def test_the_device_at_the_local_rank_is_the_ranks_own():
+    found = slots(("a", ("3",)), ("b", ("0",)), ("a", ("1",)), ("a", ("0",)))
+    assert seen(found) == ["3,1,0", "3,1,0", "3,1,0", "0"]
+    for slot, listed in zip(found, seen(found), strict=True):
+        assert listed.split(",")[slot.world.local_rank] == slot.offer.devices[0]
+
+
+def test_further_devices_come_after_the_first_ones_of_all_ranks():
+    assert seen(slots(("a", ("0", "1")), ("a", ("2", "3")))) == ["0,2,1,3"] * 2
+
+
+def test_ranks_that_share_a_device_each_see_their_own():
+    assert seen(slots(("a", ("0",)), ("a", ("0",)), ("a", ("1",)))) == ["0", "0", "1"]
+
+
+def test_containers_that_count_their_gpus_apart_are_places_of_their_own():
+    """As of YARN: each sees its own alone, from 0 on."""
+    given = [("one", ("0",)), ("two", ("0",)), ("one", ("1",)), ("two", ("1",))]
+    found = assign([TaskOffer(i, "a", "node", "", devices, container=one) for i, (one, devices) in enumerate(given)])
+    assert [slot.offer.container for slot in found] == ["one", "one", "two", "two"]
+    assert [(slot.world.rank, slot.world.local_rank, slot.world.local_size) for slot in found] == [
+        (0, 0, 2),
+        (1, 1, 2),
+        (2, 0, 2),
+        (3, 1, 2),
+    ]
+    assert seen(found) == ["0,1"] * 4
+    said = device_map(found).splitlines()
+    assert len(said) == 5
+    assert said[4].startswith("Containers on host node give their GPUs the same numbers: YARN isolates")
+
+
+def test_containers_whose_gpus_have_names_apart_share_their_host():
+    found = assign([TaskOffer(i, "a", "node", "", (str(i),), container=f"of {i}") for i in range(2)])
+    assert [slot.world.local_rank for slot in found] == [0, 1]
+    assert seen(found) == ["0,1"] * 2
+
+
+def test_without_devices_the_environment_stays_as_it_is():
+    assert seen(slots(("a", ()), ("a", ()))) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "visible", "names"),
+    [
+        (["0", "1"], None, ("0", "1")),
+        (["0", "1"], "", ("0", "1")),
+        (["1"], "4,6", ("6",)),
+        (["0"], "GPU-8d2f, GPU-11aa", ("GPU-8d2f",)),
+        (["7"], "4,6", ("7",)),
+        (["GPU-11aa"], "GPU-8d2f,GPU-11aa", ("GPU-11aa",)),
+        # Databricks: what the task sees is its own, counted from 0 or as the driver counts.
+        (["0"], "3", ("3",)),
+        (["3"], "3", ("3",)),
+        (["0", "1"], "1,2", ("1", "2")),
+        (["1", "2"], "1,2", ("1", "2")),
+    ],
+)
+def test_addresses_count_within_what_the_executor_may_see(addresses, visible, names):
+    assert cuda_names(addresses, visible) == names
+
+
+def test_cuda_counts_as_sparks_discovery_scripts_do():
+    found = slots(("a", ("0",)))
+    assert dict(device_variables(found, found[0]))["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_the_map_has_a_line_per_rank():
+    assert device_map(slots(("a", ("0",)), ("b", ()))) == (
+        "rank 0: host node-a, local rank 0, GPU 0\nrank 1: host node-b, local rank 0, GPU none"
+    )
+    assert device_map(slots(("a", ()))) == ""
+
+
+def test_ranks_that_were_given_the_same_gpu_are_told():
+    said = device_map(slots(("a", ("0",)), ("b", ("0",)), ("a", ("0",)), ("b", ("1",)))).splitlines()
+    assert len(said) == 5
+    assert said[4].startswith("Spark gave GPU 0 on host node-a to ranks 0, 1. On such a host every rank sees its own")
+    both = device_map(slots(*[("a", (name,)) for name in "0011"])).splitlines()[-1]
+    assert both.startswith("Spark gave GPU 0 on host node-a to ranks 0, 1; GPU 1 on host node-a to ranks 2, 3. On")
+
+
+def test_a_kind_of_gpu_that_differs_from_host_to_host_is_part_of_the_map():
+    h100, l4, unknown = "GPU (NVIDIA H100)", "GPU (NVIDIA L4)", "GPU"
+
+    def of(*kinds):
+        return device_map(assign([TaskOffer(i, str(i), f"node-{i}", "", (), kind) for i, kind in enumerate(kinds)]))
+
+    assert of(h100, l4, h100) == (
+        "The ranks have different GPUs: GPU (NVIDIA H100) on host node-2; GPU (NVIDIA L4) on host node-1. "
+        "The slowest one sets the pace of all."
+    )
+    assert of(h100, unknown, h100) == of(l4, l4) == of(unknown) == ""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """What a driver tells of three GPUs."""
+    for number, model in enumerate(("NVIDIA H100", "NVIDIA H100", "NVIDIA L4")):
+        folder = tmp_path / f"0000:{number}5:00.0"
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ: 1\nGPU UUID: \t GPU-{number}a-77\n")
+    return tmp_path
+
+
+def test_what_a_rank_computes_on_is_told_by_the_driver_of_its_gpus(driver):
+    every = "GPU (NVIDIA H100, NVIDIA L4)"
+    assert device_kind((), None, driver) == device_kind(("7",), None, driver) == every
+    assert device_kind((), "", driver) == device_kind((), "-1", driver) == ""
+    nobody = driver / "nobody"
+    assert device_kind((), None, nobody) == ""
+    assert device_kind(("0",), None, nobody) == "GPU"
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "model"),
+    [
+        (("1",), "0,1", "NVIDIA H100"),
+        (("2",), None, "NVIDIA L4"),
+        (("GPU-2a",), None, "NVIDIA L4"),
+        ((), "0", "NVIDIA H100"),
+        ((), "1,2", "NVIDIA H100, NVIDIA L4"),
+    ],
+)
+def test_only_what_a_rank_was_given_or_may_see_counts_as_its_kind(assigned, visible, model, driver):
+    assert device_kind(assigned, visible, driver) == f"GPU ({model})"
+
+
+def test_ranks_with_and_without_gpu_are_refused_unless_the_job_says_who_sees_what():
+    one, other = TaskOffer(0, "a", "node-a", "", (), "GPU (NVIDIA H100)"), TaskOffer(1, "b", "node-b", "")
+    job = Job(b"", 2)
+    said = mixed_devices([one, other], job)
+    assert "task 0 on host node-a has a GPU (NVIDIA H100), task 1 on host node-b has none" in said
+    assert 'env={"CUDA_VISIBLE_DEVICES": ""}' in said
+    assert mixed_devices([one, one], job) == mixed_devices([other, other], job) == ""
+    assert mixed_devices([one, other], Job(b"", 2, env=(("CUDA_VISIBLE_DEVICES", ""),))) == ""

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+
+from sparkhvd.rpc.interfaces import Interface
+from sparkhvd.rpc.server import Server
+from sparkhvd.task.host import examination
+from sparkhvd.task.host.examination import _addresses, _secret_of, _Silent, _unreachable
+from sparkhvd.task.task_info import TaskPlace
+
+SECRET = b"s" * 32
+
+
+def test_a_host_is_reached_when_one_of_its_addresses_is():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        closed = free.getsockname()[1]
+    with closing(Server(_secret_of(1, SECRET), _Silent())) as server:
+        own = {"index": 0, "host": "here", "key": "a", "addresses": []}
+        there = {"index": 1, "host": "there", "key": "b", "addresses": [["127.0.0.1", closed]]}
+        (said,) = _unreachable(own, [own, there], SECRET)
+        assert said.startswith(f"here cannot reach there: No server answered; tried 127.0.0.1:{closed} (")
+        there["addresses"].append(["127.0.0.1", server.port])
+        assert _unreachable(own, [own, there], SECRET) == ()
+        own["key"], there["key"], there["index"] = "b", "a", 2
+        assert _unreachable(own, [own, there], SECRET), "what answers there is the server of another task"
+
+
+def test_a_task_listens_where_its_rank_would(monkeypatch):
+    there = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.0.0.2"}
+    interfaces = [Interface(name, address, "10.0.0.0/24") for name, address in there.items()]
+    monkeypatch.setattr("sparkhvd.rpc.interfaces.interfaces", lambda: interfaces)
+    bound = {("a", "b"): "10.0.0.2", ("b", "b"): "127.0.0.1"}
+    monkeypatch.setattr(examination, "address_to_bind", lambda _, hosts: bound[tuple(hosts)])
+    first, second, alone = (TaskPlace(index, tuple(hosts), 1) for index, hosts in ((0, "ab"), (1, "ab"), (1, "bb")))
+    assert _addresses((), second) == (["10.0.0.2", "10.0.0.1"], ())
+    assert _addresses((), first) == (["10.0.0.2"], ()), "the ranks meet there"
+    assert _addresses(("eth0",), second) == (["10.0.0.1"], ())
+    assert _addresses((), alone) == (["127.0.0.1"], ())
+    listening, (said,) = _addresses(("eth7",), second)
+    assert listening == ["10.0.0.2"]
+    assert said == "None of the network interfaces ['eth7'] has an address on host b; it has ['lo', 'eth0', 'ib0']"

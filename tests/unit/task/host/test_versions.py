@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+
+from sparkhvd.rpc.registration import TaskOffer
+from sparkhvd.task.host.versions import different_versions, here, in_use
+
+
+def offers(*places: tuple[str, tuple[str, ...]]) -> list[TaskOffer]:
+    return [TaskOffer(index, host, host, "", versions=versions) for index, (host, versions) in enumerate(places)]
+
+
+def test_other_versions_than_the_drivers_are_named_with_their_hosts():
+    driver = ("torch 2.8.0+cpu", "keras 3.1")
+    assert not different_versions(driver, [])
+    assert not different_versions(driver, offers(("a", driver), ("b", ("torch 2.8.0+cu128", "keras 3.1"))))
+    assert not different_versions(driver, offers(("a", ("keras 3.1",)))), "what is missing says so itself"
+    said = different_versions(
+        driver,
+        offers(("a", driver), ("b", ("torch 2.7", "keras 3.0")), ("b", ("torch 2.7",)), ("c", ("torch 2.6",))),
+    )
+    assert said.startswith(
+        "torch is 2.8.0+cpu on the driver, 2.6 on c, 2.7 on b; keras is 3.1 on the driver, 3.0 on b. "
+    )
+    many = different_versions(driver, offers(*((f"n{number}", ("keras 3.0",)) for number in range(7))))
+    assert many.startswith("keras is 3.1 on the driver, 3.0 on n0, n1, n2, n3, n4 and 2 more hosts. ")
+
+
+def test_the_frameworks_in_use_are_those_loaded_and_those_that_the_ranks_will_load(monkeypatch):
+    for name in ("torch", "keras", "tensorflow", "lightning", "pytorch_lightning"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert in_use(()) == ()
+    assert in_use(("torch", "json")) == (f"torch {version('torch')}",) == here(("torch 0.1", "no-such-package 1"))
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
+    assert [one.partition(" ")[0] for one in in_use(())] == ["lightning"]

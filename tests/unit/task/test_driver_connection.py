@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import queue
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.driver.spark.task_exchange import Meeting
+from sparkhvd.errors import LaunchError
+from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Meet, Message
+from sparkhvd.rpc.registration import Introduction, TaskOffer
+from sparkhvd.rpc.server import Server
+from sparkhvd.task.driver_connection import DriverLine
+from sparkhvd.task.job import Job
+from sparkhvd.task.task_info import TaskPlace
+
+SECRET = b"k" * 32
+
+
+def line_of(index: int, *ports: int) -> DriverLine:
+    job = Job(b"", 2, driver_addresses=tuple(("127.0.0.1", port) for port in ports), secret=SECRET)
+    return DriverLine(job, TaskPlace(index, ("here", "here"), 1, attempt=100 + index))
+
+
+def introduction(index: int) -> Introduction:
+    return Introduction(100 + index, TaskOffer(index, "one host", "here", "127.0.0.1"), 0)
+
+
+@pytest.fixture
+def served():
+    meeting = Meeting(2, LogStream(None, None, timestamps=False))
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(SECRET, meeting))
+        stack.callback(meeting.end)
+        yield meeting, server
+
+
+def test_tasks_meet_over_their_lines_and_keep_them_until_they_close(served):
+    _, server = served
+    with (
+        closing(line_of(0, server.port)) as first,
+        closing(line_of(1, server.port)) as second,
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(first.meet, introduction(0))
+        assert second.meet(introduction(1)) == waiting.result(20.0) == (introduction(0), introduction(1))
+        first.attend(0, queue.SimpleQueue())
+
+
+class Told:
+    """Keeps what it is told, and confirms it."""
+
+    def __init__(self) -> None:
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def handle(self, message: Message) -> Message | None:
+        self.messages.put(message)
+        return Acknowledged() if isinstance(message, Flush) else None
+
+
+def test_a_task_gives_signs_of_life_before_it_has_a_rank_and_after(monkeypatch):
+    monkeypatch.setattr("sparkhvd.task.driver_connection._BEAT_SECONDS", 0.05)
+    driver = Told()
+    with Server(SECRET, driver) as server, closing(line_of(0, server.port)) as line:
+        early = [driver.messages.get(timeout=20.0) for _ in range(3)]
+        line.attend(3, queue.SimpleQueue())
+        told = [driver.messages.get(timeout=20.0)]
+        while told[-1] == Flush():
+            told.append(driver.messages.get(timeout=20.0))
+        later = [driver.messages.get(timeout=20.0) for _ in range(2)]
+        line.reach("in fn")
+        while (last := driver.messages.get(timeout=20.0)) == Flush():
+            continue
+    assert early == [Attending(0, -1, "here", 100), Flush(), Flush()]
+    assert [told[-1], *later] == [Attending(0, 3, "here", 100, "before fn began"), Flush(), Flush()]
+    assert last == Attending(0, 3, "here", 100, "in fn")
+
+
+def test_without_a_driver_that_answers_there_is_no_meeting():
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    with closing(line_of(0, port)) as line:
+        assert line.meet(introduction(0)) is None
+        line.attend(0, queue.SimpleQueue())
+    with closing(line_of(0)) as line:
+        assert line.meet(introduction(0)) is None
+
+
+def test_who_waits_for_the_others_is_told_of_the_end_of_the_job(served):
+    meeting, server = served
+    with closing(line_of(0, server.port)) as line, closing(line_of(1, server.port)), ThreadPoolExecutor() as pool:
+        waiting = pool.submit(line.meet, introduction(0))
+        meeting.end()
+        with pytest.raises(LaunchError, match="Task 0 on host here: The job has ended"):
+            waiting.result(20.0)
+
+
+class HangsUp:
+    def handle(self, message: Message) -> Message | None:
+        if isinstance(message, Meet):
+            raise ConnectionAbortedError
+        return None
+
+
+def test_a_driver_that_is_lost_meanwhile_ends_the_wait():
+    lost = "Task 0 on host here lost the driver before the ranks were assigned"
+    with (
+        Server(SECRET, HangsUp()) as server,
+        closing(line_of(0, server.port)) as line,
+        pytest.raises(LaunchError, match=lost),
+    ):
+        line.meet(introduction(0))

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
+from sparkhvd.comm.stall.stragglers import Absent, tell
+from sparkhvd.config import Config
+from sparkhvd.deadline import Deadline
+from sparkhvd.errors import LaunchError, PeerLostError
+from sparkhvd.task import supervision as supervising
+from sparkhvd.task.failure_report import LAUNCH, NOT_STARTED, FailureReport
+from sparkhvd.task.job import Job
+from sparkhvd.task.supervision import (
+    OUTCOME,
+    Outcome,
+    ServerLost,
+    Supervision,
+    await_outcome,
+    size_failure,
+    supervise,
+    watch_outcome,
+)
+from sparkhvd.task.worker.output import DriverLog, HandlerLog
+from sparkhvd.task.worker.process import OUTPUT_SECONDS, WorkerProcess, spawn_worker
+from sparkhvd.task.worker.spec import Ready, WorkerSpec
+
+TOKEN = b"t" * 32
+
+
+def test_the_processes_of_a_failed_job_are_gone_within_five_seconds():
+    assert supervising.GRACE_SECONDS + supervising.TERM_SECONDS + OUTPUT_SECONDS < 5.0
+
+
+def test_a_job_that_its_task_refuses_ends_with_the_tasks_reason(worker, client):
+    refused = FailureReport(1, "node-4", "Not all ranks have the same kind of device.", kind=LAUNCH)
+    worker.events.put(refused)
+    ended = supervise(worker, supervision(client))
+    assert isinstance(ended, Outcome)
+    assert ended.failure == refused
+    assert not psutil.pid_exists(worker.pid)
+
+
+def ignore_sigterm_and_stay(path: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@pytest.fixture
+def worker():
+    process = WorkerProcess(spawn_worker({}, {}, ()), DriverLog(Job(b"", 2)))
+    process.output.start()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def client():
+    with (
+        RendezvousServer(TOKEN) as server,
+        RendezvousClient([("127.0.0.1", server.port)], TOKEN, Deadline.after(30.0)) as connected,
+    ):
+        yield connected
+
+
+def supervision(client, start_seconds: float = 60.0) -> Supervision:
+    return Supervision(1, "node-4", client, Deadline.after(start_seconds), ("node-3", "node-4"))
+
+
+def start(worker, fn, *args, result_seconds: float = 60.0) -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        payload = cloudpickle.dumps((fn, args, {}))
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    context = LaunchContext(config=Config(result_timeout=result_seconds))
+    worker.send(WorkerSpec(context, payload, (("SPARKHVD_LOG_LEVEL", "20"),), None))
+
+
+def start_stubborn_rank(worker, path) -> psutil.Process:
+    start(worker, ignore_sigterm_and_stay, str(path))
+    assert worker.events.get(timeout=60.0) == Ready()
+    while not (path.exists() and path.read_text()):
+        with pytest.raises(queue.Empty):
+            worker.events.get(timeout=0.05)
+    return psutil.Process(int(path.read_text()))
+
+
+def test_a_failure_elsewhere_ends_a_rank_that_sleeps_and_ignores_sigterm(worker, client, tmp_path):
+    process = start_stubborn_rank(worker, tmp_path / "pid")
+    failure = Outcome(FailureReport(0, "node-3", "raised ValueError: bad"))
+    worker.events.put(failure)
+    assert supervise(worker, supervision(client)) == failure
+    assert not process.is_running()
+
+
+def test_the_loss_of_the_first_task_ends_the_rank_and_lets_spark_run_the_job_again(worker, client, tmp_path):
+    process = start_stubborn_rank(worker, tmp_path / "pid")
+    worker.events.put(ServerLost("connection reset"))
+    with pytest.raises(LaunchError, match=r"Rank 1 on host node-4 lost the task .*: connection reset\. Spark runs"):
+        supervise(worker, supervision(client))
+    assert not process.is_running()
+    worker.events.put(ServerLost("connection reset"))
+    with pytest.raises(LaunchError, match="connection reset"):
+        await_outcome(worker.events, supervision(client))
+
+
+def test_a_worker_that_does_not_get_ready_is_the_failure_that_all_learn(worker, client):
+    outcome = supervise(worker, supervision(client, start_seconds=0.0))  # it waits for its spec, which never comes
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, outcome.failure.rank) == (NOT_STARTED, 1)
+    assert FailureReport.from_json(client.get(OUTCOME, Deadline.after(30.0))) == outcome.failure
+
+
+def lose_a_peer() -> None:
+    raise PeerLostError("stalled")
+
+
+def test_a_rank_that_keeps_the_others_waiting_is_the_one_to_report_when_they_have_told_it(worker, client, monkeypatch):
+    monkeypatch.setattr(supervising, "_SECONDARY_SECONDS", 0.0)
+    tell(client, Absent(0, "barrier 'b' not done after 9 s", joined=True, stack="in hang"))
+    start(worker, lose_a_peer)
+    failure = supervise(worker, supervision(client)).failure
+    assert failure is not None
+    assert (failure.rank, failure.host, failure.traceback) == (0, "node-3", "in hang")
+    assert failure.sentence() == (
+        "Rank 0 on host node-3 kept the others waiting (in fn, after init()): barrier 'b' not done after 9 s"
+    )
+
+
+class NeverPacked:
+    def __reduce__(self):
+        while True:
+            pass
+
+
+def return_what_is_never_packed() -> object:
+    return NeverPacked()
+
+
+def test_a_result_that_is_never_packed_is_a_failure_that_says_where_it_hangs(worker, client):
+    start(worker, return_what_is_never_packed, result_seconds=1.0)
+    failure = supervise(worker, supervision(client)).failure
+    assert failure is not None
+    assert failure.sentence().startswith("Rank 1 on host node-4 did not hand over what fn returned within 1 s")
+    assert "in __reduce__" in failure.stderr_tail
+    assert FailureReport.from_json(client.get(OUTCOME, Deadline.after(30.0))) == failure
+    assert not psutil.pid_exists(worker.pid)
+
+
+def return_and_stay() -> str:
+    threading.Thread(target=time.sleep, args=(600.0,)).start()
+    return "done"
+
+
+def test_a_process_that_does_not_end_after_its_result_is_killed_and_its_stderr_says_why(client, monkeypatch):
+    monkeypatch.setattr(supervising, "EXIT_SECONDS", 1.0)
+    written: list[str] = []
+    log = HandlerLog(lambda message: written.append(message.content.decode()), 2)
+    worker = WorkerProcess(spawn_worker({}, {}, ()), log)
+    worker.output.start()
+    start(worker, return_and_stay)
+    assert cloudpickle.loads(supervise(worker, supervision(client))) == "done"
+    assert not psutil.pid_exists(worker.pid)
+    assert "in _shutdown" in "\n".join(written), "the stack of the thread that waits"
+    assert "Rank 1 on host node-4 returned, but its process did not end within 1 s and was killed" in written[-1]
+
+
+def test_the_end_of_the_server_is_an_event():
+    events: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with RendezvousServer(TOKEN) as server:
+        listening = RendezvousClient([("127.0.0.1", server.port)], TOKEN, Deadline.after(30.0))
+        watcher = watch_outcome(listening, events)
+    assert isinstance(events.get(timeout=30.0), ServerLost)
+    watcher.join()
+    listening.close()
+
+
+def test_results_above_the_cap_name_the_largest():
+    assert size_failure([3, 4, 3], ["a", "b", "c"], 10) is None
+    failure = size_failure([3, 5, 3], ["a", "b", "c"], 10)
+    assert (failure.rank, failure.host) == (1, "b")
+    assert "returned 5 bytes, and all ranks together 11" in failure.cause

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.errors import StoreError
+from sparkhvd.rpc.messages import Output
+from sparkhvd.store import Store
+from sparkhvd.task.job import Job
+from sparkhvd.task.worker import log_files
+from sparkhvd.task.worker.log_files import LogFiles, LogFileWriter
+from sparkhvd.task.worker.output import DriverLog
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def files(tmp_path) -> LogFiles:
+    return LogFiles(Store.create(str(tmp_path)), "logs")
+
+
+def content(files: LogFiles, path: str) -> bytes:
+    with files.store.open(path, "rb") as file:
+        return file.read()
+
+
+def test_lines_are_in_numbered_files_and_a_new_writer_replaces_none(files):
+    for text in (b"first", b"second\nthird"):
+        writer = LogFileWriter(files, 3, "stdout")
+        writer.write(text)
+        writer.close()
+    assert files.store.list("logs") == ["logs/rank.3/stdout.000000", "logs/rank.3/stdout.000001"]
+    assert content(files, "logs/rank.3/stdout.000001") == b"second\nthird\n"
+
+
+def test_much_output_is_cut_into_files_and_not_kept_in_memory(files, monkeypatch):
+    monkeypatch.setattr(log_files, "_PART_BYTES", 1000)
+    writer = LogFileWriter(files, 0, "stderr")
+    for number in range(300):
+        writer.write(b"%09d" % number)
+        assert sum(map(len, writer._lines)) < 1000
+    writer.close()
+    paths = files.store.list("logs/rank.0")
+    assert len(paths) == 3
+    assert b"".join(content(files, path) for path in paths) == b"".join(b"%09d\n" % number for number in range(300))
+
+
+def test_lines_are_written_while_the_rank_still_runs(files, monkeypatch):
+    monkeypatch.setattr(log_files, "_PART_SECONDS", 0.01)
+    writer = LogFileWriter(files, 0, "stdout")
+    writer.write(b"early")
+    wait_for(lambda: not writer.unwritten())
+    assert content(files, "logs/rank.0/stdout.000000") == b"early\n"
+    writer.close()
+
+
+def test_a_task_writes_the_files_itself_and_says_so_when_the_store_fails(files, capsys, tmp_path):
+    job = Job(b"", 1, log_files=(("stdout", files),), driver_addresses=(), secret=b"s" * 32)
+    log = DriverLog(job)
+    log.rank = 0
+    log.write("stdout", b"kept")
+    log.write("stderr", b"not kept")
+    log.close()
+    assert content(files, "logs/rank.0/stdout.000000") == b"kept\n"
+    assert capsys.readouterr().err == "[0]<stderr>:not kept\n"
+    blocked = LogFiles(files.store, "blocked")
+    (tmp_path / "blocked").write_text("a file where a folder should be")
+    log = DriverLog(Job(b"", 1, log_files=(("stdout", blocked),)))
+    log.rank = 0
+    log.write("stdout", b"lost")
+    log.close()
+    said = capsys.readouterr().err
+    assert "the Store does not take the stdout of rank 0" in said
+    assert said.endswith("[0]<stdout>:lost\n")
+
+
+def test_ranks_beside_the_driver_have_their_files_written_by_it(files):
+    stream = LogStream(files, None, timestamps=False)
+    stream.handle(Output(1, "stdout", b"said"))
+    stream.close()
+    assert content(files, "logs/rank.1/stdout.000000") == b"said\n"
+
+
+def test_the_driver_shows_what_a_store_does_not_take_and_says_so_once(files, capsys, caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr(log_files, "_PART_BYTES", 1)
+    (tmp_path / "logs").write_text("a file where a folder should be")
+    stream = LogStream(files, None, timestamps=False, shown=False)
+    for number in range(300):
+        stream.handle(Output(1, "stdout", b"%d" % number))
+    stream.close()
+    assert capsys.readouterr().out == "".join(f"[1]<stdout>:{number}\n" for number in range(300))
+    (said,) = caplog.messages
+    assert said.startswith("The Store does not take the stdout of rank 1, so it goes here: ")
+
+
+def test_a_store_that_fails_is_an_error_of_the_next_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_files, "_PART_BYTES", 1)
+    (tmp_path / "blocked").write_text("")
+    writer = LogFileWriter(LogFiles(Store.create(str(tmp_path)), "blocked"), 0, "stdout")
+    writer.write(b"x")
+    with pytest.raises(StoreError):
+        writer.write(b"y")
+    assert writer.unwritten() == b"x\n"
+    with pytest.raises(StoreError):
+        writer.close()

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkhvd.driver.log_stream import LogStream
+from sparkhvd.rpc.server import Server
+from sparkhvd.task.job import Job
+from sparkhvd.task.worker.output import DriverLog, LineBuffer, OutputPump, RankLog
+
+SECRET = b"q" * 32
+
+
+@given(st.lists(st.binary(max_size=20).map(lambda piece: piece.replace(b"x", b"\n").replace(b"\r", b""))))
+def test_lines_stay_whole_however_they_are_cut(pieces):
+    buffer = LineBuffer()
+    passed = []
+    for piece in pieces:
+        lines = buffer.add(piece)
+        if lines:
+            passed.append(b"" if lines == b"\n" else lines)
+    content = b"".join(pieces)
+    end = content.rfind(b"\n")
+    assert buffer.flush() == content[end + 1 :]
+    assert b"\n".join(passed) == content[: max(end, 0)]
+
+
+@given(st.lists(st.text("ab\r\n", max_size=6).map(str.encode)))
+def test_lines_stay_whole_where_carriage_returns_end_them(pieces):
+    buffer = LineBuffer()
+    passed = [lines for lines in map(buffer.add, pieces) if lines] + [buffer.flush()]
+    assert re.findall(b"[ab]+", b"\n".join(passed)) == re.findall(b"[ab]+", b"".join(pieces))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "passed"),
+    [
+        (["1%\r", "2%\r", "\n", "end\n"], ["1%\r", "2%\r", "end"]),
+        (["\r1%", "\r2%", "\r3%", "\nend\n"], ["\r1%", "\r2%", "\r3%\nend"]),
+        (["line\n\r", "1%", "\r2%\n"], ["line", "\r1%\r2%"]),
+        (["one\r\ntwo\r", "\n\n"], ["one\r\ntwo\r", "\n"]),
+    ],
+)
+def test_a_progress_bar_appears_while_it_moves(pieces, passed):
+    buffer = LineBuffer()
+    assert [lines for lines in (buffer.add(piece.encode()).decode() for piece in pieces) if lines] == passed
+
+
+def test_a_line_without_an_end_is_passed_on_in_pieces_of_bounded_size():
+    buffer = LineBuffer(max_line_bytes=10)
+    assert buffer.add(b"123456789") == b""
+    assert buffer.add(b"0") == b"1234567890"
+    assert buffer.flush() == b""
+
+
+class Stream:
+    """A text stream that remembers what was written."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        return
+
+
+def pumped(log: RankLog, stdout: bytes, stderr: bytes) -> OutputPump:
+    readers = []
+    for content in (stdout, stderr):
+        reader, writer = os.pipe()
+        threading.Thread(target=lambda w=writer, c=content: (os.write(w, c), os.close(w))).start()
+        readers.append(reader)
+    pump = OutputPump(*readers, log)
+    pump.start()
+    pump.finish(seconds=20.0)
+    return pump
+
+
+def test_output_reaches_the_driver_under_its_rank():
+    stdout, stderr = Stream(), Stream()
+    stream = LogStream(stdout, stderr, timestamps=False)
+    with Server(SECRET, stream) as server:
+        log = DriverLog(Job(b"", 2, driver_addresses=(("127.0.0.1", server.port),), secret=SECRET))
+        log.rank = 1
+        log.started()
+        pump = pumped(log, "one\n\ntwo ü\nthree".encode(), b"oh\n")
+        log.close()
+    assert stdout.text == "[1]<stdout>:one\n[1]<stdout>:\n[1]<stdout>:two ü\n[1]<stdout>:three\n"
+    assert stderr.text == "[1]<stderr>:oh\n"
+    assert pump.stderr_tail() == "oh"
+    assert stream.started.is_set()
+
+
+def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
+    with Server(SECRET, LogStream(None, None, timestamps=False)) as server:
+        address = ("127.0.0.1", server.port)
+    log = DriverLog(Job(b"", 1, driver_addresses=(address,), secret=SECRET))
+    log.rank = 0
+    pumped(log, b"one\ntwo\n", b"")
+    log.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("sparkhvd: the driver cannot be reached, so the output of rank 0 goes here: No server")
+    assert lines[1:] == ["[0]<stdout>:one", "[0]<stdout>:two"]
+
+
+def test_what_nobody_at_the_driver_takes_stays_in_the_tasks_stderr(capsys):
+    stdout = Stream()
+    with Server(SECRET, LogStream(stdout, None, timestamps=False, shown=False)) as server:
+        addresses = (("127.0.0.1", server.port),)
+        log = DriverLog(Job(b"", 1, driver_addresses=addresses, secret=SECRET, streamed=("stdout",)))
+        log.rank = 0
+        pumped(log, b"one\n", b"two\n")
+        log.close()
+    assert stdout.text == "[0]<stdout>:one\n"
+    assert capsys.readouterr() == ("", "[0]<stderr>:two\n")
+
+
+def test_a_process_that_holds_the_pipe_open_does_not_hold_the_task():
+    held_open = []
+    readers = []
+    for _ in range(2):
+        reader, writer = os.pipe()
+        readers.append(reader)
+        held_open.append(writer)
+    pump = OutputPump(*readers, DriverLog(Job(b"", 1)))
+    pump.start()
+    before = time.monotonic()
+    pump.finish(seconds=0.01)
+    assert time.monotonic() - before < 5
+    for writer in held_open:
+        with pytest.raises(BrokenPipeError):  # the task has let go of its end
+            os.write(writer, b"late")
+        os.close(writer)
+
+
+def test_lines_can_carry_the_time_of_their_arrival():
+    stdout = Stream()
+    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
+
+    LogStream(stdout, None, timestamps=True).handle(Output(0, "stdout", b"x"))
+    stamp, _, rest = stdout.text.partition("[0]")
+    assert rest == "<stdout>:x\n"
+    assert stamp.count(":") == 2
+
+
+def test_a_progress_bar_keeps_its_prefix_and_is_one_of_the_last_lines():
+    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
+
+    shown = Stream()
+    stream = LogStream(shown, shown, timestamps=False)
+    for content in (b"one\r\n\ntwo\n\r 0%", b"\r 10%\r 20%", b"30%\r"):
+        stream.handle(Output(0, "stderr", content))
+    assert shown.text.replace("[0]<stderr>:", "|") == "|one\n|\n|two\n| 0%\n| 10%\n| 20%\n|30%\n"
+    pump = pumped(Taken(), b"", b"why\n" + b"".join(b"%d%%\r" % number for number in range(100)) + b"\nend\n")
+    assert pump.stderr_tail().split("\n")[::2] == ["why", "end"]
+
+
+class Taken:
+    """A log that takes everything."""
+
+    rank = 3
+
+    def started(self) -> None:
+        return
+
+    def write(self, stream: str, content: bytes) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class Full(Taken):
+    def write(self, stream: str, content: bytes) -> None:
+        raise AttributeError("nothing to write to")
+
+
+def test_a_pipe_is_read_to_its_end_whatever_its_log_raises(caplog):
+    pump = pumped(Full(), b"", b"".join(b"%09d\n" % number for number in range(50_000)))
+    assert pump.stderr_tail().endswith("\n000049999")
+    assert caplog.text.count("Output of rank 3 is lost: nothing to write to") == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_the_kept_files_alone(tmp_path, caplog):
+    from sparkhvd.rpc.messages import Output  # noqa: PLC0415
+
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stderr").symlink_to("/dev/full")
+    shown = Stream()
+    stream = LogStream(shown, shown, timestamps=False, folder=tmp_path)
+    for number, name in enumerate(("stdout", "stderr", "stderr", "stdout")):
+        stream.handle(Output(0, name, b"%d" % number))
+    stream.close()
+    assert shown.text == "[0]<stdout>:0\n[0]<stderr>:1\n[0]<stderr>:2\n[0]<stdout>:3\n"
+    assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n"
+    said = f"From here on no output of the ranks is kept in {tmp_path}: [Errno 28] No space left on device"
+    assert caplog.text.count("is kept in") == caplog.text.count(said) == 1

@@ -1,0 +1,477 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.comm import session
+from sparkhvd.comm.connect.launch_context import LaunchContext
+from sparkhvd.errors import MismatchError
+from tests.ranks import RankGroup
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def group(request):
+    with RankGroup(request.param, imports=("torch", "sparkhvd.torch", "torch.optim")) as started:
+        yield started
+
+
+@pytest.fixture
+def alone():
+    session.offer(LaunchContext())
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum and decay": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+}
+# Rows of every rank in the steps of a run; the third rank is dropped where there are two.
+EVEN = [(4, 4, 4)] * 20
+UNEVEN = [(5, 3, 1), (1, 7, 2), (4, 4, 4), (6, 1, 9)] * 5
+SOME_EMPTY = [(5, 0, 1), (0, 7, 0), (4, 4, 4), (3, 2, 0)] * 5
+
+
+class Network(torch.nn.Module):
+    """With a layer that is used in some steps only and one that is never used; both have weights to decay."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 16)
+        self.second = torch.nn.Linear(16, 3)
+        self.sometimes = torch.nn.Linear(16, 3)
+        self.never = torch.nn.Linear(4, 4)
+
+    def forward(self, x, detour=False):
+        hidden = torch.tanh(self.first(x))
+        return self.second(hidden) + (self.sometimes(hidden) if detour else 0.0)
+
+
+def network():
+    torch.manual_seed(7)
+    return Network().double()
+
+
+def rows_of_step(step, rows):
+    torch.manual_seed(1000 + step)
+    return torch.randn(rows, 6).double(), torch.randn(rows, 3).double()
+
+
+def loss_of(model, features, labels, step):
+    return torch.nn.functional.mse_loss(model(features, detour=step % 3 == 0), labels)
+
+
+def parameters_of(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def state_of(optimizer, model):
+    """Whether each parameter has a state: a parameter without a gradient must not get one."""
+    return [bool(optimizer.state.get(parameter)) for parameter in model.parameters()]
+
+
+# What the ranks do. `plain` is one process on the whole batch.
+
+
+def train_plain(kind, plan, passes=1):
+    """One process that sees all rows of every step at once."""
+    model = network()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for step in range(len(plan) // passes):
+        rows = sum(sum(plan[step * passes + i][: hvd.size()]) for i in range(passes))
+        features, labels = rows_of_step(step, rows)
+        optimizer.zero_grad()
+        loss_of(model, features, labels, step).backward()
+        optimizer.step()
+    return parameters_of(model), state_of(optimizer, model)
+
+
+def train_weighted(kind, plan, passes=1):
+    """Every rank sees its rows of every pass of every step."""
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), backward_passes_per_step=passes
+    )
+    for step in range(len(plan) // passes):
+        shards = [plan[step * passes + i][: hvd.size()] for i in range(passes)]
+        rows = sum(map(sum, shards))
+        features, labels = rows_of_step(step, rows)
+        optimizer.zero_grad()
+        start = 0
+        for shard in shards:
+            mine = slice(start + sum(shard[: hvd.rank()]), start + sum(shard[: hvd.rank() + 1]))
+            start += sum(shard)
+            if shard[hvd.rank()]:
+                optimizer.weight_next(shard[hvd.rank()] / rows)
+                loss_of(model, features[mine], labels[mine], step).backward()
+            else:
+                optimizer.contribute_nothing()
+        optimizer.step()
+    return parameters_of(model), state_of(optimizer, model)
+
+
+def compare(kind, plan, passes=1):
+    want, want_states = train_plain(kind, plan, passes)
+    got, got_states = train_weighted(kind, plan, passes)
+    return ((got - want).norm() / want.norm()).item(), want_states == got_states, got
+
+
+def average_without_weights():
+    """Horovod's way: the mean of the ranks' gradients, here over equal shards."""
+    model = network()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["Adam"](model.parameters()), model.named_parameters())
+    for step in range(10):
+        features, labels = rows_of_step(step, 4 * hvd.size())
+        mine = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        optimizer.zero_grad()
+        loss_of(model, features[mine], labels[mine], step).backward()
+        optimizer.step()
+    want, _ = train_plain("Adam", [(4, 4, 4)] * 10)
+    return ((parameters_of(model) - want).norm() / want.norm()).item()
+
+
+def gradient_with(steps=1, **options):
+    """The gradient of rank r is r + 1 per pass."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), **options)
+    for _ in range(steps):
+        (weight.sum() * (hvd.rank() + 1)).backward()
+    optimizer.synchronize()
+    return weight.grad.tolist()
+
+
+def train_with_closure():
+    model = network()
+    optimizer = hvd.DistributedOptimizer(OPTIMIZERS["momentum and decay"](model.parameters()))
+    for step in range(5):
+        features, labels = rows_of_step(step, 4 * hvd.size())
+        mine = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+
+        def closure(step=step, features=features[mine], labels=labels[mine]):
+            optimizer.zero_grad()
+            loss = loss_of(model, features, labels, step)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+    want, _ = train_plain("momentum and decay", [(4, 4, 4)] * 5)
+    return ((parameters_of(model) - want).norm() / want.norm()).item()
+
+
+def clip_between():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), op=hvd.Sum)
+    moved = []
+    for explicit in (True, False):
+        optimizer.zero_grad()
+        (weight.sum() * 100).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        before = weight.detach().clone()
+        if explicit:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()  # does not exchange again what is synchronized
+        moved.append((before - weight.detach()).norm().item())
+    return moved
+
+
+def freeze_and_thaw():
+    """Parameters may start or stop to need a gradient between steps, alike on all ranks."""
+    model = network()
+    for parameter in model.first.parameters():
+        parameter.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    frozen = model.first.weight.detach().clone()
+    changed = []
+    for thawed in (False, True):
+        for parameter in model.first.parameters():
+            parameter.requires_grad_(thawed)
+        for parameter in model.second.parameters():
+            parameter.requires_grad_(not thawed)
+        optimizer.zero_grad()
+        before = model.second.weight.detach().clone()
+        model(torch.ones(2, 6).double() * (hvd.rank() + 1)).square().sum().backward()
+        optimizer.step()
+        changed.append((not torch.equal(frozen, model.first.weight), not torch.equal(before, model.second.weight)))
+    return changed, parameters_of(model)
+
+
+def exchange_odd_gradients():
+    """Gradients in channels_last order, of bfloat16, of a scalar, of nothing, and one the user sets by hand."""
+    model = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    half = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+    scalar = torch.nn.Parameter(torch.tensor(1.0))
+    empty = torch.nn.Parameter(torch.zeros(0, 3))
+    by_hand = torch.nn.Parameter(torch.zeros(2))
+    parameters = [*model.parameters(), half, scalar, empty, by_hand]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
+    images = torch.arange(32.0).reshape(2, 2, 2, 4).to(memory_format=torch.channels_last)
+    (model(images).sum() * (hvd.rank() + 1) + half.sum() * (hvd.rank() + 1) + scalar**2 + empty.sum()).backward()
+    by_hand.grad = torch.full((2,), float(hvd.rank()))
+    optimizer.synchronize()
+    reference = torch.nn.Conv2d(2, 3, 2)
+    reference(images).sum().backward()
+    total = hvd.size() * (hvd.size() + 1) / 2
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad * total, rtol=1e-6, atol=0)
+    assert half.grad.tolist() == [total] * 5
+    assert scalar.grad.item() == 2.0 * hvd.size()
+    assert by_hand.grad.tolist() == [total - hvd.size()] * 2
+
+
+def mix_weighted_and_plain():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), [("the weight", weight)])
+    if hvd.rank() == 0:
+        optimizer.weight_next(0.5)
+    weight.sum().backward()
+    with pytest.raises(MismatchError) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [-1.0, -1.0], "after the error a plain step works"
+    return str(caught.value)
+
+
+def use_gradients_in_reverse():
+    """Ranks whose backward computes gradients in different orders meet by name."""
+    parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in range(8)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Sum)
+    order = parameters if hvd.rank() == 0 else parameters[::-1]
+    for scale, parameter in enumerate(order):
+        (parameter.sum() * (scale + 1)).backward()
+    optimizer.step()
+    return [parameter[0].item() for parameter in parameters]
+
+
+# What they must come to.
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("plan", [EVEN, UNEVEN, SOME_EMPTY], ids=["even", "uneven", "some ranks without rows"])
+def test_weighted_ranks_equal_one_process_on_the_whole_batch(group, kind, plan):
+    plan = [rows if sum(rows[: group.size]) else (1, 1, 1) for rows in plan]
+    results = group.run(compare, kind, plan)
+    for distance, same_states, parameters in results:
+        assert distance < 1e-6
+        assert same_states, "a parameter that no row of a step uses must be left alone"
+        assert torch.equal(parameters, results[0][2]), "ranks must agree to the last bit"
+
+
+@pytest.mark.parametrize("plan", [EVEN, UNEVEN, SOME_EMPTY], ids=["even", "uneven", "some ranks without rows"])
+def test_shares_of_several_passes_per_step_accumulate_exactly(group, plan):
+    for distance, same_states, _ in group.run(compare, "momentum and decay", plan, 4):
+        assert distance < 1e-6
+        assert same_states
+
+
+def test_without_weights_gradients_are_averaged_over_equal_shards(group):
+    for distance in group.run(average_without_weights):
+        assert distance < 1e-6
+
+
+def test_a_closure_is_evaluated_and_its_gradients_exchanged(group):
+    for distance in group.run(train_with_closure):
+        assert distance < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "of_two", "of_three"),
+    [
+        ({}, 1.5, 2.0),
+        ({"op": hvd.Sum}, 3.0, 6.0),
+        ({"op": hvd.Max}, 2.0, 3.0),
+        ({"gradient_predivide_factor": 4.0}, 1.5, 2.0),
+        ({"backward_passes_per_step": 3, "steps": 3}, 4.5, 6.0),
+        ({"backward_passes_per_step": 3, "steps": 2}, 3.0, 4.0),
+    ],
+    ids=str,
+)
+def test_gradients_are_combined_as_asked(group, options, of_two, of_three):
+    want = {2: of_two, 3: of_three}[group.size]
+    steps = options.pop("steps", 1)
+    for got in group.run(combined_gradient, steps, options):
+        assert got == pytest.approx([want] * 3)
+    options["steps"] = steps
+
+
+def combined_gradient(steps, options):
+    return gradient_with(steps, **options)
+
+
+def test_gradients_can_be_clipped_between_synchronize_and_step(group):
+    for moved in group.run(clip_between):
+        assert moved == pytest.approx([1.0, 1.0])
+
+
+def test_parameters_may_be_frozen_and_thawed_between_steps(group):
+    results = group.run(freeze_and_thaw)
+    for changed, parameters in results:
+        assert changed == [(False, True), (True, False)]
+        assert torch.equal(parameters, results[0][1])
+
+
+def test_gradients_of_any_layout_and_type_are_exchanged(group):
+    group.run(exchange_odd_gradients)
+
+
+def test_a_weighted_step_beside_a_plain_one_is_an_error_on_every_rank(group):
+    for message in group.run(mix_weighted_and_plain):
+        assert "gradient.the weight" in message
+        assert "sum" in message
+        assert "average" in message
+
+
+def test_gradients_meet_by_name_in_whatever_order_they_are_computed(group):
+    others = group.size - 1
+    want = [-(i + 1.0) - (8 - i) * others for i in range(8)]
+    assert group.run(use_gradients_in_reverse) == [want] * group.size
+
+
+# One rank suffices for the contract of the class. Plain tensors stand for the steps: torch's own step is not run here.
+
+
+def a_parameter():
+    return torch.nn.Parameter(torch.ones(2))
+
+
+def test_the_class_keeps_its_name_its_base_and_its_state(alone):
+    weight = a_parameter()
+    plain = torch.optim.Adam([weight], lr=0.1)
+    wrapped = hvd.DistributedOptimizer(plain)
+    assert type(wrapped).__name__ == "Adam"
+    assert isinstance(wrapped, torch.optim.Adam)
+    assert wrapped.param_groups is plain.param_groups
+    assert wrapped.state is plain.state
+    assert wrapped.state_dict() == plain.state_dict()
+
+
+def test_zero_grad_between_backward_and_step_is_refused(alone):
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    weight.sum().backward()
+    with pytest.raises(AssertionError, match=r"zero_grad\(\) was called after loss\.backward\(\) but before"):
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    assert weight.grad is None
+
+
+def test_more_backward_passes_than_announced_are_refused(alone):
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("w", weight)])
+    weight.sum().backward()
+    with pytest.raises(AssertionError, match=r"'gradient\.w' was computed more than backward_passes_per_step=1 times"):
+        weight.sum().backward()
+    optimizer.synchronize()
+    assert weight.grad.tolist() == [1.0, 1.0]
+    optimizer.set_backward_passes_per_step(2)
+    optimizer.zero_grad()
+    weight.sum().backward()
+    weight.sum().backward()
+    optimizer.synchronize()
+    assert weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_gradient_that_disappears_on_its_way_is_noticed(alone):
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    weight.sum().backward()
+    weight.grad = None
+    with pytest.raises(AssertionError, match=r"grad of 'gradient\.0\.0' was replaced or set to None"):
+        optimizer.synchronize()
+
+
+def test_step_without_synchronize_is_refused_where_it_was_promised(alone):
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    weight.sum().backward()
+    with optimizer.skip_synchronize(), pytest.raises(AssertionError, match=r"inside skip_synchronize\(\) after"):
+        optimizer.step()
+    optimizer.synchronize()
+
+
+def test_closing_and_dropping_take_the_hooks_off(alone):
+    weight = a_parameter()
+    closed = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    closed.close()
+    weight.sum().backward()
+    weight.sum().backward()
+    dropped = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    del dropped
+    gc.collect()
+    weight.sum().backward()
+    weight.sum().backward()
+    assert weight.grad.tolist() == [4.0, 4.0]
+
+
+def test_parameters_can_be_added_later(alone):
+    first, second = a_parameter(), a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=0.1))
+    optimizer.add_param_group({"params": [second], "lr": 0.5})
+    (first.sum() + second.sum()).backward()
+    with pytest.raises(AssertionError):
+        second.sum().backward()
+    optimizer.synchronize()
+
+
+def test_shares_weight_the_gradient_of_one_rank_too(alone):
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), backward_passes_per_step=2)
+    for share, scale in ((0.25, 4.0), (0.75, 8.0)):
+        optimizer.weight_next(share)
+        (weight.sum() * scale).backward()
+    optimizer.synchronize()
+    assert weight.grad.tolist() == [7.0, 7.0]
+
+
+def test_gradients_cannot_be_exchanged_after_shutdown():
+    session.offer(LaunchContext())
+    hvd.init()
+    weight = a_parameter()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))
+    hvd.shutdown()
+    with pytest.raises(ValueError, match="has been shut down"):
+        weight.sum().backward()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda w, o: hvd.DistributedOptimizer(o, [("a", w), ("a", a_parameter())]),
+            r"the names \['a'\] more than once",
+        ),
+        (
+            lambda w, o: hvd.DistributedOptimizer(o, [("b", a_parameter())]),
+            r"does not name 1 parameters of the optimizer \(group 0, position 0, shape \(2,\)\); its names are \['b'\]",
+        ),
+        (lambda w, o: hvd.DistributedOptimizer(o, [w]), r"not a \(name, parameter\)"),
+        (lambda w, o: hvd.DistributedOptimizer(hvd.DistributedOptimizer(o)), "distributed already"),
+        (lambda w, o: hvd.DistributedOptimizer(torch.optim.LBFGS([w])), "LBFGS decides from its rank's own loss"),
+        (lambda w, o: hvd.DistributedOptimizer(o, backward_passes_per_step=0), "backward_passes_per_step=0 is not"),
+        (
+            lambda w, o: hvd.DistributedOptimizer(o, op=hvd.Sum, gradient_predivide_factor=2.0),
+            "gradient_predivide_factor=2.0 needs op=Average, not sum",
+        ),
+        (lambda w, o: hvd.DistributedOptimizer(o, gradient_predivide_factor=0.0), "=0.0 is not positive"),
+        (lambda w, o: hvd.DistributedOptimizer(o).weight_next(1.5), "lies between 0 and 1, not 1.5"),
+        (lambda w, o: hvd.DistributedOptimizer(o).weight_next(float("nan")), "not nan"),
+        (lambda w, o: hvd.DistributedOptimizer(o, op=hvd.Sum).weight_next(0.5), "made with op=sum"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(alone, make, message):
+    weight = a_parameter()
+    with pytest.raises(ValueError, match=message):
+        make(weight, torch.optim.SGD([weight], lr=0.1))
