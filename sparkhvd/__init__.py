@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimators.torch import TorchEstimator as TorchEstimator
     from sparkhvd.estimators.torch import TorchModel as TorchModel
     from sparkhvd.store import Store as Store
-    from sparkhvd.task.worker.log_files import LogFiles as LogFiles
+    from sparkhvd.task.log_files import LogFiles as LogFiles
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOME_OF = {
     "SparkBackend": "sparkhvd.estimators.params.backend",
     "KerasEstimator": "sparkhvd.estimators.keras",
     "KerasModel": "sparkhvd.estimators.keras",
-    "LogFiles": "sparkhvd.task.worker.log_files",
+    "LogFiles": "sparkhvd.task.log_files",
     "preflight": "sparkhvd.driver.preflight.preflight",
     "LightningEstimator": "sparkhvd.estimators.lightning",
     "LightningModel": "sparkhvd.estimators.lightning",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from sparkhvd.errors import ConfigError
-from sparkhvd.task.worker.log_files import LogFiles
+from sparkhvd.task.log_files import LogFiles
 
 logger = logging.getLogger(__name__)
 

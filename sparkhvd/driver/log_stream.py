@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started
-from sparkhvd.task.worker.log_files import KeptOutput, LogFiles
+from sparkhvd.task.log_files import KeptOutput, LogFiles
 
 logger = logging.getLogger(__name__)
 

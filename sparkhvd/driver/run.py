@@ -33,7 +33,7 @@ from sparkhvd.errors import CollectiveError, LaunchError
 from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.task.host.versions import in_use
 from sparkhvd.task.job import Job
-from sparkhvd.task.worker.log_files import LogFiles
+from sparkhvd.task.log_files import LogFiles
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from sparkhvd.config import Config
-from sparkhvd.task.worker.log_files import LogFiles
+from sparkhvd.task.log_files import LogFiles
 
 # What all ranks together may return: results pass through the driver's memory.
 RESULT_CAP_BYTES = 256 * 1024 * 1024

@@ -24,9 +24,9 @@ from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.all_gather import all_gather
 from sparkhvd.task.assignment import assign
+from sparkhvd.task.devices import mixed_devices, write_device_map
 from sparkhvd.task.driver_connection import DriverLine
 from sparkhvd.task.failure_report import LAUNCH, FailureReport
-from sparkhvd.task.host.devices import mixed_devices, write_device_map
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.versions import different_versions, here
 from sparkhvd.task.job import Job

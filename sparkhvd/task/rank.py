@@ -11,7 +11,7 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.config import changed_environment
 from sparkhvd.deadline import Deadline
 from sparkhvd.task.assignment import Slot
-from sparkhvd.task.host.devices import ORDER, VISIBLE, device_variables
+from sparkhvd.task.devices import ORDER, VISIBLE, device_variables
 from sparkhvd.task.job import RESULT_CAP_BYTES, Job
 from sparkhvd.task.supervision import (
     JOB_SECONDS,

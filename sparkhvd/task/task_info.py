@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sparkhvd._util.addresses import without_brackets
 from sparkhvd.config import visible_devices
-from sparkhvd.task.host.devices import cuda_names, device_kind
+from sparkhvd.task.devices import cuda_names, device_kind
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,9 @@ from sparkhvd.rpc.messages import Assign, Attend, Attending, StillThere
 from sparkhvd.rpc.registration import Registration, TaskOffer
 from sparkhvd.rpc.server import SILENT_SECONDS, UNANSWERED_SECONDS, Server
 from sparkhvd.task.assignment import assign
+from sparkhvd.task.devices import mixed_devices
 from sparkhvd.task.entry import entry_of
 from sparkhvd.task.failure_report import LAUNCH, STARTING, FailureReport, describe_exit
-from sparkhvd.task.host.devices import mixed_devices
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
 from sparkhvd.task.mpi.task import run_mpi_task

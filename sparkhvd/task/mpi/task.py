@@ -24,8 +24,8 @@ from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import Slot, assign, assign_started
+from sparkhvd.task.devices import write_device_map
 from sparkhvd.task.failure_report import LAUNCH, FailureReport
-from sparkhvd.task.host.devices import write_device_map
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.ranks import run_ranks
 from sparkhvd.task.host.versions import here

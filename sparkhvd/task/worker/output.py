@@ -16,7 +16,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.messages import Flush, Message, Output, Started
 from sparkhvd.task.job import Job
-from sparkhvd.task.worker.log_files import KeptOutput
+from sparkhvd.task.log_files import KeptOutput
 
 logger = logging.getLogger(__name__)
 

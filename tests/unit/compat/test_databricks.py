@@ -9,7 +9,7 @@ from sparkhvd.config import runs_on_databricks
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.store.registry import scheme_of
 from sparkhvd.task.assignment import assign
-from sparkhvd.task.host.devices import cuda_names, device_variables
+from sparkhvd.task.devices import cuda_names, device_variables
 
 
 @pytest.mark.parametrize(

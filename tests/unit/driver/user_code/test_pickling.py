@@ -150,7 +150,7 @@ def test_a_module_with_another_content_is_not_the_same(project, tmp_path):
 def test_a_compiled_module_that_others_cannot_import_is_refused(project, tmp_path):
     import math  # noqa: PLC0415
 
-    from sparkhvd import _core  # noqa: PLC0415, TID251 - any compiled module
+    from sparkhvd import _core  # noqa: PLC0415 - any compiled module
 
     target = tmp_path / Path(_core.__file__).name.replace("_core", "fast")
     target.write_bytes(b"")

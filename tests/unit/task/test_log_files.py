@@ -6,9 +6,9 @@ from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.errors import StoreError
 from sparkhvd.rpc.messages import Output
 from sparkhvd.store import Store
+from sparkhvd.task import log_files
 from sparkhvd.task.job import Job
-from sparkhvd.task.worker import log_files
-from sparkhvd.task.worker.log_files import LogFiles, LogFileWriter
+from sparkhvd.task.log_files import LogFiles, LogFileWriter
 from sparkhvd.task.worker.output import DriverLog
 from tests.waiting import wait_for
 

@@ -4,7 +4,7 @@ import pytest
 
 from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
-from sparkhvd.task.host.devices import cuda_names, device_kind, device_map, device_variables, mixed_devices
+from sparkhvd.task.devices import cuda_names, device_kind, device_map, device_variables, mixed_devices
 from sparkhvd.task.job import Job
 
 
