@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
-from sparkhvd.comm.channel import Channel
+from sparkhvd import _core
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.comm.stall.report import StallReport, report
@@ -51,6 +52,14 @@ class _Watched:
     report: StallReport | None = None
 
 
+class WatchedChannel(Protocol):
+    """A ``Channel``, as far as the detector uses it."""
+
+    @property
+    def engine(self) -> _core.Engine:
+        """The engine whose operations are watched."""
+
+
 class HangDoctor:
     """One rank's part in finding out who keeps the others waiting; owns a thread from construction to ``close()``.
 
@@ -64,7 +73,7 @@ class HangDoctor:
 
     def __init__(
         self,
-        channels: Mapping[int, Channel],
+        channels: Mapping[int, WatchedChannel],
         sets: Mapping[int, tuple[int, ...]],
         rendezvous: RendezvousClient,
         context: LaunchContext,
