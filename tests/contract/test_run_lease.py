@@ -167,8 +167,8 @@ def test_a_writer_that_was_suspended_between_its_look_and_its_write_changes_noth
     with looked_before(), pytest.raises(StoreError, match="was taken over"):
         saved(old, 9, b"late")
     with looked_before():
-        checkpoint.save_end(old, checkpoint.Checkpoint(9, 1, (), b"late"))
-    assert (latest(store).epoch, checkpoint.ended(store, "r")) == (3, {3})
+        checkpoint.save_final(old, checkpoint.Checkpoint(9, 1, (), b"late"))
+    assert (latest(store).epoch, checkpoint.kept_epochs(store, "r")) == (3, {3})
     saved(new, 4, b"second")
     with looked_before(), pytest.raises(StoreError, match="was taken over"):
         saved(old, 10, b"late")

@@ -144,7 +144,7 @@ def test_an_interrupted_epoch_is_finished_by_another_number_of_ranks(store, df, 
 
 def test_other_rows_are_not_mixed_into_an_interrupted_epoch(store, df, interrupted):
     kept = checkpoint.load(store, checkpoint.latest(store, "copy"))
-    within = checkpoint.Within(4, 2, 10, "another division")
+    within = checkpoint.EpochPosition(4, 2, 10, "another division")
     checkpoint.save(Fence(store, "elsewhere", 0), checkpoint.Checkpoint(1, 3, kept.history[:1], kept.state, within))
     with pytest.raises(
         RankFailedError, match="interrupted in epoch 2 after step 4, on rows that were divided in another"
@@ -361,4 +361,4 @@ def test_a_fit_whose_run_is_taken_over_fails_and_one_that_is_held_is_refused(sto
     lease.release()
     with pytest.raises(RankFailedError, match=r"Run 'held' in file:.* was taken over by another fit \(.*elsewhere"):
         estimator(store, num_proc=1, run_id="held", callbacks=[TakesTheRun(store, "held")]).fit(df)
-    assert checkpoint.ended(store, "held") == {0}
+    assert checkpoint.kept_epochs(store, "held") == {0}

@@ -13,7 +13,7 @@ from sparkhvd.data.loaders.transformation import transformed
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.selection import Selection
 from sparkhvd.estimators.plugin import Predicted
-from sparkhvd.estimators.training.sample_rows import sampled
+from sparkhvd.estimators.training.sample_rows import read_sample
 from sparkhvd.estimators.training.worker import find_plugin
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def description(name: str, plugin_name: str, params: Mapping[str, Any], df: Data
         SparkHvdError: the rows cannot be trained on.
     """
     plugin = find_plugin(plugin_name)
-    schema, sample = sampled(df, selection, _ROWS)
+    schema, sample = read_sample(df, selection, _ROWS)
     rows = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is read-only
     if params.get("transformation_fn") is not None:
         schema, rows = transformed(schema, params["transformation_fn"], rows)

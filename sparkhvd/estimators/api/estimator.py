@@ -47,11 +47,11 @@ from sparkhvd.estimators.api.validation import (
     check_watched,
 )
 from sparkhvd.estimators.models.feature_matching import with_sources
-from sparkhvd.estimators.models.mlflow_tracking import active_run, part_of_search, track
+from sparkhvd.estimators.models.mlflow_tracking import active_run, cross_validation_part, track
 from sparkhvd.estimators.models.model import TrainedModel
-from sparkhvd.estimators.models.outputs import check_types, names_of_outputs, refuse_taken
+from sparkhvd.estimators.models.outputs import check_output_names, check_types, default_output_names
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_estimator, write_estimator
-from sparkhvd.estimators.models.trained import Trained, output_specs
+from sparkhvd.estimators.models.trained import ModelArtifacts, output_specs
 from sparkhvd.estimators.params.backend import asked_tasks, reserve_ranks, run_ranks, shows_output, spark_backend
 from sparkhvd.estimators.params.named_inputs import columns_of
 from sparkhvd.estimators.params.params import EstimatorParams
@@ -61,13 +61,13 @@ from sparkhvd.estimators.runs.run_identity import note_run, run_id_by_content
 from sparkhvd.estimators.runs.run_lease import held
 from sparkhvd.estimators.training import checkpoint, finished_runs, job_files
 from sparkhvd.estimators.training.checkpoint import Checkpoint
-from sparkhvd.estimators.training.progress import ProgressOutput, somebody_looks
-from sparkhvd.estimators.training.sample_rows import refuse_other_tables, sampled
-from sparkhvd.estimators.training.user_errors import with_stop
+from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
+from sparkhvd.estimators.training.sample_rows import read_sample, require_spark_dataframe
+from sparkhvd.estimators.training.user_errors import with_full_stop
 from sparkhvd.estimators.training.worker import (
     SAMPLE_ROWS,
     ReaderName,
-    Refused,
+    RejectedRows,
     StoredRows,
     TrainJob,
     TrainResult,
@@ -167,7 +167,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         """
         copied: Self = super().copy(extra)
         copied._mlflow_run = active_run() or self._mlflow_run
-        copied._part = part_of_search() or self._part
+        copied._part = cross_validation_part() or self._part
         copied._mapped = self._mapped | {
             param.name for param in map(self._own, extra or ()) if param.parent == self.uid
         }
@@ -184,7 +184,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         check_watched(params, held_out=bool(params["validation"]))
         selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
-        schema, arrays = sampled(dataset, selection, rows)
+        schema, arrays = read_sample(dataset, selection, rows)
         if params["transformation_fn"] is not None:
             schema, arrays = transformed(schema, params["transformation_fn"], arrays)
         outputs = plugin.check(params, schema, arrays)
@@ -356,9 +356,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             _check_types(params, None, [])
 
     def _selection(self, dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
-        refuse_other_tables("fit", dataset)
+        require_spark_dataframe("fit", dataset)
         # Without such names the outputs may be put beside other columns than those of this DataFrame.
-        refuse_taken(_output_names(params), dataset.columns if params["output_cols"] else params["feature_cols"])
+        check_output_names(_output_names(params), dataset.columns if params["output_cols"] else params["feature_cols"])
         return select(
             dataset.schema,
             feature_cols=params["feature_cols"],
@@ -411,12 +411,12 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             store=params["store"],
             rows=rows,
             run_id=params["run_id"],
-            payload=job_files.payload(params["store"], path, packed),
+            payload=job_files.to_payload(params["store"], path, packed),
             spec=replace(_train_spec(params, schema), normalization=normalization, sample=sample and first_row(sample)),
             start_method=params["mp_start_method"],
             transformation=_pickled(params["transformation_fn"], "transformation_fn"),
             data_module=_pickled(_loader_of_rows(params), "data_module"),
-            progress=params["verbose"] > 0 and shows_output(params) and somebody_looks(),
+            progress=params["verbose"] > 0 and shows_output(params) and is_interactive(),
             holder=None if params["lease"] is None else params["lease"].holder,
         )
         environment = {**self._environment(), **(params["backend_env"] or {})}
@@ -438,8 +438,8 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             if job.payload.file is not None:
                 params["store"].delete(path)
         # Only rank 0 returns one.
-        result: TrainResult | Refused = next(result for result in results if result is not None)
-        if isinstance(result, Refused):
+        result: TrainResult | RejectedRows = next(result for result in results if result is not None)
+        if isinstance(result, RejectedRows):
             raise result.error
         if params["lease"] is not None:
             params["lease"].check()
@@ -447,13 +447,13 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _kept_model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
         if params["resume"] == "auto":
-            finished_runs.keep(params["store"], params["run_id"], params["epochs"], result)
+            finished_runs.save(params["store"], params["run_id"], params["epochs"], result)
         return self._model(params, result)
 
     def _model(self, params: Mapping[str, Any], result: TrainResult) -> TrainedModel:
         outputs = output_specs(result.shapes, result.schema.of("label"))
         schema = with_sources(result.schema, params["feature_cols"])
-        trained = Trained(result.kept or params["store"], result.files, schema, outputs, result.history)
+        trained = ModelArtifacts(result.kept or params["store"], result.files, schema, outputs, result.history)
         model = self.model_class(
             trained,
             feature_columns=params["feature_cols"],
@@ -468,7 +468,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
 def _output_names(params: Mapping[str, Any]) -> Sequence[str]:
     """The columns that ``transform`` of the trained model will add."""
-    return params["output_cols"] or names_of_outputs(params["label_cols"])
+    return params["output_cols"] or default_output_names(params["label_cols"])
 
 
 def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -493,7 +493,7 @@ def _pickled(value: Any, name: str) -> bytes:
     except SparkHvdError:
         raise
     except Exception as error:
-        raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_stop(error)}") from error
+        raise ParamError(f"{name} cannot be pickled to send it to the ranks: {with_full_stop(error)}") from error
 
 
 def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:

@@ -12,7 +12,7 @@ from sparkhvd.estimators.keras.plugin import use_backend
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, declared
 from sparkhvd.estimators.params.params import objects, objects_or_named, positive_integer, shapes
-from sparkhvd.estimators.training.job_files import fetched
+from sparkhvd.estimators.training.job_files import local_copies
 
 if TYPE_CHECKING:
     import keras
@@ -33,7 +33,7 @@ class KerasModel(TrainedModel):
 
     def getModel(self) -> keras.Model:  # noqa: N802  (Horovod's name)
         """The trained model, compiled, with its optimizer's state; every call gives another copy."""
-        with fetched(self._trained.store, self._trained.files) as folder:
+        with local_copies(self._trained.store, self._trained.files) as folder:
             use_backend(artifact.load_backend(folder))
             return artifact.load_model(folder, compiled=True)
 

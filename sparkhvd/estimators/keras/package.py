@@ -21,7 +21,7 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError, SparkHvdError
 from sparkhvd.estimators.keras.inputs import Ports, plan_inputs, plan_outputs
-from sparkhvd.estimators.training.user_errors import with_stop
+from sparkhvd.estimators.training.user_errors import with_full_stop
 from sparkhvd.keras.optimizer import ExchangingOptimizer
 
 _CONFIGURED = (keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
@@ -84,7 +84,7 @@ class Package:
         except Exception as error:
             raise ParamError(
                 f"The loss, metrics, callbacks or custom objects cannot be pickled to send them to the ranks: "
-                f"{with_stop(error)}"
+                f"{with_full_stop(error)}"
             ) from error
 
     def with_ports_for(self, model: Any, schema: DataSchema) -> Package:

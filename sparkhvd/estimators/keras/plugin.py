@@ -30,8 +30,8 @@ from sparkhvd.estimators.params.policies import check_measured
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.runs.canonical import AUTOMATIC_NUMBER
 from sparkhvd.estimators.runs.resume_check import ModelFacts
-from sparkhvd.estimators.training.synthetic_rows import tried_without_rows
-from sparkhvd.estimators.training.user_errors import described, is_about_tensors, with_stop
+from sparkhvd.estimators.training.synthetic_rows import try_synthetic_rows
+from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop
 from sparkhvd.world import World
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class KerasPlugin:
             return _try_out(package, schema, rows, params)
         if any(column.shape is None for column in schema.columns):
             return []
-        return tried_without_rows(schema, lambda made_up: _try_out(package, schema, made_up, params))
+        return try_synthetic_rows(schema, lambda made_up: _try_out(package, schema, made_up, params))
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -348,11 +348,11 @@ def _try_out(
     except Exception as error:
         columns = {name: sample[name] for port in package.inputs.ports for name in port.columns}
         called = f"{_described(columns.values())} for {rows} rows; inputs: {package.inputs}"
-        if not is_about_tensors(error):
-            raise ModelOutputError(f"The model raised {described(error)} It was called with {called}.") from error
+        if not is_tensor_error(error):
+            raise ModelOutputError(f"The model raised {describe_error(error)} It was called with {called}.") from error
         raise ModelOutputError(
-            f"The model cannot take the feature columns ({called}): {type(error).__name__}: {with_stop(error)} Give "
-            "input_shapes if the columns need another shape."
+            f"The model cannot take the feature columns ({called}): {type(error).__name__}: {with_full_stop(error)} "
+            "Give input_shapes if the columns need another shape."
         ) from error
     for port, output in zip(package.outputs.ports, outputs, strict=True):
         if len(output.shape) == 0 or output.shape[0] != rows:
@@ -370,12 +370,12 @@ def _try_out(
             f"the model's outputs {_described(outputs)} with the labels {_described(package.outputs.flat(targets))} "
             f"({package.outputs})"
         )
-        if not is_about_tensors(error):
+        if not is_tensor_error(error):
             raise ModelOutputError(
-                f"The loss or a metric raised {described(error)} It was to compare {compared}."
+                f"The loss or a metric raised {describe_error(error)} It was to compare {compared}."
             ) from error
         raise ModelOutputError(
-            f"The loss or a metric cannot compare {compared}: {type(error).__name__}: {with_stop(error)} "
+            f"The loss or a metric cannot compare {compared}: {type(error).__name__}: {with_full_stop(error)} "
             f"{_next_step(outputs, package.outputs.flat(targets))}"
         ) from error
     _check_numbers(metrics)
@@ -414,8 +414,8 @@ def _made_again(package: Package) -> Any:
     except TypeError as error:  # what Keras raises, whatever was raised in a from_config
         raise ParamError(
             "The ranks make the model, its optimizer, loss and metrics again of what get_config() says, and one of "
-            f"them cannot be made so: {with_stop(error)} A class of your own takes what its get_config() gives, that "
-            "of its base class included (name, dtype)."
+            f"them cannot be made so: {with_full_stop(error)} A class of your own takes what its get_config() gives, "
+            "that of its base class included (name, dtype)."
         ) from error
 
 

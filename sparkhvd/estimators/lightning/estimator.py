@@ -17,7 +17,7 @@ from sparkhvd.estimators.params.declarations import Declared, declared
 from sparkhvd.estimators.params.params import RETIRED, RETIRED_OF_LIGHTNING, numbers, objects, objects_or_named, shapes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.package import dumps_params
-from sparkhvd.estimators.training.job_files import fetched
+from sparkhvd.estimators.training.job_files import local_copies
 
 _PLUGIN = "sparkhvd.estimators.lightning.plugin:PLUGIN"
 _BATCH_FORMATS = ("dict", "tuple")
@@ -57,7 +57,7 @@ class LightningModel(TrainedModel):
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
         """The trained module in evaluation mode, every call gives another copy."""
-        with fetched(self._trained.store, self._trained.files) as folder:
+        with local_copies(self._trained.store, self._trained.files) as folder:
             return artifact.load_model(folder)
 
     def getOptimizer(self) -> artifact.Optimizers:  # noqa: N802
@@ -73,18 +73,18 @@ class LightningModel(TrainedModel):
         Raises:
             ParamError: there is none.
         """
-        with fetched(self._trained.store, self._trained.files) as folder:
+        with local_copies(self._trained.store, self._trained.files) as folder:
             model = artifact.load_model(folder)
             return model, artifact.load_optimizer(folder, model)
 
     def save_checkpoint(self, path: str) -> None:
         """Write Lightning's checkpoint of the trained module, for ``MyModule.load_from_checkpoint(path)``."""
-        with fetched(self._trained.store, self._trained.files) as folder:
+        with local_copies(self._trained.store, self._trained.files) as folder:
             Path(path).write_bytes((folder / CHECKPOINT).read_bytes())
 
     def save_logs(self, folder: str) -> list[str]:
         """Unpack what loggers with a relative folder wrote; returns the files' names within ``folder``."""
-        with fetched(self._trained.store, self._trained.files) as source:
+        with local_copies(self._trained.store, self._trained.files) as source:
             if not (source / LOGS).exists():
                 return []
             with zipfile.ZipFile(source / LOGS) as archive:

@@ -40,7 +40,7 @@ from sparkhvd.estimators.torch.plugin import (
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
-from sparkhvd.estimators.training.user_errors import described, with_stop
+from sparkhvd.estimators.training.user_errors import describe_error, with_full_stop
 from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
 from sparkhvd.world import World
 
@@ -121,8 +121,8 @@ class LightningPlugin:
         except Exception as error:
             raise ParamError(
                 f"The model, callbacks, logger, trainer_args or data_module cannot be pickled to send them to the "
-                f"ranks: {with_stop(error)} Make what cannot be pickled (locks, open files, sessions) in a hook such "
-                "as setup()."
+                f"ranks: {with_full_stop(error)} Make what cannot be pickled (locks, open files, sessions) in a hook "
+                "such as setup()."
             ) from error
 
     def normalization(self, params: Mapping[str, object]) -> Normalization:
@@ -287,7 +287,7 @@ def _forward(
             shown = "; ".join(f"{list(t.shape)} from {part}" for t, part in zip(tensors, inputs, strict=True))
             raise ModelOutputError(
                 f"The model's forward cannot take the feature columns: called with {shown} it raised "
-                f"{described(error)} transform uses forward, so it has to be there; give input_shapes if "
+                f"{describe_error(error)} transform uses forward, so it has to be there; give input_shapes if "
                 "the columns need another shape."
             ) from error
     for index, output in enumerate(outputs):

@@ -31,7 +31,7 @@ from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.divisors import divisors_of
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
-from sparkhvd.estimators.training.user_errors import described
+from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.lightning import strategy_class
 from sparkhvd.lightning.flavour import package
 from sparkhvd.torch.buffers import buffers_beside, take_buffers
@@ -125,7 +125,7 @@ class LightningTrainer:
         except Exception as error:
             if self._given.plain:  # it came here in a pickle
                 raise
-            logger.warning("The model comes without its optimizers, which cannot be pickled: %s", described(error))
+            logger.warning("The model comes without its optimizers, which cannot be pickled: %s", describe_error(error))
             artifact.save(folder, model, None, inputs)
 
     def _batch_form(self) -> Any:

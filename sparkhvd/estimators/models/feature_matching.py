@@ -33,7 +33,9 @@ def with_sources(schema: DataSchema, feature_cols: Sequence[str]) -> DataSchema:
     return schema.replaced(known)
 
 
-def matched(spark_schema: StructType, feature_cols: Sequence[str], trained: Sequence[ColumnSpec]) -> list[ColumnSpec]:
+def match_features(
+    spark_schema: StructType, feature_cols: Sequence[str], trained: Sequence[ColumnSpec]
+) -> list[ColumnSpec]:
     """The columns of a DataFrame in the order of the model's, each with the shape, fill and form of its training.
 
     Args:
@@ -64,7 +66,7 @@ def matched(spark_schema: StructType, feature_cols: Sequence[str], trained: Sequ
     return [_as_trained(column, known) for column, known in zip(columns, trained, strict=True)]
 
 
-def names_in_tables(feature_cols: Sequence[str], trained: Sequence[ColumnSpec]) -> list[str]:
+def pandas_column_names(feature_cols: Sequence[str], trained: Sequence[ColumnSpec]) -> list[str]:
     """By what name a table without Spark has each feature: its column, or ``column.field``.
 
     Args:

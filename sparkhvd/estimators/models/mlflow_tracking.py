@@ -40,7 +40,7 @@ def active_run() -> str | None:
     return None if found is None else str(found.info.run_id)
 
 
-def part_of_search() -> str | None:
+def cross_validation_part() -> str | None:
     """Which part of a ``CrossValidator`` the call comes from, such as ``fold 1 of 3``; None outside of one.
 
     Spark says it nowhere but in the variables of its loop; where these are others, the runs have MLflow's names.
@@ -144,7 +144,7 @@ def _signature(model: pyfunc.PandasModel) -> ModelSignature:
     from mlflow.types import ColSpec, DataType, Schema  # noqa: PLC0415
     from mlflow.types.schema import AnyType  # noqa: PLC0415
 
-    from sparkhvd.estimators.models.pyfunc import titles  # noqa: PLC0415
+    from sparkhvd.estimators.models.pyfunc import table_columns  # noqa: PLC0415
 
     def kind(column: ColumnSpec) -> Any:
         return DataType.string if column.dtype == "str" and column.kind == "scalar" else AnyType()  # type: ignore[no-untyped-call]
@@ -153,7 +153,7 @@ def _signature(model: pyfunc.PandasModel) -> ModelSignature:
     outputs: list[Any] = [
         ColSpec(_output_type(of), name)
         for column, arrow in zip(model.outputs, model.types, strict=True)
-        for name, of in titles(column, arrow)
+        for name, of in table_columns(column, arrow)
     ]
     return ModelSignature(Schema(inputs), Schema(outputs))
 

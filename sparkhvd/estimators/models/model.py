@@ -16,24 +16,24 @@ from sparkhvd.data.schema.selection import RESERVED_PREFIX
 from sparkhvd.data.schema.user_defined_types import as_rows
 from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError, SparkHvdError
-from sparkhvd.estimators.models.feature_matching import matched
+from sparkhvd.estimators.models.feature_matching import match_features
 from sparkhvd.estimators.models.outputs import (
     AUTO,
     OutputColumn,
-    names_of_outputs,
+    check_output_names,
+    default_output_names,
     output_column,
-    refuse_taken,
     spark_type,
 )
 from sparkhvd.estimators.models.persistence import FolderReader, FolderWriter, read_model, write_model
-from sparkhvd.estimators.models.predict import PredictSpec, arrow_function, field_of
-from sparkhvd.estimators.models.retained_files import SpareFiles
-from sparkhvd.estimators.models.trained import Trained, wrapped
+from sparkhvd.estimators.models.predict import PredictSpec, arrow_function, output_field
+from sparkhvd.estimators.models.retained_files import RetainedFiles
+from sparkhvd.estimators.models.trained import ModelArtifacts, wrap_model
 from sparkhvd.estimators.params.named_inputs import columns_of, named_inputs
 from sparkhvd.estimators.params.params import ModelParams, shapes
-from sparkhvd.estimators.training.history import History, history_of
-from sparkhvd.estimators.training.job_files import KeptFiles
-from sparkhvd.estimators.training.sample_rows import refuse_other_tables
+from sparkhvd.estimators.training.history import History, to_history
+from sparkhvd.estimators.training.job_files import InMemoryFiles
+from sparkhvd.estimators.training.sample_rows import require_spark_dataframe
 from sparkhvd.store import Store, store_at
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
     plugin: ClassVar[str]
 
-    def __init__(self, trained: Trained, **values: Any) -> None:
+    def __init__(self, trained: ModelArtifacts, **values: Any) -> None:
         super().__init__(**values)
         self._trained = trained
-        self.spare: SpareFiles | None = None
+        self.retained_files: RetainedFiles | None = None
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> ModelArtifacts:
         """What the training left: files, columns, history."""
         return self._trained
 
@@ -79,7 +79,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             >>> model.getHistory()[0]  # doctest: +SKIP
             {'epoch': 0, 'train': {'loss': 0.7, 'all_metrics': [{'accuracy': 0.5}]}, 'validation': {}, ...}
         """
-        return history_of(self._trained.history)
+        return to_history(self._trained.history)
 
     @property
     def history(self) -> History:
@@ -151,7 +151,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             "input_shapes": input_shapes and shapes("input_shapes", input_shapes),
             "custom_objects": custom_objects,
         }
-        trained = wrapped(cls.plugin, estimated, df, feature_cols, label_cols, sparse_cols, fill or {}, store)
+        trained = wrap_model(cls.plugin, estimated, df, feature_cols, label_cols, sparse_cols, fill or {}, store)
         labels = [column.name for column in trained.schema.of("label")]
         names = {"feature_columns": feature_cols, "label_columns": labels or None}
         return cls(trained, **names, **params)
@@ -163,7 +163,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         if given:
             return list(given)
         if labels:
-            return names_of_outputs(labels)
+            return default_output_names(labels)
         count = len(self.getOrDefault("output_types") or self._trained.outputs)
         return ["prediction"] if count == 1 else [f"prediction_{place}" for place in range(count)]
 
@@ -176,9 +176,9 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         from pyspark.sql.pandas.functions import arrow_udf  # noqa: PLC0415  (since Spark 4.1; only transform needs it)
         from pyspark.sql.types import StructField, StructType  # noqa: PLC0415
 
-        refuse_other_tables("transform", dataset)
+        require_spark_dataframe("transform", dataset)
         columns = self.output_columns(dataset.columns)
-        fields = [StructField(field_of(place), spark_type(column)) for place, column in enumerate(columns)]
+        fields = [StructField(output_field(place), spark_type(column)) for place, column in enumerate(columns)]
         spec = self._predict_spec(dataset, columns, fields)
         kind = fields[0].dataType if len(fields) == 1 else StructType(fields)
         predict = arrow_udf(arrow_function(spec), kind)  # type: ignore[call-overload]  # it takes tuples
@@ -191,7 +191,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         # of every feature column meanwhile. It is sent once all the same.
         predicted = predict(*names, *others, *names, *others)  # once in all outputs, and Spark evaluates it once
         outputs = [
-            _output(predicted if len(columns) == 1 else predicted.getField(field_of(place)), column)
+            _output(predicted if len(columns) == 1 else predicted.getField(output_field(place)), column)
             for place, column in enumerate(columns)
         ]
         transformed = dataset.select("*", *outputs)
@@ -216,7 +216,7 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
                 f"output_cols names {len(names)} columns {names} but there are {len(kinds)} outputs"
                 f"{f', for the labels {list(of_labels)}' if of_labels else ''}."
             )
-        refuse_taken(names, taken)
+        check_output_names(names, taken)
         labels = self._trained.schema.of("label")
         return tuple(
             output_column(
@@ -234,11 +234,11 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415
 
         trained = self._trained.schema.of("feature")
-        features = matched(dataset.schema, self.getOrDefault("feature_columns"), trained)
+        features = match_features(dataset.schema, self.getOrDefault("feature_columns"), trained)
         store = self._trained.store
         return PredictSpec(
             plugin=self.plugin,
-            store=store.sent(dataset.sparkSession) if isinstance(store, KeptFiles) else store,
+            store=store.sent_with(dataset.sparkSession) if isinstance(store, InMemoryFiles) else store,
             files=self._trained.files,
             features=tuple(features),
             packing=plan_packing(dataset.schema, features),
@@ -246,11 +246,11 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             outputs=outputs,
             types=tuple(to_arrow_type(field.dataType) for field in fields),
             batch_size=self.getOrDefault("inference_batch_size"),
-            function=pickled_function(self.getOrDefault("prediction_fn")),
+            function=pickle_function(self.getOrDefault("prediction_fn")),
         )
 
 
-def pickled_function(function: Callable[..., Any] | None) -> bytes:
+def pickle_function(function: Callable[..., Any] | None) -> bytes:
     """A prediction function for the executors; empty where there is none.
 
     Raises:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 AUTO = "auto"
-WORDS = (AUTO, "vector", "array", "scalar", "label")
+TYPE_KEYWORDS = (AUTO, "vector", "array", "scalar", "label")
 _SPARK_NAME = {
     "bool": "boolean",
     "int8": "tinyint",
@@ -100,7 +100,8 @@ def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnS
     if kind == AUTO and known is None:
         raise ParamError(
             f"The type of output column {name!r} is not known, because prediction_fn makes more of the model's "
-            f"outputs. Say it with setOutputTypes; there are {', '.join(map(repr, WORDS[1:]))} and Spark's own types."
+            f"outputs. Say it with setOutputTypes; there are {', '.join(map(repr, TYPE_KEYWORDS[1:]))} and Spark's own "
+            "types."
         )
     shape = None if known is None else known.shape
     if kind == AUTO and known is not None:
@@ -122,12 +123,12 @@ def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnS
     return OutputColumn(name, kind, shape=shape)
 
 
-def names_of_outputs(labels: Sequence[str]) -> list[str]:
+def default_output_names(labels: Sequence[str]) -> list[str]:
     """The columns of the outputs that are trained on these labels, where no others are given."""
     return [f"{label}__output" for label in labels]
 
 
-def refuse_taken(names: Sequence[str], taken: Sequence[str]) -> None:
+def check_output_names(names: Sequence[str], taken: Sequence[str]) -> None:
     """Refuse output columns whose names, in whatever case, are those of columns that are there.
 
     Raises:
@@ -188,7 +189,7 @@ def spark_type(column: OutputColumn) -> DataType:
     except Exception as error:
         raise ParamError(
             f"Output column {column.name!r} is to have the type {column.type!r}, which is none: there are "
-            f"{', '.join(map(repr, WORDS))} and Spark's own types, such as 'array<float>'."
+            f"{', '.join(map(repr, TYPE_KEYWORDS))} and Spark's own types, such as 'array<float>'."
         ) from error
     _refuse_others(found, column)
     return found
@@ -218,7 +219,7 @@ def _refuse_others(found: DataType, column: OutputColumn) -> None:
         )
 
 
-def encoded(prediction: Predicted, column: OutputColumn, arrow: pa.DataType) -> pa.Array:
+def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataType) -> pa.Array:
     """The Arrow array of a column.
 
     Raises:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _IN_SPARK = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
 
 
-def array_of(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
+def feature_array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
     """A column as the model gets it; NULL becomes the column's fill.
 
     Numbers keep the type that they have in the table: what a model was trained on does not change its input.

@@ -32,8 +32,8 @@ from sparkhvd.driver.user_code.pickling import dumps
 from sparkhvd.errors import ParamError, SparkHvdError, StoreError
 from sparkhvd.estimators.models import saved_folder
 from sparkhvd.estimators.models.outputs import OutputSpec
-from sparkhvd.estimators.models.retained_files import SpareFiles, is_part
-from sparkhvd.estimators.models.trained import Trained
+from sparkhvd.estimators.models.retained_files import RetainedFiles, is_pipeline_part
+from sparkhvd.estimators.models.trained import ModelArtifacts
 from sparkhvd.estimators.params.backend import SparkBackend
 from sparkhvd.estimators.params.declarations import Declarations
 from sparkhvd.estimators.training.history import record_from_json
@@ -171,7 +171,7 @@ def write_model(model: TrainedModel, store: Store, folder: str, spark_version: s
     for source in trained.files:
         name = source.path.rpartition("/")[2]
         with store.open(f"{folder}/{_MODEL}/{name}", "wb") as target:
-            source.copy_to(target, model.spare or trained.store)
+            source.copy_to(target, model.retained_files or trained.store)
         digests[name] = source.sha256
     content = {
         "files": digests,
@@ -193,7 +193,7 @@ def read_model(kind: type[TrainedModel], store: Store, folder: str) -> Any:
 def _read_model(kind: type[TrainedModel], store: Store, metadata: dict[str, Any], folder: str) -> Any:
     with store.open(f"{folder}/{_TRAINED}", "rb") as file:
         content = json.loads(file.read())
-    trained = Trained(
+    trained = ModelArtifacts(
         store=store,
         files=tuple(StoredFile(f"{folder}/{_MODEL}/{name}", digest) for name, digest in content["files"].items()),
         schema=DataSchema(tuple(_from_json(ColumnSpec, column) for column in content["schema"])),
@@ -202,8 +202,8 @@ def _read_model(kind: type[TrainedModel], store: Store, metadata: dict[str, Any]
     )
     model = kind(trained, **metadata["paramMap"], **_read_objects(store, folder))
     model._resetUid(metadata["uid"])  # noqa: SLF001
-    if is_part(f"{store.url}/{folder}") or saved_folder.is_elsewhere(folder):
-        model.spare = SpareFiles(store, trained.files)
+    if is_pipeline_part(f"{store.url}/{folder}") or saved_folder.is_transient(folder):
+        model.retained_files = RetainedFiles(store, trained.files)
     return model
 
 

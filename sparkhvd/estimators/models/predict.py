@@ -17,9 +17,9 @@ from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.packing import Packing, unpacked
 from sparkhvd.errors import DataError, ModelOutputError
-from sparkhvd.estimators.models.outputs import OutputColumn, encoded
+from sparkhvd.estimators.models.outputs import OutputColumn, encode_output
 from sparkhvd.estimators.plugin import FrameworkPlugin, Inference, Predictor
-from sparkhvd.estimators.training.job_files import Source, StoredFile, fetched
+from sparkhvd.estimators.training.job_files import FileSource, StoredFile, local_copies
 from sparkhvd.estimators.training.worker import find_plugin
 
 _LOADED_LIMIT = 4
@@ -46,7 +46,7 @@ class PredictSpec:
     """
 
     plugin: str
-    store: Source
+    store: FileSource
     files: tuple[StoredFile, ...]
     features: tuple[ColumnSpec, ...]
     packing: Packing
@@ -57,7 +57,7 @@ class PredictSpec:
     function: bytes = b""
 
 
-def field_of(index: int) -> str:
+def output_field(index: int) -> str:
     """The name of an output in the struct that ``predict_batches`` yields where there are several."""
     return f"output_{index}"
 
@@ -76,7 +76,7 @@ def predict_batches(spec: PredictSpec, batches: Iterator[Sequence[pa.Array]]) ->
     for batch in batches:
         given = map(_decoded, unpacked(batch, spec.packing), spec.features)
         arrays = _predicted(predictor, dict(zip(spec.names, given, strict=True)), len(batch[0]), spec)
-        names = [field_of(index) for index in range(len(arrays))]
+        names = [output_field(index) for index in range(len(arrays))]
         yield arrays[0] if len(arrays) == 1 else pa.StructArray.from_arrays(arrays, names)
 
 
@@ -86,7 +86,7 @@ def _predictor(spec: PredictSpec) -> Predictor:
     if key not in _loaded:
         function = cloudpickle.loads(spec.function) if spec.function else None
         plugin = _imported(spec.plugin)
-        with fetched(spec.store, spec.files, _application_folder()) as folder:
+        with local_copies(spec.store, spec.files, _application_folder()) as folder:
             predictor = plugin.predictor(folder, Inference(gpu, function))
         while len(_loaded) >= _LOADED_LIMIT:
             _loaded.pop(next(iter(_loaded)))
@@ -166,7 +166,7 @@ def _predicted(
             )
         count = len(next(iter(piece.values())))
         for place, (prediction, column, kind) in enumerate(zip(predictions, spec.outputs, spec.types, strict=True)):
-            array = encoded(prediction, column, kind)
+            array = encode_output(prediction, column, kind)
             if len(array) != count:
                 raise ModelOutputError(
                     f"Output column {column.name!r} has {len(array)} rows for {count} rows of the DataFrame; the first "

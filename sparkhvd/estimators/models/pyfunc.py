@@ -19,9 +19,9 @@ import pyarrow as pa
 
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import SchemaError
-from sparkhvd.estimators.models.feature_matching import names_in_tables
-from sparkhvd.estimators.models.outputs import OutputColumn, encoded, spark_type
-from sparkhvd.estimators.models.pandas_columns import array_of
+from sparkhvd.estimators.models.feature_matching import pandas_column_names
+from sparkhvd.estimators.models.outputs import OutputColumn, encode_output, spark_type
+from sparkhvd.estimators.models.pandas_columns import feature_array
 from sparkhvd.estimators.plugin import Inference, Predicted, Predictor
 from sparkhvd.estimators.training.worker import find_plugin
 
@@ -35,7 +35,7 @@ _COLUMNS, _TYPES, _FUNCTION, _MODEL = "columns.json", "outputs.arrow", "predicti
 
 def write_folder(model: TrainedModel, folder: Path) -> None:
     """Write what ``load`` reads into an empty folder."""
-    from sparkhvd.estimators.models.model import pickled_function  # noqa: PLC0415  (that module needs pyspark)
+    from sparkhvd.estimators.models.model import pickle_function  # noqa: PLC0415  (that module needs pyspark)
 
     (folder / _MODEL).mkdir()
     for file in model.trained.files:
@@ -45,14 +45,14 @@ def write_folder(model: TrainedModel, folder: Path) -> None:
     content = {
         "plugin": model.plugin,
         "features": [asdict(column) for column in features],
-        "columns": names_in_tables(model.getOrDefault("feature_columns"), features),
+        "columns": pandas_column_names(model.getOrDefault("feature_columns"), features),
         "outputs": [asdict(column) for column in outputs],
         "batch_size": model.getOrDefault("inference_batch_size"),
     }
     (folder / _COLUMNS).write_text(json.dumps(content))
     types = pa.schema([(column.name, _arrow_type(column)) for column in outputs])
     (folder / _TYPES).write_bytes(types.serialize().to_pybytes())
-    (folder / _FUNCTION).write_bytes(pickled_function(model.getOrDefault("prediction_fn")))
+    (folder / _FUNCTION).write_bytes(pickle_function(model.getOrDefault("prediction_fn")))
 
 
 def load(folder: Path) -> PandasModel:
@@ -105,7 +105,7 @@ class PandasModel:
         """
         import pandas as pd  # noqa: PLC0415
 
-        arrays = {column.name: array_of(_found(model_input, name), column) for name, column in self.features}
+        arrays = {column.name: feature_array(_found(model_input, name), column) for name, column in self.features}
         found: dict[str, list[Any]] = {}
         for start in range(0, max(1, len(model_input)), self.batch_size):
             piece = {name: array[start : start + self.batch_size] for name, array in arrays.items()}
@@ -164,13 +164,13 @@ def _columns(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict
         return {
             title: array.reshape(len(array)) if array.size == len(array) else array for title, array in arrays.items()
         }
-    found = encoded(output, column, kind)
+    found = encode_output(output, column, kind)
     if pa.types.is_struct(kind):
         return {f"{column.name}.{kind.field(i).name}": _numpy(found.field(i)) for i in range(kind.num_fields)}
     return {column.name: _numpy(found)}
 
 
-def titles(column: OutputColumn, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
+def table_columns(column: OutputColumn, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
     """The columns of a table that an output becomes, with their types."""
     if pa.types.is_struct(kind):
         return [(f"{column.name}.{kind.field(i).name}", kind.field(i).type) for i in range(kind.num_fields)]

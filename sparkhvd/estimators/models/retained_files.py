@@ -26,7 +26,7 @@ _PARTS = frozenset({"stages", "bestModel", "subModels"})
 _SMALL_BYTES = 4 << 20
 
 
-class SpareFiles:
+class RetainedFiles:
     """Files of a Store as they were; in another process those that are there then.
 
     Args:
@@ -59,7 +59,7 @@ class SpareFiles:
         return {**self.__dict__, "_held": {}}
 
 
-def is_part(url: str) -> bool:
+def is_pipeline_part(url: str) -> bool:
     """Whether a model's folder is one within something larger of Spark ML's."""
     return not _PARTS.isdisjoint(url.split("/"))
 

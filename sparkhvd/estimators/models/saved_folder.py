@@ -109,7 +109,7 @@ def _place(store: Store, folder: str, kind: str, content: Metadata) -> str:
     return folder if elsewhere is None else f"{folder}/{elsewhere}"
 
 
-def is_elsewhere(folder: str) -> bool:
+def is_transient(folder: str) -> bool:
     """Whether the files of an object lie in a folder that its next writer removes."""
     return folder.rpartition("/")[2].startswith(_CONTENT)
 

@@ -20,10 +20,10 @@ from sparkhvd.errors import ModelOutputError, ParamError
 from sparkhvd.estimators.models.feature_matching import with_sources
 from sparkhvd.estimators.models.outputs import OutputSpec
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.training.job_files import Source, StoredFile, keep_folder, write_folder
-from sparkhvd.estimators.training.sample_rows import sampled
-from sparkhvd.estimators.training.synthetic_rows import with_ones
-from sparkhvd.estimators.training.user_errors import described
+from sparkhvd.estimators.training.job_files import FileSource, StoredFile, read_folder, write_folder
+from sparkhvd.estimators.training.sample_rows import read_sample
+from sparkhvd.estimators.training.synthetic_rows import rows_of_ones
+from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.estimators.training.worker import find_plugin
 from sparkhvd.store import Store, layout
 
@@ -37,7 +37,7 @@ _SAMPLE_ROWS = 2
 
 
 @dataclass(frozen=True)
-class Trained:
+class ModelArtifacts:
     """What a training run left.
 
     Attributes:
@@ -48,7 +48,7 @@ class Trained:
         history: one record per epoch.
     """
 
-    store: Source
+    store: FileSource
     files: tuple[StoredFile, ...]
     schema: DataSchema
     outputs: tuple[OutputSpec, ...]
@@ -67,7 +67,7 @@ def output_specs(shapes: Sequence[tuple[int, ...]], labels: Sequence[ColumnSpec 
     return tuple(output_spec(shape, label) for shape, label in zip(shapes, labels, strict=True))
 
 
-def wrapped(  # noqa: PLR0917
+def wrap_model(  # noqa: PLR0917
     plugin_name: str,
     params: Mapping[str, Any],
     rows: DataFrame | StructType,
@@ -76,7 +76,7 @@ def wrapped(  # noqa: PLR0917
     sparse_cols: Sequence[str],
     fill: Mapping[str, Fill],
     store: Store | None,
-) -> Trained:
+) -> ModelArtifacts:
     """A model that was trained elsewhere; see ``TrainedModel.from_model``."""
     from pyspark.sql.types import StructType  # noqa: PLC0415
 
@@ -95,7 +95,7 @@ def wrapped(  # noqa: PLR0917
         samples = _made_up(features)
         advice = " If it refuses rows of zeros and of ones for their values, pass a DataFrame with real rows."
     else:
-        features, sample = sampled(rows, Selection(features), _SAMPLE_ROWS)
+        features, sample = read_sample(rows, Selection(features), _SAMPLE_ROWS)
         samples, advice = [sample], ""
     schema = DataSchema((*features.columns, *labels))
     with tempfile.TemporaryDirectory(prefix="sparkhvd-wrap-") as folder:
@@ -105,7 +105,7 @@ def wrapped(  # noqa: PLR0917
         except Exception as error:
             raise ModelOutputError(
                 f"The model cannot take the feature columns ({plugin.mapping(params, schema)}): "
-                f"{described(error)} Choose other feature_cols or input_shapes.{advice}"
+                f"{describe_error(error)} Choose other feature_cols or input_shapes.{advice}"
             ) from error
         shapes = [np.asarray(output).shape[1:] for output in outputs]
         if labels and len(labels) != len(shapes):
@@ -113,7 +113,7 @@ def wrapped(  # noqa: PLR0917
         by_output = labels or (None,) * len(shapes)
         specs = output_specs(shapes, by_output)
         source, files = _placed(Path(folder), store)
-    return Trained(source, files, with_sources(schema, feature_cols), specs, ())
+    return ModelArtifacts(source, files, with_sources(schema, feature_cols), specs, ())
 
 
 def _first_outputs(predictor: Callable[[], Predictor], samples: Sequence[Arrays]) -> Sequence[Any]:
@@ -137,12 +137,12 @@ def _made_up(features: DataSchema) -> list[Arrays]:
             "with at least one row (not a streaming one)."
         )
     zeros = {column.name: columns.blank(column, _SAMPLE_ROWS) for column in features.columns}
-    return [zeros, with_ones(zeros)]
+    return [zeros, rows_of_ones(zeros)]
 
 
-def _placed(folder: Path, store: Store | None) -> tuple[Source, tuple[StoredFile, ...]]:
+def _placed(folder: Path, store: Store | None) -> tuple[FileSource, tuple[StoredFile, ...]]:
     if store is None:
-        files, kept = keep_folder(folder)
+        files, kept = read_folder(folder)
         return kept, files
     target = f"{layout.model_folder(f'wrapped-{uuid.uuid4().hex[:16]}')}"
     return store, write_folder(store, target, folder)

@@ -26,7 +26,7 @@ from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.package import dumps_params
 from sparkhvd.estimators.torch.schedule import a_schedule
-from sparkhvd.estimators.training.job_files import fetched
+from sparkhvd.estimators.training.job_files import local_copies
 
 Measure = Callable[..., torch.Tensor]
 
@@ -40,7 +40,7 @@ class TorchModel(TrainedModel):
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
         """The trained module in evaluation mode, every call gives another copy."""
-        with fetched(self._trained.store, self._trained.files) as folder:
+        with local_copies(self._trained.store, self._trained.files) as folder:
             return artifact.load_model(folder)
 
     def getOptimizer(self) -> torch.optim.Optimizer:  # noqa: N802  (Horovod's name)
@@ -53,7 +53,7 @@ class TorchModel(TrainedModel):
 
     def getModelAndOptimizer(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: N802
         """The trained module and its optimizer, which holds the module's own parameters."""
-        with fetched(self._trained.store, self._trained.files) as folder:
+        with local_copies(self._trained.store, self._trained.files) as folder:
             model = artifact.load_model(folder)
             return model, cast("torch.optim.Optimizer", artifact.load_optimizer(folder, model))
 

@@ -28,7 +28,7 @@ from sparkhvd.errors import DataError, ModelOutputError, ParamError
 from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
 from sparkhvd.estimators.params.shapes import row_shape
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
-from sparkhvd.estimators.training.user_errors import described, is_about_tensors, with_stop
+from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop
 
 Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -377,11 +377,11 @@ def _try_measure(
     except Exception as error:
         if made_up and not isinstance(error, UserWarning) and not fails_by_shape(function, (output, label), error):
             return
-        if not is_about_tensors(error) and not isinstance(error, UserWarning):
-            raise ModelOutputError(f"{what} raised {described(error)} It was called with the {shapes}.") from error
+        if not is_tensor_error(error) and not isinstance(error, UserWarning):
+            raise ModelOutputError(f"{what} raised {describe_error(error)} It was called with the {shapes}.") from error
         raise ModelOutputError(
-            f"{what} cannot compare the model's {shapes}: {with_stop(error)} Make the model's last layer, label_cols "
-            "or label_shapes fit."
+            f"{what} cannot compare the model's {shapes}: {with_full_stop(error)} Make the model's last layer, "
+            "label_cols or label_shapes fit."
         ) from error
     several = isinstance(value, Mapping)
     if several or (np.size(value) != 1 and torch.as_tensor(value).numel() != 1):

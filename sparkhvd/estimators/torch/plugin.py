@@ -35,7 +35,7 @@ from sparkhvd.estimators.torch.schedule import LRSchedule, check_schedule
 from sparkhvd.estimators.torch.steps import MINIBATCH_ARGUMENTS, outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.torch.trainer import TorchTrainer
-from sparkhvd.estimators.training.user_errors import described, is_about_tensors, with_stop
+from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 from sparkhvd.world import World
@@ -99,7 +99,7 @@ class TorchPlugin:
         except Exception as error:
             raise ParamError(
                 f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: "
-                f"{with_stop(error)} Build what cannot be pickled (locks, open files, sessions) inside the "
+                f"{with_full_stop(error)} Build what cannot be pickled (locks, open files, sessions) inside the "
                 "model's forward."
             ) from error
 
@@ -353,10 +353,10 @@ def _cannot_take(
         for index, (part, tensor) in enumerate(zip(planned, inputs, strict=True))
     )
     columns = ", ".join(f"{c.name}: {c.dtype}{list(c.shape or ())}" for c in schema.of("feature"))
-    if not is_about_tensors(error):
-        return f"The model raised {described(error)} It was called with {given}."
+    if not is_tensor_error(error):
+        return f"The model raised {describe_error(error)} It was called with {given}."
     return (
         f"The model cannot take the feature columns ({columns}). It was called with {given}, and raised "
-        f"{type(error).__name__}: {with_stop(error)} Give input_shapes if the columns need another shape; integer "
+        f"{type(error).__name__}: {with_full_stop(error)} Give input_shapes if the columns need another shape; integer "
         "columns stay integers only for a model with an embedding layer."
     )

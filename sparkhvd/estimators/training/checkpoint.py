@@ -27,7 +27,7 @@ _FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
-class Within:
+class EpochPosition:
     """Where a run stands within an epoch.
 
     Attributes:
@@ -65,7 +65,7 @@ class Checkpoint:
     seed: int
     history: tuple[EpochRecord, ...]
     state: bytes = field(repr=False)
-    within: Within | None = None
+    within: EpochPosition | None = None
     model: ModelFacts | None = None
     ended: bool = False
 
@@ -75,7 +75,7 @@ class Checkpoint:
         return self.epoch + 1 if self.within is None else self.epoch
 
 
-def division(manifest: Manifest, order: Sequence[object]) -> str:
+def division_digest(manifest: Manifest, order: Sequence[object]) -> str:
     """What tells a division of a dataset's rows into batches from others.
 
     Args:
@@ -115,13 +115,13 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[i
             store.delete(other)
 
 
-def save_end(fence: Fence, checkpoint: Checkpoint) -> None:
+def save_final(fence: Fence, checkpoint: Checkpoint) -> None:
     """Publish what a run has ended with, from which nothing is trained any more."""
     fence.check()
     fence.store.publish(layout.ended_path(fence.run_id, fence.token), _content(checkpoint))
 
 
-def path_of(store: Store, run_id: str, epoch: int) -> str:
+def epoch_end_path(store: Store, run_id: str, epoch: int) -> str:
     """The path of the checkpoint at the end of an epoch.
 
     Raises:
@@ -134,7 +134,7 @@ def path_of(store: Store, run_id: str, epoch: int) -> str:
     raise StoreError(f"{store.url}/{path}, the best epoch of run {run_id!r}, is not there any more. Train anew.")
 
 
-def ended(store: Store, run_id: str) -> frozenset[int]:
+def kept_epochs(store: Store, run_id: str) -> frozenset[int]:
     """The epochs of a run whose ends are kept."""
     places = map(layout.checkpoint_place, _checkpoints(_paths(store, run_id)))
     return frozenset(place[0] for place in places if place is not None and place[1] == float("inf"))
@@ -204,7 +204,7 @@ def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
     within = None
     if (found := content["within"]) is not None:
         sums = {name: (float(total), float(rows)) for name, (total, rows) in found["sums"].items()}
-        within = Within(**{**found, "sums": sums, "rank_states": tuple(own)})
+        within = EpochPosition(**{**found, "sums": sums, "rank_states": tuple(own)})
     known = content.get("model")
     model = None if known is None else facts_from_json(known)
     stands = (int(content["epoch"]), int(content["seed"]), history)

@@ -19,7 +19,7 @@ from sparkhvd.store import Store, layout
 logger = logging.getLogger(__name__)
 
 
-def keep(store: Store, run_id: str, epochs: int, result: TrainResult) -> None:
+def save(store: Store, run_id: str, epochs: int, result: TrainResult) -> None:
     """Note what a fit of so many epochs has given, and the checkpoint that it ended with."""
     content = {
         "epochs": epochs,

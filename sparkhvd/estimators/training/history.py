@@ -66,7 +66,7 @@ class History(list[dict[str, Any]]):
 _PARTS = (("", "train"), ("val_", "validation"))
 
 
-def history_of(records: Iterable[EpochRecord]) -> History:
+def to_history(records: Iterable[EpochRecord]) -> History:
     """The records in Horovod's form."""
     return History(
         {**record.to_json(), "train": _as_groups(record.train), "validation": _as_groups(record.validation)}
@@ -94,7 +94,7 @@ def record_from_json(content: dict[str, Any]) -> EpochRecord:
     return EpochRecord(**content)
 
 
-def averaged(
+def average_over_ranks(
     report: EpochReport, communicator: Communicator, before: Mapping[str, tuple[float, float]] | None = None
 ) -> EpochRecord:
     """The record of an epoch from the reports of all ranks; collective, one small allreduce.

@@ -19,8 +19,8 @@ from sparkhvd.estimators.plugin import Trainer, TrainSpec
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport
 from sparkhvd.estimators.runs.run_lease import Fence
 from sparkhvd.estimators.training import checkpoint, job_files, run_log
-from sparkhvd.estimators.training.checkpoint import Checkpoint, Within
-from sparkhvd.estimators.training.history import averaged
+from sparkhvd.estimators.training.checkpoint import Checkpoint, EpochPosition
+from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -37,7 +37,7 @@ class RunHooks:
         run_id: names the run.
         spec: how to train.
         communicator: with the other ranks.
-        division: of the rows that are trained on, see ``checkpoint.Within``; empty where there is no telling.
+        division: of the rows that are trained on, see ``checkpoint.EpochPosition``; empty where there is no telling.
         token: of rank 0, see ``sparkhvd.estimators.runs.run_lease``; 0 where nobody else can train the run.
     """
 
@@ -82,7 +82,7 @@ class RunHooks:
         return 0 if self.resumed is None else self.resumed.first_epoch
 
     @property
-    def within(self) -> Within | None:
+    def within(self) -> EpochPosition | None:
         """How far the first epoch had come when the run was interrupted."""
         return None if self.resumed is None else self.resumed.within
 
@@ -98,7 +98,7 @@ class RunHooks:
             return None
         return self.within.rank_states[self._communicator.world.rank]
 
-    def deal_anew(self, batches: int) -> None:
+    def repartition_first_epoch(self, batches: int) -> None:
         """The first epoch is the rest of one that was begun by other ranks, in so many batches."""
         self._redealt = True
         self.first_epoch_batches = batches
@@ -137,7 +137,7 @@ class RunHooks:
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
         """See ``TrainHooks``."""
         before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
-        record = averaged(report, self._communicator, before)
+        record = average_over_ranks(report, self._communicator, before)
         self.history.append(record)
         self._last_step = self._last_whole = 0
         # Without rows no step has returned a loss: Lightning's manual optimization needs none.
@@ -159,7 +159,7 @@ class RunHooks:
             return
         content = self._checkpoint(self.history[-1].epoch, trainer)
         if _digest(content.state) != self._at_end:
-            checkpoint.save_end(self._fence, content)
+            checkpoint.save_final(self._fence, content)
 
     def _look_for_no_number(self, loss: float | None, where: str, whose: str = "") -> None:
         """Warn once, where everybody sees it; weights that are no numbers are hardly ever numbers again."""
@@ -199,7 +199,7 @@ class RunHooks:
         if self._best is not None and self._best[0] == best:
             trainer.restore(self._best[1])
         elif self._store is not None:
-            path = checkpoint.path_of(self._store, self._run_id, best)
+            path = checkpoint.epoch_end_path(self._store, self._run_id, best)
             trainer.restore(checkpoint.load(self._store, path).state)
         logger.info("the model is that of epoch %d, the best by %s", best + 1, self._spec.checkpoints.best)
 
@@ -245,7 +245,7 @@ class RunHooks:
         sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
         own = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
         if communicator.world.rank == 0:
-            within = Within(
+            within = EpochPosition(
                 step=report.step,
                 num_proc=communicator.world.size,
                 batch_size=self._spec.batch_size,
@@ -288,7 +288,7 @@ def _resumed(store: Store, run_id: str, communicator: Communicator) -> tuple[Che
     """The checkpoint to go on from, and the epochs whose ends are kept."""
     found: tuple[str | None, frozenset[int]] = (None, frozenset())
     if communicator.world.rank == 0:
-        found = (checkpoint.latest(store, run_id), checkpoint.ended(store, run_id))
+        found = (checkpoint.latest(store, run_id), checkpoint.kept_epochs(store, run_id))
     path, kept = objects.broadcast_object(communicator, found, 0, name="checkpoint to resume")
     return None if path is None else checkpoint.load(store, path), kept
 

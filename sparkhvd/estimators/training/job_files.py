@@ -28,7 +28,7 @@ INLINE_BYTES = 64 * 1024 * 1024
 PIECE_BYTES = 8 * 1024 * 1024
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """Where files can be read: a Store, or one of the two below."""
 
     @property
@@ -49,7 +49,7 @@ class SessionFiles:
 
 
 @dataclass(frozen=True)
-class KeptFiles:
+class InMemoryFiles:
     """Files in the memory of this process: a model that was trained without a Store.
 
     Attributes:
@@ -64,7 +64,7 @@ class KeptFiles:
             raise StoreError(f"{path} is kept in memory and is only read.")
         return BytesIO(dict(self.content)[path])
 
-    def sent(self, spark: SparkSession) -> SessionFiles:
+    def sent_with(self, spark: SparkSession) -> SessionFiles:
         """The same files where the executors of a session can read them; the session keeps them until it ends."""
         if is_connect(spark):
             self._upload(spark)
@@ -109,7 +109,7 @@ class StoredFile:
     path: str
     sha256: str
 
-    def read(self, store: Source) -> bytes:
+    def read(self, store: FileSource) -> bytes:
         """The content.
 
         Raises:
@@ -119,7 +119,7 @@ class StoredFile:
         self.copy_to(content, store)
         return content.getvalue()
 
-    def copy_to(self, target: BinaryIO, store: Source) -> None:
+    def copy_to(self, target: BinaryIO, store: FileSource) -> None:
         """Write the content, piece by piece, so that a model may be larger than the memory.
 
         Raises:
@@ -161,7 +161,7 @@ def write(store: Store, path: str, content: bytes) -> StoredFile:
     return StoredFile(path, hashlib.sha256(content).hexdigest())
 
 
-def payload(store: Store | None, path: str, content: bytes) -> Payload:
+def to_payload(store: Store | None, path: str, content: bytes) -> Payload:
     """Keep small content inline and write large content to ``path``.
 
     Raises:
@@ -177,13 +177,13 @@ def payload(store: Store | None, path: str, content: bytes) -> Payload:
     return Payload(content) if len(content) <= INLINE_BYTES else Payload(file=write(store, path, content))
 
 
-def keep_folder(source: Path) -> tuple[tuple[StoredFile, ...], KeptFiles]:
+def read_folder(source: Path) -> tuple[tuple[StoredFile, ...], InMemoryFiles]:
     """All files of a local folder, for a process without a Store; the same content has the same paths."""
     contents = {file.name: file.read_bytes() for file in sorted(source.iterdir())}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     folder = f"sparkhvd-model-{hashlib.sha256(repr(digests).encode()).hexdigest()[:32]}"
     found = tuple(StoredFile(f"{folder}/{name}", digest) for name, digest in digests.items())
-    return found, KeptFiles(tuple((f"{folder}/{name}", content) for name, content in contents.items()))
+    return found, InMemoryFiles(tuple((f"{folder}/{name}", content) for name, content in contents.items()))
 
 
 def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, ...]:
@@ -204,7 +204,7 @@ def replace_file(store: Store, path: str, source: Path) -> None:
 
 
 @contextmanager
-def fetched(store: Source, files: tuple[StoredFile, ...], within: str | None = None) -> Iterator[Path]:
+def local_copies(store: FileSource, files: tuple[StoredFile, ...], within: str | None = None) -> Iterator[Path]:
     """A local folder with copies of these files, which is removed at the end.
 
     Args:

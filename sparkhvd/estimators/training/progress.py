@@ -71,7 +71,7 @@ def _all_of(batches: Iterator[Batch]) -> Generator[Batch]:
     yield from batches
 
 
-def somebody_looks() -> bool:
+def is_interactive() -> bool:
     """Whether the output is a terminal or a notebook, and tqdm is there to draw a bar."""
     try:
         import tqdm  # noqa: F401, PLC0415

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 
-def refuse_other_tables(method: str, table: object) -> None:
+def require_spark_dataframe(method: str, table: object) -> None:
     """Raise ``ParamError`` for what is no DataFrame of Spark's, such as one of pandas."""
     if not hasattr(table, "sparkSession"):
         kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__qualname__}"
@@ -28,7 +28,7 @@ def refuse_other_tables(method: str, table: object) -> None:
         )
 
 
-def sampled(dataset: DataFrame, selection: Selection, rows: int) -> tuple[DataSchema, Arrays]:
+def read_sample(dataset: DataFrame, selection: Selection, rows: int) -> tuple[DataSchema, Arrays]:
     """The schema with the shapes of the first rows, and these rows by column.
 
     Raises:

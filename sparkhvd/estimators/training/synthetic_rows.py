@@ -11,7 +11,7 @@ from sparkhvd.data.read.batches import Arrays
 from sparkhvd.data.schema import columns
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import ModelOutputError
-from sparkhvd.estimators.training.user_errors import is_about_tensors
+from sparkhvd.estimators.training.user_errors import is_tensor_error
 
 _ROWS = 2
 _NUMBERED = re.compile(r"_\d+\b")  # of automatic names, which count on
@@ -19,7 +19,7 @@ _CHECKS = (AssertionError, ValueError, RuntimeError)
 Shapes = list[tuple[int, ...]]
 
 
-def tried_without_rows(schema: DataSchema, try_out: Callable[[Arrays], Shapes]) -> Shapes:
+def try_synthetic_rows(schema: DataSchema, try_out: Callable[[Arrays], Shapes]) -> Shapes:
     """Return what ``try_out`` makes of rows of zeros; nothing where only real rows can tell.
 
     A model may refuse zeros because of their values: its ids count from 1, or it checks its input. Such an error is a
@@ -36,13 +36,13 @@ def tried_without_rows(schema: DataSchema, try_out: Callable[[Arrays], Shapes]) 
     try:
         return try_out(zeros)
     except ModelOutputError as error:
-        ones = with_ones(zeros)
+        ones = rows_of_ones(zeros)
         if _depends_on_values(error, lambda: try_out(ones)):
             return []
         raise
 
 
-def with_ones(rows: Arrays) -> Arrays:
+def rows_of_ones(rows: Arrays) -> Arrays:
     """Return rows of ones for rows of zeros; what is no number stays."""
     return {name: np.ones_like(array) if array.dtype.kind in "biuf" else array for name, array in rows.items()}
 
@@ -51,7 +51,7 @@ def _depends_on_values(error: ModelOutputError, try_again: Callable[[], object])
     cause = error.__cause__
     if cause is None:  # the shapes of outputs, which were looked at here
         return False
-    if isinstance(cause, IndexError) or (isinstance(cause, _CHECKS) and not is_about_tensors(cause)):
+    if isinstance(cause, IndexError) or (isinstance(cause, _CHECKS) and not is_tensor_error(cause)):
         return True
     try:
         try_again()

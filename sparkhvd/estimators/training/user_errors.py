@@ -17,13 +17,13 @@ _OF_CODE = (NotImplementedError, RecursionError)  # kinds of RuntimeError
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
-def with_stop(text: object) -> str:
+def with_full_stop(text: object) -> str:
     """``text`` as a sentence that another one may follow."""
     said = str(text).strip()
     return said if said.endswith((".", "!", "?", ":")) else f"{said}."
 
 
-def is_about_tensors(error: BaseException) -> bool:
+def is_tensor_error(error: BaseException) -> bool:
     """Whether a framework refused the shapes, types or values of tensors; not where the user's code raised."""
     if isinstance(error, _OF_CODE):
         return False
@@ -33,13 +33,13 @@ def is_about_tensors(error: BaseException) -> bool:
     return not any(_package(step.tb_frame) not in _FRAMEWORKS and _raises(step) for step in innermost)
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type and text of an error, and the line of the user's code where it was raised, if it went through any."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     others = _FRAMEWORKS | sys.stdlib_module_names
     users = [step for step in _steps(error) if _package(step.tb_frame) not in others]
     if not users:
-        return with_stop(text)
+        return with_full_stop(text)
     code = users[-1].tb_frame.f_code
     line = linecache.getline(code.co_filename, users[-1].tb_lineno).strip()
     place = f"line {users[-1].tb_lineno} of {Path(code.co_filename).name}, in {code.co_name}"

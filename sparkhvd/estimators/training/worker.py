@@ -33,7 +33,7 @@ from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.runs.run_lease import Holder, fence_of_rank
 from sparkhvd.estimators.training import checkpoint, job_files
 from sparkhvd.estimators.training.hooks import RunHooks
-from sparkhvd.estimators.training.job_files import KeptFiles
+from sparkhvd.estimators.training.job_files import InMemoryFiles
 from sparkhvd.estimators.training.progress import ReportingSource
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -100,20 +100,20 @@ class TrainResult:
 
     history: tuple[EpochRecord, ...]
     files: tuple[job_files.StoredFile, ...]
-    kept: KeptFiles | None
+    kept: InMemoryFiles | None
     schema: DataSchema
     shapes: list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Refused:
+class RejectedRows:
     """What every rank gives back when the rows cannot be trained on; the driver raises it."""
 
     error: SparkHvdError
 
 
 @dataclass(frozen=True)
-class Rows:
+class RankRows:
     """The rows of a job as one rank has them.
 
     Attributes:
@@ -122,7 +122,7 @@ class Rows:
         validation: the rows to validate with.
         shapes: see ``TrainResult``.
         labels: see ``TrainSpec``.
-        division: see ``checkpoint.division``; empty where rows were dealt out before.
+        division: see ``checkpoint.division_digest``; empty where rows were dealt out before.
         opened: to be closed after the training.
         sample: a real row, where only ranks have the rows.
     """
@@ -143,7 +143,7 @@ def find_plugin(name: str) -> FrameworkPlugin:
     return cast("FrameworkPlugin", getattr(import_module(module), attribute))
 
 
-def train_worker(job: TrainJob) -> TrainResult | Refused | None:
+def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
     """Train as this process's rank; collective.
 
     Returns:
@@ -160,9 +160,9 @@ def train_worker(job: TrainJob) -> TrainResult | Refused | None:
     except (DataError, ParamError) as error:
         if isinstance(job.rows, StoredRows):
             raise
-        return Refused(error)  # it is the same on all ranks
+        return RejectedRows(error)  # it is the same on all ranks
     if job.spec.normalization.pairs and isinstance(rows.train, RowSource) and rows.train.plan.has_single_row():
-        return Refused(job.spec.normalization.refuse_single_rows(job.spec.batch_size, communicator.world.size))
+        return RejectedRows(job.spec.normalization.refuse_single_rows(job.spec.batch_size, communicator.world.size))
     labels = () if job.transformation else rows.labels
     spec = replace(job.spec, schema=rows.schema, labels=labels, sample=rows.sample or job.spec.sample)
     trainer = find_plugin(job.plugin).trainer(payload, spec, communicator.world)
@@ -198,9 +198,11 @@ def _with_transformation(job: TrainJob) -> TrainJob:
     return replace(job, spec=replace(job.spec, reading=reading, val_reading=val_reading))
 
 
-def _brought_home(job: TrainJob, folder: Path) -> tuple[tuple[job_files.StoredFile, ...], job_files.KeptFiles | None]:
+def _brought_home(
+    job: TrainJob, folder: Path
+) -> tuple[tuple[job_files.StoredFile, ...], job_files.InMemoryFiles | None]:
     if job.store is None:
-        return job_files.keep_folder(folder)
+        return job_files.read_folder(folder)
     # A folder of its own, because a continued run has one already and files are never replaced.
     target = f"{layout.model_folder(job.run_id)}/{uuid.uuid4().hex[:16]}"
     return job_files.write_folder(job.store, target, folder), None
@@ -229,7 +231,7 @@ def _parts(spec: TrainSpec) -> tuple[_Part, _Part]:
     )
 
 
-def _rows(job: TrainJob, payload: bytes, communicator: Communicator) -> Rows:
+def _rows(job: TrainJob, payload: bytes, communicator: Communicator) -> RankRows:
     if isinstance(job.rows, Selection):
         return _given_rows(job, job.rows, payload, communicator)
     if job.data_module:
@@ -237,7 +239,7 @@ def _rows(job: TrainJob, payload: bytes, communicator: Communicator) -> Rows:
     return _stored_rows(job.rows, job.spec, communicator.world)
 
 
-def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], communicator: Communicator) -> Rows:
+def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], communicator: Communicator) -> RankRows:
     manifest, world = stored.manifest, communicator.world
     held_out = () if manifest.validation is None else manifest.validation.files
     context = DataContext(
@@ -257,23 +259,29 @@ def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], co
     train = LoaderSource(module.train_data(), manifest.schema, "train", communicator)
     loader = module.val_data() if held_out else None
     validation = None if loader is None else LoaderSource(loader, manifest.schema, "validation", communicator)
-    return Rows(
-        spec.schema, train, validation, [], (), checkpoint.division(manifest, ("data module", spec.shuffle)), opened
+    return RankRows(
+        spec.schema,
+        train,
+        validation,
+        [],
+        (),
+        checkpoint.division_digest(manifest, ("data module", spec.shuffle)),
+        opened,
     )
 
 
-def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> Rows:
+def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> RankRows:
     manifest = stored.manifest
     train, held_out = _parts(spec)
     validation = None if manifest.validation is None else _stored_part(stored, held_out, spec.seed, world)
     source = _stored_part(stored, train, spec.seed, world)
     # The driver has found out what a transformation makes of the columns.
-    division = checkpoint.division(manifest, _order(source, spec))
-    return Rows(spec.schema, source, validation, [], manifest.labels, division)
+    division = checkpoint.division_digest(manifest, _order(source, spec))
+    return RankRows(spec.schema, source, validation, [], manifest.labels, division)
 
 
 def _order(source: BatchSource, spec: TrainSpec) -> tuple[object, ...]:
-    """What decides which rows come when, see ``checkpoint.division``."""
+    """What decides which rows come when, see ``checkpoint.division_digest``."""
     if not isinstance(source, ParquetSource):
         return ("petastorm", spec.shuffle)
     return ("native", *source.plan.order())
@@ -297,7 +305,7 @@ def _stored_part(stored: StoredRows, part: _Part, seed: int, world: World) -> Ba
     )
 
 
-def _continued(job: TrainJob, rows: Rows, hooks: RunHooks, world: World) -> BatchSource:
+def _continued(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World) -> BatchSource:
     """The training rows; where the run was interrupted within an epoch by other ranks, first the rest of that one.
 
     Raises:
@@ -326,11 +334,11 @@ def _continued(job: TrainJob, rows: Rows, hooks: RunHooks, world: World) -> Batc
         return cast("ParquetSource", _stored_part(stored, part, seed, World(rank=rank, size=within.num_proc)))
 
     rest = RestOfEpoch(train, hooks.resumed.epoch, within.step, old, old(0).plan, world)
-    hooks.deal_anew(rest.steps_left())
+    hooks.repartition_first_epoch(rest.steps_left())
     return rest
 
 
-def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicator: Communicator) -> Rows:
+def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicator: Communicator) -> RankRows:
     world = communicator.world
     given = GivenRows(given_rows(), selection, world.rank)
     gathered = objects.allgather_object(communicator, given.facts(), name="facts of the rows")
@@ -360,7 +368,7 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
 
     train, validation = _parts(replace(job.spec, schema=trained_on))
     held_out = None if selection.validation is None else source(validation)
-    return Rows(trained_on, source(train), held_out, shapes, ranges, sample=sample)
+    return RankRows(trained_on, source(train), held_out, shapes, ranges, sample=sample)
 
 
 def _tried(

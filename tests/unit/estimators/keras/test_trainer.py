@@ -18,7 +18,7 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.plugin import PLUGIN
 from sparkhvd.estimators.params.policies import Checkpoints
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.training.history import averaged
+from sparkhvd.estimators.training.history import average_over_ranks
 from tests.ranks import RankGroup
 from tests.unit.estimators.arrays import ArraySource, Hooks, dealt, schema, spec
 from tests.unit.estimators.keras.networks import DATA, WEIGHTED, network, parameters, rows, source
@@ -49,7 +49,7 @@ def train_as_rank(sizes, weighted, passes=1):
     ends = [*range(passes, len(sizes), passes), len(sizes)]
     assert [(report.epoch, report.step) for report in hooks.steps] == [(e, end) for e in range(2) for end in ends]
     assert int(keras.ops.convert_to_numpy(trainer._model.optimizer.iterations)) == 2 * len(ends)
-    record = averaged(hooks.reports[-1], session.current())
+    record = average_over_ranks(hooks.reports[-1], session.current())
     assert sum(record.shares.values()) == pytest.approx(1)
     assert min(record.shares[kind] for kind in ("data_wait", "compute", "communication")) > 0
     assert record.step_seconds > 0
@@ -122,7 +122,7 @@ def train_on_what_counts(kind, sizes):
     trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(data, epochs=2), session.current().world)
     own = dealt({name: made[name] for name in data.names()}, sizes, session.current().world.rank, data)
     trainer.fit(own, own, hooks := Hooks())
-    record = averaged(hooks.reports[-1], session.current())
+    record = average_over_ranks(hooks.reports[-1], session.current())
     return trainer._model.get_weights(), record.train["loss"], record.validation["loss"]
 
 
@@ -199,7 +199,7 @@ def train_with_no_means(sizes):
     trainer = PLUGIN.trainer(PLUGIN.pack(given), spec(BINARY, epochs=2), session.current().world)
     hooks = Hooks()
     trainer.fit(*(dealt(two_class_rows(count), sizes, rank, BINARY) for _ in range(2)), hooks)
-    return [averaged(report, session.current()) for report in hooks.reports]
+    return [average_over_ranks(report, session.current()) for report in hooks.reports]
 
 
 @pytest.mark.parametrize("sizes", [PARTIAL_END, EMPTY_WITHIN, [(7, 1)] * 9 + [(0, 3)]])
@@ -342,7 +342,7 @@ def train_with_own_statistics(sizes, folder):
     validation.columns["x"] = train.columns["x"]
     hooks = type("Kept", (Equal, Keeping), {})()
     trainer.fit(train, validation, hooks)
-    record = averaged(hooks.reports[-1], session.current())
+    record = average_over_ranks(hooks.reports[-1], session.current())
     own = Path(folder, str(rank))
     own.mkdir()
     trainer.export(own)

@@ -10,7 +10,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.estimators.training.history import averaged
+from sparkhvd.estimators.training.history import average_over_ranks
 from tests.unit.estimators.arrays import Hooks
 from tests.unit.estimators.lightning.networks import EVEN, SOME_EMPTY, module, rows, source, trainer_of
 
@@ -32,7 +32,7 @@ def logged_by_rank_0():
     rank = session.current().world.rank
     trainer, hooks = trainer_of(Alone(), how={"log_every_n_steps": 7}), Hooks()
     trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
-    return averaged(hooks.reports[-1], session.current()), trainer._trainer.log_every_n_steps
+    return average_over_ranks(hooks.reports[-1], session.current()), trainer._trainer.log_every_n_steps
 
 
 def test_what_rank_0_alone_logs_is_in_the_history(group):
@@ -87,7 +87,7 @@ def counted_once(sizes):
     rank = session.current().world.rank
     trainer, hooks = trainer_of(Counting()), Hooks()
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
-    return averaged(hooks.reports[-1], session.current()), seen[-1]
+    return average_over_ranks(hooks.reports[-1], session.current()), seen[-1]
 
 
 @pytest.mark.parametrize("sizes", [SOME_EMPTY, [(4, 0), (3, 0)]], ids=["some empty", "one without rows"])
@@ -121,7 +121,7 @@ def validated_twice(sizes, more):
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
     own = [(loss * step[rank], step[rank]) for loss, step in zip(returned, sizes, strict=True)]
     total = session.current().allreduce(np.array(own).sum(axis=0), ReduceOp.SUM, name="wanted")
-    return averaged(hooks.reports[-1], session.current()).validation["loss"], total[0] / total[1]
+    return average_over_ranks(hooks.reports[-1], session.current()).validation["loss"], total[0] / total[1]
 
 
 @pytest.mark.parametrize("more", [{"val_check_interval": 0.25}, {"num_sanity_val_steps": 2}], ids=["often", "sanity"])

@@ -11,7 +11,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params import policies
-from sparkhvd.estimators.training.history import averaged
+from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.estimators.training.hooks import RunHooks
 from sparkhvd.store import Store
 from tests.unit.estimators.arrays import ArraySource, Hooks
@@ -185,7 +185,7 @@ def interrupted(kind, passes, by_others):
     found = flat(fitted(kind, hooks, rows_left, state, **more)._given.model)
     steps = [(report.epoch, report.step, report.whole) for report in hooks.steps]
     assert steps == [(r.epoch, r.step, r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)]
-    one, other = (averaged(each.reports[-1], session.current()) for each in (hooks, undisturbed))
+    one, other = (average_over_ranks(each.reports[-1], session.current()) for each in (hooks, undisturbed))
     assert (one.train, one.validation) == (other.train, other.validation)
     return wanted, found
 

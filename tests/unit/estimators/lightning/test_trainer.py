@@ -16,7 +16,7 @@ from sparkhvd.comm import session
 from sparkhvd.data import DataModule
 from sparkhvd.estimators.params.named_inputs import NamedInput
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
-from sparkhvd.estimators.training.history import averaged, history_of
+from sparkhvd.estimators.training.history import average_over_ranks, to_history
 from tests.unit.estimators.arrays import Hooks
 from tests.unit.estimators.lightning.networks import (
     DATA,
@@ -40,7 +40,7 @@ def trained(sizes, kind, epochs, more):
     trainer, hooks = trainer_of(module(kind), epochs, **more), Hooks()
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
     assert [report.epoch for report in hooks.reports] == list(range(epochs))
-    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current())
+    return flat(trainer._given.model), average_over_ranks(hooks.reports[-1], session.current())
 
 
 def trained_plainly(steps, epochs=1, clip=None, model=None, *, weighted=False):
@@ -101,7 +101,7 @@ def validated_twice_an_epoch(sizes):
     own = {"callbacks": [EMAWeightAveraging(decay=0.5)], "trainer_args": {"val_check_interval": 0.5}}
     trainer = trainer_of(module("normalizing"), 2, **own)
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
-    loss = averaged(hooks.reports[-1], session.current()).validation["loss"]
+    loss = average_over_ranks(hooks.reports[-1], session.current()).validation["loss"]
     model = trainer._given.model
     model.load_state_dict(hvd.broadcast_object(model.state_dict()))
     model.eval()
@@ -144,7 +144,7 @@ def plain_module(sizes):
     metrics = {"accuracy": accuracy, "f1.macro": MulticlassF1Score(3, average="macro")}
     trainer = trainer_of(model, optimizer=optimizer, loss=loss, metrics=metrics)
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
-    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current())
+    return flat(trainer._given.model), average_over_ranks(hooks.reports[-1], session.current())
 
 
 def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all_rows(group):
@@ -177,7 +177,7 @@ def ignoring(sizes):
     with torch.no_grad():
         output = trainer._given.model(torch.from_numpy(data.columns["x"]).float())
         wanted = loss(output, torch.from_numpy(data.columns["y"])).item()
-    return averaged(hooks.reports[-1], session.current()), wanted
+    return average_over_ranks(hooks.reports[-1], session.current()), wanted
 
 
 def test_labels_that_a_plain_modules_loss_leaves_out_count_in_validation_as_in_training(group):
@@ -198,16 +198,16 @@ def only_logged():
     trainer, hooks = trainer_of(OnlyLogs()), Hooks()
     rows_of_rank = source(EVEN, session.current().world.rank)
     trainer.fit(rows_of_rank, rows_of_rank, hooks)
-    return averaged(hooks.reports[-1], session.current())
+    return average_over_ranks(hooks.reports[-1], session.current())
 
 
 def test_a_validation_step_that_only_logs_has_what_it_logs_in_the_history_and_no_loss(group):
     for record in group.run(only_logged):
         assert list(record.validation) == ["zeros"]
         assert 0 <= record.validation["zeros"] <= 1
-        (entry,) = history_of([record])
+        (entry,) = to_history([record])
         assert entry["validation"] == {"all_metrics": [{"zeros": record.validation["zeros"]}]}
-        assert "val_loss" not in history_of([record]).to_pandas()
+        assert "val_loss" not in to_history([record]).to_pandas()
 
 
 def weighted(kind):
@@ -219,7 +219,7 @@ def weighted(kind):
     trainer = trainer_of(model, data=WEIGHTED, **(of_plain if kind == "plain" else {}))
     hooks = Hooks()
     trainer.fit(source(SOME_EMPTY, rank, WEIGHTED), None, hooks)
-    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current()).train["loss"]
+    return flat(trainer._given.model), average_over_ranks(hooks.reports[-1], session.current()).train["loss"]
 
 
 @pytest.mark.parametrize("kind", ["plain", "module"])
@@ -237,7 +237,7 @@ def trained_by(flavour):
     trainer = trainer_of(module(flavour=flavour))
     trainer.fit(source(SOME_EMPTY, rank), None, hooks)
     assert type(trainer._trainer).__module__.startswith(flavour)
-    return flat(trainer._given.model), averaged(hooks.reports[-1], session.current()).train["accuracy"]
+    return flat(trainer._given.model), average_over_ranks(hooks.reports[-1], session.current()).train["accuracy"]
 
 
 @pytest.mark.filterwarnings("ignore")

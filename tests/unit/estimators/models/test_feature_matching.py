@@ -9,7 +9,7 @@ from pyspark.sql import types as t
 from sparkhvd.data import schema_of
 from sparkhvd.data.prepare.prepare import as_written
 from sparkhvd.errors import ParamError, SchemaError
-from sparkhvd.estimators.models.feature_matching import matched, names_in_tables, with_sources
+from sparkhvd.estimators.models.feature_matching import match_features, pandas_column_names, with_sources
 
 
 def struct(*fields: str, **nested: t.DataType) -> t.StructType:
@@ -26,7 +26,7 @@ TRAINED = trained_on(struct("x", s=struct("b", "a", deep=struct("q", "p"))), ["s
 
 
 def taken(schema, names=("s", "x"), trained=TRAINED):
-    return [".".join(column.path) for column in matched(schema, names, trained)]
+    return [".".join(column.path) for column in match_features(schema, names, trained)]
 
 
 def test_every_field_knows_its_column():
@@ -55,7 +55,7 @@ def test_a_selected_column_with_a_dot_is_no_field_of_the_struct_before_it():
     schema, names = t.StructType([*struct(s=struct("b", "a")), *struct("s.z")]), ["s", "s.z"]
     trained = trained_on(schema, names)
     assert [column.source for column in trained] == [("s", "b"), ("s", "a"), ()]
-    assert [column.name for column in matched(schema, names, trained)] == ["s.b", "s.a", "s.z"]
+    assert [column.name for column in match_features(schema, names, trained)] == ["s.b", "s.a", "s.z"]
 
 
 def test_fields_that_became_columns_go_by_their_order():
@@ -108,7 +108,7 @@ def test_another_number_or_kind_of_columns_is_refused():
 def test_one_field_of_a_struct_is_found_in_it():
     one = trained_on(struct("s.b"), ["s.b"])
     assert taken(struct(s=struct("a", "b")), ["s.b"], one) == ["s.b"]
-    assert matched(struct(s=struct("a", "b")), ["s.b"], one)[0].path == ("s", "b")
+    assert match_features(struct(s=struct("a", "b")), ["s.b"], one)[0].path == ("s", "b")
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_one_field_of_a_struct_is_found_in_it():
     ],
 )
 def test_tables_without_spark_have_fields_under_the_name_of_their_column(chosen, names):
-    assert names_in_tables(chosen, TRAINED) == names
+    assert pandas_column_names(chosen, TRAINED) == names

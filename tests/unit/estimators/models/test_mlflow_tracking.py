@@ -26,11 +26,11 @@ from sparkhvd.estimators.keras.plugin import PLUGIN as KERAS
 from sparkhvd.estimators.models import mlflow_tracking, pyfunc
 from sparkhvd.estimators.models.mlflow_tracking import requirements, track
 from sparkhvd.estimators.models.outputs import OutputColumn, OutputSpec
-from sparkhvd.estimators.models.trained import Trained
+from sparkhvd.estimators.models.trained import ModelArtifacts
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.torch import TorchEstimator, TorchModel
 from sparkhvd.estimators.torch.plugin import PLUGIN
-from sparkhvd.estimators.training.job_files import keep_folder
+from sparkhvd.estimators.training.job_files import read_folder
 from sparkhvd.estimators.training.worker import TrainResult
 
 SCHEMA = DataSchema((ColumnSpec("v", "float64", (2,), "feature", "vector"),))
@@ -48,8 +48,8 @@ def network():
 def model(network, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     PLUGIN.export({"model": network}, SCHEMA, folder)
-    files, kept = keep_folder(folder)
-    trained = Trained(kept, files, SCHEMA, (OutputSpec((1,), "float64", vector=False),), HISTORY)
+    files, kept = read_folder(folder)
+    trained = ModelArtifacts(kept, files, SCHEMA, (OutputSpec((1,), "float64", vector=False),), HISTORY)
     return TorchModel(trained, feature_columns=["w"], output_cols=["found"])
 
 
@@ -163,8 +163,8 @@ def test_a_keras_model_opens_as_a_folder_too(tmp_path):
     (tmp_path / "exported").mkdir()
     (tmp_path / "folder").mkdir()
     KERAS.export({"model": network, "custom_objects": None}, SCHEMA, tmp_path / "exported")
-    files, kept = keep_folder(tmp_path / "exported")
-    trained = Trained(kept, files, SCHEMA, (OutputSpec((1,), "float64", vector=False),), HISTORY)
+    files, kept = read_folder(tmp_path / "exported")
+    trained = ModelArtifacts(kept, files, SCHEMA, (OutputSpec((1,), "float64", vector=False),), HISTORY)
     pyfunc.write_folder(KerasModel(trained, feature_columns=["w"], output_cols=["found"]), tmp_path / "folder")
     found = pyfunc.load(tmp_path / "folder").predict(TABLE)["found"]
     wanted = network.predict(np.stack(TABLE["w"]), verbose=0)[:, 0]
@@ -288,8 +288,8 @@ def test_a_logged_model_has_a_signature_that_takes_what_transform_takes(mlflow, 
     schema = DataSchema((ColumnSpec("n", "int8", (), "feature", "scalar"), *SCHEMA.columns))
     network = TwoInputs()
     PLUGIN.export({"model": network}, schema, tmp_path)
-    files, kept = keep_folder(tmp_path)
-    trained = Trained(kept, files, schema, (OutputSpec((), "float64", vector=False),), HISTORY)
+    files, kept = read_folder(tmp_path)
+    trained = ModelArtifacts(kept, files, schema, (OutputSpec((), "float64", vector=False),), HISTORY)
     with mlflow.start_run():
         mlflow_tracking.log_model(TorchModel(trained, feature_columns=["n", "w"], output_cols=["found"]))
     (logged,) = mlflow.search_logged_models(output_format="list")

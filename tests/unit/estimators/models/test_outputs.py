@@ -6,7 +6,7 @@ import pytest
 
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.models.outputs import OutputColumn, OutputSpec, check_types, encoded, output_column
+from sparkhvd.estimators.models.outputs import OutputColumn, OutputSpec, check_types, encode_output, output_column
 from sparkhvd.estimators.models.predict import device_number
 
 SCORES = OutputSpec((3,), "float64", vector=True)
@@ -97,7 +97,7 @@ def test_what_no_output_becomes_is_refused(kind, known, message):
     ],
 )
 def test_values_become_arrow_arrays_of_the_type(values, column, arrow, wanted):
-    found = encoded(values, column, arrow)
+    found = encode_output(values, column, arrow)
     found.validate(full=True)
     assert found.type == arrow
     assert found.to_pylist() == wanted
@@ -123,7 +123,7 @@ def test_values_become_arrow_arrays_of_the_type(values, column, arrow, wanted):
 def test_what_is_no_number_of_an_integer_type_is_null(values, column, arrow, wanted, dtype):
     with np.errstate(over="ignore"):
         values = np.array(values, dtype)
-    found = encoded(values, column, arrow).to_pylist()
+    found = encode_output(values, column, arrow).to_pylist()
     if dtype is np.float16 and column.type == "bigint":
         wanted = [None, None, None]  # they are infinite
     assert found == wanted
@@ -131,7 +131,7 @@ def test_what_is_no_number_of_an_integer_type_is_null(values, column, arrow, wan
 
 def test_the_greatest_integers_stay_what_they_are():
     greatest = [2**63 - 1, -(2**63), 2**63 - 2]
-    assert encoded(np.array(greatest)[:, None], OutputColumn("o", "bigint"), pa.int64()).to_pylist() == greatest
+    assert encode_output(np.array(greatest)[:, None], OutputColumn("o", "bigint"), pa.int64()).to_pylist() == greatest
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_the_greatest_integers_stay_what_they_are():
 )
 def test_values_that_do_not_fit_the_type_are_refused(values, column, arrow, message):
     with pytest.raises(ModelOutputError, match=message):
-        encoded(values, column, arrow)
+        encode_output(values, column, arrow)
 
 
 def test_the_gpu_of_a_task_has_the_number_that_cuda_knows():

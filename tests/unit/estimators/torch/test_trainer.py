@@ -14,7 +14,7 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.reports import EpochReport
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.plugin import PLUGIN
-from sparkhvd.estimators.training.history import averaged
+from sparkhvd.estimators.training.history import average_over_ranks
 from sparkhvd.world import World
 from tests.ranks import RankGroup
 from tests.unit.estimators.arrays import ArraySource, Hooks, schema, spec
@@ -105,7 +105,7 @@ def train_as_rank(sizes, optimizer, more):
     trainer = make_trainer(OPTIMIZERS[optimizer], world, **more)
     hooks = Hooks()
     trainer.fit(source(sizes, world.rank, world.size), source(sizes, world.rank, world.size), hooks)
-    record = averaged(hooks.reports[-1], session.current())
+    record = average_over_ranks(hooks.reports[-1], session.current())
     return flat(trainer._model), record
 
 
@@ -278,7 +278,7 @@ def test_the_report_tells_where_the_time_went(alone):
     report = hooks.reports[0]
     assert report.steps == 4
     assert min(report.times.data_wait, report.times.compute, report.times.communication) > 0
-    line = averaged(report, session.current()).line(epochs=3)
+    line = average_over_ranks(report, session.current()).line(epochs=3)
     assert line.startswith("epoch 1/3  loss ")
     assert "rows/s  step " in line
     assert all(f"{kind} " in line for kind in ("data", "compute", "communication"))
@@ -319,7 +319,7 @@ def train_with_buffers(sizes):
     rows_of_rank = source(sizes, world.rank, world.size)
     trainer, hooks = normalized_trainer(), AtStep()
     trainer.fit(rows_of_rank, rows_of_rank, hooks)
-    loss = averaged(hooks.reports[-1], session.current()).validation["loss"]
+    loss = average_over_ranks(hooks.reports[-1], session.current()).validation["loss"]
     kept, rank_state = hooks.kept
     again = normalized_trainer()
     again.restore(kept)
@@ -381,7 +381,7 @@ def train_ignoring(kind, sizes):
     data.columns["y"] = np.array(labels * 9)[:count]
     validation, hooks = replace(data, columns=dict(data.columns)), Hooks()
     trainer.fit(data, validation, hooks)
-    record = averaged(hooks.reports[-1], session.current())
+    record = average_over_ranks(hooks.reports[-1], session.current())
     model = trainer._model.eval()
     with torch.no_grad():
         wanted = loss(model(torch.from_numpy(data.columns["x"]).float()), ignoring_labels(kind, data.columns["y"]))

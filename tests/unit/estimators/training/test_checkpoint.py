@@ -67,7 +67,7 @@ def test_a_file_that_was_changed_is_not_read(store):
 
 def test_small_payloads_travel_with_the_job_and_large_ones_as_a_file(store, monkeypatch):
     monkeypatch.setattr(job_files, "INLINE_BYTES", 10)
-    small, large = job_files.payload(store, "small", b"x" * 10), job_files.payload(store, "large", b"y" * 11)
+    small, large = job_files.to_payload(store, "small", b"x" * 10), job_files.to_payload(store, "large", b"y" * 11)
     assert (small.file, small.read(store)) == (None, b"x" * 10)
     assert (large.content, large.read(store)) == (b"", b"y" * 11)
     assert store.list("") == ["large"]
@@ -78,7 +78,7 @@ def test_fetched_files_are_removed_at_the_end(store, tmp_path):
     (tmp_path / "a" / "one").write_bytes(b"1")
     (tmp_path / "a" / "two").write_bytes(b"2")
     written = job_files.write_folder(store, "folder", tmp_path / "a")
-    with job_files.fetched(store, written) as folder:
+    with job_files.local_copies(store, written) as folder:
         assert {file.name: file.read_bytes() for file in folder.iterdir()} == {"one": b"1", "two": b"2"}
     assert not folder.exists()
 

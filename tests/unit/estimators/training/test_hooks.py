@@ -178,7 +178,7 @@ def test_a_line_comes_every_so_many_steps(alone, caplog):
 
 
 def test_a_checkpoint_within_an_epoch_is_read_as_it_was_written(tmp_path):
-    within = checkpoint.Within(3, 2, 4, "blocks", {"loss": (1.0, 2.0)}, (b"a", b"bc"))
+    within = checkpoint.EpochPosition(3, 2, 4, "blocks", {"loss": (1.0, 2.0)}, (b"a", b"bc"))
     content = checkpoint.Checkpoint(1, 5, (EpochRecord(0, {"loss": 1.0}),), b"state\n", within)
     store = Store.create(str(tmp_path))
     checkpoint.save(Fence(store, "r", 0), content)

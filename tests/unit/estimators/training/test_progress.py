@@ -17,9 +17,9 @@ _ROWS_AND_COLUMNS = (24, 100)
 # With one rank: what the launcher hands to the driver's side, line by line.
 _TRAINING = """
 import json, sys
-from sparkhvd.estimators.training.progress import ProgressOutput, somebody_looks
+from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
 
-assert somebody_looks()
+assert is_interactive()
 output = ProgressOutput("a run")
 for step in range(1, 5):
     output.write("[0]<stdout>:\\x01" + json.dumps({"done": step, "all": 4}) + "\\n")
@@ -93,7 +93,7 @@ def test_a_bar_in_a_terminal_ends_full_on_a_line_of_its_own():
 
 
 def test_nobody_looks_where_the_output_is_a_file(tmp_path):
-    code = "from sparkhvd.estimators.training.progress import somebody_looks; print(somebody_looks())"
+    code = "from sparkhvd.estimators.training.progress import is_interactive; print(is_interactive())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -15,7 +15,7 @@ from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepTimes
 from sparkhvd.estimators.training import run_log
-from sparkhvd.estimators.training.history import History, averaged, history_of
+from sparkhvd.estimators.training.history import History, average_over_ranks, to_history
 from sparkhvd.estimators.training.progress import ProgressOutput, ReportingSource
 from sparkhvd.estimators.training.tensorboard_events import crc32c
 from sparkhvd.store import Store
@@ -41,7 +41,7 @@ def _tensorboard_without_tensorflow(monkeypatch):
 
 
 def test_the_history_is_a_table_with_a_row_per_epoch():
-    table = history_of(RECORDS).to_pandas()
+    table = to_history(RECORDS).to_pandas()
     assert table.index.tolist() == [0, 1]
     assert table.columns.tolist() == [
         *("loss", "right", "val_loss", "val_right", "rows_per_second", "step_seconds", "data_wait")
@@ -51,13 +51,13 @@ def test_the_history_is_a_table_with_a_row_per_epoch():
 
 def test_the_parts_of_a_step_are_shown_with_what_they_are_of(alone):
     report = EpochReport(0, {"loss": (6.0, 3)}, times=StepTimes(0.1, 0.3, 0.1), steps=5)
-    record = averaged(report, alone)
+    record = average_over_ranks(report, alone)
     assert record.line(1) == "epoch 1/1  loss 2  6 rows/s  step 100.0 ms = data 20% + compute 60% + communication 20%"
-    assert history_of([record]).to_pandas()["compute"].tolist() == [pytest.approx(0.6)]
+    assert to_history([record]).to_pandas()["compute"].tolist() == [pytest.approx(0.6)]
 
 
 def test_the_history_is_drawn_with_training_and_validation_over_each_other():
-    figure = history_of(RECORDS).plot()
+    figure = to_history(RECORDS).plot()
     assert [place.get_title() for place in figure.axes] == ["loss", "right"]
     train, validation = figure.axes[0].get_lines()
     assert (train.get_label(), train.get_ydata().tolist()) == ("train", [2.0, 1.0])
