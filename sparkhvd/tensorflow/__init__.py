@@ -12,14 +12,18 @@ from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it give
 from sparkhvd.compat.horovod import missing
 from sparkhvd.tensorflow.compression import Compression
 from sparkhvd.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
-from sparkhvd.tensorflow.movements import (
+from sparkhvd.tensorflow.operations import (
     allgather,
+    allreduce,
     alltoall,
+    barrier,
+    broadcast,
     grouped_allgather,
+    grouped_allreduce,
     grouped_reducescatter,
+    join,
     reducescatter,
 )
-from sparkhvd.tensorflow.operations import allreduce, barrier, broadcast, grouped_allreduce, join
 from sparkhvd.tensorflow.states import allgather_object, broadcast_object, broadcast_variables
 from sparkhvd.tensorflow.sync_batch_norm import SyncBatchNormalization
 
