@@ -124,7 +124,7 @@ class Lock:
 def test_what_is_there_is_kept_and_what_is_something_else_is_named(pipeline, trained, tmp_path):
     path = str(tmp_path / "model")
     trained.stages[-1].save(path)
-    with pytest.raises(StoreError, match=r"exists already.*overwrite"):
+    with pytest.raises(StoreError, match=r"already exists.*overwrite"):
         trained.stages[-1].save(path)
     with pytest.raises(ParamError, match="cannot be pickled"):
         TorchModel(trained.stages[-1].trained, prediction_fn=Lock()).write().overwrite().save(path)

@@ -80,7 +80,7 @@ def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark,
     trained.write().within(store).save("saved/model")
     loaded = TorchModel.read().within(store).load("saved/model")
     assert loaded.transform(line(spark)).select("y", "y__output").collect() == predicted
-    with pytest.raises(ParamError, match=r"needs a path in that Store; .* is a URL"):
+    with pytest.raises(ParamError, match=r"needs a path in that Store, but .* is a URL"):
         trained.write().within(store).save(f"{store.url}/again")
 
 

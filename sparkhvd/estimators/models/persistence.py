@@ -1,16 +1,16 @@
-"""Estimators and models as folders in Spark ML's format, so that they can be saved inside Pipelines.
+"""Save estimators and models as folders in Spark ML's format, also inside Pipelines, and load them again.
 
 ==========================  =================================================================================
 ``metadata/part-00000``     one line of JSON as Spark ML writes it: class, uid, versions, parameters
-``objects.pkl``             the parameters that JSON does not know, in one cloudpickle
-``trained.json``            of a model: columns, outputs, history
-``model/``                  of a model: the framework's own files, which open without Spark
+``objects.pkl``             the parameters that JSON cannot represent, in one cloudpickle
+``trained.json``            models only: columns, outputs, history
+``model/``                  models only: the framework's own files, which open without Spark
 ==========================  =================================================================================
 
-The metadata is written last: a folder without it is no saved object (see ``saved_folder``). Loading runs the code that
-was saved with it: open only what you trust. Of a Store are written its URL, its other paths and ``save_runs``; its
-options (credentials among them) never are. Of the ranks' environment (``backend_env``) the names are written, never the
-values.
+The metadata is written last: a folder without it is not a saved object (see ``saved_folder``). Loading runs the code
+that was saved with the object: open only what you trust. A Store is saved as its URL, its other paths and
+``save_runs``; its options, which may hold credentials, are never saved. The ranks' environment (``backend_env``) is
+saved as names without values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import cloudpickle
 from pyspark.ml.util import MLReader, MLWriter
@@ -35,16 +35,13 @@ from sparkhvd.estimators.models.outputs import OutputSpec
 from sparkhvd.estimators.models.retained_files import RetainedFiles, is_pipeline_part
 from sparkhvd.estimators.models.trained import ModelArtifacts
 from sparkhvd.estimators.params.backend import SparkBackend
-from sparkhvd.estimators.params.declarations import Declarations
 from sparkhvd.estimators.training.history import record_from_json
 from sparkhvd.estimators.training.job_files import StoredFile
 from sparkhvd.store import Store, store_at
 
 if TYPE_CHECKING:
+    from pyspark.ml._typing import ParamMap
     from pyspark.sql import SparkSession
-
-    from sparkhvd.estimators.api.estimator import DistributedEstimator
-    from sparkhvd.estimators.models.model import TrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +50,38 @@ T = TypeVar("T")
 _OBJECTS, _TRAINED, _MODEL = "objects.pkl", "trained.json", "model"
 
 
+class Persistable(Protocol):
+    """The members that saving and loading use of every object; pyspark's ``Params`` has them."""
+
+    uid: str
+    _paramMap: ParamMap  # noqa: N815  (pyspark's name)
+
+    def __init__(self, **values: Any) -> None: ...
+    def setParams(self, **values: Any) -> Any: ...  # noqa: N802  (pyspark's name)
+    def _resetUid(self, newUid: Any) -> Any: ...  # noqa: N802, N803
+
+
+class PersistableEstimator(Persistable, Protocol):
+    """An estimator as this module sees it."""
+
+    def _pickled(self, objects: dict[str, Any]) -> bytes: ...
+
+
+class PersistableModel(Persistable, Protocol):
+    """A trained model as this module sees it."""
+
+    retained_files: RetainedFiles | None
+
+    def __init__(self, trained: ModelArtifacts, **values: Any) -> None: ...
+    @property
+    def trained(self) -> ModelArtifacts: ...
+
+
 class FolderWriter(MLWriter):
     """Writes an object into a new folder.
 
     Args:
-        write: writes the files, given the Store of the folder's parent, the folder's name and Spark's version, and
+        write: takes the Store of the folder's parent, the folder's name and Spark's version, writes the files and
             returns the metadata.
     """
 
@@ -67,17 +91,17 @@ class FolderWriter(MLWriter):
         self._store: Store | None = None
 
     def within(self, store: Store | str) -> Self:
-        """Write into a Store, with what it knows of access: ``save`` then takes a path in it."""
+        """Write into a Store, with its access options: ``save`` then takes a path in it."""
         self._store = store_at("store", store)
         return self
 
     def save(self, path: str) -> None:
-        """Write to ``path``: a URL, or a path in Spark's default file system; reached by what Spark knows of access.
+        """Write to ``path``, a URL or a path in Spark's default file system, with Spark's access settings.
 
         Raises:
-            StoreError: there is something already, and ``overwrite()`` was not called.
+            StoreError: the path already exists, and ``overwrite()`` was not called.
         """
-        store, name = _place(path, self.sparkSession, self._store)
+        store, name = _locate(path, self.sparkSession, self._store)
         version = self.sparkSession.version
 
         def write(store: Store, folder: str) -> saved_folder.Metadata:
@@ -87,7 +111,7 @@ class FolderWriter(MLWriter):
             saved_folder.write_new(store, name, write)
             return
         if not self.shouldOverwrite:
-            raise StoreError(f"{path} exists already. Choose another path, or write().overwrite().save(path).")
+            raise StoreError(f"{path} already exists. Choose another path, or write().overwrite().save(path).")
         saved_folder.overwrite(store, name, write)
 
 
@@ -95,7 +119,7 @@ class FolderReader(MLReader[Any]):
     """Reads what ``FolderWriter`` wrote.
 
     Args:
-        read: what does it, given the Store of the folder's parent and the folder's name.
+        read: takes the Store of the folder's parent and the folder's name, and returns the object.
     """
 
     def __init__(self, read: Callable[[Store, str], Any]) -> None:
@@ -104,41 +128,44 @@ class FolderReader(MLReader[Any]):
         self._store: Store | None = None
 
     def within(self, store: Store | str) -> Self:
-        """Read from a Store, with what it knows of access: ``load`` then takes a path in it."""
+        """Read from a Store, with its access options: ``load`` then takes a path in it."""
         self._store = store_at("store", store)
         return self
 
     def load(self, path: str) -> Any:
-        """The object at ``path``.
+        """Return the object at ``path``.
 
         Raises:
-            StoreError: there is none.
-            ParamError: it is of another class, or of a later format.
+            StoreError: there is no saved object.
+            ParamError: the object has another class or a later format.
         """
-        return self._read(*_place(path, self.sparkSession, self._store))
+        return self._read(*_locate(path, self.sparkSession, self._store))
 
 
 def write_estimator(
-    estimator: DistributedEstimator, store: Store, folder: str, spark_version: str
+    estimator: PersistableEstimator, store: Store, folder: str, spark_version: str
 ) -> saved_folder.Metadata:
-    """Write an estimator and all its parameters but secrets, see above; returns the metadata."""
-    given = {param.name: value for param, value in estimator._paramMap.items()}  # noqa: SLF001  (pyspark's own way)
-    own_store = given.pop("store", None)
-    names = set(given.pop("backend_env", ()))
-    if isinstance(backend := given.get("backend"), SparkBackend):
-        names |= set(backend.env)
-        given["backend"] = backend.without_env()
-    plain = _write_objects(given, store, folder, estimator._pickled)  # noqa: SLF001
+    """Write an estimator with all its parameters except secrets (see above) and return the metadata."""
+    params = {param.name: value for param, value in estimator._paramMap.items()}  # noqa: SLF001  (pyspark's own way)
+    own_store = params.pop("store", None)
+    env_names = set(params.pop("backend_env", ()))
+    if isinstance(backend := params.get("backend"), SparkBackend):
+        env_names |= set(backend.env)
+        params["backend"] = backend.without_env()
+    plain = _write_objects(params, store, folder, estimator._pickled)  # noqa: SLF001
     extra = {
         "store": None if own_store is None else own_store.url,
         "store_settings": {} if own_store is None else _settings_of(own_store),
-        "environment": sorted(names),
+        "environment": sorted(env_names),
     }
     return _metadata(estimator, spark_version, plain, extra)
 
 
-def read_estimator(kind: type[DistributedEstimator], store: Store, folder: str) -> Any:
-    """The estimator of ``write_estimator``. Its Store is opened anew by its URL; set it where that needs options."""
+def read_estimator(kind: type[PersistableEstimator], store: Store, folder: str) -> Any:
+    """Return the estimator that ``write_estimator`` wrote.
+
+    Its Store is created again from its URL. A Store that needs options has to be set again.
+    """
     metadata, objects = saved_folder.read(
         store, folder, kind.__name__, lambda metadata, content: (metadata, _read_objects(store, content))
     )
@@ -146,26 +173,26 @@ def read_estimator(kind: type[DistributedEstimator], store: Store, folder: str) 
     extra = metadata["sparkhvd"]
     if (url := extra["store"]) is not None:
         estimator.setParams(store=Store.create(url, **extra.get("store_settings", {})))
-    if names := extra.get("environment"):
+    if env_names := extra.get("environment"):
         logger.warning(
-            "%s/%s was saved without the values of the ranks' environment; give %s again with setBackendEnv.",
+            "%s/%s was saved without the values of the ranks' environment; set %s again with setBackendEnv.",
             store.url,
             folder,
-            ", ".join(names),
+            ", ".join(env_names),
         )
     estimator._resetUid(metadata["uid"])  # noqa: SLF001  (pyspark's own way)
     return estimator
 
 
 def _settings_of(store: Store) -> dict[str, Any]:
-    """What ``Store.create`` takes besides the URL and holds no secret."""
+    """Return the arguments of ``Store.create`` besides the URL that hold no secret."""
     paths = {name: getattr(store, name, None) for name in ("train_path", "val_path", "test_path", "runs_path")}
     kept: dict[str, Any] = {name: path for name, path in paths.items() if path is not None}
     return kept if store.save_runs else {**kept, "save_runs": False}
 
 
-def write_model(model: TrainedModel, store: Store, folder: str, spark_version: str) -> saved_folder.Metadata:
-    """Write a model; its files are copied piece by piece, whatever their size. Returns the metadata."""
+def write_model(model: PersistableModel, store: Store, folder: str, spark_version: str) -> saved_folder.Metadata:
+    """Write a model and return the metadata; its files are copied in chunks, so they may exceed the memory."""
     trained = model.trained
     digests = {}
     for source in trained.files:
@@ -180,17 +207,17 @@ def write_model(model: TrainedModel, store: Store, folder: str, spark_version: s
         "history": [record.to_json() for record in trained.history],
     }
     store.publish(f"{folder}/{_TRAINED}", json.dumps(content).encode())
-    given = {param.name: value for param, value in model._paramMap.items()}  # noqa: SLF001
-    plain = _write_objects(given, store, folder)
+    params = {param.name: value for param, value in model._paramMap.items()}  # noqa: SLF001
+    plain = _write_objects(params, store, folder)
     return _metadata(model, spark_version, plain, {})
 
 
-def read_model(kind: type[TrainedModel], store: Store, folder: str) -> Any:
-    """The model of ``write_model``; its files stay where they are and are read by its users."""
+def read_model(kind: type[PersistableModel], store: Store, folder: str) -> Any:
+    """Return the model that ``write_model`` wrote; its files stay where they are and are read when it is used."""
     return saved_folder.read(store, folder, kind.__name__, partial(_read_model, kind, store))
 
 
-def _read_model(kind: type[TrainedModel], store: Store, metadata: dict[str, Any], folder: str) -> Any:
+def _read_model(kind: type[PersistableModel], store: Store, metadata: dict[str, Any], folder: str) -> Any:
     with store.open(f"{folder}/{_TRAINED}", "rb") as file:
         content = json.loads(file.read())
     trained = ModelArtifacts(
@@ -208,17 +235,19 @@ def _read_model(kind: type[TrainedModel], store: Store, metadata: dict[str, Any]
 
 
 def _write_objects(
-    given: Mapping[str, Any], store: Store, folder: str, pickle: Callable[[dict[str, Any]], bytes] = dumps
+    params: Mapping[str, Any], store: Store, folder: str, pickle: Callable[[dict[str, Any]], bytes] = dumps
 ) -> dict[str, Any]:
-    """Write the parameters that JSON does not know; the others."""
-    plain = {name: value for name, value in given.items() if _is_json(value)}
-    objects = {name: value for name, value in given.items() if name not in plain}
+    """Pickle the parameters that JSON cannot represent into the folder, and return the others."""
+    plain = {name: value for name, value in params.items() if _is_json(value)}
+    objects = {name: value for name, value in params.items() if name not in plain}
     try:
         content = pickle(objects)
     except SparkHvdError:
         raise
     except Exception as error:
-        raise ParamError(f"The parameters {sorted(objects)} cannot be pickled to be saved: {error}") from error
+        raise ParamError(
+            f"The parameters {sorted(objects)} cannot be saved because they cannot be pickled: {error}"
+        ) from error
     store.publish(f"{folder}/{_OBJECTS}", content)
     return plain
 
@@ -229,13 +258,13 @@ def _read_objects(store: Store, folder: str) -> dict[str, Any]:
     return objects
 
 
-def _place(path: str, spark: SparkSession, given: Store | None) -> tuple[Store, str]:
-    """The Store of the folder that holds ``path``, and the last part of the path; or the one that was given."""
+def _locate(path: str, spark: SparkSession, within: Store | None) -> tuple[Store, str]:
+    """Return a Store and the path in it: ``within`` if it is set, else the Store of the parent folder of ``path``."""
     url = path.rstrip("/")
-    if given is not None:
+    if within is not None:
         if "://" in url:
-            raise ParamError(f"within({given.url}) needs a path in that Store; {path} is a URL.")
-        return told_by_spark(given, spark), url
+            raise ParamError(f"within({within.url}) needs a path in that Store, but {path} is a URL. Pass a path.")
+        return told_by_spark(within, spark), url
     if "://" not in url and not url.startswith(("file:", "dbfs:")):
         url = in_default_file_system(spark, url)
     parent, _, name = url.rpartition("/")
@@ -243,7 +272,7 @@ def _place(path: str, spark: SparkSession, given: Store | None) -> tuple[Store, 
 
 
 def _metadata(
-    instance: Declarations, spark_version: str, plain: Mapping[str, Any], extra: Mapping[str, Any]
+    instance: Persistable, spark_version: str, plain: Mapping[str, Any], extra: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         "class": f"{type(instance).__module__}.{type(instance).__name__}",
@@ -251,7 +280,7 @@ def _metadata(
         "sparkVersion": spark_version,
         "uid": instance.uid,
         "paramMap": dict(plain),
-        "defaultParamMap": {},  # the defaults are those of the class that reads this
+        "defaultParamMap": {},  # the class that reads this has its own defaults
         "sparkhvd": dict(extra),
     }
 
@@ -265,5 +294,5 @@ def _is_json(value: Any) -> bool:
 
 
 def _from_json(kind: type[T], content: Mapping[str, Any]) -> T:
-    """A frozen dataclass from what ``asdict`` and JSON made of it: lists were tuples."""
+    """Return the dataclass that ``asdict`` and JSON turned into ``content``, with its tuples, which JSON made lists."""
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})

@@ -44,7 +44,7 @@ def test_the_values_of_the_ranks_environment_are_not_saved(saved, given, caplog)
     files = [file.read_bytes() for file in folder.rglob("*") if file.is_file()]
     assert files
     assert not any(b"hush-hush" in content for content in files)
-    assert "values of the ranks' environment; give A, AWS_SECRET_ACCESS_KEY again with setBackendEnv" in caplog.text
+    assert "values of the ranks' environment; set A, AWS_SECRET_ACCESS_KEY again with setBackendEnv" in caplog.text
     assert (loaded.getBatchSize(), loaded.getBackendEnv()) == (5, None)
     if "backend" in given:
         assert (loaded.getBackend().num_processes(), loaded.getBackend().env) == (2, {})
