@@ -33,7 +33,7 @@ def operation(wanted: object) -> ReduceOp:
         return wanted
     name = "mean" if wanted is None else str(wanted).rpartition(".")[2].lower()
     if name not in _OPERATIONS:
-        raise ConfigError(f"Ranks cannot be reduced by {wanted!r}; there are {', '.join(_OPERATIONS)}.")
+        raise ConfigError(f"Unknown reduction {wanted!r}; expected one of {', '.join(_OPERATIONS)}.")
     return _OPERATIONS[name]
 
 
@@ -44,7 +44,9 @@ def ranks_of(group: object) -> ProcessSet | None:
         ConfigError: it is a group of torch.distributed, which this strategy does not use.
     """
     if group is not None and not isinstance(group, ProcessSet):
-        raise ConfigError(f"{group!r} is no process set; pass what hvd.add_process_set() returned, or nothing.")
+        raise ConfigError(
+            f"{group!r} is not a process set; pass the result of hvd.add_process_set(), or leave group out."
+        )
     return group
 
 

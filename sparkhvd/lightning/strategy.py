@@ -166,7 +166,8 @@ class RankStrategy:
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ConfigError(
-                    "LBFGS decides from its rank's own loss how often to evaluate, so ranks would part; use another."
+                    "LBFGS decides from the loss of its own rank how many evaluations a step takes, so the ranks would "
+                    "diverge. Use another optimizer."
                 )
 
     def _begin_exchange(self) -> None:

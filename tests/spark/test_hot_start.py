@@ -98,8 +98,8 @@ def test_optimizers_that_do_not_fit_the_module_are_refused(df):
     other = torch.optim.Adam(layers().parameters())
     with pytest.raises(ParamError, match="optimizer holds 4 parameters that are not the model's"):
         estimator("LightningModule", model=model, optimizer=other).fit(df)
-    with pytest.raises(ParamError, match="optimizer is a list; a plain module has one"):
+    with pytest.raises(ParamError, match="optimizer is a list; a plain module takes one"):
         estimator("plain module", model=layers(), optimizer=[other]).fit(df)
     of_another_kind = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RankFailedError, match=r"holds SGD \(4 parameters\), but configure_optimizers makes Adam \(4"):
+    with pytest.raises(RankFailedError, match=r"holds SGD \(4 parameters\), but configure_optimizers creates Adam \(4"):
         estimator("LightningModule", num_proc=1, model=model, optimizer=of_another_kind).fit(df)

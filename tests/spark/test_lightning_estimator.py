@@ -147,5 +147,5 @@ def test_what_the_estimator_decides_is_refused_in_trainer_args(frame):
     estimator = LightningEstimator(
         num_proc=2, model=module(), feature_cols=["x"], label_cols=["y"], trainer_args={"devices": 4}
     )
-    with pytest.raises(ParamError, match="trainer_args has 'devices', which the estimator decides"):
+    with pytest.raises(ParamError, match="trainer_args has 'devices', which the estimator sets"):
         estimator.fit(frame)

@@ -388,7 +388,7 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
             r"run_id='mine' names a run .* but none is given: only the trained model stays",
         ),
         ({"model": None}, ParamError, r"TorchEstimator needs model\."),
-        ({"loss": None}, ParamError, r"TorchEstimator needs loss, or loss_constructors"),
+        ({"loss": None}, ParamError, r"TorchEstimator needs a loss; set loss or loss_constructors"),
         ({"feature_cols": None}, ParamError, "TorchEstimator needs feature_cols: give the names"),
         ({"num_proc": 9}, SlotsError, "num_proc=9 ranks were asked for, but the cluster has 4 slots"),
         ({"loss_weights": [1.0, 2.0]}, ParamError, "loss_weights has 2 entries but label_cols has 1"),

@@ -72,7 +72,7 @@ def test_a_wrapped_model_gives_what_the_native_one_gives_bit_for_bit_at_equal_ba
     assert np.array_equal(np.stack([row.scores.toArray() for row in found]), torch.cat([w[0] for w in wanted]).numpy())
     assert [row.number for row in found] == torch.cat([w[1] for w in wanted])[:, 0].tolist()
     assert model.getHistory() == []
-    with pytest.raises(ParamError, match="There is no optimizer: from_model keeps none"):
+    with pytest.raises(ParamError, match="The model was saved without an optimizer: from_model keeps none"):
         model.getOptimizer()
 
 

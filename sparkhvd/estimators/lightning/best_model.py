@@ -24,7 +24,9 @@ def best_file(callbacks: Sequence[Any]) -> Path | None:
     found = next((Path(each.best_model_path) for each in monitoring if Path(each.best_model_path).is_file()), None)
     if found is None and monitoring:
         path = monitoring[0].best_model_path
-        logger.warning("The best model by ModelCheckpoint(monitor=...), %s, is gone; the last one is returned.", path)
+        logger.warning(
+            "The best model by ModelCheckpoint(monitor=...), %s, no longer exists; the last model is returned.", path
+        )
     return found
 
 

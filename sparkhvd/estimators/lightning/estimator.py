@@ -28,7 +28,7 @@ Measure = Callable[..., torch.Tensor]
 def batch_format(name: str, value: Any) -> str:
     """A form of batches."""
     if value not in _BATCH_FORMATS:
-        raise ParamError(f"{name}={value!r} does not exist; there are {', '.join(map(repr, _BATCH_FORMATS))}.")
+        raise ParamError(f"{name}={value!r} is unknown; expected one of {', '.join(map(repr, _BATCH_FORMATS))}.")
     return str(value)
 
 
@@ -43,8 +43,8 @@ def lightning_data(name: str, value: Any) -> Callable[..., Any]:
     """A ``sparkhvd.data.DataModule`` class, or what makes a LightningDataModule."""
     if not callable(value):
         raise ParamError(
-            f"{name}={value!r} must be a class or function that makes a LightningDataModule, or a class made from "
-            "sparkhvd.data.DataModule; objects of them are made on the ranks."
+            f"{name}={value!r} must be a class or function that creates a LightningDataModule, or a subclass of "
+            "sparkhvd.data.DataModule; the ranks create the instances."
         )
     made: Callable[..., Any] = value
     return made

@@ -29,13 +29,13 @@ def about_batch(step: str, error: Exception, batch: Any) -> str | None:
         unpacked = isinstance(error, TypeError | AttributeError | ValueError) and any(s in text for s in _OF_UNPACKING)
         if missing or unpacked:
             return (
-                f"{step}: {describe_error(error)} If this is about the batch: it is a dict of tensors by column, with "
-                f"the keys {keys}. Take them by name, or give batch_format='tuple' for a batch of features and labels, "
-                "as in x, y = batch."
+                f"{step}: {describe_error(error)} If the batch is the cause: it is a dict of tensors by column, with "
+                f"the keys {keys}. Access them by name, or set batch_format='tuple' for a batch of features and "
+                "labels, as in x, y = batch."
             )
     elif isinstance(batch, tuple) and isinstance(error, TypeError) and "tuple indices" in text:
         return (
-            f"{step}: {describe_error(error)} With batch_format='tuple' its batch is a tuple of features and labels, "
-            "as in x, y = batch; batch_format='dict' gives tensors by column."
+            f"{step}: {describe_error(error)} With batch_format='tuple' the batch is a tuple of features and labels, "
+            "as in x, y = batch; with batch_format='dict' it is a dict of tensors by column."
         )
     return None

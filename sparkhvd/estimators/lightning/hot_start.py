@@ -28,9 +28,9 @@ def take_states(
     """
     if [_identity(each) for each in optimizers] != [_identity(each) for each in earlier]:
         raise ParamError(
-            f"optimizer holds {_described(earlier)}, but configure_optimizers makes {_described(optimizers)}, over "
-            "parameters in another order or of another number; the state of one cannot go on in the other. Leave "
-            "optimizer out to begin with a new state."
+            f"optimizer holds {_described(earlier)}, but configure_optimizers creates {_described(optimizers)}. The "
+            "state cannot be loaded unless the kinds of optimizers, their parameters and the order of both are the "
+            "same. Leave optimizer out to begin with a new state."
         )
     for optimizer, before in zip(optimizers, earlier, strict=True):
         state = before.state_dict()

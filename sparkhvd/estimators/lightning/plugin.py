@@ -121,8 +121,8 @@ class LightningPlugin:
         except Exception as error:
             raise ParamError(
                 f"The model, callbacks, logger, trainer_args or data_module cannot be pickled to send them to the "
-                f"ranks: {with_full_stop(error)} Make what cannot be pickled (locks, open files, sessions) in a hook "
-                "such as setup()."
+                f"ranks: {with_full_stop(error)} Create objects that cannot be pickled (locks, open files, sessions) "
+                "in a hook such as setup()."
             ) from error
 
     def normalization(self, params: Mapping[str, object]) -> Normalization:
@@ -181,23 +181,26 @@ def _check_kinds(params: Mapping[str, object]) -> None:
         _check_hooks(model, flavour)
         if params.get("inputs"):
             raise ParamError(
-                "inputs says what a plain module's forward is called with; a LightningModule gets columns as "
-                "batch_format says. Leave it out, and name the columns in feature_cols."
+                "inputs is only for plain modules; a LightningModule receives its columns in the form that "
+                "batch_format sets. Leave inputs out, and list the columns in feature_cols."
             )
         for name in _OF_PLAIN_MODULES:
             if params.get(name) not in (None, (), [], {}):
                 raise ParamError(
-                    f"{name} belongs to plain modules; a LightningModule brings its own in training_step. Leave it out."
+                    f"{name} is only for plain modules; a LightningModule computes its own in training_step. Leave "
+                    f"{name} out."
                 )
     else:
         for name in ("optimizer", "loss"):
             if params.get(name) is None:
                 raise ParamError(
-                    f"model is a plain {type(model).__name__}, which needs {name}=; only a LightningModule brings its "
+                    f"model is a plain {type(model).__name__}, which needs {name}=; only a LightningModule defines its "
                     "own."
                 )
         if isinstance(params["optimizer"], list | tuple):
-            raise ParamError("optimizer is a list; a plain module has one, and only a LightningModule several.")
+            raise ParamError(
+                "optimizer is a list; a plain module takes one optimizer, and only a LightningModule may have several."
+            )
     for optimizer in _optimizers(params):
         check_optimizer(optimizer, model)
     _refuse_others("callbacks", "callback", cast("Sequence[object]", params["callbacks"] or ()), flavour)
@@ -213,7 +216,7 @@ def _check_one_best(params: Mapping[str, object]) -> None:
     if best is not None and choosing:
         raise ParamError(
             f"Both checkpoints=Checkpoints(best={best!r}) and ModelCheckpoint(monitor={choosing[0].monitor!r}) in "
-            "callbacks choose the epoch whose model is given back; leave one of them out."
+            "callbacks choose the epoch whose model is returned; leave one of them out."
         )
 
 
@@ -228,15 +231,15 @@ def _refuse_others(name: str, kind: str, given: Sequence[object], flavour: Flavo
         other = flavour_of(part)
         if other is None or (flavour is not None and other != flavour):
             raise ParamError(
-                f"{name} holds a {type(part).__name__}, which is no {kind} of {flavour or 'Lightning'}"
-                + (f" but of {other}: import both from one of them." if other else ".")
+                f"{name} holds a {type(part).__name__}, which is not a {kind} of {flavour or 'Lightning'}"
+                + (f" but of {other}; import both from the same package." if other else ".")
             )
 
 
 def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:
     for name in ("training_step", "configure_optimizers"):
         if getattr(type(model), name) is getattr(package(flavour).LightningModule, name) and name not in vars(model):
-            raise ParamError(f"{type(model).__name__} has no {name}, without which Lightning cannot train it; add it.")
+            raise ParamError(f"{type(model).__name__} has no {name}, which Lightning needs for training; define it.")
 
 
 def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) -> None:
@@ -244,7 +247,7 @@ def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) 
         return
     for name, instead in _OWN.items():
         if name in given:
-            raise ParamError(f"trainer_args has {name!r}, which the estimator decides; see its parameter {instead}.")
+            raise ParamError(f"trainer_args has {name!r}, which the estimator sets; use its parameter {instead}.")
     flavour = flavour_of(params["model"]) or chosen()
     known = set(inspect.signature(package(flavour).Trainer.__init__).parameters) - {"self"}
     for name in given:
@@ -262,8 +265,9 @@ def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, made_up: bool 
     labels = [column.name for column in schema.of("label")]
     if len(outputs) != len(labels):
         raise ModelOutputError(
-            f"The model's forward gives {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but "
-            f"label_cols has {len(labels)}: {labels}. transform adds one column per label: give one output each."
+            f"The model's forward returns {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but "
+            f"label_cols has {len(labels)}: {labels}. transform() adds one column per label, so return one output per "
+            "label."
         )
     if given.objective is not None:
         given.objective.try_out(outputs, sample, made_up=made_up)
@@ -287,8 +291,8 @@ def _forward(
             shown = "; ".join(f"{list(t.shape)} from {part}" for t, part in zip(tensors, inputs, strict=True))
             raise ModelOutputError(
                 f"The model's forward cannot take the feature columns: called with {shown} it raised "
-                f"{describe_error(error)} transform uses forward, so it has to be there; give input_shapes if "
-                "the columns need another shape."
+                f"{describe_error(error)} transform() calls forward, so the module must define it; set "
+                "input_shapes if the columns need another shape."
             ) from error
     for index, output in enumerate(outputs):
         if output.dim() == 0 or len(output) != rows:

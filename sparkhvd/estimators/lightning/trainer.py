@@ -125,7 +125,9 @@ class LightningTrainer:
         except Exception as error:
             if self._given.plain:  # it came here in a pickle
                 raise
-            logger.warning("The model comes without its optimizers, which cannot be pickled: %s", describe_error(error))
+            logger.warning(
+                "The model is saved without its optimizers, because they cannot be pickled: %s", describe_error(error)
+            )
             artifact.save(folder, model, None, inputs)
 
     def _batch_form(self) -> Any:
@@ -188,8 +190,9 @@ class LightningTrainer:
             done = len(feed.train) - left
             if done < 0:
                 raise DataError(
-                    f"The run was interrupted where {left} batches were left of an epoch, which now has "
-                    f"{len(feed.train)}; Lightning cannot count that. Go on with the batch_size or num_proc of then."
+                    f"The run was interrupted with {left} batches of its epoch left, but an epoch now has only "
+                    f"{len(feed.train)} batches, so Lightning cannot resume there. Resume with the original batch_size "
+                    "or num_proc."
                 )
         feed.train.begin_within(hooks.first_epoch, hooks.first_step, done)
         feed.within_epoch = True
@@ -324,8 +327,8 @@ class RunCallback:
         feed, trainer = self._feed, self._trainer
         if self._needs_own_rows and not feed.train.used:
             raise ParamError(
-                "checkpoints has every_steps, but data_module trains on a loader of its own, and what it would give "
-                "next cannot be known. Use the loader that it is called with, or leave every_steps out."
+                "checkpoints has every_steps, but data_module trains on a loader of its own, whose position cannot be "
+                "saved. Use the loader that data_module is called with, or leave every_steps out."
             )
         self._batches = batch + 1
         # Gradients that no optimizer step has used are in no checkpoint.

@@ -85,8 +85,8 @@ def load_optimizer(folder: Path, model: torch.nn.Module) -> Optimizers:
     """
     if not (folder / OPTIMIZER).exists():
         raise ParamError(
-            "There is no optimizer: from_model keeps none, and some of Lightning's cannot be pickled. Make one from "
-            "getModel().parameters(), or leave it to configure_optimizers of a LightningModule."
+            "The model was saved without an optimizer: from_model keeps none, and some Lightning optimizers cannot be "
+            "pickled. Create one from getModel().parameters(), or let configure_optimizers of a LightningModule do it."
         )
     parameters = dict(model.named_parameters())
     with (folder / OPTIMIZER).open("rb") as file:

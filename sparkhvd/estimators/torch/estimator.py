@@ -162,7 +162,7 @@ class TorchEstimator(DistributedEstimator):
         values = super()._checked_values(**instead)
         given = [name for name in ("loss", "loss_constructors") if values[name] is not None]
         if not given:
-            raise ParamError("TorchEstimator needs loss, or loss_constructors.")
+            raise ParamError("TorchEstimator needs a loss; set loss or loss_constructors.")
         if len(given) == 2:
-            raise ParamError("loss and loss_constructors are two ways to say the same; give one of them.")
+            raise ParamError("loss and loss_constructors are both set, and both define the loss; set only one of them.")
         return values

@@ -83,7 +83,10 @@ def plan_inputs(
     dtypes = {column.name: _dtype(model, column) for column in columns}
     sparse = [column.name for column in columns if column.sparse]
     if input_shapes is not None and sparse:
-        raise ParamError(f"input_shapes cannot reshape the sparse column {sparse[0]!r}; leave one of both out.")
+        raise ParamError(
+            f"input_shapes cannot reshape the sparse column {sparse[0]!r}; leave input_shapes out, or remove the "
+            "column from sparse_cols."
+        )
     if input_shapes is not None:
         return _reshaped(columns, input_shapes, dtypes)
     least, most = _argument_counts(model)
@@ -93,21 +96,21 @@ def plan_inputs(
         names = [column.name for column in columns]
         takes = str(least) if least == most else f"{least} to {most}"
         raise ParamError(
-            f"The model's forward takes {takes} inputs but feature_cols has {len(names)} columns: {names}. Give one "
-            "column per input, or one input to which all columns go side by side."
+            f"The model's forward takes {takes} inputs but feature_cols has {len(names)} columns: {names}. Pass one "
+            "column per input, or let forward take one input, for which all columns are concatenated."
         )
     if len(columns) == 1 and columns[0].kind != "scalar":
         return (_own_input(columns[0], dtypes[columns[0].name]),)
     if sparse:
         raise SchemaError(
-            f"The sparse column {sparse[0]!r} cannot go side by side with others into the model's one input. Let "
-            "forward take one argument per column, or leave the column out of sparse_cols."
+            f"The sparse column {sparse[0]!r} cannot be concatenated with other columns for the model's only input. "
+            "Let forward take one argument per column, or remove the column from sparse_cols."
         )
     if len(set(dtypes.values())) > 1:
         raise SchemaError(
-            f"The feature columns {[f'{name}: {str(kind)[6:]}' for name, kind in dtypes.items()]} cannot go side by "
-            "side into the model's one input, because the model holds an embedding and integers stay integers then. "
-            "Cast them to one type, or let forward take one argument per column."
+            f"The feature columns {[f'{name}: {str(kind)[6:]}' for name, kind in dtypes.items()]} cannot be "
+            "concatenated for the model's only input: the model has an embedding layer, so integer columns stay "
+            "integers. Cast them to one type, or let forward take one argument per column."
         )
     widths = [1 if column.kind == "scalar" else int(np.prod(column.shape or (-1,))) for column in columns]
     width = sum(widths) if min(widths) > 0 else -1
@@ -133,7 +136,10 @@ def _by_name(
 def _tensor_dtype(name: str, dtype: str) -> torch.dtype:
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
-        raise ParamError(f"inputs[{name!r}] has dtype {dtype!r}, of which there are no tensors.")
+        raise ParamError(
+            f"inputs[{name!r}] has dtype {dtype!r}, which PyTorch does not have; use the name of a torch dtype, such "
+            "as 'float32'."
+        )
     return found
 
 
@@ -157,8 +163,8 @@ def _reshaped(
         shape = row_shape(given)
         if column.shape is not None and np.prod(shape, dtype=int) != np.prod(column.shape, dtype=int):
             raise ParamError(
-                f"input_shapes says {list(given)} for column {column.name!r}, whose rows have shape "
-                f"{list(column.shape)}: the numbers of elements differ."
+                f"input_shapes has {list(given)} for column {column.name!r}, but its rows have shape "
+                f"{list(column.shape)}; both shapes must have the same number of elements."
             )
         inputs.append(ModelInput((column.name,), shape, dtypes[column.name]))
     return tuple(inputs)

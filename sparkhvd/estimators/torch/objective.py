@@ -89,10 +89,10 @@ class Objective:
         """
         if len(outputs) != len(self.label_cols):
             raise ModelOutputError(
-                f"In training mode the model gives {len(outputs)} output(s) of shapes "
-                f"{[list(o.shape) for o in outputs]}, in evaluation mode one for each of label_cols "
-                f"{list(self.label_cols)}. Turn auxiliary outputs off (aux_logits=False of torchvision's models), or "
-                "make one loss of all outputs in train_minibatch_fn."
+                f"In training mode the model returns {len(outputs)} output(s) of shapes "
+                f"{[list(o.shape) for o in outputs]}, but in evaluation mode one per column of label_cols "
+                f"{list(self.label_cols)}. Turn auxiliary outputs off (aux_logits=False for torchvision's models), or "
+                "combine all outputs into one loss in train_minibatch_fn."
             )
 
     def parts(
@@ -170,9 +170,9 @@ class Objective:
         """
         if len(outputs) != len(self.label_cols):
             raise ModelOutputError(
-                f"The model gives {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but label_cols "
-                f"has {len(self.label_cols)}: {list(self.label_cols)}. Each output needs its label column, in the same "
-                "order."
+                f"The model returns {len(outputs)} output(s) of shapes {[list(o.shape) for o in outputs]} but "
+                f"label_cols has {len(self.label_cols)}: {list(self.label_cols)}. Each output needs a label column, in "
+                "the same order."
             )
         labels = self.labels(outputs, columns)
         for name, output, label, loss in zip(self.label_cols, outputs, labels, self.losses, strict=True):
@@ -212,9 +212,9 @@ def objective_of(params: Mapping[str, object]) -> Objective:
             raise ParamError(f"{name} has {len(values)} entries but label_cols has {count}: {list(label_cols)}.")  # type: ignore[arg-type]
     for loss in (*losses, *constructors):
         if not callable(loss):
-            raise ParamError(f"loss={loss!r} is not callable; give a function or module of (output, label).")
+            raise ParamError(f"loss={loss!r} is not callable; pass a function or module that takes (output, label).")
         if elsewhere := belongs_elsewhere(loss, ("torch", "lightning", "pytorch_lightning")):
-            raise ParamError(f"The loss {name_of(loss)} computes with other tensors than PyTorch's.{elsewhere}")
+            raise ParamError(f"The loss {name_of(loss)} does not compute with PyTorch tensors.{elsewhere}")
     for loss in losses:
         _refuse_class("loss", loss)
     for loss in (*losses, *constructors):
@@ -247,7 +247,7 @@ def _is_divergence(loss: Measure) -> bool:
 
 def _refuse_class(name: str, given: object) -> None:
     if isinstance(given, type):
-        raise ParamError(f"{name} holds the class {given.__name__}; give an instance such as {given.__name__}().")
+        raise ParamError(f"{name} holds the class {given.__name__}; pass an instance such as {given.__name__}().")
 
 
 def is_stateful(function: object) -> bool:
@@ -275,8 +275,8 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
         functions = functions * len(label_cols) if len(functions) == 1 else functions
         if len(functions) != len(label_cols) or not all(callable(function) for function in functions):
             raise ParamError(
-                f"metrics: entry {index} must be a function, or a group of one function for every label or one per "
-                f"label ({len(label_cols)}); it is {item!r}."
+                f"metrics: entry {index} must be a function, or a group with one function for all labels or one per "
+                f"label ({len(label_cols)}), got {item!r}."
             )
         for function in functions:
             _refuse_class("metrics", function)
@@ -286,7 +286,7 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
             found.append(Metric(name, output, function, index))
     names = ["loss", *(metric.name for metric in found)]
     if len(set(names)) != len(names):
-        raise ParamError(f"metrics: the names {names[1:]} are not all different; give a dict of name: function.")
+        raise ParamError(f"metrics: the names {names[1:]} are not unique; pass a dict of name: function.")
     return tuple(found)
 
 
@@ -311,7 +311,7 @@ def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: to
         values = loss(output, label, reduction="none")  # type: ignore[call-arg]  # tried out on the driver
     if values.dim() == 0 or len(values) != len(rows):
         raise ModelOutputError(
-            f"The loss {name_of(loss)} gave shape {list(values.shape)} for {len(rows)} rows when called with "
+            f"The loss {name_of(loss)} returned shape {list(values.shape)} for {len(rows)} rows when called with "
             "reduction='none'; sample_weight_col needs one value per row."
         )
     values = values.reshape(len(rows), -1)
@@ -326,9 +326,9 @@ def _label(
     if is_class_loss(loss):
         if (output.dim() == 1 or output.shape[1] == 1) and is_as_torch_has_it(loss):
             raise ModelOutputError(
-                f"{name_of(loss)} needs one output per class; the model gives 1 (its output has shape "
-                f"{list(output.shape)}). For label {name!r} with two classes, let the model's last layer give two "
-                "outputs, or take torch.nn.BCEWithLogitsLoss() with a float label of 0 and 1."
+                f"{name_of(loss)} needs one output per class; the model returns 1 (its output has shape "
+                f"{list(output.shape)}). For label {name!r} with two classes, give the model's last layer two outputs, "
+                "or use torch.nn.BCEWithLogitsLoss() with a float label of 0 and 1."
             )
         if label.numel() < output.numel():
             return _class_numbers(name, label, output)
@@ -359,7 +359,7 @@ def _unwrapped(loss: Measure) -> Measure:
 def _class_numbers(name: str, label: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     numbers = label.to(torch.int64)
     if label.is_floating_point() and not bool((numbers == label).all()):
-        raise DataError(f"Label column {name!r} holds numbers that are not whole; a class loss needs class numbers.")
+        raise DataError(f"Label column {name!r} holds fractional numbers; a class loss needs integer class indices.")
     return numbers.reshape(len(numbers)) if output.dim() == 2 and numbers.numel() == len(numbers) else numbers
 
 
@@ -380,14 +380,14 @@ def _try_measure(
         if not is_tensor_error(error) and not isinstance(error, UserWarning):
             raise ModelOutputError(f"{what} raised {describe_error(error)} It was called with the {shapes}.") from error
         raise ModelOutputError(
-            f"{what} cannot compare the model's {shapes}: {with_full_stop(error)} Make the model's last layer, "
-            "label_cols or label_shapes fit."
+            f"{what} cannot compare the model's {shapes}: {with_full_stop(error)} Change the model's last layer, "
+            "label_cols or label_shapes so that they match."
         ) from error
     several = isinstance(value, Mapping)
     if several or (np.size(value) != 1 and torch.as_tensor(value).numel() != 1):
-        given = f"values by name {list(value)}" if several else f"shape {list(torch.as_tensor(value).shape)}"
+        given = f"a dict with keys {list(value)}" if several else f"shape {list(torch.as_tensor(value).shape)}"
         raise ModelOutputError(
-            f"{what} gives {given} for the model's {shapes}; it must give one number, the mean over the rows."
+            f"{what} returns {given} for the model's {shapes}; it must return one number, the mean over the rows."
         )
 
 

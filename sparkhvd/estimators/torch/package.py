@@ -150,7 +150,7 @@ def _constructed(make: Callable[..., Any], known: Mapping[str, object]) -> Any:
         signature.bind(**taken)
     except TypeError as error:
         raise ParamError(
-            f"loss_constructors: {getattr(make, '__name__', make)}{signature} cannot be called: {error}. It is given "
-            f"what it takes of {', '.join(known)}, by name."
+            f"loss_constructors: {getattr(make, '__name__', make)}{signature} cannot be called: {error}. It may "
+            f"take the arguments {', '.join(known)}, which are passed by name."
         ) from error
     return make(**taken)

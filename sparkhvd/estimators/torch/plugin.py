@@ -99,8 +99,8 @@ class TorchPlugin:
         except Exception as error:
             raise ParamError(
                 f"The model, optimizer, loss or metrics cannot be pickled to send them to the ranks: "
-                f"{with_full_stop(error)} Build what cannot be pickled (locks, open files, sessions) inside the "
-                "model's forward."
+                f"{with_full_stop(error)} Create objects that cannot be pickled (locks, open files, sessions) "
+                "inside the model's forward."
             ) from error
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
@@ -219,8 +219,9 @@ def warn_of_divisors(inexact: Sequence[str]) -> None:
     """Say for which losses N ranks are not quite one big batch."""
     for name in inexact:
         logger.warning(
-            "%s divides by the weights or the number of the labels that count, but each rank's loss counts by its "
-            "rows: N ranks come close to one big batch, and are not quite the same. sample_weight_col is exact.",
+            "%s divides by the class weights or by the number of labels that are not ignored, but each rank's loss is "
+            "weighted by its rows: training on N ranks only approximates one big batch. Use sample_weight_col for an "
+            "exact result.",
             name,
         )
 
@@ -233,22 +234,22 @@ def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ParamError(
-            f"optimizer is a {type(optimizer).__name__}; give an instance such as torch.optim.Adam(model.parameters())."
+            f"optimizer is a {type(optimizer).__name__}; pass an instance such as torch.optim.Adam(model.parameters())."
             f"{belongs_elsewhere(optimizer, ('torch',))}"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ParamError(
-            f"{type(optimizer).__name__} decides from its rank's own loss how often to evaluate, so ranks would part; "
-            "use another optimizer."
+            f"{type(optimizer).__name__} decides from the loss of its own rank how many evaluations a step takes, so "
+            "the ranks would diverge. Use another optimizer."
         )
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if foreign:
         raise ParamError(
             f"optimizer holds {len(foreign)} parameters that are not the model's (the first has shape "
-            f"{list(foreign[0].shape)}); make it from model.parameters() of the model that is given, or take both from "
-            "getModelAndOptimizer() of a trained one."
+            f"{list(foreign[0].shape)}); create it from model.parameters() of the model that you pass, or take both "
+            "from getModelAndOptimizer() of a trained model."
         )
 
 
@@ -266,13 +267,16 @@ def _stepping(params: Mapping[str, Any]) -> Stepping:
         _check_signature(stepping.minibatch_fn)
         for name in ("clip_grad_norm", "clip_grad_value"):
             if params.get(name) is not None:
-                raise ParamError(f"train_minibatch_fn takes the steps itself, so {name} has to be done inside of it.")
+                raise ParamError(
+                    f"{name} has no effect with train_minibatch_fn, which takes the optimizer steps itself; clip "
+                    f"inside the function and leave {name} out."
+                )
         if stepping.mixed_precision == "fp16":
-            raise ParamError("train_minibatch_fn cannot scale losses for mixed_precision='fp16'; take 'bf16'.")
+            raise ParamError("train_minibatch_fn cannot scale losses for mixed_precision='fp16'; use 'bf16'.")
         if synchronized_layers(cast("torch.nn.Module", params["model"])):
             raise ParamError(
-                "train_minibatch_fn does not run on a rank without rows, for which SyncBatchNorm would wait. Leave one "
-                "of the two out."
+                "train_minibatch_fn cannot be combined with SyncBatchNorm: the function does not run on a rank without "
+                "rows, and SyncBatchNorm would wait for that rank. Use only one of the two."
             )
     return stepping
 
@@ -289,8 +293,8 @@ def _check_signature(minibatch_fn: Callable[..., Any]) -> None:
         return
     except TypeError as error:
         raise ParamError(
-            f"train_minibatch_fn cannot be called with ({', '.join(MINIBATCH_ARGUMENTS)}): {error}. It takes all of "
-            "them, in this order."
+            f"train_minibatch_fn cannot be called with ({', '.join(MINIBATCH_ARGUMENTS)}): {error}. It must "
+            "take all of these arguments, in this order."
         ) from error
 
 
@@ -357,6 +361,6 @@ def _cannot_take(
         return f"The model raised {describe_error(error)} It was called with {given}."
     return (
         f"The model cannot take the feature columns ({columns}). It was called with {given}, and raised "
-        f"{type(error).__name__}: {with_full_stop(error)} Give input_shapes if the columns need another shape; integer "
+        f"{type(error).__name__}: {with_full_stop(error)} Set input_shapes if the columns need another shape; integer "
         "columns stay integers only for a model with an embedding layer."
     )

@@ -38,8 +38,8 @@ def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
     if found:
         raise ParamError(
             f"{what} holds {', '.join(sorted(found))}. Checkpoints are opened without running any code in them, so "
-            "they must be made of tensors, numbers, strings, lists and dicts. torch.serialization.add_safe_globals "
-            "allows more, where it is called in the ranks, too."
+            "they may hold only tensors, numbers, strings, lists and dicts. To allow more types, call "
+            "torch.serialization.add_safe_globals, on the ranks too."
         )
 
 

@@ -44,11 +44,11 @@ class LRSchedule:
 
     def __post_init__(self) -> None:
         if self.every not in {"epoch", "step"}:
-            raise ParamError(f"LRSchedule(every={self.every!r}): it is 'epoch' or 'step'.")
+            raise ParamError(f"LRSchedule(every={self.every!r}): every must be 'epoch' or 'step'.")
         if not callable(self.scheduler) and not isinstance(self.scheduler, Scheduler):
             raise ParamError(
-                f"LRSchedule(scheduler={self.scheduler!r}): give a scheduler of torch.optim.lr_scheduler, or a "
-                "function that makes one from the optimizer."
+                f"LRSchedule(scheduler={self.scheduler!r}): pass a scheduler from torch.optim.lr_scheduler, or a "
+                "function that creates one from the optimizer."
             )
 
 
@@ -59,8 +59,8 @@ def a_schedule(name: str, value: Any) -> LRSchedule:
     if isinstance(value, Scheduler) or callable(value):
         return LRSchedule(value)
     raise ParamError(
-        f"{name}={value!r} must be an LRSchedule, a scheduler of torch.optim.lr_scheduler, or a function that makes "
-        "one from the optimizer."
+        f"{name}={value!r} must be an LRSchedule, a scheduler from torch.optim.lr_scheduler, or a function that "
+        "creates one from the optimizer."
     )
 
 
@@ -128,23 +128,24 @@ def _made(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: floa
     scheduler = schedule.scheduler if given else cast("Any", schedule.scheduler)(optimizer)
     if not isinstance(scheduler, Scheduler):
         raise ParamError(
-            f"lr_scheduler made a {type(scheduler).__name__}; it must make one of torch.optim.lr_scheduler."
+            f"lr_scheduler returned a {type(scheduler).__name__}; it must return a scheduler from "
+            "torch.optim.lr_scheduler."
         )
     plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     if plateau and (schedule.monitor is None or schedule.every == "step"):
         raise ParamError(
-            "ReduceLROnPlateau looks at a metric after every epoch: give LRSchedule(scheduler, monitor='val_loss'), "
+            "ReduceLROnPlateau reads a metric after every epoch; pass LRSchedule(scheduler, monitor='val_loss'), "
             "without every='step'."
         )
     if schedule.monitor is not None and not plateau:
         raise ParamError(
-            f"LRSchedule(monitor={schedule.monitor!r}) is for ReduceLROnPlateau; {type(scheduler).__name__} looks at "
-            "no metric. Leave monitor out."
+            f"LRSchedule(monitor={schedule.monitor!r}) is for ReduceLROnPlateau; {type(scheduler).__name__} reads no "
+            "metric. Leave monitor out."
         )
     own = [type(part).__name__ for part in parts_of(scheduler) if type(part).__name__ in _OWN_RATES]
     if lr_scale != 1.0 and own:
         raise ParamError(
-            f"scale_lr=True cannot scale the learning rates that {own[0]} was made with. Scale its numbers instead and "
+            f"scale_lr=True cannot scale the learning rates that {own[0]} was created with. Scale them yourself and "
             "leave scale_lr out."
         )
     if given:

@@ -334,7 +334,7 @@ def _chosen(fields: Mapping[Any, Any], kind: str) -> object:
     if len(tensors) == 1:
         return tensors[0]
     raise DataError(
-        f"The model returned {kind} with the fields {list(fields)}; which of them are the outputs is unclear. The "
-        "estimator takes 'logits', or the only tensor. Return a tensor or a tuple of tensors; a Hugging Face model "
+        f"The model returned {kind} with the fields {list(fields)}; it is not clear which of them are the outputs. "
+        "The estimator uses 'logits', or the only tensor. Return a tensor or a tuple of tensors; a Hugging Face model "
         "returns a tuple if its configuration has return_dict=False."
     )

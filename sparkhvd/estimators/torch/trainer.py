@@ -256,6 +256,6 @@ def _check_devices(device: torch.device) -> None:
     if len(set(kinds)) > 1:
         without = [rank for rank, kind in enumerate(kinds) if kind == "cpu"]
         raise ParamError(
-            f"Ranks {without} see no GPU while the others do, so they would train at different speeds. Ask Spark for a "
-            "GPU per task, or pass use_gpu=False."
+            f"Ranks {without} see no GPU while the others do, so they would train at different speeds. Request "
+            "one GPU per task from Spark, or pass use_gpu=False."
         )

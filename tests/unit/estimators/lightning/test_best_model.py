@@ -19,7 +19,7 @@ def test_the_best_model_is_the_one_that_is_there(tmp_path, caplog):
     assert best_file([callback(gone), callback(there)]) == there
     assert not caplog.records
     assert best_file([callback(""), callback(gone)]) is None
-    assert f"{gone}, is gone; the last one is returned" in caplog.text
+    assert f"{gone}, no longer exists; the last model is returned" in caplog.text
 
 
 def test_what_is_known_of_the_best_model_moves_to_the_folder_of_this_process(tmp_path):

@@ -65,7 +65,7 @@ def test_a_struct_is_all_of_its_fields():
         ({"kind": {"columns": "k", "dtype": "integer!"}}, "dtype a name such as 'int64'"),
         (
             {"kind": {"columns": "k", "dtype": "string"}, "picture": "p"},
-            r"inputs\['kind'\] has dtype 'string', of which there are no tensors",
+            r"inputs\['kind'\] has dtype 'string', which PyTorch does not have",
         ),
         ([], "must be a dict from the model's inputs to columns"),
     ],

@@ -108,10 +108,10 @@ def test_a_wrong_number_of_input_shapes_is_refused():
 
 
 def test_an_input_shape_of_another_size_is_refused_before_training():
-    with pytest.raises(ParamError, match=r"input_shapes says \[2, 2\] for column 'a', whose rows have shape \[5\]"):
+    with pytest.raises(ParamError, match=r"input_shapes has \[2, 2\] for column 'a', but its rows have shape \[5\]"):
         plan_inputs(torch.nn.Linear(5, 1), [vector("a", 5)], [[2, 2]])
 
 
 def test_integers_and_floats_do_not_mix_in_the_input_of_an_embedding():
-    with pytest.raises(SchemaError, match=r"'a: int64', 'b: float32'.* cannot go side by side"):
+    with pytest.raises(SchemaError, match=r"'a: int64', 'b: float32'.* cannot be concatenated"):
         plan_inputs(torch.nn.Sequential(torch.nn.Embedding(3, 2)), [scalar("a", "int64"), scalar("b")], None)

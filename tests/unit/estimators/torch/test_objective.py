@@ -45,7 +45,7 @@ def test_a_class_loss_gets_class_numbers(loss, values):
 @pytest.mark.parametrize("loss", [*CLASS_LOSSES, torch.nn.NLLLoss()])
 @pytest.mark.parametrize("shape", [(2, 1), (2,), (2, 1, 3)])
 def test_a_class_loss_of_one_output_is_refused_because_it_is_always_0(loss, shape):
-    with pytest.raises(ModelOutputError, match=r"needs one output per class; the model gives 1 .*BCEWithLogitsLoss"):
+    with pytest.raises(ModelOutputError, match=r"needs one output per class; the model returns 1 .*BCEWithLogitsLoss"):
         objective(loss).try_out([torch.zeros(shape)], {"y": np.zeros((2, *shape[2:]), np.int64)})
 
 
@@ -77,7 +77,7 @@ def test_probabilities_of_classes_are_a_label_too():
 
 
 def test_a_class_number_that_is_not_whole_is_an_error():
-    with pytest.raises(DataError, match="Label column 'y' holds numbers that are not whole"):
+    with pytest.raises(DataError, match="Label column 'y' holds fractional numbers"):
         label(functional.cross_entropy, torch.zeros(2, 4), [0.0, 0.5])
 
 
@@ -140,7 +140,7 @@ def test_a_metric_is_measured_with_its_own_output():
         ),
         ({"loss": torch.nn.MSELoss(reduction="batchmean")}, r"MSELoss has reduction='batchmean'; it must be 'mean'"),
         ({"metrics": [[accuracy] * 3]}, "metrics: entry 0 must be a function, or a group"),
-        ({"metrics": [accuracy, accuracy]}, r"metrics: the names .* are not all different"),
+        ({"metrics": [accuracy, accuracy]}, r"metrics: the names .* are not unique"),
     ],
 )
 def test_parameters_that_contradict_each_other_are_refused(params, message):
@@ -162,7 +162,7 @@ def test_a_shape_that_torch_would_silently_broadcast_is_refused():
 
 
 def test_a_loss_that_gives_one_value_per_row_is_refused():
-    with pytest.raises(ModelOutputError, match=r"gives shape \[2, 1\] .*; it must give one number"):
+    with pytest.raises(ModelOutputError, match=r"returns shape \[2, 1\] .*; it must return one number"):
         objective(lambda output, label: output - label).try_out([torch.zeros(2, 1)], {"y": np.zeros(2)})
 
 
@@ -187,12 +187,12 @@ def test_an_error_of_the_users_own_is_told_with_its_line_and_no_advice_about_sha
 
 @pytest.mark.parametrize("parameters", [{"loss": torch.nn.MSELoss}, {"metrics": [torch.nn.MSELoss]}])
 def test_a_class_in_place_of_an_instance_is_refused(parameters):
-    with pytest.raises(ParamError, match=r"holds the class MSELoss; give an instance such as MSELoss\(\)"):
+    with pytest.raises(ParamError, match=r"holds the class MSELoss; pass an instance such as MSELoss\(\)"):
         objective(**{"loss": functional.mse_loss, **parameters})
 
 
 def test_a_sentence_ends_before_the_advice():
-    with pytest.raises(ModelOutputError, match=r"\. Make the model's last layer"):
+    with pytest.raises(ModelOutputError, match=r"\. Change the model's last layer"):
         objective(functional.l1_loss).try_out([torch.zeros(2, 3)], {"y": np.zeros((2, 5))})
 
 
@@ -202,7 +202,7 @@ def test_a_class_beyond_the_output_is_refused():
 
 
 def test_a_wrong_number_of_outputs_is_refused_with_the_label_names():
-    with pytest.raises(ModelOutputError, match=r"gives 2 output\(s\) of shapes .* but label_cols has 1: \['y'\]"):
+    with pytest.raises(ModelOutputError, match=r"returns 2 output\(s\) of shapes .* but label_cols has 1: \['y'\]"):
         objective(functional.mse_loss).try_out([torch.zeros(2), torch.zeros(2)], {"y": np.zeros(2)})
 
 

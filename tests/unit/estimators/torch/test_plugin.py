@@ -171,7 +171,8 @@ class Auxiliary(torch.nn.Module):
 def test_outputs_that_are_only_there_in_training_are_refused_unless_a_function_of_the_users_takes_them():
     rows = {"x": np.zeros((2, 3)), "y": np.zeros(2, int)}
     with pytest.raises(
-        ModelOutputError, match=r"In training mode the model gives 2 .* make one loss .* train_minibatch"
+        ModelOutputError,
+        match=r"In training mode the model returns 2 .* combine all outputs into one loss .* train_minibatch",
     ):
         PLUGIN.check(params(Auxiliary()), columns((3,)), rows)
     assert PLUGIN.check(params(Auxiliary(), train_minibatch_fn=print), columns((3,)), rows) == [(2,)]
@@ -181,7 +182,7 @@ def test_objects_of_the_wrong_kind_are_refused():
     model = torch.nn.Linear(3, 2)
     with pytest.raises(ParamError, match=r"model is a str; it must be a torch\.nn\.Module"):
         PLUGIN.check({**params(model), "model": "net"}, columns((3,)), None)
-    with pytest.raises(ParamError, match="optimizer is a type; give an instance"):
+    with pytest.raises(ParamError, match="optimizer is a type; pass an instance"):
         PLUGIN.check({**params(model), "optimizer": torch.optim.SGD}, columns((3,)), None)
 
 

@@ -37,7 +37,7 @@ def test_a_schedule_with_rates_of_its_own_cannot_be_scaled(inside, function):
         return torch.optim.lr_scheduler.ChainedScheduler([one], optimizer) if inside else one
 
     schedule = (lambda _: LRSchedule(cycle)) if function else (lambda optimizer: LRSchedule(cycle(optimizer)))
-    refused("cannot scale the learning rates that OneCycleLR was made with", lr_scheduler=schedule, scale_lr=True)
+    refused("cannot scale the learning rates that OneCycleLR was created with", lr_scheduler=schedule, scale_lr=True)
 
 
 def test_a_number_is_no_schedule():
@@ -84,7 +84,9 @@ def test_a_metric_that_nobody_measures_cannot_be_watched(params, match):
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused():
-    refused("LBFGS decides from its rank's own loss", optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+    refused(
+        "LBFGS decides from the loss of its own rank", optimizer=lambda model: torch.optim.LBFGS(model.parameters())
+    )
 
 
 class Foreign(keras.layers.Layer):
@@ -117,7 +119,7 @@ def test_what_keras_made_is_refused_with_the_estimator_for_it():
     refused(rf"is a Sequential; it must be a torch.nn.Module\. {to_keras}", model=keras.Sequential())
     refused(rf"optimizer is a Adam; .*{to_keras}", optimizer=lambda _: keras.optimizers.Adam())
     refused(
-        rf"The loss MeanSquaredError computes with other tensors than PyTorch's\. {to_keras}",
+        rf"The loss MeanSquaredError does not compute with PyTorch tensors\. {to_keras}",
         loss=keras.losses.MeanSquaredError(),
     )
     with pytest.raises(ParamError, match=rf"must be a LightningModule or a torch.nn.Module\. {to_keras}"):

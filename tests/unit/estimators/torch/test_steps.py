@@ -476,15 +476,18 @@ def test_a_fitted_model_and_its_optimizer_start_another_training():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"train_minibatch_fn": own_step, "clip_grad_norm": 1.0}, "clip_grad_norm has to be done inside of it"),
+        (
+            {"train_minibatch_fn": own_step, "clip_grad_norm": 1.0},
+            "clip_grad_norm has no effect with train_min",
+        ),
         ({"train_minibatch_fn": own_step, "mixed_precision": "fp16"}, "cannot scale losses"),
-        ({"train_minibatch_fn": own_step, "model": synchronized()}, "for which SyncBatchNorm would wait"),
+        ({"train_minibatch_fn": own_step, "model": synchronized()}, "and SyncBatchNorm would wait for that rank"),
         ({"train_minibatch_fn": lambda model: model}, r"train_minibatch_fn cannot be called with \(model, optimizer, "),
         ({"loss_constructors": [lambda other: other], "loss": None}, r"<lambda>\(other\) cannot be called: missing"),
         ({"callbacks": [print]}, "callbacks holds a builtin_function_or_method"),
         ({"loss_constructors": [functional.mse_loss] * 2, "loss": None}, "loss_constructors has 2 entries but"),
-        ({"metrics": {"m": torchmetrics.classification.MulticlassF1Score(3, average=None)}}, "must give one number"),
-        ({"metrics": {"m": ByName()}}, r"gives values by name \['min', 'max'\].* must give one number"),
+        ({"metrics": {"m": torchmetrics.classification.MulticlassF1Score(3, average=None)}}, "must return one number"),
+        ({"metrics": {"m": ByName()}}, r"returns a dict with keys \['min', 'max'\].* must return one number"),
     ],
 )
 def test_what_cannot_work_is_refused_on_the_driver(params, message):
