@@ -53,7 +53,7 @@ def measure(seconds: float) -> list[tuple[str, float, float, dict[str, int]]]:
 
 
 def _row(name: str, make: Callable[[Communicator], Step], seconds: float) -> tuple[str, float, float, dict[str, int]]:
-    context = session.offered()
+    context = session.launch_context()
     tuned_context = replace(context, config=replace(context.config, autotune=True))
     with (
         Communicator(context, scope=f"{name} untuned") as default,

@@ -187,7 +187,7 @@ def _serve(link: Connection) -> None:
     with while_importing():
         for module in imports:
             __import__(module)
-    session.offer(context)
+    session.set_launch_context(context)
     if connect:
         session.init()
     link.send_bytes(cloudpickle.dumps(Outcome()))

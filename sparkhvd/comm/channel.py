@@ -15,9 +15,9 @@ from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.comm.connect.routes import addresses_to_offer
 from sparkhvd.comm.failures import translated
-from sparkhvd.comm.handle import Handle, Pending, Waits
+from sparkhvd.comm.handle import Handle, PendingOperation, Waits
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.comm.stall.stragglers import INIT, late, warning_of_absent
+from sparkhvd.comm.stall.stragglers import INIT, straggler_error, warning_of_stragglers
 from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError
@@ -62,7 +62,7 @@ class Channel:
         """The name, made by counting where there is none."""
         return f"{kind}.noname.{next(self.counts[kind])}" if name is None else name
 
-    def place_of(self, rank: int) -> int:
+    def engine_rank_of(self, rank: int) -> int:
         """The engine's number of a rank of the job.
 
         Raises:
@@ -73,7 +73,7 @@ class Channel:
         named = f"the {self.size} ranks 0..{self.size - 1}" if self.ranks[-1] < self.size else f"ranks {self.ranks}"
         raise ConfigError(f"Root rank {rank} is not among {named}.")
 
-    def handle(self, name: str, operation: Pending, finish: Callable[[], T] | None = None) -> Handle[T]:
+    def handle(self, name: str, operation: PendingOperation, finish: Callable[[], T] | None = None) -> Handle[T]:
         """The handle of a submitted operation, and what makes its result if it has one."""
         return Handle(name, operation, self.waits, None, finish)
 
@@ -158,7 +158,7 @@ def open_channel(
     allow_files(files_of_link * peers, _FILES_OF_NEIGHBOUR * peers, f"A connection to {peers} other ranks")
     keys = [f"{scope}/address/{index}" for index in range(len(ranks))]  # of ConnectMesh in the core
     try:
-        with warning_of_absent(rendezvous, context, keys, ranks, label or INIT), translated():
+        with warning_of_stragglers(rendezvous, context, keys, ranks, label or INIT), translated():
             offered = addresses_to_offer(context.bind_host, config.network_interfaces, _core.local_addresses())
             engine = _core.Engine(
                 ranks.index(context.world.rank),
@@ -187,6 +187,6 @@ def open_channel(
     except DeadlineExceededError as error:
         if rendezvous is None:
             raise
-        raise late(rendezvous, context, keys, ranks, label or INIT) or error from None
+        raise straggler_error(rendezvous, context, keys, ranks, label or INIT) or error from None
     suggestion = nccl.Suggestion(config.gpu_operations == "automatic" and engine.rank == 0 and not label)
     return Channel(engine, ranks, Waits(config.collective_timeout), device_libraries is not None, suggestion)

@@ -16,11 +16,11 @@ from sparkhvd.comm import nccl
 from sparkhvd.comm.channel import Channel, connect_rendezvous, open_channel
 from sparkhvd.comm.collectives import arrays, direct, raw
 from sparkhvd.comm.collectives.buffers import buffer_of
-from sparkhvd.comm.collectives.options import Way
+from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.failures import translated
-from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, Proposal, Registration, agreed_sets
-from sparkhvd.comm.stall.detector import HangDoctor
+from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet, Proposal, RegisteredSet, agreed_sets
+from sparkhvd.comm.stall.detector import StallDetector
 from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.timeline import recording_name, timeline_path
 from sparkhvd.deadline import Deadline
@@ -52,7 +52,7 @@ class Communicator:
         self._context = context
         self._scope = scope
         self._recordings = count()
-        self.everybody = Registration(0, tuple(range(context.world.size)), context.world.rank)
+        self.everybody = RegisteredSet(0, tuple(range(context.world.size)), context.world.rank)
         self._sets = {0: self.everybody.ranks}
         self._sets_lock = Lock()  # one change of what follows at a time
         self._next_set = 1  # every rank counts alike
@@ -77,9 +77,9 @@ class Communicator:
         self._channels = {0: world}  # of the sets that this rank is in
         self._closed = False
         self._process = os.getpid()
-        self._doctor: HangDoctor | None = None
+        self._stall_detector: StallDetector | None = None
         try:
-            self._doctor = self._hang_doctor()
+            self._stall_detector = self._open_stall_detector()
             if context.config.timeline:
                 self.start_timeline(context.config.timeline, mark_cycles=context.config.timeline_mark_cycles)
             self._homogeneous = context.world.size == 1 or self._equal_on_all_ranks(context.world.local_size)
@@ -153,12 +153,12 @@ class Communicator:
 
     def note_progress(self, text: str) -> None:
         """Say how far this rank's data is, such as "epoch 2, step 17 of 40"; shown when others wait for this rank."""
-        if self._doctor is not None:
-            self._doctor.note_progress(text)
+        if self._stall_detector is not None:
+            self._stall_detector.note_progress(text)
 
     def stall_report(self) -> StallReport | None:
         """Who kept this rank waiting when a collective last took longer than ``stall_check_seconds``."""
-        return None if self._doctor is None else self._doctor.last_report
+        return None if self._stall_detector is None else self._stall_detector.last_report
 
     # Collectives on raw memory, for the framework adapters; see sparkhvd.comm.collectives.raw.
 
@@ -232,11 +232,11 @@ class Communicator:
             if asked.process_set_id is not None:
                 raise ConfigError(f"{asked} is registered already.")
             proposals = self._exchange(asked.proposal(self._world.rank))
-            mine: Registration | None = None
+            mine: RegisteredSet | None = None
             if self._next_set == 1 and self._channels[0].on_devices:
                 self.barrier(name=_core.SHARE_DEVICE_NAME)
             for ranks in agreed_sets(proposals, self._sets, self._world.size):
-                registration = Registration(self._next_set, ranks, self._world.rank)
+                registration = RegisteredSet(self._next_set, ranks, self._world.rank)
                 self._next_set += 1
                 if self._world.rank in ranks:
                     self._channels[registration.number] = self._connect_set(registration)
@@ -298,8 +298,8 @@ class Communicator:
         finally:
             if self._rendezvous is not None:
                 self._rendezvous.close()
-            if self._doctor is not None:
-                self._doctor.close()
+            if self._stall_detector is not None:
+                self._stall_detector.close()
 
     def leave_to_parent(self) -> None:
         """After a fork, in the child: close its copies of the links, without a word to the peers of the parent."""
@@ -319,11 +319,11 @@ class Communicator:
             self.abort(f"rank {self._world.rank} left with {type(error).__name__}: {error}")
         self.close()
 
-    def _hang_doctor(self) -> HangDoctor | None:
+    def _open_stall_detector(self) -> StallDetector | None:
         config = self._context.config
         if self._rendezvous is None or not config.stall_check or config.stall_check_seconds <= 0:
             return None
-        return HangDoctor(self._channels, self._sets, self._rendezvous, self._context, self._scope)
+        return StallDetector(self._channels, self._sets, self._rendezvous, self._context, self._scope)
 
     def _equal_on_all_ranks(self, number: int) -> bool:
         numbers = self.allgather(np.array([number]), name="communicator.local_size")
@@ -344,12 +344,12 @@ class Communicator:
     def _exchange(self, own: Proposal) -> list[Proposal]:
         """What every rank proposes."""
         content = np.array([own.split, *own.ranks], np.int64)
-        gathered = self.gather_buffer(buffer_of(content, "The process set"), Way("process_sets.add")).wait()
+        gathered = self.gather_buffer(buffer_of(content, "The process set"), SubmitOptions("process_sets.add")).wait()
         numbers = np.frombuffer(gathered.content, np.int64)
         parts = np.split(numbers, np.cumsum(gathered.first_dims)[:-1])
         return [Proposal(tuple(part[1:].tolist()), bool(part[0])) for part in parts]
 
-    def _connect_set(self, registration: Registration) -> Channel:
+    def _connect_set(self, registration: RegisteredSet) -> Channel:
         number, ranks = registration.number, registration.ranks
         return open_channel(
             self._context,

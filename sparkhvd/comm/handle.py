@@ -19,7 +19,7 @@ U = TypeVar("U")
 _GPU_SECONDS = 0.0001
 
 
-class Pending(Protocol):
+class PendingOperation(Protocol):
     """What the core is doing."""
 
     def done(self) -> bool:
@@ -96,7 +96,7 @@ class Handle(Generic[T]):
     """
 
     name: str
-    operation: Pending = field(repr=False)
+    operation: PendingOperation = field(repr=False)
     waits: Waits = field(repr=False)
     known: T | None = field(default=None, repr=False)
     finish: Callable[[], T] | None = field(default=None, repr=False)  # makes the result where it is not known
@@ -166,7 +166,7 @@ class Handle(Generic[T]):
         with translated():
             return self.operation.carried_out()
 
-    def bringing(self, result: U) -> Handle[U]:
+    def with_result(self, result: U) -> Handle[U]:
         """The same operation with a result that is known already."""
         return Handle(self.name, self.operation, self.waits, result)
 

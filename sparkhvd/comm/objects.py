@@ -11,7 +11,7 @@ import cloudpickle
 import numpy as np
 
 from sparkhvd.comm.collectives.buffers import buffer_of
-from sparkhvd.comm.collectives.options import Way
+from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import CollectiveError
@@ -71,7 +71,7 @@ def allgather_object(
     pickled, problem = _pickled(value)
     payload = np.frombuffer(pickled, np.uint8)
     content = buffer_of(payload, "The pickled object")
-    gathered = communicator.gather_buffer(content, Way(name, process_set)).wait()
+    gathered = communicator.gather_buffer(content, SubmitOptions(name, process_set)).wait()
     if problem is not None:
         raise CollectiveError(f"A {type(value).__name__} cannot be sent to other ranks: {problem}") from problem
     if silent := [rank for rank, size in enumerate(gathered.first_dims) if size == 0]:

@@ -32,7 +32,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Registration:
+class RegisteredSet:
     """What a process set is once all ranks know it.
 
     Attributes:
@@ -66,7 +66,7 @@ class ProcessSet:
             self._given = tuple(sorted(int(rank) for rank in ranks))
             if not self._given or len(set(self._given)) < len(self._given):
                 raise ConfigError(f"A process set has one rank at least and no rank twice, unlike {list(self._given)}.")
-        self._registration: Registration | None = None
+        self._registration: RegisteredSet | None = None
 
     @property
     def process_set_id(self) -> int | None:
@@ -98,7 +98,7 @@ class ProcessSet:
             raise ConfigError(f"Rank {registration.me} is not in {self}; ask included() first.")
         return registration.ranks.index(registration.me)
 
-    def register(self, registration: Registration | None) -> None:
+    def register(self, registration: RegisteredSet | None) -> None:
         """Make it usable, or no longer; the communicator's business."""
         self._registration = registration
 
@@ -108,7 +108,7 @@ class ProcessSet:
             return Proposal(self._given)
         return Proposal(tuple(sorted(self._communicator.allgather(me))) if self._communicator else (), split=True)
 
-    def _registered(self) -> Registration:
+    def _registered(self) -> RegisteredSet:
         if self._registration is None:
             raise NotInitializedError(
                 f"{self} is not registered; pass it to hvd.init(process_sets=[...]) or hvd.add_process_set()."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.comm.communicator import Communicator
 from sparkhvd.comm.connect import mpi
-from sparkhvd.comm.connect.inherited_world import inherited
+from sparkhvd.comm.connect.inherited_world import inherited_context
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
@@ -52,7 +52,7 @@ global_process_set = _session.everybody
 """The set of all ranks, usable between ``init()`` and ``shutdown()``."""
 
 
-def offer(context: LaunchContext, joined: Callable[[], None] | None = None) -> None:
+def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None = None) -> None:
     """Tell the next ``init()`` how to find the other ranks; called by launchers before any user code.
 
     Args:
@@ -71,7 +71,7 @@ def offer(context: LaunchContext, joined: Callable[[], None] | None = None) -> N
         _session.forked = False
 
 
-def offered() -> LaunchContext:
+def launch_context() -> LaunchContext:
     """This process's place in its job as its launcher said it; that of a job of one rank where none did."""
     return _session.context or LaunchContext(config=_own_config())
 
@@ -109,7 +109,7 @@ def init(
         if _session.communicator is not None:
             return
         if _session.context is None:
-            _session.context = inherited()
+            _session.context = inherited_context()
         _session.from_mpi = _is_of_mpi(comm)
         if _session.forked and (_session.from_mpi or _session.context is not None):
             raise ConfigError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.mpi import require_member
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
-from sparkhvd.comm.stall.stragglers import INIT, late, warning_of_absent
+from sparkhvd.comm.stall.stragglers import INIT, straggler_error, warning_of_stragglers
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.world import World, layout
@@ -35,8 +35,8 @@ def subset(context: LaunchContext, ranks: Sequence[int], scope: str) -> LaunchCo
         store.set(f"{scope}/host/{mine}", context.host_key.encode(), deadline)
         keys = [f"{scope}/host/{index}" for index in range(len(ranks))]
         try:
-            with warning_of_absent(store, context, keys, ranks, INIT):
+            with warning_of_stragglers(store, context, keys, ranks, INIT):
                 hosts = [store.get(key, deadline).decode() for key in keys]
         except DeadlineExceededError as error:
-            raise late(store, context, keys, ranks, INIT) or error from None
+            raise straggler_error(store, context, keys, ranks, INIT) or error from None
     return dataclasses.replace(context, world=layout(hosts)[mine], members=tuple(ranks))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
-from sparkhvd.comm.stall.stragglers import INIT, told
+from sparkhvd.comm.stall.stragglers import INIT, published_straggler
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, LaunchError, SparkHvdError
 from sparkhvd.task.failure_report import (
@@ -218,7 +218,7 @@ def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureRepo
 
 def _of_absent(job: Supervision) -> FailureReport | None:
     """The report of the rank that kept the others waiting, where they have told which it is."""
-    absent = told(job.client)
+    absent = published_straggler(job.client)
     if absent is None:
         return None
     where = f"kept the others waiting ({CONNECTED})" if absent.joined else f"did not come to {INIT}"

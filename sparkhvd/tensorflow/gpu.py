@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.process_sets import ProcessSet
 
 # TensorFlow has the integers of a GPU in the memory of the host, as they tell shapes.
@@ -69,7 +69,7 @@ def allreduce(  # noqa: PLR0917
     handles = []
     for tensor, name in zip(reduced, names, strict=True):
         memory = memory_of(tensor)
-        handle = communicator.reduce_buffer(memory, memory, Reduction(op), Way(name, process_set))
+        handle = communicator.reduce_buffer(memory, memory, Reduction(op), SubmitOptions(name, process_set))
         handles.append(handle.carried_out())
     for handle in handles:
         handle.wait()

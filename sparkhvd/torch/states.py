@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from sparkhvd.comm import objects, session
-from sparkhvd.comm.collectives.options import Way
+from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.ops.calls import Call, every
@@ -105,7 +105,10 @@ def broadcast_optimizer_state(
 
 def _overwrite(named: Sequence[tuple[str, torch.Tensor]], root: int, process_set: ProcessSet | None) -> None:
     """Broadcast tensors of any strides and element types in place, all at once."""
-    calls = [Call(Broadcast(tensor, root, Way(name, process_set), any_memory=True), every) for name, tensor in named]
+    calls = [
+        Call(Broadcast(tensor, root, SubmitOptions(name, process_set), any_memory=True), every)
+        for name, tensor in named
+    ]
     for handle in [call.start(in_place=True) for call in calls]:
         handle.wait()
 

@@ -108,7 +108,7 @@ def take_another_secret() -> None:
     """This rank's next ``init()`` proves a secret that is not the job's."""
     from sparkhvd.comm import session  # noqa: PLC0415
 
-    session.offer(replace(session.offered(), token=secrets.token_bytes(32)))
+    session.set_launch_context(replace(session.launch_context(), token=secrets.token_bytes(32)))
 
 
 def take_all_ports() -> None:

@@ -16,7 +16,7 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 TUNING = [f"autotune{rest}" for rest in ("", "_log", "_warmup_samples", "_steps_per_sample", "_max_samples")]
 
 session.init()
-config = session.offered().config
+config = session.launch_context().config
 communicator = session.current()
 world = communicator.world
 total = communicator.allreduce(np.array([world.rank + 1.0]), ReduceOp.SUM, name="sum")[0]

@@ -1,6 +1,6 @@
 """Collectives on numpy arrays: methods of ``Communicator``.
 
-All take the keywords ``name``, ``process_set`` and ``with_waiter`` of ``options.Way``, reductions also
+All take the keywords ``name``, ``process_set`` and ``with_waiter`` of ``options.SubmitOptions``, reductions also
 ``prescale`` and ``postscale`` of ``Reduction``. Each comes in two forms: ``..._async`` returns a ``Handle``, the other
 one its result. Results raise
 
@@ -20,7 +20,7 @@ import numpy as np
 from sparkhvd.comm.channel import HasChannels
 from sparkhvd.comm.collectives import raw
 from sparkhvd.comm.collectives.buffers import Array, ReduceOp, buffer_of
-from sparkhvd.comm.collectives.options import Options, ReduceOptions, Way, asked
+from sparkhvd.comm.collectives.options import ReduceKeywords, SubmitKeywords, SubmitOptions, reduction_options
 from sparkhvd.comm.collectives.raw import Gathered
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
@@ -47,7 +47,7 @@ def allreduce_async(
     op: ReduceOp = ReduceOp.AVERAGE,
     *,
     out: Array | None = None,
-    **options: Unpack[ReduceOptions],
+    **options: Unpack[ReduceKeywords],
 ) -> Handle[Array]:
     """Combine the arrays of all ranks element by element; the result is the same on every rank.
 
@@ -63,13 +63,13 @@ def allreduce_async(
         me,
         buffer_of(array, "The array to reduce"),
         buffer_of(target, "The array for the result"),
-        *asked(op, **options),
+        *reduction_options(op, **options),
     )
-    return handle.bringing(target)
+    return handle.with_result(target)
 
 
 def grouped_allreduce_async(
-    me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
+    me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceKeywords]
 ) -> Handle[list[Array]]:
     """Allreduce several arrays that run together: all of them or, where the ranks disagree about one, none."""
     arrays = [_contiguous(array) for array in arrays]
@@ -78,12 +78,12 @@ def grouped_allreduce_async(
         (buffer_of(array, f"Array {i} to reduce"), buffer_of(target, "The array for the result"))
         for i, (array, target) in enumerate(zip(arrays, targets, strict=True))
     ]
-    handle = raw.reduce_buffers(me, pairs, *asked(op, **options))
-    return handle.bringing(targets)
+    handle = raw.reduce_buffers(me, pairs, *reduction_options(op, **options))
+    return handle.with_result(targets)
 
 
 def reducescatter_async(
-    me: HasChannels, array: Array, op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
+    me: HasChannels, array: Array, op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceKeywords]
 ) -> Handle[Array]:
     """Combine the arrays of all ranks; each rank gets some rows of the result, the first ranks one more if need be.
 
@@ -98,13 +98,13 @@ def reducescatter_async(
         me,
         buffer_of(array, "The array to reduce"),
         buffer_of(target, "The array for the result"),
-        *asked(op, **options),
+        *reduction_options(op, **options),
     )
-    return handle.bringing(target)
+    return handle.with_result(target)
 
 
 def grouped_reducescatter_async(
-    me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceOptions]
+    me: HasChannels, arrays: Sequence[Array], op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceKeywords]
 ) -> Handle[list[Array]]:
     """Reducescatter several arrays that run together: all of them or, where the ranks disagree about one, none."""
     arrays = [_contiguous(array) for array in arrays]
@@ -113,14 +113,14 @@ def grouped_reducescatter_async(
         (buffer_of(array, f"Array {i} to reduce"), buffer_of(target, "The array for the result"))
         for i, (array, target) in enumerate(zip(arrays, targets, strict=True))
     ]
-    handle = raw.reducescatter_buffers(me, pairs, *asked(op, **options))
-    return handle.bringing(targets)
+    handle = raw.reducescatter_buffers(me, pairs, *reduction_options(op, **options))
+    return handle.with_result(targets)
 
 
 def allgather_async(
     me: HasChannels,
     array: Array,
-    **options: Unpack[Options],
+    **options: Unpack[SubmitKeywords],
 ) -> Handle[Array]:
     """Join the arrays of all ranks along the first dimension, in rank order.
 
@@ -129,19 +129,19 @@ def allgather_async(
         array: the same dtype and shape on all ranks but for the first dimension.
     """
     array = _contiguous(array)
-    handle = raw.gather_buffer(me, buffer_of(array, "The array to gather"), Way(**options))
+    handle = raw.gather_buffer(me, buffer_of(array, "The array to gather"), SubmitOptions(**options))
     return handle.then(lambda gathered: _joined(gathered, array))
 
 
 def grouped_allgather_async(
     me: HasChannels,
     arrays: Sequence[Array],
-    **options: Unpack[Options],
+    **options: Unpack[SubmitKeywords],
 ) -> Handle[list[Array]]:
     """Allgather several arrays that run together: all of them or, where the ranks disagree about one, none."""
     kept = [_contiguous(array) for array in arrays]
     sources = [buffer_of(array, f"Array {i} to gather") for i, array in enumerate(kept)]
-    handle = raw.gather_buffers(me, sources, Way(**options))
+    handle = raw.gather_buffers(me, sources, SubmitOptions(**options))
     return handle.then(lambda all_gathered: [_joined(*pair) for pair in zip(all_gathered, kept, strict=True)])
 
 
@@ -149,7 +149,7 @@ def alltoall_async(
     me: HasChannels,
     array: Array,
     splits: Sequence[int] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[SubmitKeywords],
 ) -> Handle[tuple[Array, tuple[int, ...]]]:
     """Send some rows of the array to every rank; the result is what came from all, and how many rows from each.
 
@@ -160,7 +160,7 @@ def alltoall_async(
     """
     array = _contiguous(array)
     source = buffer_of(array, "The array to send")
-    handle = raw.alltoall_buffer(me, source, splits, Way(**options))
+    handle = raw.alltoall_buffer(me, source, splits, SubmitOptions(**options))
     return handle.then(lambda gathered: (_joined(gathered, array), gathered.first_dims))
 
 
@@ -170,7 +170,7 @@ def broadcast_async(
     root: int = 0,
     *,
     out: Array | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[SubmitKeywords],
 ) -> Handle[Array]:
     """The array of rank ``root``, on every rank; all ranks pass one of its shape and dtype.
 
@@ -183,8 +183,8 @@ def broadcast_async(
     array = _contiguous(array)
     target = np.empty_like(array) if out is None else out
     source, destination = buffer_of(array, "The array to send"), buffer_of(target, "The array for the result")
-    handle = raw.broadcast_buffer(me, source, destination, root, Way(**options))
-    return handle.bringing(target)
+    handle = raw.broadcast_buffer(me, source, destination, root, SubmitOptions(**options))
+    return handle.with_result(target)
 
 
 def _own_rows(me: HasChannels, array: Array, process_set: ProcessSet | None) -> Array:

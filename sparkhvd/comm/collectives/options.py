@@ -10,7 +10,7 @@ from sparkhvd.comm.process_sets import ProcessSet
 # These are made for every tensor that is submitted, and a named tuple takes a third of a frozen dataclass's time.
 
 
-class Way(NamedTuple):
+class SubmitOptions(NamedTuple):
     """How an operation finds those of the other ranks, and when it begins.
 
     Attributes:
@@ -24,9 +24,9 @@ class Way(NamedTuple):
     process_set: ProcessSet | None = None
     with_waiter: bool = False
 
-    def waiting(self) -> Way:
+    def waiting(self) -> SubmitOptions:
         """The same for a caller who waits at once."""
-        return Way(self.name, self.process_set, True)
+        return SubmitOptions(self.name, self.process_set, True)
 
 
 class Reduction(NamedTuple):
@@ -43,23 +43,23 @@ class Reduction(NamedTuple):
     postscale: float = 1.0
 
 
-class Options(TypedDict, total=False):
-    """The same as ``Way``, as keywords."""
+class SubmitKeywords(TypedDict, total=False):
+    """The same as ``SubmitOptions``, as keywords."""
 
     name: str | None
     process_set: ProcessSet | None
     with_waiter: bool
 
 
-class ReduceOptions(Options, total=False):
-    """The same as ``Way`` and the scales of ``Reduction``, as keywords."""
+class ReduceKeywords(SubmitKeywords, total=False):
+    """The same as ``SubmitOptions`` and the scales of ``Reduction``, as keywords."""
 
     prescale: float
     postscale: float
 
 
-def asked(
-    op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0, **way: Unpack[Options]
-) -> tuple[Reduction, Way]:
+def reduction_options(
+    op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0, **options: Unpack[SubmitKeywords]
+) -> tuple[Reduction, SubmitOptions]:
     """What the operator and the keywords describe."""
-    return Reduction(ReduceOp(op), prescale, postscale), Way(**way)
+    return Reduction(ReduceOp(op), prescale, postscale), SubmitOptions(**options)

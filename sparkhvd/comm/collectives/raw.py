@@ -1,6 +1,6 @@
 """Collectives on raw memory, for the framework adapters: methods of ``Communicator``.
 
-All take a ``Way``: the name, the ranks, and when to begin.
+All take a ``SubmitOptions``: the name, the ranks, and when to begin.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 from sparkhvd._core import CoreError, Operation
 from sparkhvd.comm.channel import Channel, HasChannels
 from sparkhvd.comm.collectives.buffers import Buffer
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.failures import translate, translated
 from sparkhvd.comm.handle import Handle, PendingGroup
 from sparkhvd.comm.process_sets import ProcessSet
@@ -21,7 +21,7 @@ from sparkhvd.errors import ConfigError
 T = TypeVar("T")
 Pairs = Sequence[tuple[Buffer, Buffer]]
 
-_ANY = Way()
+_ANY = SubmitOptions()
 _MEAN = Reduction()
 
 
@@ -51,15 +51,15 @@ def rows_of(total: int, size: int) -> list[int]:
 
 
 def reduce_buffer(
-    me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, way: Way = _ANY
+    me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, options: SubmitOptions = _ANY
 ) -> Handle[None]:
     """Start an allreduce of ``source`` into ``target`` of the same shape and dtype, which may be the same memory."""
     _require_same_form(source, target)
-    channel = me.channel(way.process_set)
-    return channel.handle(*_submitted("allreduce", channel, source, target, reduction, way))
+    channel = me.channel(options.process_set)
+    return channel.handle(*_submitted("allreduce", channel, source, target, reduction, options))
 
 
-def reduce_in_place(  # noqa: PLR0917  the way of most tensors: records would cost more than the rest of the call
+def reduce_in_place(  # noqa: PLR0917  most tensors come through here: records would cost more than the rest of the call
     me: HasChannels,
     address: int,
     shape: tuple[int, ...],
@@ -74,7 +74,7 @@ def reduce_in_place(  # noqa: PLR0917  the way of most tensors: records would co
 ) -> Handle[T]:
     """Start an allreduce within some memory; the handle brings its owner.
 
-    The arguments are the fields of a ``Buffer``, a ``Reduction`` and a ``Way``, one by one.
+    The arguments are the fields of a ``Buffer``, a ``Reduction`` and a ``SubmitOptions``, one by one.
     """
     channel = me.channel(process_set)
     if name is None:
@@ -88,61 +88,65 @@ def reduce_in_place(  # noqa: PLR0917  the way of most tensors: records would co
     return Handle(name, operation, channel.waits, owner)
 
 
-def reduce_buffers(me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, way: Way = _ANY) -> Handle[None]:
+def reduce_buffers(
+    me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, options: SubmitOptions = _ANY
+) -> Handle[None]:
     """Start an allreduce of every source into its target; all run together, or none where the ranks disagree."""
     for source, target in pairs:
         _require_same_form(source, target)
-    return _reduced_together("grouped_allreduce", me.channel(way.process_set), pairs, reduction, way)
+    return _reduced_together("grouped_allreduce", me.channel(options.process_set), pairs, reduction, options)
 
 
 def reducescatter_buffer(
-    me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, way: Way = _ANY
+    me: HasChannels, source: Buffer, target: Buffer, reduction: Reduction = _MEAN, options: SubmitOptions = _ANY
 ) -> Handle[None]:
     """Start a reduction of ``source`` whose first dimension is divided among the ranks, see ``rows_of``.
 
     ``target`` receives this rank's rows and must not overlap the source.
     """
-    channel = me.channel(way.process_set)
+    channel = me.channel(options.process_set)
     _require_own_rows(channel, source, target)
-    return channel.handle(*_submitted("reducescatter", channel, source, target, reduction, way))
+    return channel.handle(*_submitted("reducescatter", channel, source, target, reduction, options))
 
 
-def reducescatter_buffers(me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, way: Way = _ANY) -> Handle[None]:
+def reducescatter_buffers(
+    me: HasChannels, pairs: Pairs, reduction: Reduction = _MEAN, options: SubmitOptions = _ANY
+) -> Handle[None]:
     """Start a reducescatter of every source into its target; all run together, or none where the ranks disagree."""
-    channel = me.channel(way.process_set)
+    channel = me.channel(options.process_set)
     for source, target in pairs:
         _require_own_rows(channel, source, target)
-    return _reduced_together("grouped_reducescatter", channel, pairs, reduction, way)
+    return _reduced_together("grouped_reducescatter", channel, pairs, reduction, options)
 
 
-def gather_buffer(me: HasChannels, source: Buffer, way: Way = _ANY) -> Handle[Gathered]:
+def gather_buffer(me: HasChannels, source: Buffer, options: SubmitOptions = _ANY) -> Handle[Gathered]:
     """Start an allgather of ``source`` along its first dimension, which may differ between the ranks."""
     _require_rows(source, "An allgather", "join")
-    channel = me.channel(way.process_set)
-    name = channel.named("allgather", way.name)
+    channel = me.channel(options.process_set)
+    name = channel.named("allgather", options.name)
     with translated():
         operation = channel.engine.allgather(
-            name, source.address, source.shape, source.dtype, source.owner, way.with_waiter, source.device
+            name, source.address, source.shape, source.dtype, source.owner, options.with_waiter, source.device
         )
     return channel.handle(name, operation, lambda: _gathered(operation))
 
 
-def gather_buffers(me: HasChannels, sources: Sequence[Buffer], way: Way = _ANY) -> Handle[list[Gathered]]:
+def gather_buffers(me: HasChannels, sources: Sequence[Buffer], options: SubmitOptions = _ANY) -> Handle[list[Gathered]]:
     """Start an allgather of every source; all run together, or none where the ranks disagree."""
     for source in sources:
         _require_rows(source, "An allgather", "join")
-    channel = me.channel(way.process_set)
-    name = channel.named("grouped_allgather", way.name)
+    channel = me.channel(options.process_set)
+    name = channel.named("grouped_allgather", options.name)
     with translated():
         tensors = _tensors(name, [(source, source) for source in sources])
-        operations = channel.engine.grouped_allgather(name, tensors, way.with_waiter, sources[0].device)
+        operations = channel.engine.grouped_allgather(name, tensors, options.with_waiter, sources[0].device)
     return channel.handle(
         name, PendingGroup(tuple(operations)), lambda: [_gathered(operation) for operation in operations]
     )
 
 
 def alltoall_buffer(
-    me: HasChannels, source: Buffer, splits: Sequence[int] | None = None, way: Way = _ANY
+    me: HasChannels, source: Buffer, splits: Sequence[int] | None = None, options: SubmitOptions = _ANY
 ) -> Handle[Gathered]:
     """Start sending a part of ``source`` to every rank.
 
@@ -150,10 +154,10 @@ def alltoall_buffer(
         me: the communicator.
         source: the rows for all ranks, in rank order; the number of rows may differ among ranks.
         splits: how many rows go to each rank; equal numbers when None.
-        way: see above.
+        options: the name, the ranks, and when to begin.
     """
     _require_rows(source, "An alltoall", "divide")
-    channel = me.channel(way.process_set)
+    channel = me.channel(options.process_set)
     if splits is None:
         if source.shape[0] % channel.size:
             raise ConfigError(
@@ -161,7 +165,7 @@ def alltoall_buffer(
                 "give splits."
             )
         splits = [source.shape[0] // channel.size] * channel.size
-    name = channel.named("alltoall", way.name)
+    name = channel.named("alltoall", options.name)
     with translated():
         operation = channel.engine.alltoall(
             name,
@@ -170,17 +174,19 @@ def alltoall_buffer(
             list(splits),
             source.dtype,
             source.owner,
-            way.with_waiter,
+            options.with_waiter,
             source.device,
         )
     return channel.handle(name, operation, lambda: _gathered(operation))
 
 
-def broadcast_buffer(me: HasChannels, source: Buffer, target: Buffer, root: int = 0, way: Way = _ANY) -> Handle[None]:
+def broadcast_buffer(
+    me: HasChannels, source: Buffer, target: Buffer, root: int = 0, options: SubmitOptions = _ANY
+) -> Handle[None]:
     """Start copying the ``source`` of rank ``root``, a rank of the job, into the ``target`` of all ranks."""
-    channel = me.channel(way.process_set)
-    place = channel.place_of(root)
-    name = channel.named("broadcast", way.name)
+    channel = me.channel(options.process_set)
+    engine_root = channel.engine_rank_of(root)
+    name = channel.named("broadcast", options.name)
     owners = (source.owner, target.owner)
     with translated():
         operation = channel.engine.broadcast(
@@ -189,9 +195,9 @@ def broadcast_buffer(me: HasChannels, source: Buffer, target: Buffer, root: int 
             target.address,
             source.shape,
             source.dtype,
-            place,
+            engine_root,
             owners,
-            way.with_waiter,
+            options.with_waiter,
             source.device,
         )
     return channel.handle(name, operation)
@@ -235,9 +241,9 @@ def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
     source: Buffer,
     target: Buffer,
     reduction: Reduction,
-    way: Way,
+    options: SubmitOptions,
 ) -> tuple[str, Operation]:
-    name = channel.named(kind, way.name)
+    name = channel.named(kind, options.name)
     engine = channel.engine
     submit = engine.allreduce if kind == "allreduce" else engine.reducescatter
     address, shape, dtype, owner, device = source
@@ -245,7 +251,7 @@ def _submitted(  # noqa: PLR0917  keywords would cost a tenth of the call
     owners = owner if source is target else (owner, target.owner)
     try:
         operation = submit(
-            name, address, target.address, shape, dtype, op, prescale, postscale, owners, way.with_waiter, device
+            name, address, target.address, shape, dtype, op, prescale, postscale, owners, options.with_waiter, device
         )
     except CoreError as error:
         raise translate(error) from None
@@ -257,14 +263,14 @@ def _reduced_together(
     channel: Channel,
     pairs: Pairs,
     reduction: Reduction,
-    way: Way,
+    options: SubmitOptions,
 ) -> Handle[None]:
-    name = channel.named(kind, way.name)
+    name = channel.named(kind, options.name)
     engine = channel.engine
     submit = engine.grouped_allreduce if kind == "grouped_allreduce" else engine.grouped_reducescatter
     with translated():
         device = pairs[0][0].device if pairs else None
-        operations = submit(name, _tensors(name, pairs), *reduction, way.with_waiter, device)
+        operations = submit(name, _tensors(name, pairs), *reduction, options.with_waiter, device)
     return channel.handle(name, PendingGroup(tuple(operations)))
 
 

@@ -21,7 +21,7 @@ from sparkhvd.world import World
 
 
 @contextmanager
-def in_memory(content: bytes) -> Iterator[str]:
+def memory_file(content: bytes) -> Iterator[str]:
     """Within this block, the path under which processes of the same user on this host find ``content``.
 
     For secrets of child processes: their environment can be read as long as they live, and is inherited.
@@ -34,12 +34,12 @@ def in_memory(content: bytes) -> Iterator[str]:
         os.close(descriptor)
 
 
-def bequeathed(context: LaunchContext) -> AbstractContextManager[str]:
+def context_file(context: LaunchContext) -> AbstractContextManager[str]:
     """Within this block, the path under which child processes find ``context``."""
-    return in_memory(to_json(context))
+    return memory_file(to_json(context))
 
 
-def inherited() -> LaunchContext | None:
+def inherited_context() -> LaunchContext | None:
     """The context of the rank that this program is part of; None outside such a program.
 
     Raises:

@@ -22,15 +22,15 @@ from sparkhvd.comm.stall.report import StallReport, report
 from sparkhvd.comm.stall.snapshot import (
     Condition,
     Identity,
-    Pending,
+    PendingCollective,
     decode_condition,
     decode_identity,
     encode,
     own_identity,
+    process_problem,
     stacks,
-    trouble,
 )
-from sparkhvd.comm.stall.stragglers import Absent, tell
+from sparkhvd.comm.stall.stragglers import Straggler, publish_straggler
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 
@@ -60,7 +60,7 @@ class WatchedChannel(Protocol):
         """The engine whose operations are watched."""
 
 
-class HangDoctor:
+class StallDetector:
     """One rank's part in finding out who keeps the others waiting; owns a thread from construction to ``close()``.
 
     Args:
@@ -94,7 +94,7 @@ class HangDoctor:
         self._stopping = threading.Event()
         self._is_asked(0, 0.0)  # the question's connection is there from now on
         self._rendezvous.set(self._key("who", self._world.rank), encode(own_identity()), self._soon())
-        self._thread = threading.Thread(target=self._run, name="sparkhvd-doctor")
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-stall-detector")
         self._thread.start()
 
     @property
@@ -122,7 +122,7 @@ class HangDoctor:
                 self._look_for_stall(question)
         except SparkHvdError as error:
             # Without a rendezvous there is nobody to ask, and the job is over or about to be.
-            _log.debug("The hang doctor of rank %d leaves: %s", self._world.rank, error)
+            _log.debug("The stall detector of rank %d leaves: %s", self._world.rank, error)
 
     def _over(self) -> bool:
         # An interpreter that ends waits for this thread, which therefore goes when the main thread has gone.
@@ -151,10 +151,10 @@ class HangDoctor:
             # Set by whoever is first; the others find it there.
             self._rendezvous.set(self._key("question", question), b"", self._soon())
 
-    def _pending(self) -> tuple[Pending, ...]:
+    def _pending(self) -> tuple[PendingCollective, ...]:
         """What this rank waits for, the longest wait first."""
         found = [
-            Pending(title, age, number)
+            PendingCollective(title, age, number)
             for number, channel in list(self._channels.items())
             for title, age in channel.engine.pending()
         ]
@@ -178,14 +178,14 @@ class HangDoctor:
 
     def _own(self) -> Condition:
         neighbours = self._channels[0].engine.host_ranks()
-        troubles = {rank: trouble(identity) for rank, identity in self._identities(neighbours).items()}
+        problems = {rank: process_problem(identity) for rank, identity in self._identities(neighbours).items()}
         return Condition(
             pending=self._pending(),
             operations=self._completed(),
             idle=time.monotonic() - self._changed,
             progress=self._watched.progress,
             stacks=stacks(without=self._thread),
-            neighbours={rank: what for rank, what in troubles.items() if what is not None},
+            neighbours={rank: what for rank, what in problems.items() if what is not None},
         )
 
     def _collect(self, question: int) -> StallReport:
@@ -226,9 +226,9 @@ class HangDoctor:
             return
         rank = known.absent[0]
         stack = next(iter(known.conditions.get(rank, Condition()).stacks.values()), "")
-        absent = Absent(self._rank_in_job(rank), f"{known.headline()}, until {limit} ended the job", True, stack)
+        absent = Straggler(self._rank_in_job(rank), f"{known.headline()}, until {limit} ended the job", True, stack)
         with suppress(SparkHvdError):  # the job ends all the same
-            tell(self._rendezvous, absent)
+            publish_straggler(self._rendezvous, absent)
 
     def _key(self, what: str, number: int) -> str:
         return f"{self._scope}/doctor/{what}/{number}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sparkhvd.comm.stall.snapshot import Condition, Identity, Pending
+from sparkhvd.comm.stall.snapshot import Condition, Identity, PendingCollective
 
 _MOST_TENSORS = 10
 _MOST_RANKS = 16
@@ -114,7 +114,7 @@ def report(
         since: seconds from which on a wait counts as too long.
     """
     silent = {rank: _about_silent(rank, conditions, identities) for rank in sets[0] if rank not in conditions}
-    waits: dict[str, dict[int, Pending]] = {}
+    waits: dict[str, dict[int, PendingCollective]] = {}
     for rank, condition in conditions.items():
         for one in condition.pending:
             if one.process_set in sets:  # and was not removed meanwhile
@@ -130,7 +130,7 @@ def report(
 
 def _stalled(
     title: str,
-    waiting: Mapping[int, Pending],
+    waiting: Mapping[int, PendingCollective],
     conditions: Mapping[int, Condition],
     sets: Mapping[int, tuple[int, ...]],
 ) -> StalledTensor:

@@ -37,7 +37,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCollective:
     """A collective that a rank has submitted and that is not done.
 
     Attributes:
@@ -67,7 +67,7 @@ class Condition:
         neighbours: what is wrong with the processes of its host, by rank; not those in order.
     """
 
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[PendingCollective, ...] = ()
     operations: int = 0
     idle: float = 0.0
     progress: str = ""
@@ -80,7 +80,7 @@ def own_identity() -> Identity:
     return Identity(socket.gethostname(), os.getpid(), _namespace(), _state_and_start(os.getpid())[1])
 
 
-def trouble(process: Identity) -> str | None:
+def process_problem(process: Identity) -> str | None:
     """What is wrong with a process of this host: "has ended", "is stopped by a signal"; None when nothing is.
 
     None also for processes that cannot be seen from here.
@@ -134,7 +134,7 @@ def decode_condition(content: bytes) -> Condition:
     """
     try:
         fields = json.loads(content)
-        fields["pending"] = tuple(Pending(**each) for each in fields["pending"])
+        fields["pending"] = tuple(PendingCollective(**each) for each in fields["pending"])
         fields["neighbours"] = {int(rank): str(what) for rank, what in fields["neighbours"].items()}
         return Condition(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -26,7 +26,7 @@ _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
-class Absent:
+class Straggler:
     """A rank that does not come to the others, as they see it.
 
     Attributes:
@@ -42,21 +42,21 @@ class Absent:
     stack: str = ""
 
 
-def tell(rendezvous: RendezvousClient, absent: Absent) -> None:
+def publish_straggler(rendezvous: RendezvousClient, absent: Straggler) -> None:
     """Let those who watch over the ranks know; who is first counts. Call it before the job ends for that."""
     rendezvous.set(_KEY, json.dumps(asdict(absent)).encode(), Deadline.after(_STORE_SECONDS))
 
 
-def told(rendezvous: RendezvousClient) -> Absent | None:
+def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
     """What one of the ranks has told; None where they did not."""
     try:
-        return Absent(**json.loads(rendezvous.get(_KEY, Deadline.after(_LOOK_SECONDS))))
+        return Straggler(**json.loads(rendezvous.get(_KEY, Deadline.after(_LOOK_SECONDS))))
     except (DeadlineExceededError, ValueError, TypeError):
         return None
 
 
 @contextmanager
-def warning_of_absent(
+def warning_of_stragglers(
     rendezvous: RendezvousClient | None, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
 ) -> Iterator[None]:
     """Within this block, log the ranks that have not come after ``stall_check_seconds``, then after twice the time...
@@ -80,13 +80,13 @@ def warning_of_absent(
             waited, pause = round(time.monotonic() - began), 2 * pause
             with suppress(SparkHvdError):  # who waits gets the error, too
                 missing = _missing(rendezvous, keys, came)
-                if missing and not came.is_set() and speaks(index, missing):
+                if missing and not came.is_set() and should_warn(index, missing):
                     _log.warning(
                         "Rank %d has waited %d s for %s to come to %s. It gives up after start_timeout=%g s.",
                         *(ranks[index], waited, _named(missing, ranks), what, context.config.start_timeout),
                     )
 
-    watcher = threading.Thread(target=watch, name="sparkhvd-absent", daemon=True)
+    watcher = threading.Thread(target=watch, name="sparkhvd-stragglers", daemon=True)
     watcher.start()
     try:
         yield
@@ -95,13 +95,13 @@ def warning_of_absent(
         watcher.join()
 
 
-def speaks(index: int, missing: Sequence[int]) -> bool:
+def should_warn(index: int, missing: Sequence[int]) -> bool:
     """Whether the rank at ``index`` is the one to warn: the first that waits, as far as ``missing`` tells."""
     before = list(range(min(index, _MOST_NAMED)))
     return list(missing[: len(before)]) == before
 
 
-def late(
+def straggler_error(
     rendezvous: RendezvousClient, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
 ) -> DeadlineExceededError | None:
     """The error for ranks that have not come in time, which are told; None where all have, or nobody knows.
@@ -121,7 +121,9 @@ def late(
         waited = (
             f"waited start_timeout={context.config.start_timeout:g} s for {_named(missing, ranks)} to come to {what}"
         )
-        tell(rendezvous, Absent(context.rank_in_job(ranks[missing[0]]), f"rank {own} {waited}", joined=what != INIT))
+        publish_straggler(
+            rendezvous, Straggler(context.rank_in_job(ranks[missing[0]]), f"rank {own} {waited}", joined=what != INIT)
+        )
     except SparkHvdError:  # the rendezvous is gone; the first error says more
         return None
     return DeadlineExceededError(f"Rank {own} {waited}. See what it does instead, or raise SPARKHVD_START_TIMEOUT.")

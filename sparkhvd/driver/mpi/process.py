@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparkhvd.comm.connect.inherited_world import in_memory
+from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.config import changed_environment
 from sparkhvd.driver.mpi.command import mpirun_defaults
 from sparkhvd.driver.mpi.remote_shell import DRIVER_ADDRESSES, DRIVER_ENCRYPTS, DRIVER_SECRET
@@ -73,7 +73,7 @@ class Mpirun:
             own = {
                 "TMPDIR": self._folder,
                 DRIVER_ADDRESSES: json.dumps(list(service.addresses)),
-                DRIVER_SECRET: self._secret.enter_context(in_memory(service.secret)),
+                DRIVER_SECRET: self._secret.enter_context(memory_file(service.secret)),
                 DRIVER_ENCRYPTS: "1" if service.encrypt else "",
                 IMPORT_PATH: import_path(),
                 **settings,

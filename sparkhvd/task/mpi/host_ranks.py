@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
-from sparkhvd.comm.connect.inherited_world import in_memory
+from sparkhvd.comm.connect.inherited_world import memory_file
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.fields import MessageError
@@ -50,7 +50,7 @@ class RankListener:
         self.name = f"sparkhvd-{secrets.token_hex(8)}"
         self._secret = secrets.token_bytes(32)
         self._resources = ExitStack()
-        self.secret_path = self._resources.enter_context(in_memory(self._secret))  # for the ranks
+        self.secret_path = self._resources.enter_context(memory_file(self._secret))  # for the ranks
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(f"\0{self.name}")
         self._socket.listen(1024)

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Sequence
 
 from sparkhvd.comm import session
-from sparkhvd.comm.connect.inherited_world import bequeathed
+from sparkhvd.comm.connect.inherited_world import context_file
 from sparkhvd.config import INHERITED_CONTEXT, changed_environment
 from sparkhvd.errors import LaunchError
 from sparkhvd.task.failure_report import describe_exit
@@ -22,7 +22,7 @@ def run_command(command: Sequence[str]) -> int:
     Raises:
         CommandEndedError: it ended with another one, or could not be started.
     """
-    with bequeathed(session.offered()) as path:
+    with context_file(session.launch_context()) as path:
         try:
             code = subprocess.call(list(command), env=changed_environment({INHERITED_CONTEXT: path}))
         except OSError as error:

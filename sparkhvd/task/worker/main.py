@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[object]) -> int:
     export({**dict(spec.variables), IMPORT_PATH: spec.import_path})
     _configure_logging(int(dict(spec.variables)["SPARKHVD_LOG_LEVEL"]))
-    session.offer(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())))
+    session.set_launch_context(spec.context, lambda: connection.send_bytes(pickle.dumps(Joined())))
     connection.send_bytes(pickle.dumps(Ready()))
 
     def on_end() -> None:

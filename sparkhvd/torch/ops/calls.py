@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from sparkhvd.comm.collectives.options import Way
+from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.handle import Handle
 
 P = ParamSpec("P")
@@ -103,9 +103,9 @@ def as_list(tensors: Tensors, _rows: Rows) -> list[torch.Tensor]:
 _apply: Callable[..., Tensors] = _Differentiable.apply
 
 
-def of_gradient(way: Way) -> Way:
-    """The way of the collective that computes the gradient of another one."""
-    return way if way.name is None else way._replace(name=f"{way.name}.gradient")
+def of_gradient(options: SubmitOptions) -> SubmitOptions:
+    """Return the options of the collective that computes the gradient of another one."""
+    return options if options.name is None else options._replace(name=f"{options.name}.gradient")
 
 
 def blocking(describe: Callable[P, Call[R]]) -> Callable[P, R]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
@@ -44,7 +44,7 @@ def allreduce(
         process_set: the ranks that take part, all by default.
     """
     asked = Reduction(chosen(average, op), prescale_factor, postscale_factor)
-    return Call(Allreduce((tensor,), asked, Way(name, process_set), compression), first)
+    return Call(Allreduce((tensor,), asked, SubmitOptions(name, process_set), compression), first)
 
 
 def grouped_allreduce(
@@ -71,7 +71,7 @@ def grouped_allreduce(
         process_set: the ranks that take part, all by default.
     """
     asked = Reduction(chosen(average, op), prescale_factor, postscale_factor)
-    return Call(Allreduce(_some(tensors), asked, Way(name, process_set), compression, grouped=True), as_list)
+    return Call(Allreduce(_some(tensors), asked, SubmitOptions(name, process_set), compression, grouped=True), as_list)
 
 
 def reducescatter(
@@ -100,7 +100,7 @@ def reducescatter(
         process_set: the ranks that take part, all by default.
     """
     asked = Reduction(chosen(None, op), prescale_factor, postscale_factor)
-    return Call(Reducescatter((tensor,), asked, Way(name, process_set), compression), first)
+    return Call(Reducescatter((tensor,), asked, SubmitOptions(name, process_set), compression), first)
 
 
 def grouped_reducescatter(
@@ -125,7 +125,9 @@ def grouped_reducescatter(
         process_set: the ranks that take part, all by default.
     """
     asked = Reduction(chosen(None, op), prescale_factor, postscale_factor)
-    return Call(Reducescatter(_some(tensors), asked, Way(name, process_set), compression, grouped=True), as_list)
+    return Call(
+        Reducescatter(_some(tensors), asked, SubmitOptions(name, process_set), compression, grouped=True), as_list
+    )
 
 
 def allgather(
@@ -140,7 +142,7 @@ def allgather(
         name: what the ranks know the operation by; made by counting when None.
         process_set: the ranks that take part, all by default.
     """
-    return Call(Allgather((tensor,), Way(name, process_set)), first)
+    return Call(Allgather((tensor,), SubmitOptions(name, process_set)), first)
 
 
 def grouped_allgather(
@@ -153,7 +155,7 @@ def grouped_allgather(
         name: what the ranks know the group by; made by counting when None.
         process_set: the ranks that take part, all by default.
     """
-    return Call(Allgather(_some(tensors), Way(name, process_set), grouped=True), as_list)
+    return Call(Allgather(_some(tensors), SubmitOptions(name, process_set), grouped=True), as_list)
 
 
 def broadcast(
@@ -169,7 +171,7 @@ def broadcast(
         name: what the ranks know the operation by; made by counting when None.
         process_set: the ranks that take part, all by default.
     """
-    return Call(Broadcast(tensor, root_rank, Way(name, process_set)), first)
+    return Call(Broadcast(tensor, root_rank, SubmitOptions(name, process_set)), first)
 
 
 def alltoall(
@@ -191,11 +193,11 @@ def alltoall(
         process_set: the ranks that take part, all by default.
     """
     if splits is None:
-        return Call(Alltoall(tensor, None, Way(name, process_set)), first)
+        return Call(Alltoall(tensor, None, SubmitOptions(name, process_set)), first)
     given = tuple(splits.tolist() if isinstance(splits, torch.Tensor) else splits)
     if any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 0 for rows in given):
         raise ConfigError(f"splits={list(given)} holds something that is not a number of rows; give one per rank.")
-    return Call(Alltoall(tensor, given, Way(name, process_set)), lambda outputs, _: (outputs[0], outputs[1]))
+    return Call(Alltoall(tensor, given, SubmitOptions(name, process_set)), lambda outputs, _: (outputs[0], outputs[1]))
 
 
 def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:

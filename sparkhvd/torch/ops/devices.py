@@ -10,7 +10,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.comm.channel import Channel
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
@@ -39,13 +39,15 @@ def by_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op:
     )
 
 
-def reduced_by_nccl(tensors: Sequence[torch.Tensor], reduction: Reduction, way: Way, compression: Compressor) -> bool:
+def reduced_by_nccl(
+    tensors: Sequence[torch.Tensor], reduction: Reduction, options: SubmitOptions, compression: Compressor
+) -> bool:
     """Whether NCCL reduces the tensors; what a user's own compression makes of them is staged.
 
     The ones that come along turn floats into floats, so that they change nothing about what NCCL takes.
     """
     known = compression is NoneCompressor or isinstance(compression, CastCompressor)
-    return known and by_nccl(tensors, way.process_set, reduction.op)
+    return known and by_nccl(tensors, options.process_set, reduction.op)
 
 
 def nccl_takes(dtype: torch.dtype, op: ReduceOp | None) -> bool:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from sparkhvd.comm import session
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.collectives.raw import Gathered
 from sparkhvd.comm.handle import Handle
 from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, of_gradient
@@ -25,28 +25,28 @@ class Allgather:
     """Each of the tensors joined with those of the other ranks; ``grouped`` ones run together or not at all."""
 
     tensors: Tensors
-    way: Way
+    options: SubmitOptions
     grouped: bool = False
 
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
         """Submit it."""
         del in_place
-        what = called("Tensor", self.way.name)
-        on_device = by_nccl(self.tensors, self.way.process_set)
+        what = called("Tensor", self.options.name)
+        on_device = by_nccl(self.tensors, self.options.process_set)
         sources = [buffer_of(stage(tensor, what, on_device=on_device).memory, what) for tensor in self.tensors]
-        communicator, way = session.current(), self.way.waiting() if waits else self.way
+        communicator, options = session.current(), self.options.waiting() if waits else self.options
         if self.grouped:
-            together = communicator.gather_buffers(sources, way)
+            together = communicator.gather_buffers(sources, options)
             result = together.then(lambda gathered: finish(*self._joined(gathered)))
         else:
-            alone = communicator.gather_buffer(sources[0], way)
+            alone = communicator.gather_buffer(sources[0], options)
             result = alone.then(lambda gathered: finish(*self._joined([gathered])))
         return in_order(result, self.tensors[0].device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """This rank's rows of the mean of the ranks' gradients."""
-        means = Call(Allreduce(gradients, Reduction(), of_gradient(self.way), grouped=self.grouped), every).run()
-        me = session.current().channel(self.way.process_set).engine.rank
+        means = Call(Allreduce(gradients, Reduction(), of_gradient(self.options), grouped=self.grouped), every).run()
+        me = session.current().channel(self.options.process_set).engine.rank
         return tuple(each.narrow(0, sum(of[:me]), of[me]) for each, of in zip(means, rows, strict=True))
 
     def _joined(self, gathered: Sequence[Gathered]) -> tuple[Tensors, Rows]:
@@ -65,7 +65,7 @@ class Broadcast:
 
     tensor: torch.Tensor
     root: int
-    way: Way
+    options: SubmitOptions
     any_memory: bool = False
 
     @property
@@ -75,17 +75,17 @@ class Broadcast:
 
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
         """Submit it."""
-        what = called("Tensor", self.way.name)
+        what = called("Tensor", self.options.name)
         if in_place and not self.any_memory:
             require_contiguous(self.tensor, what)
-        on_device = not self.any_memory and by_nccl(self.tensors, self.way.process_set)
+        on_device = not self.any_memory and by_nccl(self.tensors, self.options.process_set)
         staged = stage(self.tensor, what, on_device=on_device)
         as_bytes = self.any_memory and not has_dtype(staged.memory)
         source = bytes_of(staged.memory) if as_bytes else buffer_of(staged.memory, what)
         result = staged.memory if in_place else torch.empty_like(staged.memory)
         target = source if in_place else buffer_of(result, what)
         handle = session.current().broadcast_buffer(
-            source, target, self.root, self.way.waiting() if waits else self.way
+            source, target, self.root, self.options.waiting() if waits else self.options
         )
         device = self.tensor.device
         received = handle.then(lambda _: finish((staged.write_back() if in_place else result.to(device),), ()))
@@ -94,7 +94,7 @@ class Broadcast:
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """On the root the mean of the ranks' gradients, elsewhere zero."""
         del rows
-        (reduced,) = Call(Allreduce(gradients, Reduction(), of_gradient(self.way)), every).run()
+        (reduced,) = Call(Allreduce(gradients, Reduction(), of_gradient(self.options)), every).run()
         return (reduced if session.current().world.rank == self.root else torch.zeros_like(reduced),)
 
 
@@ -104,7 +104,7 @@ class Alltoall:
 
     tensor: torch.Tensor
     splits: tuple[int, ...] | None
-    way: Way
+    options: SubmitOptions
 
     @property
     def tensors(self) -> Tensors:
@@ -114,10 +114,12 @@ class Alltoall:
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
         """Submit it."""
         del in_place
-        what = called("Tensor", self.way.name)
-        on_device = by_nccl(self.tensors, self.way.process_set)
+        what = called("Tensor", self.options.name)
+        on_device = by_nccl(self.tensors, self.options.process_set)
         source = buffer_of(stage(self.tensor, what, on_device=on_device).memory, what)
-        handle = session.current().alltoall_buffer(source, self.splits, self.way.waiting() if waits else self.way)
+        handle = session.current().alltoall_buffer(
+            source, self.splits, self.options.waiting() if waits else self.options
+        )
         like = self.tensor.detach()
 
         def received(gathered: Gathered) -> T:
@@ -129,5 +131,5 @@ class Alltoall:
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
         """Every rank's gradients of what came from this one, sent back."""
-        back = Alltoall(gradients[0], rows[0], of_gradient(self.way))
+        back = Alltoall(gradients[0], rows[0], of_gradient(self.options))
         return Call(back, lambda outputs, _: outputs[:1]).run()

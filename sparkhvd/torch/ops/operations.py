@@ -8,7 +8,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import Way
+from sparkhvd.comm.collectives.options import SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
@@ -85,7 +85,7 @@ def sparse_allreduce_async(
     communicator = session.current()
     total = SparseSum(tensor.detach(), op, communicator.channel(process_set).ranks, what)
     content = buffer_of(total.packed(tensor), what)
-    return communicator.gather_buffer(content, Way(name, process_set)).then(total.summed)
+    return communicator.gather_buffer(content, SubmitOptions(name, process_set)).then(total.summed)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

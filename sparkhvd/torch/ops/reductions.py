@@ -9,7 +9,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
@@ -41,26 +41,30 @@ class Allreduce(NamedTuple):
 
     tensors: Tensors
     reduction: Reduction
-    way: Way
+    options: SubmitOptions
     compression: Compressor = NoneCompressor
     grouped: bool = False
 
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
         """Submit it."""
-        way = self.way.waiting() if waits else self.way
+        options = self.options.waiting() if waits else self.options
         if in_place and self.grouped and self.compression is NoneCompressor:
             # The short way of most groups: nothing to convert, nothing to bring back.
             buffers = [plain_buffer(tensor) for tensor in self.tensors]
             if None not in buffers:
                 pairs = [(own, own) for own in buffers if own is not None]
-                return session.current().reduce_buffers(pairs, self.reduction, way).bringing(finish(self.tensors, ()))
-        on_device = self.tensors[0].is_cuda and reduced_by_nccl(self.tensors, self.reduction, way, self.compression)
+                return (
+                    session.current()
+                    .reduce_buffers(pairs, self.reduction, options)
+                    .with_result(finish(self.tensors, ()))
+                )
+        on_device = self.tensors[0].is_cuda and reduced_by_nccl(self.tensors, self.reduction, options, self.compression)
         parts = [self._part(tensor, in_place=in_place, on_device=on_device) for tensor in self.tensors]
         if self.grouped:
             pairs = [(part.source, part.target) for part in parts]
-            handle = session.current().reduce_buffers(pairs, self.reduction, way)
+            handle = session.current().reduce_buffers(pairs, self.reduction, options)
         else:
-            handle = session.current().reduce_buffer(parts[0].source, parts[0].target, self.reduction, way)
+            handle = session.current().reduce_buffer(parts[0].source, parts[0].target, self.reduction, options)
         result = handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
         return in_order(result, self.tensors[0].device) if on_device else result
 
@@ -68,10 +72,10 @@ class Allreduce(NamedTuple):
         """Those of a sum or mean are the sums or means of the ranks' gradients."""
         del rows
         require_gradient(self.reduction, "An allreduce")
-        return Call(self._replace(tensors=gradients, way=of_gradient(self.way)), every).run()
+        return Call(self._replace(tensors=gradients, options=of_gradient(self.options)), every).run()
 
     def _part(self, tensor: torch.Tensor, *, in_place: bool, on_device: bool) -> Part:
-        what, compression = called("Tensor", self.way.name), self.compression
+        what, compression = called("Tensor", self.options.name), self.compression
         if in_place:
             require_contiguous(tensor, what)
         compressed, context = compression.compress(tensor.detach())

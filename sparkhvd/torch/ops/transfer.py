@@ -8,7 +8,7 @@ import torch
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
@@ -95,14 +95,16 @@ def send_nothing(
 
 def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings) -> Transfer:
     asked = Reduction(weight.op, weight.share / settings.predivide, settings.predivide)
-    way = Way(name, settings.process_set)
+    options = SubmitOptions(name, settings.process_set)
     dtype = plain_dtype(gradient) if settings.compression is NoneCompressor else None
     if dtype is not None:
-        handle = session.current().reduce_in_place(gradient.data_ptr(), gradient.shape, dtype, gradient, *asked, *way)
+        handle = session.current().reduce_in_place(
+            gradient.data_ptr(), gradient.shape, dtype, gradient, *asked, *options
+        )
         return Transfer(gradient, handle, sparse=False)
     what = f"The gradient {name!r}"
     compressed, context = settings.compression.compress(gradient)
-    on_device = gradient.is_cuda and reduced_by_nccl((gradient,), asked, way, settings.compression)
+    on_device = gradient.is_cuda and reduced_by_nccl((gradient,), asked, options, settings.compression)
     staged = stage(compressed, what, on_device=on_device)
     if on_device:
         scale(staged.memory, asked.prescale)
@@ -117,7 +119,7 @@ def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: Exc
                 gradient.copy_(settings.compression.decompress(reduced, context))
         return gradient
 
-    handle = session.current().reduce_buffer(sent, sent, asked, way).then(receive)
+    handle = session.current().reduce_buffer(sent, sent, asked, options).then(receive)
     return Transfer(gradient, in_order(handle, gradient.device) if on_device else handle, sparse=False)
 
 
@@ -133,5 +135,7 @@ def _send_sparse(
     ranks = communicator.channel(settings.process_set).ranks
     total = sparse.SparseSum(parameter.detach(), weight.op, ranks, f"The gradient {name!r}")
     content = sparse.nothing() if gradient is None else total.packed(gradient * weight.share)
-    handle = communicator.gather_buffer(buffer_of(content, name), Way(name, settings.process_set)).then(total.summed)
+    handle = communicator.gather_buffer(buffer_of(content, name), SubmitOptions(name, settings.process_set)).then(
+        total.summed
+    )
     return Transfer(gradient, handle, sparse=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
@@ -64,8 +64,8 @@ class DeltaOptimizer(ExchangingOptimizer):
         return result
 
     def _combined(self, delta: torch.Tensor, name: str) -> Call[torch.Tensor]:
-        way = Way(name, self._settings.process_set)
-        return Call(Allreduce((delta,), Reduction(ReduceOp.ADASUM), way, self._settings.compression), first)
+        options = SubmitOptions(name, self._settings.process_set)
+        return Call(Allreduce((delta,), Reduction(ReduceOp.ADASUM), options, self._settings.compression), first)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; the ranks know them by position."""

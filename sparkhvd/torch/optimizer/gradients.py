@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, Way
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError, DeadlineExceededError, SparkHvdError
 from sparkhvd.torch.ops.tensors import buffer_of
@@ -214,7 +214,7 @@ class GradientExchange:
             Reduction(
                 op if op in {ReduceOp.AVERAGE, ReduceOp.SUM} else ReduceOp.MAX, postscale=self._settings.predivide
             ),
-            Way(f"{first.name}.presence", self._settings.process_set),
+            SubmitOptions(f"{first.name}.presence", self._settings.process_set),
         )
         return self._presence
 

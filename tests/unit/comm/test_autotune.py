@@ -37,7 +37,7 @@ def group():
 
 def train(steps, scope, settings):
     """Steps of some tensors, beside which a process set works; what is in force after each of them."""
-    offered = session.offered()
+    offered = session.launch_context()
     context = replace(offered, config=replace(offered.config, **settings))
     with Communicator(context, scope=scope) as me:
         beside = me.add_process_set(ProcessSet([0, 2]))

@@ -112,7 +112,7 @@ def test_the_end_of_a_rank_is_noticed_while_its_child_lives(hosts, tmp_path):
 
 
 def connect_in_child(port: int):
-    token = session.offered().token
+    token = session.launch_context().token
     with RendezvousClient([("127.0.0.1", port)], token, Deadline.after(10.0)) as client:
         client.set("before", b"1", Deadline.after(10.0))
 

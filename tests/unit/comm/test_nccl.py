@@ -100,16 +100,16 @@ def test_nccl_and_encryption_exclude_each_other():
 
 @pytest.mark.skipif(features.cuda_built(), reason="there is a CUDA device here")
 def test_asking_for_nccl_where_there_is_no_device_fails_at_the_start_and_says_what_to_do():
-    session.offer(LaunchContext(config=_ASKED))
+    session.set_launch_context(LaunchContext(config=_ASKED))
     message = r"SPARKHVD_GPU_OPERATIONS=nccl does not work on this host: .*libcuda.* or unset the variable"
     with pytest.raises(ConfigError, match=message):
         session.init()
     assert not session.is_initialized()
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
 
 
 def test_handles_of_device_operations_make_their_result_once():
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
     session.init()
     try:
         asked: list[str] = []

@@ -27,7 +27,7 @@ from tests.ranks import RankGroup
 
 @pytest.fixture(autouse=True)
 def _closed_session():
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
     yield
     session.shutdown()
 
@@ -78,7 +78,7 @@ def test_threads_that_call_init_together_share_one_communicator():
 def test_a_context_cannot_be_offered_to_a_running_session():
     session.init()
     with pytest.raises(ConfigError, match=r"call shutdown\(\) before offering"):
-        session.offer(LaunchContext())
+        session.set_launch_context(LaunchContext())
 
 
 def test_a_process_that_never_calls_shutdown_ends_by_itself():
@@ -213,10 +213,10 @@ def test_a_process_without_a_launcher_reads_its_own_environment():
 
 
 def retry_after_a_timeout():
-    context = session.offered()
+    context = session.launch_context()
     if context.world.rank == 0:
         short = dataclasses.replace(context, config=dataclasses.replace(context.config, start_timeout=3.0))
-        session.offer(short)
+        session.set_launch_context(short)
         with pytest.raises(DeadlineExceededError):
             session.init()
     else:
@@ -235,7 +235,7 @@ def test_a_rank_whose_init_timed_out_tries_again_alone_and_meets_those_who_come_
 
 
 def retry_after_a_mistake():
-    context = session.offered()
+    context = session.launch_context()
     if context.world.rank == 0:
         wrong = dataclasses.replace(context.config, network_interfaces="there-is-none")
         session._session.context = dataclasses.replace(context, config=wrong)

@@ -14,7 +14,7 @@ import pytest
 
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
-from sparkhvd.comm.stall.stragglers import Absent, tell
+from sparkhvd.comm.stall.stragglers import Straggler, publish_straggler
 from sparkhvd.config import Config
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, PeerLostError
@@ -129,7 +129,7 @@ def lose_a_peer() -> None:
 
 def test_a_rank_that_keeps_the_others_waiting_is_the_one_to_report_when_they_have_told_it(worker, client, monkeypatch):
     monkeypatch.setattr(supervising, "_SECONDARY_SECONDS", 0.0)
-    tell(client, Absent(0, "barrier 'b' not done after 9 s", joined=True, stack="in hang"))
+    publish_straggler(client, Straggler(0, "barrier 'b' not done after 9 s", joined=True, stack="in hang"))
     start(worker, lose_a_peer)
     failure = supervise(worker, supervision(client)).failure
     assert failure is not None

@@ -68,7 +68,7 @@ def train_with_one_rank_that_has_less():
 
 
 def reduce_without(setting: str):
-    context = session.offered()
+    context = session.launch_context()
     with Communicator(replace(context, config=replace(context.config, **{setting: False})), scope=setting) as me:
         before = me.counters()["hierarchical"]
         total = me.allreduce(np.full(5000, me.world.rank), ReduceOp.SUM)

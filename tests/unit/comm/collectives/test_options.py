@@ -3,20 +3,20 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.comm.collectives.buffers import ReduceOp
-from sparkhvd.comm.collectives.options import Reduction, Way, asked
+from sparkhvd.comm.collectives.options import Reduction, SubmitOptions, reduction_options
 
 
 def test_keywords_become_a_reduction_and_a_way():
-    assert asked(ReduceOp.SUM) == (Reduction(ReduceOp.SUM, 1.0, 1.0), Way(None, None, False))
-    reduction, way = asked("max", prescale=2.0, postscale=0.5, name="mine", with_waiter=True)
+    assert reduction_options(ReduceOp.SUM) == (Reduction(ReduceOp.SUM, 1.0, 1.0), SubmitOptions(None, None, False))
+    reduction, options = reduction_options("max", prescale=2.0, postscale=0.5, name="mine", with_waiter=True)
     assert reduction == Reduction(ReduceOp.MAX, 2.0, 0.5)
-    assert way == Way("mine", None, True)
+    assert options == SubmitOptions("mine", None, True)
 
 
 def test_a_keyword_that_collectives_do_not_have_is_refused():
     with pytest.raises(TypeError, match="nmae"):
-        asked(ReduceOp.SUM, nmae="a slip of the pen")
+        reduction_options(ReduceOp.SUM, nmae="a slip of the pen")
 
 
 def test_the_way_of_a_caller_who_waits_differs_in_that_alone():
-    assert Way("mine").waiting() == Way("mine", None, True)
+    assert SubmitOptions("mine").waiting() == SubmitOptions("mine", None, True)

@@ -16,7 +16,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.connect.rendezvous import RendezvousClient
 from sparkhvd.comm.connect.routes import addresses_to_offer
-from sparkhvd.comm.stall.stragglers import speaks, told
+from sparkhvd.comm.stall.stragglers import published_straggler, should_warn
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, SparkHvdError
 from tests.ranks import CASE_SECONDS, RankGroup
@@ -52,9 +52,9 @@ def come_without_the_third(comm):
     if rank == 2:
         return "", None
     message = failure_of_init(comm)
-    context = session.offered()
+    context = session.launch_context()
     with RendezvousClient(context.rendezvous, context.token, Deadline.after(CASE_SECONDS)) as rendezvous:
-        return message, told(rendezvous)
+        return message, published_straggler(rendezvous)
 
 
 def add_up():
@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_come_to_init_is_named_to_the_others_and_to_those_w
     ("missing", "speakers"), [([1, 2], [0]), ([0, 2], [1]), ([0, 1, 2, 3], [4, 5]), ([0, 1, 3, 5], [2])]
 )
 def test_one_rank_warns_of_those_that_are_missing(missing, speakers):
-    assert [index for index in range(6) if index not in missing and speaks(index, missing)] == speakers
+    assert [index for index in range(6) if index not in missing and should_warn(index, missing)] == speakers
 
 
 def test_ctrl_c_ends_the_connecting_of_the_rank_and_of_the_others():

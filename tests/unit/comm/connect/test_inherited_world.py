@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkhvd.comm.connect.inherited_world import bequeathed, inherited
+from sparkhvd.comm.connect.inherited_world import context_file, inherited_context
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.config import INHERITED_CONTEXT, Config
 from sparkhvd.errors import LaunchError
@@ -19,19 +19,19 @@ CONTEXT = LaunchContext(
 
 
 def test_a_program_of_a_rank_finds_its_place(monkeypatch):
-    with bequeathed(CONTEXT) as path:
+    with context_file(CONTEXT) as path:
         assert "secret" not in path
         monkeypatch.setenv(INHERITED_CONTEXT, path)
-        assert inherited() == CONTEXT
+        assert inherited_context() == CONTEXT
 
 
 def test_a_program_without_a_rank_has_no_place(monkeypatch):
     monkeypatch.delenv(INHERITED_CONTEXT, raising=False)
-    assert inherited() is None
+    assert inherited_context() is None
 
 
 def test_a_program_that_outlives_its_rank_is_told(monkeypatch):
-    with bequeathed(CONTEXT) as path:
+    with context_file(CONTEXT) as path:
         monkeypatch.setenv(INHERITED_CONTEXT, path)
     with pytest.raises(LaunchError, match="part of a rank that is gone"):
-        inherited()
+        inherited_context()

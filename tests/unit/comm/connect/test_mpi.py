@@ -155,7 +155,7 @@ def test_process_sets_are_made_from_communicators_of_mpi(tmp_path):
 def test_what_a_launcher_says_counts_more_than_mpi(tmp_path):
     script = """
         from sparkhvd.comm.connect.launch_context import LaunchContext
-        session.offer(LaunchContext())
+        session.set_launch_context(LaunchContext())
         session.init()
         report([session.size(), session.uses_mpi()])
     """
@@ -194,7 +194,7 @@ def test_some_ranks_of_a_launched_job_become_a_job_of_their_own():
 
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 1], [-1]])
 def test_ranks_that_are_none_of_the_job_are_refused(ranks):
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
     with pytest.raises(ValueError, match=r"are not different ranks of the 1 ranks 0\.\.0"):
         session.init(ranks)
     assert not session.is_initialized()

@@ -16,15 +16,15 @@ from sparkhvd.comm.stall.report import report
 from sparkhvd.comm.stall.snapshot import (
     Condition,
     Identity,
-    Pending,
+    PendingCollective,
     decode_condition,
     decode_identity,
     encode,
     own_identity,
+    process_problem,
     stacks,
-    trouble,
 )
-from sparkhvd.comm.stall.stragglers import told
+from sparkhvd.comm.stall.stragglers import published_straggler
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import CollectiveError, PeerLostError, SparkHvdError
 from tests.ranks import RankGroup
@@ -116,9 +116,9 @@ def wait_for_one_that_hangs(folder):
     with pytest.raises(SparkHvdError):
         me.allreduce(np.ones(1), name="gradient")
     (folder / "it ended").touch()
-    context = session.offered()
+    context = session.launch_context()
     with RendezvousClient(context.rendezvous, context.token, Deadline.after(SECONDS)) as rendezvous:
-        return told(rendezvous)
+        return published_straggler(rendezvous)
 
 
 def one_rank_makes_no_direct_call(folder):
@@ -271,14 +271,19 @@ def test_the_stack_of_a_thread_ends_where_it_stands():
 
 def test_a_process_is_known_by_more_than_its_number():
     me = own_identity()
-    assert trouble(me) is None
-    assert trouble(Identity(me.host, me.pid, me.namespace, "another start")) == "has ended"
-    assert trouble(Identity("elsewhere", me.pid, me.namespace, "another start")) is None
+    assert process_problem(me) is None
+    assert process_problem(Identity(me.host, me.pid, me.namespace, "another start")) == "has ended"
+    assert process_problem(Identity("elsewhere", me.pid, me.namespace, "another start")) is None
 
 
 def test_what_ranks_tell_of_themselves_survives_the_way_and_anything_else_is_refused():
     condition = Condition(
-        (Pending("x", 1.5, 4), Pending("y", 1.0)), 3, 0.5, "step 1", {"MainThread": "here"}, {2: "has ended"}
+        (PendingCollective("x", 1.5, 4), PendingCollective("y", 1.0)),
+        3,
+        0.5,
+        "step 1",
+        {"MainThread": "here"},
+        {2: "has ended"},
     )
     assert decode_condition(encode(condition)) == condition
     assert decode_identity(encode(own_identity())) == own_identity()
@@ -302,7 +307,7 @@ def identity(rank, host="one"):
 
 
 def test_silent_ranks_are_judged_by_what_others_see():
-    conditions = {0: Condition((Pending("barrier 'b'", 70.0),), neighbours={1: "has ended"})}
+    conditions = {0: Condition((PendingCollective("barrier 'b'", 70.0),), neighbours={1: "has ended"})}
     identities = {0: identity(0), 1: identity(1), 2: identity(2), 3: identity(3, "two")}
     found = report(conditions, identities, {0: tuple(range(5))}, since=30.0)
     assert found.silent == {
@@ -316,7 +321,9 @@ def test_silent_ranks_are_judged_by_what_others_see():
 
 def test_absent_is_who_keeps_the_others_waiting_and_waits_for_none_of_them():
     sets = {0: (0, 1, 2)}
-    waiting = {rank: Condition((Pending(title, 70.0),)) for rank, title in enumerate(("barrier 'a'", "barrier 'b'"))}
+    waiting = {
+        rank: Condition((PendingCollective(title, 70.0),)) for rank, title in enumerate(("barrier 'a'", "barrier 'b'"))
+    }
     assert report(waiting, {}, sets, since=30.0).absent == (2,), "it does not even answer"
     assert report({**waiting, 2: Condition()}, {}, sets, since=30.0).absent == (2,)
     assert report(waiting, {}, {0: (0, 1)}, since=30.0).absent == (), "each waits for the other"
@@ -324,8 +331,14 @@ def test_absent_is_who_keeps_the_others_waiting_and_waits_for_none_of_them():
 
 def test_the_longest_wait_comes_first_and_short_ones_not_at_all():
     conditions = {
-        0: Condition((Pending("allreduce 'a'", 61.0), Pending("allreduce 'b'", 90.0), Pending("allreduce 'c'", 1.0))),
-        1: Condition((Pending("allreduce 'b'", 88.0),)),
+        0: Condition(
+            (
+                PendingCollective("allreduce 'a'", 61.0),
+                PendingCollective("allreduce 'b'", 90.0),
+                PendingCollective("allreduce 'c'", 1.0),
+            )
+        ),
+        1: Condition((PendingCollective("allreduce 'b'", 88.0),)),
     }
     found = report(conditions, {}, {0: (0, 1)}, since=30.0)
     assert [(t.title, t.age, t.missing) for t in found.tensors] == [

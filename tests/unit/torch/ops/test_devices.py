@@ -19,7 +19,7 @@ _needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUD
 
 @pytest.fixture
 def alone():
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
     hvd.init()
     yield
     hvd.shutdown()
@@ -27,7 +27,7 @@ def alone():
 
 @pytest.fixture
 def alone_by_nccl():
-    session.offer(LaunchContext(config=_BY_NCCL))
+    session.set_launch_context(LaunchContext(config=_BY_NCCL))
     hvd.init()
     yield
     hvd.shutdown()

@@ -24,7 +24,7 @@ def group(request):
 
 @pytest.fixture
 def alone():
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
     hvd.init()
     yield
     hvd.shutdown()

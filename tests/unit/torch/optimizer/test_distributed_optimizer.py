@@ -20,7 +20,7 @@ def group(request):
 
 @pytest.fixture
 def alone():
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
     hvd.init()
     yield
     hvd.shutdown()
@@ -436,7 +436,7 @@ def test_shares_weight_the_gradient_of_one_rank_too(alone):
 
 
 def test_gradients_cannot_be_exchanged_after_shutdown():
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
     hvd.init()
     weight = a_parameter()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))

@@ -23,7 +23,7 @@ def group():
 
 @pytest.fixture
 def alone():
-    session.offer(LaunchContext())
+    session.set_launch_context(LaunchContext())
     hvd.init()
     yield
     hvd.shutdown()
