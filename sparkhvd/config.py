@@ -349,7 +349,7 @@ def java_home(environment: Mapping[str, str] | None = None) -> str | None:
     return env.get("JAVA_HOME") or None
 
 
-def notice_without_effect(environment: Mapping[str, str] | None = None) -> None:
+def warn_ignored_variables(environment: Mapping[str, str] | None = None) -> None:
     """Log one line about the variables of Horovod that are set and change nothing."""
     env = os.environ if environment is None else environment
     reasons = [f"{name} ({why})" for name, why in WITHOUT_EFFECT.items() if env.get(name, "") != ""]
@@ -363,7 +363,7 @@ def started_by_mpi(environment: Mapping[str, str] | None = None) -> bool:
     return any(int(env[name]) > 1 for name in _MPI_SIZES if env.get(name, "").isdecimal())
 
 
-def notice_one_of_several(environment: Mapping[str, str] | None = None) -> None:
+def warn_if_horovod_rank(environment: Mapping[str, str] | None = None) -> None:
     """Log one line where Horovod's variables call this process one of several."""
     env = os.environ if environment is None else environment
     size = env.get("HOROVOD_SIZE", "")
@@ -412,7 +412,7 @@ def yarn_container() -> str:
     return os.environ.get("CONTAINER_ID", "")
 
 
-def keep_nccl_to(interfaces: str) -> None:
+def restrict_nccl_to(interfaces: str) -> None:
     """Keep NCCL's own connections to network interfaces, unless the environment has named some for it already.
 
     Args:

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import cloudpickle
 
-from sparkhvd._util.framework_imports import while_importing
+from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd.comm import session
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.comm.connect.rendezvous import RendezvousServer
@@ -184,7 +184,7 @@ def _answer(link: Connection) -> Outcome:
 def _serve(link: Connection) -> None:
     """The life of a rank: start, then run cases until the link closes."""
     context, imports, connect = cloudpickle.loads(link.recv_bytes())
-    with while_importing():
+    with gc_paused_for_import():
         for module in imports:
             __import__(module)
     session.set_launch_context(context)

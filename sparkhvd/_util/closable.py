@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Self
 
 
-class Closing(ABC):
+class Closable(ABC):
     """Something that the end of ``with`` closes."""
 
     @abstractmethod

@@ -24,7 +24,7 @@ _SAY_SECONDS = 3600.0
 
 
 @contextmanager
-def in_turn(what: str, deadline: Deadline) -> Iterator[None]:
+def exclusive_on_machine(what: str, deadline: Deadline) -> Iterator[None]:
     """Hold the turn for ``what`` inside ``with``.
 
     Without it, work is done twice but not wrong: where no turn can be had, by the deadline or at all, it goes on so.

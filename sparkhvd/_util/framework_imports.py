@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def while_importing() -> Iterator[None]:
+def gc_paused_for_import() -> Iterator[None]:
     """Within this block nothing is collected, and what is there afterwards is never looked at again.
 
     What the import of a framework makes is hardly ever garbage. To look for some, again and again while it grows and

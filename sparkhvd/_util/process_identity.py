@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 
 
-def machine() -> str:
+def machine_id() -> str:
     """This machine and, inside a container, the container: what a pid means something in."""
     parts = [platform.node()]
     for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):

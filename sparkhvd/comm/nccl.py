@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sparkhvd import _core
-from sparkhvd.config import Config, keep_nccl_to, visible_devices
+from sparkhvd.config import Config, restrict_nccl_to, visible_devices
 from sparkhvd.errors import ConfigError
 
 # The name under which NVIDIA's driver installs it, wherever the linker looks.
@@ -41,7 +41,7 @@ def libraries(config: Config) -> _core.DeviceLibraries | None:
             "SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl exclude each other: NCCL's own connections are not "
             "encrypted. Unset one of them; without NCCL, CUDA tensors go through the CPU and the links of the ranks."
         )
-    keep_nccl_to(config.network_interfaces)
+    restrict_nccl_to(config.network_interfaces)
     try:
         return _core.DeviceLibraries(_CUDA, library())
     except _core.CoreError as error:

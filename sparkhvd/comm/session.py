@@ -21,7 +21,7 @@ from sparkhvd.comm.connect.rendezvous import RendezvousClient, RendezvousServer
 from sparkhvd.comm.process_sets import MpiCommunicator, ProcessSet
 from sparkhvd.comm.stall.report import StallReport
 from sparkhvd.comm.subset import subset
-from sparkhvd.config import Config, from_environment, notice_one_of_several, notice_without_effect, started_by_mpi
+from sparkhvd.config import Config, from_environment, started_by_mpi, warn_if_horovod_rank, warn_ignored_variables
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError, NotInitializedError, SparkHvdError
 
@@ -233,7 +233,7 @@ def _meet(
     whole = _session.context or LaunchContext(config=_own_config())
     if not _session.from_mpi:
         if _session.context is None:
-            notice_one_of_several()
+            warn_if_horovod_rank()
         return (whole if ranks is None else subset(whole, ranks, scope)), None
     if comm is None:
         comm = mpi.world_communicator()
@@ -241,7 +241,7 @@ def _meet(
 
 
 def _own_config() -> Config:
-    notice_without_effect()
+    warn_ignored_variables()
     return from_environment()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started
-from sparkhvd.task.log_files import KeptOutput, LogFiles
+from sparkhvd.task.log_files import LogFiles, StoreOutput
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LogStream:
         self._files: dict[tuple[int, str], BinaryIO] = {}  # guarded by _lock
         self.started = threading.Event()
         self._given = {"stdout": stdout, "stderr": stderr}
-        self._stored = KeptOutput(self._say, self._show_stored)  # guarded by _lock
+        self._stored = StoreOutput(self._say, self._show_stored)  # guarded by _lock
         self._timestamps = timestamps
         self._shown = shown
         self._lock = threading.Lock()  # keeps lines whole

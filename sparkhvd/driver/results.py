@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
-from sparkhvd.rpc.frames import is_cut_off
-from sparkhvd.rpc.messages import Attending
+from sparkhvd.rpc.frames import is_host_unreachable
+from sparkhvd.rpc.messages import TaskStatus
 from sparkhvd.rpc.server import SILENT_SECONDS
 from sparkhvd.task.failure_report import LAUNCH, NOT_MET, NOT_STARTED, TOO_LARGE, FailureReport
 from sparkhvd.task.job import FAILURE
@@ -78,9 +78,9 @@ def failure_of(report: FailureReport) -> LaunchError:
     )
 
 
-def lost(task: Attending, error: OSError) -> FailureReport:
+def lost(task: TaskStatus, error: OSError) -> FailureReport:
     """The report for a task whose connection broke with an error."""
-    return cut_off(task) if is_cut_off(error) else silent(task)
+    return cut_off(task) if is_host_unreachable(error) else silent(task)
 
 
 def not_met(missing: Sequence[int], hosts: Mapping[int, str], seconds: float, given: bool = False) -> FailureReport:
@@ -117,7 +117,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_MOST_NAMED], *more])
 
 
-def silent(task: Attending) -> FailureReport:
+def silent(task: TaskStatus) -> FailureReport:
     """The report for a task that does nothing any more."""
     why = (
         f"no sign of life for {SILENT_SECONDS:g} s. The task's Python worker is stopped (by a signal, a debugger, or "
@@ -129,7 +129,7 @@ def silent(task: Attending) -> FailureReport:
     return FailureReport(-1, task.host, cause, kind=LAUNCH)
 
 
-def cut_off(task: Attending) -> FailureReport:
+def cut_off(task: TaskStatus) -> FailureReport:
     """The report for a host that does not answer any more."""
     why = "no sign of life came from it for 9 s. See whether the host runs and what is between it and the driver"
     if task.rank >= 0:

@@ -17,7 +17,7 @@ import cloudpickle
 
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.horovod import unknown_argument
-from sparkhvd.config import changed_environment, from_environment, notice_without_effect
+from sparkhvd.config import changed_environment, from_environment, warn_ignored_variables
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, words_of
 from sparkhvd.driver.host_process import SshOptions
@@ -31,7 +31,7 @@ from sparkhvd.driver.user_code.payload import pickle_call
 from sparkhvd.driver.user_code.pickling import Importable
 from sparkhvd.errors import CollectiveError, LaunchError
 from sparkhvd.rpc.protection import require_encryption
-from sparkhvd.task.host.versions import in_use
+from sparkhvd.task.host.versions import frameworks_in_use
 from sparkhvd.task.job import Job
 from sparkhvd.task.log_files import LogFiles
 
@@ -218,7 +218,7 @@ def run_with(  # noqa: PLR0917
     config = from_environment(environment)
     if options.start_timeout is not None:
         config = replace(config, start_timeout=float(options.start_timeout))  # the ranks' init() waits as long
-    notice_without_effect(environment)
+    warn_ignored_variables(environment)
     if config.encrypt and launcher != "local":
         require_encryption(socket.gethostname())
         if launcher != "ssh" and (said := readable_secret(request.session())):
@@ -238,7 +238,9 @@ def run_with(  # noqa: PLR0917
         executable=options.executable or "",
         nics=tuple(options.nics),
         gives_rows=request.rows is not None,
-        versions=() if options.executable else in_use(options.preload),  # another Python has its own packages
+        versions=()
+        if options.executable
+        else frameworks_in_use(options.preload),  # another Python has its own packages
     )
     with closing(_stream(options, job.num_proc)) as stream, closing(_launched(chosen, job, stream)) as handle:
         handle.wait_started(deadline)

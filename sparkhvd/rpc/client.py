@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from sparkhvd._util.addresses import with_port
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import ConfigError, DeadlineExceededError
-from sparkhvd.rpc.frames import FrameSocket, TurnedAwayError, connect_handshake, notice_lost_peer
+from sparkhvd.rpc.frames import FrameSocket, ServerBusyError, connect_handshake, enable_keepalive
 from sparkhvd.rpc.messages import Message, decode, encode
 
 _SECONDS_PER_ADDRESS = 3.0
@@ -40,9 +40,9 @@ class Client:
             raise ConnectionResetError(f"The server hung up instead of answering {type(message).__name__}.")
         return decode(answer)
 
-    def limit_silence(self, seconds: float) -> None:
+    def set_ack_timeout(self, seconds: float) -> None:
         """Break when the other host does not acknowledge for so long what was sent; for small messages only."""
-        self._frames.limit_silence(seconds)
+        self._frames.set_ack_timeout(seconds)
 
     def wake(self) -> None:
         """End every wait on this connection, from any thread."""
@@ -88,7 +88,7 @@ def _open(address: tuple[str, int], secret: bytes, deadline: Deadline, encrypt: 
     while True:
         try:
             return _open_once(address, secret, deadline, encrypt)
-        except TurnedAwayError:
+        except ServerBusyError:
             # Those who were turned away together must not come together again.
             seconds = pause * random.uniform(0.5, 1.5)  # noqa: S311 - nothing to guess
             if deadline.remaining() < seconds:
@@ -102,7 +102,7 @@ def _open_once(address: tuple[str, int], secret: bytes, deadline: Deadline, encr
     connection = socket.create_connection(address, timeout=max(reaching, 0.001))
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        notice_lost_peer(connection)
+        enable_keepalive(connection)
         return connect_handshake(connection, secret, deadline, encrypt=encrypt)
     except BaseException:
         connection.close()

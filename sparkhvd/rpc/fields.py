@@ -16,7 +16,7 @@ class MessageError(SparkHvdError, ValueError):
     """An authenticated peer sent something that is not one of the messages."""
 
 
-def built(kind: type[T], fields: object, where: str = "") -> T:
+def from_json_fields(kind: type[T], fields: object, where: str = "") -> T:
     """The frozen dataclass ``kind`` whose ``dataclasses.asdict`` went through JSON.
 
     Its fields are ``int``, ``str``, ``bool``, ``bytes``, tuples of one of these, and such dataclasses themselves.
@@ -43,7 +43,7 @@ def _value(kind: Any, value: object, where: str) -> object:
             raise MessageError(f"{where} is {type(value).__name__}, not list.")
         return tuple(_value(get_args(kind)[0], item, f"{where}[{number}]") for number, item in enumerate(value))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        return built(kind, value, where)
+        return from_json_fields(kind, value, where)
     if type(value) is not kind:  # a bool is no int here
         raise MessageError(f"{where} is {type(value).__name__}, not {kind.__name__}.")
     return value

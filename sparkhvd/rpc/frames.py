@@ -39,7 +39,7 @@ _TURNED_AWAY_PROOF = (MAGIC * _PROOF_BYTES)[:_PROOF_BYTES]  # in place of the se
 _HEADER = struct.Struct(">I")
 
 
-class TurnedAwayError(ConnectionResetError):
+class ServerBusyError(ConnectionResetError):
     """The server is there, but too many are at its door; it may let in whoever comes again."""
 
 
@@ -82,7 +82,7 @@ class FrameSocket:
             raise AuthenticationError(f"A frame announces {length} bytes; the cap is {MAX_FRAME_BYTES}.")
         return self._incoming.checked(receive_exactly(self._socket, length + self._incoming.overhead, deadline))
 
-    def limit_silence(self, seconds: float) -> None:
+    def set_ack_timeout(self, seconds: float) -> None:
         """Let the kernel break the connection when what was sent is not acknowledged for so long.
 
         While that is so it sends nothing to find out whether the other host is there. For small messages only: it would
@@ -130,7 +130,7 @@ def accept_handshake(
     return FrameSocket(connection, *protection(encrypt, *keys))
 
 
-def turn_away(connection: socket.socket) -> None:
+def reply_busy(connection: socket.socket) -> None:
     """Tell a client that has to make room for others, in place of the server's proof, to come again; never waits."""
     connection.setblocking(False)
     with contextlib.suppress(OSError), connection:
@@ -140,7 +140,7 @@ def turn_away(connection: socket.socket) -> None:
 def connect_handshake(
     connection: socket.socket, secret: bytes, deadline: Deadline, *, encrypt: bool = False
 ) -> FrameSocket:
-    """The client's side of the handshake; raises as ``accept_handshake`` does, and ``TurnedAwayError``.
+    """The client's side of the handshake; raises as ``accept_handshake`` does, and ``ServerBusyError``.
 
     With ``encrypt`` a server that does not encrypt is refused with an ``AuthenticationError``.
     """
@@ -157,7 +157,7 @@ def connect_handshake(
             "The server hung up when it had our proof of the job's secret: it belongs to another job."
         ) from error
     if hmac.compare_digest(proof, _TURNED_AWAY_PROOF):
-        raise TurnedAwayError("The server had no room for this handshake.")
+        raise ServerBusyError("The server had no room for this handshake.")
     if not hmac.compare_digest(proof, tag(secret, b"server" + agreed)):
         raise AuthenticationError("The server could not prove that it knows the job's secret.")
     if encrypt and not agreed.startswith(_ENCRYPTED):
@@ -176,7 +176,7 @@ def receive_exactly(connection: socket.socket, count: int, deadline: Deadline, m
         try:
             piece = connection.recv(min(count - len(received), 1 << 16))
         except TimeoutError as error:
-            if is_cut_off(error):
+            if is_host_unreachable(error):
                 raise
             continue  # _limit says whether the time is up
         if not piece:
@@ -195,11 +195,11 @@ def send_all(connection: socket.socket, content: bytes, deadline: Deadline) -> N
         try:
             view = view[connection.send(view) :]
         except TimeoutError as error:
-            if is_cut_off(error):
+            if is_host_unreachable(error):
                 raise
 
 
-def notice_lost_peer(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Let the kernel break a connection whose other host was cut off, within about 9 seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3)
@@ -207,7 +207,7 @@ def notice_lost_peer(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def is_cut_off(error: BaseException) -> bool:
+def is_host_unreachable(error: BaseException) -> bool:
     """Whether the kernel gave a connection up because nothing came from the other host any more.
 
     The end of a process on a host that can be reached is another error, or none. What ends our own waits has no number.

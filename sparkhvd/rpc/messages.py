@@ -8,8 +8,8 @@ import struct
 from dataclasses import dataclass
 from typing import get_args
 
-from sparkhvd.rpc.fields import MessageError, built
-from sparkhvd.rpc.registration import Introduction, Registration, TaskOffer, TaskServer
+from sparkhvd.rpc.fields import MessageError, from_json_fields
+from sparkhvd.rpc.registration import Introduction, TaskOffer, TaskRegistration, TaskServer
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Attending:
+class TaskStatus:
     """Task to driver: this connection lasts as long as this attempt of the task.
 
     Attributes:
@@ -39,22 +39,22 @@ class Attending:
 
 
 @dataclass(frozen=True)
-class Meet:
+class ExchangeIntroductions:
     """Task to driver: what it has to say to the others; asks for what they have to say."""
 
     introduction: Introduction
 
 
 @dataclass(frozen=True)
-class Met:
-    """The answer to ``Meet`` once all have come: the introductions by index."""
+class Introductions:
+    """The answer to ``ExchangeIntroductions`` once all have come: the introductions by index."""
 
     introductions: tuple[Introduction, ...]
 
 
 @dataclass(frozen=True)
-class Apart:
-    """The answer to ``Meet`` when not all tasks reach the driver: they have to meet elsewhere."""
+class ExchangeUnavailable:
+    """The answer to ``ExchangeIntroductions`` when not all tasks reach the driver: they have to meet elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Acknowledged:
 class Register:
     """Task to driver: it waits for its part of the job."""
 
-    registration: Registration
+    registration: TaskRegistration
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeServers:
     """Driver to task: which of these servers of another task can be reached?"""
 
     servers: tuple[TaskServer, ...]
@@ -92,7 +92,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Reachable:
-    """The answer to ``Probe``: the addresses where the server answered."""
+    """The answer to ``ProbeServers``: the addresses where the server answered."""
 
     addresses: tuple[str, ...]
 
@@ -105,13 +105,13 @@ class Assign:
 
 
 @dataclass(frozen=True)
-class Attend:
+class AwaitTaskEnd:
     """Driver to task: answer ``Acknowledged`` when the task is over; a lost connection says that it was lost."""
 
 
 @dataclass(frozen=True)
-class StillThere:
-    """The answer to ``Attend`` every few seconds while the task is not over."""
+class TaskRunning:
+    """The answer to ``AwaitTaskEnd`` every few seconds while the task is not over."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Executed:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Rejected:
     """The answer to something that cannot be done."""
 
     reason: str
@@ -183,24 +183,24 @@ class WorkerEnded:
 
 Message = (
     Started
-    | Attending
-    | Meet
-    | Met
-    | Apart
+    | TaskStatus
+    | ExchangeIntroductions
+    | Introductions
+    | ExchangeUnavailable
     | Output
     | Flush
     | Acknowledged
     | Register
-    | Probe
+    | ProbeServers
     | Reachable
     | Assign
-    | Attend
-    | StillThere
+    | AwaitTaskEnd
+    | TaskRunning
     | FindTask
     | TaskAddress
     | ExecuteOrted
     | Executed
-    | Refused
+    | Rejected
     | RankConnected
     | Preload
     | WorkerForked
@@ -243,7 +243,7 @@ def decode(payload: bytes) -> Message:
     raw, content = _raw_field(kind), payload[end:]
     if content and not raw:
         raise MessageError(f"{name} is followed by {len(content)} bytes that do not belong to it.")
-    return built(kind, header | {raw: content} if raw else header)
+    return from_json_fields(kind, header | {raw: content} if raw else header)
 
 
 def _raw_field(kind: type[Message]) -> str:

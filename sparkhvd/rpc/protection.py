@@ -117,7 +117,7 @@ def _made(kind: Callable[[bytes], Cipher], key: bytes) -> Cipher:
         raise ConfigError(error.args[1]) from None
 
 
-def why_not_on(host: str) -> str:
+def encryption_problem(host: str) -> str:
     """Why this host, of this name, cannot encrypt what a job sends; empty where it can."""
     try:
         Sealer(bytes(32))
@@ -132,7 +132,7 @@ def require_encryption(host: str) -> None:
     Raises:
         LaunchError: this host, of this name, cannot encrypt.
     """
-    if why := why_not_on(host):
+    if why := encryption_problem(host):
         raise LaunchError(why)
 
 

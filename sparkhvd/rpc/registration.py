@@ -56,7 +56,7 @@ class TaskServer:
 
 
 @dataclass(frozen=True)
-class Registration:
+class TaskRegistration:
     """What a task of the mpi launcher tells the driver about itself.
 
     Attributes:

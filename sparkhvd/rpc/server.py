@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from sparkhvd._util.closable import Closing
+from sparkhvd._util.closable import Closable
 from sparkhvd._util.file_descriptors import allow_more_files
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, SparkHvdError
@@ -21,13 +21,13 @@ from sparkhvd.rpc.fields import MessageError
 from sparkhvd.rpc.frames import (
     FrameSocket,
     accept_handshake,
-    is_cut_off,
-    notice_lost_peer,
+    enable_keepalive,
+    is_host_unreachable,
+    reply_busy,
     shut_down,
     stop_receiving,
-    turn_away,
 )
-from sparkhvd.rpc.messages import Attending, Message, decode, encode
+from sparkhvd.rpc.messages import Message, TaskStatus, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Handler(Protocol):
         """Deal with ``message``; what is returned goes back to the sender, a future's result when it is there."""
 
 
-class Server(Closing):
+class Server(Closable):
     """Serves from construction until ``close()``; speaks only to holders of ``secret``.
 
     Args:
@@ -63,7 +63,7 @@ class Server(Closing):
         port: 0 takes a free one.
         name: prefix of the threads' names.
         encrypt: whether all that travels is encrypted; the clients follow. See ``require_encryption``.
-        on_lost: called with the last ``Attending`` of a connection that broke because the other host does not answer
+        on_lost: called with the last ``TaskStatus`` of a connection that broke because the other host does not answer
             any more, or over which a task that waits for no answer said nothing for ``SILENT_SECONDS``; and with the
             error.
     """
@@ -75,7 +75,7 @@ class Server(Closing):
         host: str = "127.0.0.1",
         port: int = 0,
         name: str = "sparkhvd-rpc",
-        on_lost: Callable[[Attending, OSError], None] | None = None,
+        on_lost: Callable[[TaskStatus, OSError], None] | None = None,
         *,
         encrypt: bool = False,
     ) -> None:
@@ -162,7 +162,7 @@ class Server(Closing):
     def _serve(self, connection: socket.socket) -> None:
         try:
             frames = self._authenticated(connection)
-            notice_lost_peer(connection)
+            enable_keepalive(connection)
             self._converse(frames)
         except MessageError as error:
             logger.warning(
@@ -193,7 +193,7 @@ class Server(Closing):
         except (OSError, SparkHvdError):
             # A member whose host has been slow comes again.
             if connection in self._turned_away or deadline.expired():
-                turn_away(connection)
+                reply_busy(connection)
             raise
         finally:
             with self._lock:
@@ -217,15 +217,15 @@ class Server(Closing):
         return last[1]
 
     def _converse(self, frames: FrameSocket) -> None:
-        attending: Attending | None = None
+        attending: TaskStatus | None = None
         late: Future[Message] | None = None
         try:
             # A rank may be silent for hours, its task may not; close() ends this wait.
             while (payload := frames.receive(idle=_idle(attending, late))) is not None:
                 message = decode(payload)
-                if isinstance(message, Attending) and self._on_lost is not None:
+                if isinstance(message, TaskStatus) and self._on_lost is not None:
                     attending = message
-                    frames.limit_silence(UNANSWERED_SECONDS)
+                    frames.set_ack_timeout(UNANSWERED_SECONDS)
                 reply = self._handler.handle(message)
                 if isinstance(reply, Future):
                     late = reply
@@ -233,13 +233,13 @@ class Server(Closing):
                 elif reply is not None:
                     frames.send(encode(reply), Deadline.after(_REPLY_SECONDS))
         except OSError as error:
-            lost = is_cut_off(error) or isinstance(error, DeadlineExceededError)
+            lost = is_host_unreachable(error) or isinstance(error, DeadlineExceededError)
             if attending is not None and self._on_lost is not None and lost:
                 self._on_lost(attending, error)
             raise
 
 
-def _idle(attending: Attending | None, late: Future[Message] | None) -> Deadline:
+def _idle(attending: TaskStatus | None, late: Future[Message] | None) -> Deadline:
     """How long the next message may take; who waits for an answer says nothing."""
     asks = late is not None and not late.done()
     return Deadline(math.inf) if attending is None or asks else Deadline.after(SILENT_SECONDS)

@@ -17,7 +17,7 @@ _RUNS = "runs"
 
 
 @dataclass(frozen=True)
-class Places:
+class StoreFolders:
     """The folders of a Store, as its file system knows them, without a slash at the end.
 
     Attributes:

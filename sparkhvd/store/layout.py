@@ -180,7 +180,7 @@ def beat_path(run_id: str, holder: str) -> str:
     return f"{holders_folder(run_id)}/beats/{_component('holder', holder)}"
 
 
-def checkpoint_place(path: str) -> tuple[int, float] | None:
+def checkpoint_position(path: str) -> tuple[int, float] | None:
     """Epoch and step of a path that ``checkpoint_path`` made, None for any other path.
 
     The step of an epoch's end is infinite, so that places compare in the order of the training.

@@ -11,7 +11,7 @@ from sparkhvd.store.protocol import Store
 
 
 @dataclass(frozen=True)
-class Probe:
+class StoreProbe:
     """A token that the driver left in a Store.
 
     Attributes:
@@ -59,6 +59,6 @@ class Probe:
         self.store.delete(self.folder)
 
 
-def new_probe(store: Store) -> Probe:
+def new_store_probe(store: Store) -> StoreProbe:
     """A probe of its own."""
-    return Probe(store, layout.probe_folder(secrets.token_hex(8)), secrets.token_bytes(16))
+    return StoreProbe(store, layout.probe_folder(secrets.token_hex(8)), secrets.token_bytes(16))

@@ -58,7 +58,7 @@ def scheme_of(url: str) -> str:
     return scheme
 
 
-def is_served_alike(url: str, other: str) -> bool:
+def has_same_backend(url: str, other: str) -> bool:
     """Whether what is needed to reach one URL is what is needed to reach the other."""
     one, two = scheme_of(url), scheme_of(other)
     return one == two or (one in STORES and STORES.get(one) == STORES.get(two))

@@ -7,10 +7,10 @@ import math
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.errors import LaunchError
 from sparkhvd.task.job import Job
-from sparkhvd.task.task_info import TaskPlace
+from sparkhvd.task.task_info import TaskInfo
 
 
-def all_gather(message: str, job: Job, place: TaskPlace) -> list[str]:
+def all_gather(message: str, job: Job, place: TaskInfo) -> list[str]:
     """What all tasks say, by index; ``BarrierTaskContext.allGather`` itself knows no limit that a job could set.
 
     Raises:
@@ -20,7 +20,7 @@ def all_gather(message: str, job: Job, place: TaskPlace) -> list[str]:
 
     context = BarrierTaskContext.get()
     gathered = in_background(lambda: context.allGather(message), "sparkhvd-all-gather")
-    if not is_done_within(gathered, math.inf if job.gives_rows and job.driver_line else job.start_timeout):
+    if not is_done_within(gathered, math.inf if job.gives_rows and job.driver_connection else job.start_timeout):
         raise LaunchError(
             f"Task {place.index} on host {place.host} waited start_timeout={job.start_timeout:g} s for the other tasks "
             "of this job: one of them is stopped or hangs, see the executors' logs."

@@ -10,23 +10,23 @@ from sparkhvd._util.background import in_background
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import Client, connect
-from sparkhvd.rpc.frames import is_cut_off
-from sparkhvd.rpc.messages import Apart, Attending, Flush, Meet, Met, Refused
+from sparkhvd.rpc.frames import is_host_unreachable
+from sparkhvd.rpc.messages import ExchangeIntroductions, ExchangeUnavailable, Flush, Introductions, Rejected, TaskStatus
 from sparkhvd.rpc.registration import Introduction
 from sparkhvd.task.failure_report import STARTING
 from sparkhvd.task.job import Job
 from sparkhvd.task.supervision import ServerLost
-from sparkhvd.task.task_info import TaskPlace
+from sparkhvd.task.task_info import TaskInfo
 
 _CONNECT_SECONDS = 10.0
 _SEND_SECONDS = 30.0
 # How often the driver gets a sign of life, and how long its host may take to acknowledge one. Together as long as the
-# kernel takes to give up a host from which nothing is expected (``frames.notice_lost_peer``).
+# kernel takes to give up a host from which nothing is expected (``frames.enable_keepalive``).
 _BEAT_SECONDS = 3.0
 _SILENT_SECONDS = 6.0
 
 
-class DriverLine:
+class DriverConnection:
     """One connection, opened in the background, over which signs of life go; ``close`` hangs up.
 
     The driver gives up a host that does not answer any more, and this task its rank when the driver does not: both
@@ -38,7 +38,7 @@ class DriverLine:
         place: of the task.
     """
 
-    def __init__(self, job: Job, place: TaskPlace) -> None:
+    def __init__(self, job: Job, place: TaskInfo) -> None:
         self._job = job
         self._place = place
         self._lock = threading.Lock()
@@ -66,14 +66,14 @@ class DriverLine:
             return None
         where = f"Task {self._place.index} on host {self._place.host}"
         try:
-            answer = client.ask(Meet(own), Deadline(math.inf))
+            answer = client.ask(ExchangeIntroductions(own), Deadline(math.inf))
         except OSError as error:
             raise LaunchError(f"{where} lost the driver before the ranks were assigned: {error}") from error
-        if isinstance(answer, Met):
+        if isinstance(answer, Introductions):
             return answer.introductions
-        if isinstance(answer, Apart):
+        if isinstance(answer, ExchangeUnavailable):
             return None
-        raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Refused) else answer}")
+        raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Rejected) else answer}")
 
     def attend(self, rank: int, events: queue.SimpleQueue[object]) -> None:
         """Tell the driver whose line this is.
@@ -123,7 +123,7 @@ class DriverLine:
             return
         forever = Deadline(math.inf)  # a driver that is stopped for a while may go on with the job
         try:
-            client.limit_silence(_SILENT_SECONDS)
+            client.set_ack_timeout(_SILENT_SECONDS)
             while True:  # another thread may wait for an answer over this line
                 if self._news.wait(_BEAT_SECONDS):
                     self._news.clear()
@@ -131,11 +131,11 @@ class DriverLine:
                 client.ask(Flush(), forever)
         except OSError as error:
             self._attends.wait()
-            if is_cut_off(error) and self._events is not None:
+            if is_host_unreachable(error) and self._events is not None:
                 self._events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))
 
     def _say(self, client: Client) -> None:
-        message = Attending(self._place.index, self._rank, self._place.host, self._place.attempt, self._phase)
+        message = TaskStatus(self._place.index, self._rank, self._place.host, self._place.attempt, self._phase)
         try:
             client.send(message, Deadline.after(_SEND_SECONDS))
         except OSError:

@@ -29,7 +29,8 @@ class Job:
         preload: modules that workers import while they wait for each other.
         config: settings of the core, the same on every rank.
         driver_addresses: where the driver listens; empty leaves the workers' output in the executors' logs.
-        driver_line: whether every task keeps a line to the driver: they meet over it, and notice when either is gone.
+        driver_connection: whether every task keeps a connection to the driver, over which tasks exchange introductions
+            and each side notices the loss of the other.
         secret: proves to the driver that a connection comes from this job, and what the ranks prove to each other
             is derived from it. It travels inside the closure, which is as private as Spark's own channels.
         streamed: which of ``stdout`` and ``stderr`` go to the driver; the others stay in the executors' logs.
@@ -47,7 +48,7 @@ class Job:
     preload: tuple[str, ...] = ()
     config: Config = field(default_factory=Config)
     driver_addresses: tuple[tuple[str, int], ...] = ()
-    driver_line: bool = False
+    driver_connection: bool = False
     secret: bytes = field(default=b"", repr=False)
     streamed: tuple[str, ...] = ("stdout", "stderr")
     log_files: tuple[tuple[str, LogFiles], ...] = field(default=(), repr=False)

@@ -113,7 +113,7 @@ class LogFileWriter:
         self._size = 0
 
 
-class KeptOutput:
+class StoreOutput:
     """Output of ranks in files, as long as the Store takes them; not safe for use from several threads.
 
     Args:

@@ -18,21 +18,21 @@ from sparkhvd.data.prepare.stats import SPLIT
 from sparkhvd.data.read.spool import Spool
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, StoreError
-from sparkhvd.rpc.fields import built
+from sparkhvd.rpc.fields import from_json_fields
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.protection import require_encryption
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.task.all_gather import all_gather
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import mixed_devices, write_device_map
-from sparkhvd.task.driver_connection import DriverLine
+from sparkhvd.task.driver_connection import DriverConnection
 from sparkhvd.task.failure_report import LAUNCH, FailureReport
 from sparkhvd.task.host.host_hash import host_hash
-from sparkhvd.task.host.versions import different_versions, here
+from sparkhvd.task.host.versions import different_versions, local_versions
 from sparkhvd.task.job import Job
-from sparkhvd.task.rank import Plan, accompany, await_rows, worker_spec
+from sparkhvd.task.rank import JobPlan, await_rows, supervise_rank, worker_spec
 from sparkhvd.task.result_rows import result_rows
-from sparkhvd.task.task_info import TaskPlace, place_of_task
+from sparkhvd.task.task_info import TaskInfo, current_task_info
 from sparkhvd.task.worker.output import DriverLog
 from sparkhvd.task.worker.process import WorkerProcess, spawn_or_substitute
 from sparkhvd.task.worker.spec import Raised
@@ -47,10 +47,10 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
     with ExitStack() as stack:
         log = DriverLog(job)
         stack.callback(log.close)
-        place = place_of_task()
+        place = current_task_info()
         if job.config.encrypt:
             require_encryption(place.host)
-        line = stack.enter_context(closing(DriverLine(job, place))) if job.driver_line else None
+        line = stack.enter_context(closing(DriverConnection(job, place))) if job.driver_connection else None
         defaults = thread_defaults(place.cpus)
         spawned, unstarted = spawn_or_substitute(dict(job.env), defaults, job.preload, job.executable)
         worker = WorkerProcess(spawned, log)
@@ -85,7 +85,7 @@ def run_task(job: Job, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
         else:
             worker.send(worker_spec(job, plan, slot, given_rows_variable(paths)))
         reach = line.reach if line is not None else lambda _: None
-        content = accompany(plan, slot, worker, deadline, reach=reach)
+        content = supervise_rank(plan, slot, worker, deadline, reach=reach)
     yield from result_rows(slot.world.rank, content)
 
 
@@ -108,7 +108,7 @@ def _received(
         return {}, problem or error
 
 
-def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStack) -> tuple[Plan, str, bool]:
+def _gather(job: Job, place: TaskInfo, line: DriverConnection | None, stack: ExitStack) -> tuple[JobPlan, str, bool]:
     """Exchange what the tasks know; task 0 serves the rendezvous.
 
     Returns:
@@ -133,7 +133,7 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
         bind_host,
         place.devices,
         place.device_kind,
-        here(job.versions),
+        local_versions(job.versions),
         yarn_container(),
     )
     own = Introduction(place.attempt, offer, port)
@@ -141,11 +141,11 @@ def _gather(job: Job, place: TaskPlace, line: DriverLine | None, stack: ExitStac
     by_spark = tasks is None
     if tasks is None:
         messages = all_gather(json.dumps(asdict(own)), job, place)
-        tasks = tuple(built(Introduction, json.loads(message)) for message in messages)
+        tasks = tuple(from_json_fields(Introduction, json.loads(message)) for message in messages)
     first = next(task for task in tasks if task.offer.task_index == 0)
     rendezvous = (first.offer.bind_host, first.port)
     slots = assign([task.offer for task in tasks])
-    return Plan(tuple(slots), (rendezvous,), _token(job, first.attempt), job.config.encrypt), unknown, by_spark
+    return JobPlan(tuple(slots), (rendezvous,), _token(job, first.attempt), job.config.encrypt), unknown, by_spark
 
 
 def _token(job: Job, attempt: int) -> bytes:

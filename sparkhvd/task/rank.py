@@ -32,7 +32,7 @@ from sparkhvd.task.worker.spec import WorkerSpec
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Who runs what in a job: the same on all its hosts.
 
     Attributes:
@@ -56,7 +56,7 @@ class Plan:
         return RendezvousClient(self.rendezvous, self.token, deadline, encrypt=self.encrypt)
 
 
-def worker_spec(job: Job, plan: Plan, slot: Slot, given: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
+def worker_spec(job: Job, plan: JobPlan, slot: Slot, given: tuple[tuple[str, str], ...] = ()) -> WorkerSpec:
     """What the worker of a slot is told; ``given`` are variables that say what its task has for it."""
     context = LaunchContext(
         world=slot.world,
@@ -70,7 +70,7 @@ def worker_spec(job: Job, plan: Plan, slot: Slot, given: tuple[tuple[str, str], 
     return WorkerSpec(context, job.payload, (*_variables(job, plan, slot), *given), path)
 
 
-def await_rows(plan: Plan, slot: Slot) -> None:
+def await_rows(plan: JobPlan, slot: Slot) -> None:
     """Wait, however long it takes, until all tasks have their rows; called by each of them that has its own.
 
     Raises:
@@ -86,8 +86,8 @@ def await_rows(plan: Plan, slot: Slot) -> None:
         client.get("rows", whole)
 
 
-def accompany(
-    plan: Plan,
+def supervise_rank(
+    plan: JobPlan,
     slot: Slot,
     worker: WorkerProcess,
     deadline: Deadline,
@@ -136,7 +136,7 @@ def accompany(
     return ended if outcome.failure is None else outcome
 
 
-def _variables(job: Job, plan: Plan, slot: Slot) -> tuple[tuple[str, str], ...]:
+def _variables(job: Job, plan: JobPlan, slot: Slot) -> tuple[tuple[str, str], ...]:
     """What a rank's environment says about its place, for scripts and libraries that look there."""
     world = slot.world
     # Scripts that were written for Horovod look under its names.

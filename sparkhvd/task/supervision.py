@@ -33,7 +33,7 @@ from sparkhvd.task.failure_report import (
     describe_exit,
 )
 from sparkhvd.task.worker.process import Exited, WorkerProcess
-from sparkhvd.task.worker.spec import Joined, Leave, Packing, Raised, Ready, Returned
+from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureRep
         if isinstance(event, Joined):
             phase = CONNECTED
             job.reach(phase)
-        if isinstance(event, Packing):
+        if isinstance(event, FnEnded):
             deadline = Deadline.after(event.seconds)
             late = FailureReport(job.rank, job.host, _NOT_PACKED.format(seconds=event.seconds))
             packing = True
@@ -204,7 +204,7 @@ def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureRepo
         if primary is not None:
             worker.close(TERM_SECONDS)
             return primary
-    noted = _of_absent(job) if report.secondary else None
+    noted = _straggler_report(job) if report.secondary else None
     if report.traceback == "":
         worker.close(TERM_SECONDS)  # so that the last words on stderr are complete
         report = replace(report, stderr_tail=worker.output.stderr_tail())
@@ -216,13 +216,15 @@ def _settle_failure(worker: WorkerProcess, job: Supervision, report: FailureRepo
     return Outcome(FailureReport.from_json(job.client.get(OUTCOME, Deadline.after(NOTE_SECONDS))))
 
 
-def _of_absent(job: Supervision) -> FailureReport | None:
+def _straggler_report(job: Supervision) -> FailureReport | None:
     """The report of the rank that kept the others waiting, where they have told which it is."""
-    absent = published_straggler(job.client)
-    if absent is None:
+    straggler = published_straggler(job.client)
+    if straggler is None:
         return None
-    where = f"kept the others waiting ({CONNECTED})" if absent.joined else f"did not come to {INIT}"
-    return FailureReport(absent.rank, job.hosts[absent.rank], f"{where}: {absent.why}", traceback=absent.stack)
+    where = f"kept the others waiting ({CONNECTED})" if straggler.joined else f"did not come to {INIT}"
+    return FailureReport(
+        straggler.rank, job.hosts[straggler.rank], f"{where}: {straggler.why}", traceback=straggler.stack
+    )
 
 
 def _outcome_within(worker: WorkerProcess, seconds: float) -> Outcome | None:

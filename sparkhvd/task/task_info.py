@@ -11,7 +11,7 @@ from sparkhvd.task.devices import cuda_names, device_kind
 
 
 @dataclass(frozen=True)
-class TaskPlace:
+class TaskInfo:
     """What Spark says of a task.
 
     Attributes:
@@ -37,14 +37,14 @@ class TaskPlace:
         return self.hosts[self.index]
 
 
-def place_of_task() -> TaskPlace:
+def current_task_info() -> TaskInfo:
     """The place of the barrier task that calls this."""
     from pyspark import BarrierTaskContext  # noqa: PLC0415 - only tasks of Spark come here
 
     context = BarrierTaskContext.get()
     gpus = context.resources().get("gpu")
     devices = cuda_names(gpus.addresses, visible_devices()) if gpus else ()
-    return TaskPlace(
+    return TaskInfo(
         index=context.partitionId(),
         hosts=tuple(host_of(info.address) for info in context.getTaskInfos()),
         cpus=context.cpus(),

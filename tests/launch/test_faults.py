@@ -13,7 +13,7 @@ from sparkhvd.config import Config
 from sparkhvd.errors import LaunchError
 from sparkhvd.task.all_gather import all_gather
 from sparkhvd.task.job import Job
-from sparkhvd.task.task_info import place_of_task
+from sparkhvd.task.task_info import current_task_info
 from tests.launch.faults import FAULTS, complaints, ports_taken, produced
 from tests.launch.hosts import why_not
 from tests.launch.losses import DRIVER_FAULTS, lost_driver
@@ -29,7 +29,7 @@ def test_the_driver_says_soon_what_went_wrong_and_nothing_is_left(fault, spark, 
 
 def gather_alone(waited: Path, _batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """A task that looks for the others by Spark's means; the second one does not come."""
-    place, said = place_of_task(), []
+    place, said = current_task_info(), []
     if place.index == 0:
         try:
             all_gather("here", Job(b"", 2, config=Config(start_timeout=1.0)), place)

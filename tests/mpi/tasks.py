@@ -26,7 +26,7 @@ from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.job import MpiJob
 from sparkhvd.task.mpi.task import serve
 from sparkhvd.task.result_rows import result_rows
-from sparkhvd.task.task_info import TaskPlace
+from sparkhvd.task.task_info import TaskInfo
 
 SECONDS = 100.0
 _ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ class ProcessStage:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
-            process.stdin.write(pickle.dumps((job, TaskPlace(index, hosts, 1, attempt=index))))
+            process.stdin.write(pickle.dumps((job, TaskInfo(index, hosts, 1, attempt=index))))
             process.stdin.close()
             self.processes.append(process)
         self._thread = threading.Thread(target=self._collect, name="task processes")

@@ -105,7 +105,7 @@ def test_the_same_seed_is_the_same_run_also_where_there_is_a_store_which_keeps_r
     again = estimator(validation="held_out", store=store, data="direct", run_id="kept").fit(df)
     assert torch.equal(weights(again), weights(fitted))
     assert store.list("datasets") == []
-    assert [*map(layout.checkpoint_place, store.list(layout.checkpoints_folder("kept")))] == [(7, math.inf)]
+    assert [*map(layout.checkpoint_position, store.list(layout.checkpoints_folder("kept")))] == [(7, math.inf)]
     assert store.list(layout.model_folder("kept")) != []
 
 

@@ -17,7 +17,7 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions
 
 from sparkhvd import TorchEstimator, TorchModel, prepare_data
-from sparkhvd._util.process_identity import machine, process_start
+from sparkhvd._util.process_identity import machine_id, process_start
 from sparkhvd.data import ParquetSource, clean, load
 from sparkhvd.data.reuse.fingerprint import fingerprint, living_caches
 from sparkhvd.errors import ConfigError, DataError, ParamError, SchemaError, StoreError
@@ -362,7 +362,7 @@ def test_a_cache_is_recognised_as_long_as_it_lives_and_never_as_another(spark, s
     (cache,) = seen[0].caches
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    here, start = machine(), process_start(os.getpid())
+    here, start = machine_id(), process_start(os.getpid())
     others = {
         f"app/1/{os.getpid()}@{start}@{here}/7": True,
         f"app/1/{os.getpid()}@{int(start) - 1}@{here}/7": False,  # the number of an ended process, used again

@@ -24,7 +24,7 @@ from sparkhvd.driver.launchers import barrier
 from sparkhvd.driver.spark import barrier_stage
 from sparkhvd.driver.spark.task_exchange import Meeting
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
-from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met
+from sparkhvd.rpc.messages import ExchangeIntroductions, ExchangeUnavailable, Introductions, Message, TaskStatus
 from sparkhvd.task.job import Job
 from tests.waiting import wait_for
 
@@ -90,7 +90,7 @@ def test_the_tasks_meet_at_the_driver_where_all_reach_it(spark, monkeypatch):
     )
     sparkhvd.run(place, num_proc=4)
     met = [answer.result(0) for answer in answers if isinstance(answer, Future)]
-    assert [type(answer) for answer in met] == [Met] * 4
+    assert [type(answer) for answer in met] == [Introductions] * 4
     assert {one.offer.task_index for one in met[0].introductions} == {0, 1, 2, 3}
 
 
@@ -99,10 +99,10 @@ def test_tasks_of_which_one_has_no_line_to_the_driver_meet_through_spark(spark, 
     handle = Meeting.handle
 
     def deaf_to_task_1(self: Meeting, message: Message) -> object:
-        if isinstance(message, Attending) and message.task_index == 1:
+        if isinstance(message, TaskStatus) and message.task_index == 1:
             return None
-        if isinstance(message, Meet) and message.introduction.offer.task_index == 1:
-            return Apart()  # what such a task does by itself
+        if isinstance(message, ExchangeIntroductions) and message.introduction.offer.task_index == 1:
+            return ExchangeUnavailable()  # what such a task does by itself
         answers.append(handle(self, message))
         return answers[-1]
 
@@ -110,7 +110,7 @@ def test_tasks_of_which_one_has_no_line_to_the_driver_meet_through_spark(spark, 
     places = sparkhvd.run(place, num_proc=3)
     assert [one["SPARKHVD_RANK"] for one in places] == ["0", "1", "2"]
     told = [one.result(0) if isinstance(one, Future) else one for one in answers]
-    assert [one for one in told if isinstance(one, Met | Apart)] == [Apart()] * 2
+    assert [one for one in told if isinstance(one, Introductions | ExchangeUnavailable)] == [ExchangeUnavailable()] * 2
 
 
 def slow_in_one_part(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

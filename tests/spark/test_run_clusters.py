@@ -46,7 +46,7 @@ def test_dynamic_allocation_is_refused_on_a_cluster_and_means_nothing_on_a_local
 def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(local_cluster):
     done, found = local_cluster, found_by(local_cluster)
     assert found["places"] == PLACES
-    assert found["met"] == ["Met", "Met"], "Spark numbers the tasks of two executors as well"
+    assert found["met"] == ["Introductions", "Introductions"], "Spark numbers the tasks of two executors as well"
     assert done.stdout.count("[0]<stdout>:hello") == done.stdout.count("[1]<stdout>:hello") == 1
     assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
     assert (found["sums"], found["attempts"]) == ([3.0, 3.0], 3)

@@ -74,7 +74,7 @@ def test_an_estimator_trains_on_a_store_and_its_model_predicts_from_there(spark,
     predicted = trained.transform(line(spark)).select("y", "y__output").collect()
     assert len(predicted) == 64
     assert all(abs(row["y"] - row["y__output"]) < 2 for row in predicted)
-    assert [*map(layout.checkpoint_place, store.list(layout.checkpoints_folder("the run")))] == [(2, math.inf)]
+    assert [*map(layout.checkpoint_position, store.list(layout.checkpoints_folder("the run")))] == [(2, math.inf)]
     assert store.list(layout.model_folder("the run"))
     assert [path for path in store.list("") if path.startswith("probes/")] == []
     trained.write().within(store).save("saved/model")

@@ -254,7 +254,7 @@ def test_null_and_another_length_are_errors_that_name_the_column(spark, fitted):
 
 
 def test_a_run_keeps_its_last_checkpoint_and_its_model_in_the_store(fitted, store):
-    assert [*map(layout.checkpoint_place, store.list(layout.checkpoints_folder("the fit")))] == [(3, math.inf)]
+    assert [*map(layout.checkpoint_position, store.list(layout.checkpoints_folder("the fit")))] == [(3, math.inf)]
     files = {path.rpartition("/")[2] for path in store.list(layout.model_folder("the fit"))}
     assert files == {"inputs.json", "module.pkl", "optimizer.pkl", "state_dict.pt"}
 

@@ -10,8 +10,8 @@ from sparkhvd.config import (
     declarations,
     from_environment,
     inverted_switch,
-    notice_one_of_several,
-    notice_without_effect,
+    warn_if_horovod_rank,
+    warn_ignored_variables,
 )
 from sparkhvd.errors import ConfigError
 
@@ -135,21 +135,21 @@ def test_every_name_that_users_of_horovod_set_on_ranks_is_known() -> None:
 def test_names_without_effect_are_accepted_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     environment = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": ""}
     assert from_environment(environment) == Config()
-    notice_without_effect(environment)
+    warn_ignored_variables(environment)
     assert len(caplog.messages) == 1
     assert "HOROVOD_CYCLE_TIME (a collective starts when all ranks have submitted it" in caplog.text
     assert "HOROVOD_CONTROLLER" in caplog.text
     assert "HOROVOD_CPU_OPERATIONS" not in caplog.text
-    notice_without_effect({})
+    warn_ignored_variables({})
     assert len(caplog.messages) == 1
 
 
 def test_a_process_that_horovods_variables_call_one_of_several_hears_that_it_is_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    notice_one_of_several({"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"})
+    warn_if_horovod_rank({"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0"})
     assert not caplog.messages
-    notice_one_of_several({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "1"})
+    warn_if_horovod_rank({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "1"})
     assert "HOROVOD_SIZE=4 is set, but no launcher of sparkhvd started this process" in caplog.text
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sparkhvd import _core
-from sparkhvd._util.closable import Closing
+from sparkhvd._util.closable import Closable
 from sparkhvd.comm.failures import translated
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import NotInitializedError
 
 
-class RendezvousServer(Closing):
+class RendezvousServer(Closable):
     """Serves keys and values to holders of ``token``, from construction until ``close()``.
 
     Args:
@@ -49,7 +49,7 @@ class RendezvousServer(Closing):
             return self._open().get(key, deadline.remaining())
 
     def close(self) -> None:
-        """Stop serving; clients that wait are woken with an error. Closing twice is fine."""
+        """Stop serving; clients that wait are woken with an error. Closable twice is fine."""
         server, self._core = self._core, None  # the core's object frees its last descriptor when it is dropped
         if server is not None:
             with translated():
@@ -61,7 +61,7 @@ class RendezvousServer(Closing):
         return self._core
 
 
-class RendezvousClient(Closing):
+class RendezvousClient(Closable):
     """Connection to a ``RendezvousServer``; several threads may use it at once.
 
     Args:
@@ -98,6 +98,6 @@ class RendezvousClient(Closing):
             return self.core.get(key, deadline.remaining())
 
     def close(self) -> None:
-        """Leave the server. Closing twice is fine."""
+        """Leave the server. Closable twice is fine."""
         with translated():
             self.core.close()

@@ -14,7 +14,7 @@ from sparkhvd.store.backends.local import absolute_path
 from sparkhvd.store.backends.read_only import ReadOnlyFolder
 from sparkhvd.store.options import refuse_credentials
 from sparkhvd.store.protocol import Store
-from sparkhvd.store.registry import is_served_alike
+from sparkhvd.store.registry import has_same_backend
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?://([^/]*))?(/.*|)")
 
@@ -57,7 +57,7 @@ def _store_at(where: str, root: str, access: Access) -> Store:
     if where == "file:":
         return ReadOnlyFolder(root)
     url = f"{where}{root}"
-    if access.near is not None and is_served_alike(url, access.near.url):
+    if access.near is not None and has_same_backend(url, access.near.url):
         return access.near.at(url)
     options = {} if access.storage_options is None else {"storage_options": access.storage_options}
     return access.told(Store.create(url, **options))

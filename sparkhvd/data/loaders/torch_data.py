@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from sparkhvd._util.closable import Closing
+from sparkhvd._util.closable import Closable
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.data.read.readers import RowSource
 from sparkhvd.data.schema.columns import coordinates, sparse_widths
@@ -19,7 +19,7 @@ from sparkhvd.errors import ConfigError, SchemaError
 Tensors = dict[str, torch.Tensor]
 
 
-class TorchBatches(Closing, IterableDataset[Tensors]):
+class TorchBatches(Closable, IterableDataset[Tensors]):
     """The batches of one rank; see ``sparkhvd.data.torch_loader``.
 
     Columns that no tensor can hold (strings, binary, dates, exact decimals) need a transformation or to be left out.

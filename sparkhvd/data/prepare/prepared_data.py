@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from sparkhvd._util.closable import Closing
-from sparkhvd._util.file_lock import in_turn
+from sparkhvd._util.closable import Closable
+from sparkhvd._util.file_lock import exclusive_on_machine
 from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.data.prepare.prepare import Writing, new_dataset_id, prepare, refuse_streaming
 from sparkhvd.data.prepare.stats import too_few_rows
@@ -43,7 +43,7 @@ KEEP_SECONDS = 24 * 3600.0
 _TURN_SECONDS = 24 * 3600.0
 
 
-class PreparedData(Closing):
+class PreparedData(Closable):
     """A dataset in a Store that stays there until ``close``, or the end of ``with``; then see the module's text.
 
     Attributes:
@@ -226,7 +226,7 @@ def acquire(
             )
         return prepare_anew(keep_seconds=0.0)
     what = f"named {name!r}" if known is None or name is not None else known.text
-    with in_turn(f"preparing the rows {what} in {store.url}", Deadline.after(_TURN_SECONDS)):
+    with exclusive_on_machine(f"preparing the rows {what} in {store.url}", Deadline.after(_TURN_SECONDS)):
         if name is not None:
             found = _named_before(store, name, keep_seconds)
             if found is not None:

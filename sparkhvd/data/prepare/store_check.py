@@ -14,7 +14,7 @@ import pyarrow as pa
 from sparkhvd.config import from_environment
 from sparkhvd.data.spark.job import is_connect, is_local, run_job
 from sparkhvd.errors import SparkHvdError, StartTimeoutError, StoreError
-from sparkhvd.store.probe import Probe, new_probe
+from sparkhvd.store.probe import StoreProbe, new_store_probe
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def check_store(
     if not needs_check(spark, store):
         return
     tasks = None if slots is None else max(1, slots())
-    probe = new_probe(store)
+    probe = new_store_probe(store)
     # As bytes, so that an executor that lacks the package of the Store can say so.
     sent = pickle.dumps(probe)
     try:
@@ -96,7 +96,7 @@ def answer(sent: bytes, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
     yield pa.RecordBatch.from_pydict({key: pa.array(value, pa.string()) for key, value in row.items()})
 
 
-def judge(probe: Probe, answers: Sequence[tuple[str, str, str]]) -> None:
+def judge(probe: StoreProbe, answers: Sequence[tuple[str, str, str]]) -> None:
     """Say what is wrong with the Store of a probe.
 
     Args:
@@ -122,7 +122,7 @@ def judge(probe: Probe, answers: Sequence[tuple[str, str, str]]) -> None:
 _WAY_OUT = "Use a folder that all machines mount at the same path, or HDFS or an object store that all can reach."
 
 
-def remove(probe: Probe) -> None:
+def remove(probe: StoreProbe) -> None:
     """Remove what a probe left; a failure is logged."""
     try:
         probe.remove()

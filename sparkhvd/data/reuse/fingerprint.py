@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd._util.process_identity import machine, process_start
+from sparkhvd._util.process_identity import machine_id, process_start
 from sparkhvd.data.spark.job import is_connect, run_job
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def living_caches(spark: SparkSession) -> Callable[[str], bool]:
     """Tells of one of ``Fingerprint.caches`` whether it may live; those of other machines are taken to."""
     if is_connect(spark):
         return lambda _cache: True
-    application, here = _application(spark), machine()
+    application, here = _application(spark), machine_id()
     alive = {str(number) for number in spark.sparkContext._jsc.getPersistentRDDs()}  # noqa: SLF001
 
     def may_live(cache: str) -> bool:
@@ -164,7 +164,7 @@ def _application(spark: SparkSession) -> str:
     """Names the application as no other is named, also where masters number theirs alike."""
     context = spark.sparkContext
     pid = context._jvm.java.lang.ProcessHandle.current().pid()  # type: ignore[union-attr]  # noqa: SLF001
-    return f"{context.applicationId}/{context.startTime}/{pid}@{process_start(pid)}@{machine()}"
+    return f"{context.applicationId}/{context.startTime}/{pid}@{process_start(pid)}@{machine_id()}"
 
 
 def _session(df: DataFrame) -> list[object]:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Protocol
 
-from sparkhvd._util.process_identity import machine, process_start
+from sparkhvd._util.process_identity import machine_id, process_start
 from sparkhvd.errors import SparkHvdError, StoreError
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -65,7 +65,7 @@ class Record:
 
     def holds(self, now: float) -> bool:
         """Whether the owner may still use the dataset."""
-        if self.machine == machine():
+        if self.machine == machine_id():
             return process_start(self.pid) == self.started
         return now - self.taken < BELIEVED_SECONDS
 
@@ -221,7 +221,7 @@ def held_here(store: Store) -> list[str]:
         record = None if path.endswith(_USE) else _read(store, path)
         if record is None or record.pid != os.getpid():
             continue
-        if record.machine == machine() and record.holds(now):
+        if record.machine == machine_id() and record.holds(now):
             found.append((path.rpartition("/")[2], layout.leased_dataset(path)))
     return list(dict.fromkeys(dataset for _, dataset in sorted(found, reverse=True)))
 
@@ -276,7 +276,7 @@ def _owner() -> str:
 
 def _record(keep_seconds: float) -> bytes:
     """What a lease of this process says now."""
-    record = Record(machine(), os.getpid(), process_start(os.getpid()), time.time(), keep_seconds)
+    record = Record(machine_id(), os.getpid(), process_start(os.getpid()), time.time(), keep_seconds)
     return json.dumps(asdict(record)).encode()
 
 

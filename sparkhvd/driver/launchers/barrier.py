@@ -24,7 +24,7 @@ from sparkhvd.driver.spark.resources import profile_of
 from sparkhvd.driver.spark.slots import reserve_tasks
 from sparkhvd.driver.spark.task_exchange import Meeting
 from sparkhvd.errors import LaunchError
-from sparkhvd.rpc.messages import Attending
+from sparkhvd.rpc.messages import TaskStatus
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.entry import entry_of
 from sparkhvd.task.failure_report import FailureReport
@@ -66,7 +66,7 @@ class BarrierHandle:
         self._connect = is_connect(spark)
         # A Connect client may sleep or change its network while its job runs.
         on_lost = None if self._connect else self._lose
-        job = replace(job, driver_line=on_lost is not None)
+        job = replace(job, driver_connection=on_lost is not None)
         with ExitStack() as stack:
             self._meeting = meeting = Meeting(job.num_proc, stream, job.start_timeout, self._miss, job.gives_rows)
             encrypt = job.config.encrypt
@@ -122,7 +122,7 @@ class BarrierHandle:
             ", ".join(self._driver),
         )
 
-    def _lose(self, task: Attending, error: OSError) -> None:
+    def _lose(self, task: TaskStatus, error: OSError) -> None:
         """Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
         if not self._meeting.is_given_up(task):
             self._lost = self._lost or lost(task, error)

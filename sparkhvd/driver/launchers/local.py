@@ -23,7 +23,7 @@ from sparkhvd.task.failure_report import FailureReport
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.ranks import run_ranks
 from sparkhvd.task.job import Job
-from sparkhvd.task.rank import Plan, worker_spec
+from sparkhvd.task.rank import JobPlan, worker_spec
 from sparkhvd.task.supervision import OUTCOME
 from sparkhvd.task.worker.output import HandlerLog
 from sparkhvd.task.worker.process import WorkerProcess, spawn_worker
@@ -59,7 +59,7 @@ class LocalHandle:
             stack.callback(self._server.close)
             host = socket.gethostname()
             offers = [TaskOffer(index, host_hash(), host, LOOPBACK) for index in range(job.num_proc)]
-            self._plan = Plan(tuple(assign(offers)), ((LOOPBACK, self._server.port),), token, job.config.encrypt)
+            self._plan = JobPlan(tuple(assign(offers)), ((LOOPBACK, self._server.port),), token, job.config.encrypt)
             workers = self._start(stream, stack)
             self._contents = in_background(
                 lambda: run_ranks(self._plan, workers, self._deadline, parent=0), "sparkhvd-job"

@@ -39,10 +39,10 @@ from sparkhvd.driver.spark.resources import profile_of
 from sparkhvd.driver.spark.slots import reserve_tasks
 from sparkhvd.errors import ConfigError, DeadlineExceededError, LaunchError, SparkHvdError
 from sparkhvd.rpc.client import Client
-from sparkhvd.rpc.frames import is_cut_off
+from sparkhvd.rpc.frames import is_host_unreachable
 from sparkhvd.rpc.interfaces import interfaces
-from sparkhvd.rpc.messages import Assign, Attend, Attending, StillThere
-from sparkhvd.rpc.registration import Registration, TaskOffer
+from sparkhvd.rpc.messages import Assign, AwaitTaskEnd, TaskRunning, TaskStatus
+from sparkhvd.rpc.registration import TaskOffer, TaskRegistration
 from sparkhvd.rpc.server import SILENT_SECONDS, UNANSWERED_SECONDS, Server
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.devices import mixed_devices
@@ -238,7 +238,7 @@ class MpiHandle:
             logger.debug("The start of mpirun failed.", exc_info=True)
             self._fail(f"The driver cannot start the ranks: {type(error).__name__}: {error}.")
 
-    def _first_attempt(self) -> tuple[int, list[Registration]]:
+    def _first_attempt(self) -> tuple[int, list[TaskRegistration]]:
         # ``wait_started``, which knows whether the tasks run at all, speaks first.
         deadline = Deadline(self._deadline.at + _AFTER_START_SECONDS)
         try:
@@ -249,7 +249,7 @@ class MpiHandle:
                 self._note(report)
             raise
 
-    def _try_ranks(self, tasks: Sequence[Registration]) -> OSError | None:
+    def _try_ranks(self, tasks: Sequence[TaskRegistration]) -> OSError | None:
         """Start the ranks; what is returned is why the tasks cannot be reached."""
         try:
             self._start_ranks(tasks)
@@ -257,7 +257,7 @@ class MpiHandle:
             return error
         return None
 
-    def _next_attempt(self, attempt: int, problem: OSError) -> tuple[int, list[Registration]]:
+    def _next_attempt(self, attempt: int, problem: OSError) -> tuple[int, list[TaskRegistration]]:
         """The tasks with which Spark replaces those of an attempt that lost one."""
         try:
             return self._service.await_registrations(attempt, self._deadline.capped(_NEW_ATTEMPT_SECONDS))
@@ -267,7 +267,7 @@ class MpiHandle:
                 "the driver to the executors and back; launcher='barrier' does without those to the executors."
             ) from problem
 
-    def _start_ranks(self, tasks: Sequence[Registration]) -> None:
+    def _start_ranks(self, tasks: Sequence[TaskRegistration]) -> None:
         for problem in (task.problem for task in tasks if task.problem):
             raise LaunchError(problem)
         lacking = sorted({task.offer.host for task in tasks if not task.orted})
@@ -312,13 +312,13 @@ class MpiHandle:
 
         def watch() -> None:
             try:
-                client.limit_silence(UNANSWERED_SECONDS)
-                while isinstance(client.ask(Attend(), Deadline.after(SILENT_SECONDS)), StillThere):
+                client.set_ack_timeout(UNANSWERED_SECONDS)
+                while isinstance(client.ask(AwaitTaskEnd(), Deadline.after(SILENT_SECONDS)), TaskRunning):
                     continue
             except OSError as error:
-                unknown = Attending(offer.task_index, rank, offer.host, phase=STARTING)
+                unknown = TaskStatus(offer.task_index, rank, offer.host, phase=STARTING)
                 task = self._service.tasks().get(offer.task_index, unknown)
-                if is_cut_off(error) or isinstance(error, DeadlineExceededError):
+                if is_host_unreachable(error) or isinstance(error, DeadlineExceededError):
                     self._note(lost(task, error))
                 self._fail(
                     f"Task {offer.task_index} on host {offer.host}, that of rank {task.rank}, was lost "

@@ -23,7 +23,7 @@ from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.assignment import assign
 from sparkhvd.task.host.messages import HostDone, HostJob, HostLost, HostReady
 from sparkhvd.task.job import Job
-from sparkhvd.task.rank import Plan
+from sparkhvd.task.rank import JobPlan
 from sparkhvd.task.supervision import Outcome
 
 # How long a host may take to say what became of its ranks once another one has failed.
@@ -129,11 +129,11 @@ class SshHandle:
                 ready[number] = message
         return [ready[number] for number in range(len(self._hosts))]
 
-    def _plan(self, ready: list[HostReady]) -> Plan:
+    def _plan(self, ready: list[HostReady]) -> JobPlan:
         offers: list[TaskOffer] = [offer for one in ready for offer in one.offers]
         warn_of_versions(self._job, offers)
         rendezvous = (ready[0].offers[0].bind_host, ready[0].rendezvous_port)
-        return Plan(tuple(assign(offers)), (rendezvous,), self._token, self._job.config.encrypt)
+        return JobPlan(tuple(assign(offers)), (rendezvous,), self._token, self._job.config.encrypt)
 
     def _when(self, number: int) -> str:
         """How far the job was on a host."""

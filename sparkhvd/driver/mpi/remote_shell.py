@@ -17,7 +17,7 @@ from sparkhvd.config import take_variables
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.client import Client, connect
-from sparkhvd.rpc.messages import Executed, ExecuteOrted, FindTask, Message, Refused, TaskAddress
+from sparkhvd.rpc.messages import Executed, ExecuteOrted, FindTask, Message, Rejected, TaskAddress
 
 # Environment of mpirun, which its agents inherit; the ranks do not.
 DRIVER_ADDRESSES = "SPARKHVD_AGENT_DRIVER"
@@ -71,7 +71,7 @@ def _asked(dial: Callable[[Deadline], Client], question: Message, deadline: Dead
         answer = client.ask(question, deadline)
     finally:
         client.close()
-    if isinstance(answer, Refused):
+    if isinstance(answer, Rejected):
         raise LaunchError(answer.reason)
     return answer
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import Client, connect
-from sparkhvd.rpc.messages import Probe, Reachable
-from sparkhvd.rpc.registration import Registration, TaskServer
+from sparkhvd.rpc.messages import ProbeServers, Reachable
+from sparkhvd.rpc.registration import TaskRegistration, TaskServer
 
 # Most of the time is spent waiting for addresses that lead nowhere.
 _AT_ONCE = 64
@@ -26,7 +26,7 @@ class Link:
     client: Client
 
 
-def linked(tasks: Sequence[Registration], secret: bytes, *, encrypt: bool = False) -> list[Link]:
+def linked(tasks: Sequence[TaskRegistration], secret: bytes, *, encrypt: bool = False) -> list[Link]:
     """A connection to every task, over an address where it is reached from the task before it and from here.
 
     Everything is tried at the same time. With ``encrypt`` a task that does not encrypt is refused.
@@ -77,7 +77,7 @@ def in_common(usable: Sequence[Sequence[TaskServer]]) -> list[TaskServer]:
     return [servers[0] for servers in usable]
 
 
-def _chosen(tasks: Sequence[Registration], usable: Sequence[Sequence[Link]]) -> list[Link]:
+def _chosen(tasks: Sequence[TaskRegistration], usable: Sequence[Sequence[Link]]) -> list[Link]:
     servers = in_common([[link.server for link in row] for row in usable])
     if not servers:
         there = {
@@ -100,9 +100,9 @@ def _link(server: TaskServer, secret: bytes, encrypt: bool) -> Link | OSError:
         return error
 
 
-def _probed(link: Link, following: Registration) -> Collection[str]:
+def _probed(link: Link, following: TaskRegistration) -> Collection[str]:
     """The addresses at which a task reaches the next one."""
-    answer = link.client.ask(Probe(following.servers), Deadline.after(_PROBE_SECONDS))
+    answer = link.client.ask(ProbeServers(following.servers), Deadline.after(_PROBE_SECONDS))
     if not isinstance(answer, Reachable):
         raise LaunchError(f"A task answered a probe with {type(answer).__name__}.")
     return answer.addresses

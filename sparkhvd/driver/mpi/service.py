@@ -11,8 +11,8 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.task_exchange import stage_attempt
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.messages import Acknowledged, Attending, FindTask, Message, Refused, Register, TaskAddress
-from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
+from sparkhvd.rpc.messages import Acknowledged, FindTask, Message, Register, Rejected, TaskAddress, TaskStatus
+from sparkhvd.rpc.registration import TaskOffer, TaskRegistration, TaskServer
 from sparkhvd.task.assignment import assign
 
 
@@ -60,13 +60,13 @@ class DriverService:
         self._stream = stream
         self._changed = threading.Condition()  # guards all below
         self._newest = -1  # attempt of the stage that a task has come from
-        self._registered: dict[int, Registration] = {}  # those of its tasks that have come so far, by index
-        self._tasks: dict[int, Attending] = {}  # the last that was said of their ranks, by index
+        self._registered: dict[int, TaskRegistration] = {}  # those of its tasks that have come so far, by index
+        self._tasks: dict[int, TaskStatus] = {}  # the last that was said of their ranks, by index
         self._servers: Mapping[str, TaskServer] = {}
         self._over = ""
 
     def handle(self, message: Message) -> Message | None:
-        if isinstance(message, Attending):
+        if isinstance(message, TaskStatus):
             self._note(message)
             return None
         if isinstance(message, Register):
@@ -75,7 +75,7 @@ class DriverService:
             return self._find(message)
         return self._stream.handle(message)
 
-    def await_registrations(self, above: int, deadline: Deadline) -> tuple[int, list[Registration]]:
+    def await_registrations(self, above: int, deadline: Deadline) -> tuple[int, list[TaskRegistration]]:
         """The attempt whose tasks have all registered, and their registrations by index.
 
         Args:
@@ -99,7 +99,7 @@ class DriverService:
         with self._changed:
             return self._missing()
 
-    def tasks(self) -> dict[int, Attending]:
+    def tasks(self) -> dict[int, TaskStatus]:
         """How far the ranks are, by the index of their task; only of those that have begun."""
         with self._changed:
             return dict(self._tasks)
@@ -115,21 +115,21 @@ class DriverService:
             self._over = why
             self._changed.notify_all()
 
-    def _note(self, task: Attending) -> None:
+    def _note(self, task: TaskStatus) -> None:
         with self._changed:
             self._tasks[task.task_index] = task
 
     def _missing(self) -> list[int]:
         return [index for index in range(self._num_tasks) if index not in self._registered]
 
-    def _register(self, registration: Registration) -> Message:
+    def _register(self, registration: TaskRegistration) -> Message:
         index = registration.offer.task_index
         if index not in range(self._num_tasks):
-            return Refused(f"This job has {self._num_tasks} tasks; there is no task {index}.")
+            return Rejected(f"This job has {self._num_tasks} tasks; there is no task {index}.")
         number = stage_attempt(registration.attempt, index)
         with self._changed:
             if self._over:
-                return Refused(self._over)
+                return Rejected(self._over)
             if number > self._newest:
                 self._newest, self._registered = number, {}
             if number == self._newest:  # else Spark ends it
@@ -141,5 +141,5 @@ class DriverService:
         with self._changed:
             server = self._servers.get(message.host)
         if server is None:
-            return Refused(f"No task of this job runs on host {message.host}.")
+            return Rejected(f"No task of this job runs on host {message.host}.")
         return TaskAddress(server)

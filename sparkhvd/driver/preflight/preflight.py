@@ -29,9 +29,9 @@ from sparkhvd.driver.spark.job_failures import spark_failure
 from sparkhvd.driver.spark.resources import TaskResources, profile_of
 from sparkhvd.driver.spark.slots import describe_cluster, hides_slots, reserve_tasks
 from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError, StoreError
-from sparkhvd.rpc.protection import why_not_on
+from sparkhvd.rpc.protection import encryption_problem
 from sparkhvd.store import store_at
-from sparkhvd.store.probe import Probe, new_probe
+from sparkhvd.store.probe import StoreProbe, new_store_probe
 from sparkhvd.store.protocol import Store
 from sparkhvd.task.host.examination import Examination, Question, examine_task, versions
 
@@ -184,7 +184,7 @@ def _cluster(asked: _Asked, count: int) -> tuple[list[Examination], list[Check]]
     """What the tasks found, and what it means."""
     if not count:
         return [], [Check("tasks", Verdict.SKIPPED, "No task could be asked.")]
-    probe = None if asked.store is None or not needs_check(asked.spark, asked.store) else new_probe(asked.store)
+    probe = None if asked.store is None or not needs_check(asked.spark, asked.store) else new_store_probe(asked.store)
     try:
         if probe is not None:
             probe.leave()
@@ -200,7 +200,7 @@ def _cluster(asked: _Asked, count: int) -> tuple[list[Examination], list[Check]]
             remove(probe)
 
 
-def _examined(asked: _Asked, count: int, probe: Probe | None) -> list[Examination]:
+def _examined(asked: _Asked, count: int, probe: StoreProbe | None) -> list[Examination]:
     """What the tasks of a short barrier stage found.
 
     Raises:
@@ -227,7 +227,7 @@ def _nothing() -> None:
     """The end of the stage is waited for, not told."""
 
 
-def _store(store: Store | None, probe: Probe | None, tasks: Sequence[Examination]) -> list[Check]:
+def _store(store: Store | None, probe: StoreProbe | None, tasks: Sequence[Examination]) -> list[Check]:
     if store is None:
         return []
     if probe is None:
@@ -242,7 +242,7 @@ def _store(store: Store | None, probe: Probe | None, tasks: Sequence[Examination
 def _encryption(asked: _Asked, tasks: Sequence[Examination]) -> list[Check]:
     if not asked.encrypt:
         return []
-    missing = [why_not_on(socket.gethostname()), *(task.encryption for task in tasks)]
+    missing = [encryption_problem(socket.gethostname()), *(task.encryption for task in tasks)]
     if any(missing):
         return [Check("encryption", Verdict.FAIL, " ".join(dict.fromkeys(why for why in missing if why)))]
     readable = readable_secret(asked.spark)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from sparkhvd.rpc.messages import Attending
+from sparkhvd.rpc.messages import TaskStatus
 
 _MAX_TEXT = 4000
 _UNKNOWN: Mapping[int, str] = MappingProxyType({})
@@ -26,7 +26,7 @@ def spark_failure(
     error: BaseException,
     host_of: Callable[[str], str] = lambda _: "",
     task_hosts: Mapping[int, str] = _UNKNOWN,
-    tasks: Mapping[int, Attending] | None = None,
+    tasks: Mapping[int, TaskStatus] | None = None,
 ) -> str:
     """The sentences for an error of Spark, with what it said itself behind them.
 
@@ -66,7 +66,7 @@ def _has_ended(error: BaseException) -> bool:
 
 
 def _cause(
-    text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, str], tasks: Mapping[int, Attending] | None
+    text: str, host_of: Callable[[str], str], task_hosts: Mapping[int, str], tasks: Mapping[int, TaskStatus] | None
 ) -> str:
     """Why the last attempt failed; empty where that is not among what is known of Spark."""
     if _TOO_FEW_SLOTS in text:
@@ -93,7 +93,7 @@ def _cause(
     return ""
 
 
-def _so_far(index: int, tasks: Mapping[int, Attending]) -> str:
+def _so_far(index: int, tasks: Mapping[int, TaskStatus]) -> str:
     """How far a task was, in brackets."""
     task = tasks.get(index)
     return f" (rank {task.rank}, {task.phase})" if task and task.rank >= 0 else " (before its rank was assigned)"

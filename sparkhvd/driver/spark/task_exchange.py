@@ -9,23 +9,31 @@ from dataclasses import dataclass, field
 
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.rpc.frames import MAX_FRAME_BYTES
-from sparkhvd.rpc.messages import Apart, Attending, Meet, Message, Met, Refused, encode
+from sparkhvd.rpc.messages import (
+    ExchangeIntroductions,
+    ExchangeUnavailable,
+    Introductions,
+    Message,
+    Rejected,
+    TaskStatus,
+    encode,
+)
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 
 # How long a task that wants to meet the others waits for the lines of all of them. Spark starts the tasks of a barrier
 # stage at once, and a task opens its line before it does anything else.
 _LINES_SECONDS = 2.0
-_ENDED = Refused("The job has ended meanwhile, the driver says why.")
+_ENDED = Rejected("The job has ended meanwhile, the driver says why.")
 
 
 @dataclass
 class _Attempt:
     """What is known of one attempt of the stage, which either all its tasks meet in or none."""
 
-    lines: dict[int, Attending] = field(default_factory=dict)  # the last that each task said, which has one
+    lines: dict[int, TaskStatus] = field(default_factory=dict)  # the last that each task said, which has one
     introductions: dict[int, Introduction] = field(default_factory=dict)
     waiting: list[Future[Message]] = field(default_factory=list)
-    answer: Met | Apart | None = None
+    answer: Introductions | ExchangeUnavailable | None = None
     patience: threading.Timer | None = None
     limit: threading.Timer | None = None
 
@@ -34,7 +42,7 @@ class _Attempt:
         """The tasks that have said their rank."""
         return {index for index, task in self.lines.items() if task.rank >= 0}
 
-    def decide(self, answer: Met | Apart) -> list[Future[Message]]:
+    def decide(self, answer: Introductions | ExchangeUnavailable) -> list[Future[Message]]:
         """Let ``answer`` hold for all its tasks; those that wait for it."""
         self.answer = answer
         if self.patience is not None:
@@ -101,14 +109,14 @@ class Meeting:
 
     def handle(self, message: Message) -> Message | Future[Message] | None:
         self.heard = True
-        if isinstance(message, Attending):
+        if isinstance(message, TaskStatus):
             self._note(message)
             return None
-        if isinstance(message, Meet):
+        if isinstance(message, ExchangeIntroductions):
             return self._meet(message.introduction)
         return self._stream.handle(message)
 
-    def is_given_up(self, task: Attending) -> bool:
+    def is_given_up(self, task: TaskStatus) -> bool:
         """Whether Spark has started the stage anew since that task."""
         with self._lock:
             return stage_attempt(task.attempt, task.task_index) < self._newest
@@ -118,7 +126,7 @@ class Meeting:
         with self._lock:
             return tuple(task.offer for task in self._attempt.introductions.values())
 
-    def tasks(self) -> dict[int, Attending]:
+    def tasks(self) -> dict[int, TaskStatus]:
         """The last that the tasks of the newest attempt have said, by index."""
         with self._lock:
             return dict(self._attempt.lines)
@@ -128,23 +136,23 @@ class Meeting:
         with self._lock:
             self._over = True
             self._attempt.unlimited()
-            waiting = self._attempt.decide(Apart())
+            waiting = self._attempt.decide(ExchangeUnavailable())
         _tell(waiting, _ENDED)
 
-    def _note(self, task: Attending) -> None:
+    def _note(self, task: TaskStatus) -> None:
         number = stage_attempt(task.attempt, task.task_index)
         with self._lock:
             given_up = self._begin(number)
             if number == self._newest:
                 self._attempt.lines[task.task_index] = task
                 self._limit(self._attempt)
-        _tell(given_up, Apart())
+        _tell(given_up, ExchangeUnavailable())
 
     def _begin(self, number: int) -> list[Future[Message]]:
         """Take note of an attempt; who waits in vain since it is newer than the others."""
         if number <= self._newest:
             return []
-        given_up = self._attempt.decide(Apart())
+        given_up = self._attempt.decide(ExchangeUnavailable())
         self._attempt.unlimited()
         self._newest, self._attempt = number, _Attempt()
         return given_up
@@ -161,18 +169,18 @@ class Meeting:
         index = own.offer.task_index
         number = stage_attempt(own.attempt, index)
         if index not in range(self._num_tasks):
-            return Refused(f"This job has {self._num_tasks} tasks; there is no task {index}.")
+            return Rejected(f"This job has {self._num_tasks} tasks; there is no task {index}.")
         answer: Future[Message] = Future()
         with self._lock:
             if self._over:
                 return _ENDED
             attempt = self._attempt
             if number != self._newest:
-                return Apart()  # its attempt was given up
+                return ExchangeUnavailable()  # its attempt was given up
             attempt.introductions[index] = own
             self._limit(attempt)
             if attempt.answer is not None:
-                return Apart()  # a task has no line
+                return ExchangeUnavailable()  # a task has no line
             attempt.waiting.append(answer)
             if len(attempt.introductions) < self._num_tasks:
                 self._wait_for_lines(attempt)
@@ -182,10 +190,10 @@ class Meeting:
         _tell(waiting, met)
         return answer
 
-    def _met(self, attempt: _Attempt) -> Met | Apart:
-        met = Met(tuple(attempt.introductions[one] for one in range(self._num_tasks)))
+    def _met(self, attempt: _Attempt) -> Introductions | ExchangeUnavailable:
+        met = Introductions(tuple(attempt.introductions[one] for one in range(self._num_tasks)))
         # Of thousands of tasks it may be too much for one message.
-        return met if len(encode(met)) <= MAX_FRAME_BYTES else Apart()
+        return met if len(encode(met)) <= MAX_FRAME_BYTES else ExchangeUnavailable()
 
     def _wait_for_lines(self, attempt: _Attempt) -> None:
         if attempt.patience is None and len(attempt.lines) < self._num_tasks:
@@ -195,8 +203,8 @@ class Meeting:
         with self._lock:
             if attempt.answer is not None or len(attempt.lines) == self._num_tasks:
                 return
-            waiting = attempt.decide(Apart())
-        _tell(waiting, Apart())
+            waiting = attempt.decide(ExchangeUnavailable())
+        _tell(waiting, ExchangeUnavailable())
 
     def _look_who_is_missing(self, attempt: _Attempt) -> None:
         with self._lock:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from sparkhvd._util.framework_imports import while_importing
+from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd.config import visible_devices
 from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec
@@ -96,7 +96,7 @@ def _predictor(spec: PredictSpec) -> Predictor:
 
 @cache
 def _imported(name: str) -> FrameworkPlugin:
-    with while_importing():  # the import alone: a model that makes room for others has to be collected
+    with gc_paused_for_import():  # the import alone: a model that makes room for others has to be collected
         return find_plugin(name)
 
 

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 
-from sparkhvd._util.process_identity import machine, process_start
+from sparkhvd._util.process_identity import machine_id, process_start
 from sparkhvd.data.reuse.leases import Hold, let_go
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.store import layout
@@ -237,7 +237,7 @@ def _lives(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> 
         return False
     if (holder.machine, holder.pid, holder.started) == _own_process():
         return holder.name in _held_here
-    if holder.machine == machine():
+    if holder.machine == machine_id():
         return process_start(holder.pid) == holder.started
     logger.info("Run %s was held by %s; waiting for a sign of life for up to %g s", run_id, holder, silent_seconds)
     end = time.monotonic() + silent_seconds
@@ -266,7 +266,7 @@ def _this_process() -> Holder:
 
 
 def _own_process() -> tuple[str, int, str]:
-    return machine(), os.getpid(), process_start(os.getpid())
+    return machine_id(), os.getpid(), process_start(os.getpid())
 
 
 def _last_token(store: Store, run_id: str) -> int:

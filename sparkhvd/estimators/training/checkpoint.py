@@ -109,7 +109,7 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[i
     there = store.list(layout.checkpoints_folder(run_id))
     ours = set(belonging(store, run_id, there))
     for other in _checkpoints(there):
-        place = layout.checkpoint_place(other)
+        place = layout.checkpoint_position(other)
         is_wanted = other in ours and place is not None and place[1] == float("inf") and place[0] in wanted
         if other != path and not is_wanted and layout.token_of(other) <= fence.token:
             store.delete(other)
@@ -128,7 +128,7 @@ def epoch_end_path(store: Store, run_id: str, epoch: int) -> str:
         StoreError: it is not kept.
     """
     for path in _checkpoints(_paths(store, run_id)):
-        if layout.checkpoint_place(path) == (epoch, float("inf")):
+        if layout.checkpoint_position(path) == (epoch, float("inf")):
             return path
     path = layout.checkpoint_path(run_id, epoch)
     raise StoreError(f"{store.url}/{path}, the best epoch of run {run_id!r}, is not there any more. Train anew.")
@@ -136,7 +136,7 @@ def epoch_end_path(store: Store, run_id: str, epoch: int) -> str:
 
 def kept_epochs(store: Store, run_id: str) -> frozenset[int]:
     """The epochs of a run whose ends are kept."""
-    places = map(layout.checkpoint_place, _checkpoints(_paths(store, run_id)))
+    places = map(layout.checkpoint_position, _checkpoints(_paths(store, run_id)))
     return frozenset(place[0] for place in places if place is not None and place[1] == float("inf"))
 
 
@@ -145,7 +145,7 @@ def latest(store: Store, run_id: str) -> str | None:
     found = _paths(store, run_id)
     if ends := [path for path in found if layout.is_end(path)]:
         return ends[-1]
-    return max(_checkpoints(found), key=layout.checkpoint_place, default=None)  # type: ignore[arg-type]  # none is None
+    return max(_checkpoints(found), key=layout.checkpoint_position, default=None)  # type: ignore[arg-type]  # none is None
 
 
 def load(store: Store, path: str) -> Checkpoint:
@@ -170,7 +170,7 @@ def _paths(store: Store, run_id: str) -> list[str]:
 
 
 def _checkpoints(found: Sequence[str]) -> list[str]:
-    return [path for path in found if layout.checkpoint_place(path) is not None]
+    return [path for path in found if layout.checkpoint_position(path) is not None]
 
 
 def _content(checkpoint: Checkpoint) -> bytes:

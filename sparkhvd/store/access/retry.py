@@ -34,7 +34,7 @@ _LASTING_NUMBERS = frozenset(
 )
 
 
-def is_passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether an error of Python's own kind may be gone the next time."""
     if not isinstance(error, (OSError, EOFError)) or isinstance(error, _LASTING):
         return False

@@ -20,8 +20,8 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
 from sparkhvd.store.access.connection import Connection
 from sparkhvd.store.access.remote_file import READ_AHEAD_BYTES, SPOOL_BYTES, RangeReader, Ranges, SpooledFile
-from sparkhvd.store.access.retry import is_passing, with_retries
-from sparkhvd.store.folders import UNFINISHED, Places, root_of
+from sparkhvd.store.access.retry import is_transient, with_retries
+from sparkhvd.store.folders import UNFINISHED, StoreFolders, root_of
 from sparkhvd.store.options import StorageOptions, refuse_credentials
 from sparkhvd.store.protocol import Store
 
@@ -80,7 +80,7 @@ class FilesystemStore(Store):
     storage_options: Mapping[str, Any] | None = None
     retry_seconds: float = 60.0
     _base: str = field(init=False, repr=False, compare=False)  # what URLs have before the place
-    _places: Places = field(init=False, repr=False, compare=False)
+    _places: StoreFolders = field(init=False, repr=False, compare=False)
     _connection: Connection = field(init=False, repr=False, compare=False, default_factory=Connection)
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class FilesystemStore(Store):
         object.__setattr__(self, "_base", bases[0] if bases else "")
         object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
         prefix, *others, runs = (None if url is None else self._place_of_url(url) for url in urls)
-        object.__setattr__(self, "_places", Places(root_of(prefix, [*others, runs]), runs))
+        object.__setattr__(self, "_places", StoreFolders(root_of(prefix, [*others, runs]), runs))
 
     @property
     def url(self) -> str:
@@ -239,7 +239,7 @@ class FilesystemStore(Store):
 
     def _passing(self, error: Exception) -> bool:
         """Whether an error may be gone the next time."""
-        return is_passing(error)
+        return is_transient(error)
 
     def _explain(self, error: Exception) -> str:
         """What an error says, on one line."""

@@ -21,7 +21,7 @@ from sparkhvd.errors import StoreError
 from sparkhvd.store.access.delegation_tokens import name_with_token
 from sparkhvd.store.access.kerberos_ticket import principal_of
 from sparkhvd.store.access.remote_file import SPOOL_BYTES, Ranges
-from sparkhvd.store.access.retry import is_passing
+from sparkhvd.store.access.retry import is_transient
 from sparkhvd.store.backends.filesystem import FilesystemStore
 from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED
 
@@ -144,7 +144,7 @@ class HDFSStore(FilesystemStore):
     def _passing(self, error: Exception) -> bool:
         if isinstance(error, RuntimeError):  # whatever the client has no Python type for
             return bool(_PASSING.search(str(error)))
-        return is_passing(error)
+        return is_transient(error)
 
     def _explain(self, error: Exception) -> str:
         said = _SERVER_ERROR.search(str(error)) if isinstance(error, RuntimeError) else None

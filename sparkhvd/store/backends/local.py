@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from sparkhvd.errors import StoreError
 from sparkhvd.store.access.renaming import rename_once
-from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED, Places, root_of
+from sparkhvd.store.folders import LEFTOVER_SECONDS, UNFINISHED, StoreFolders, root_of
 from sparkhvd.store.protocol import Store
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class LocalStore(Store):
     runs_path: str | None = None
     save_runs: bool = True
     storage_options: Mapping[str, Any] | None = None
-    _places: Places = field(init=False, repr=False, compare=False)
+    _places: StoreFolders = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.storage_options:
@@ -75,7 +75,7 @@ class LocalStore(Store):
         for name, path in zip(names, paths, strict=True):
             object.__setattr__(self, name, path)
         root = root_of(paths[0], paths[1:])
-        object.__setattr__(self, "_places", Places(root, self.runs_path))
+        object.__setattr__(self, "_places", StoreFolders(root, self.runs_path))
         for folder in {root, self.runs_path or root}:
             if Path(folder).is_file():
                 raise StoreError(

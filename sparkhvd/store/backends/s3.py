@@ -19,7 +19,7 @@ from botocore.exceptions import (
 )
 
 from sparkhvd.errors import StoreError
-from sparkhvd.store.access.retry import is_passing
+from sparkhvd.store.access.retry import is_transient
 from sparkhvd.store.backends.filesystem import FilesystemStore
 
 # Every request ends: these hold where storage_options give no config_kwargs of the same name.
@@ -105,7 +105,7 @@ class S3Store(FilesystemStore):
             return status >= 500 or status in _TOO_EARLY
         if isinstance(error, BotoCoreError):
             return isinstance(error, (BotoConnectionError, HTTPClientError))
-        return is_passing(error)
+        return is_transient(error)
 
 
 # Spark's name below fs.s3a. -> ours among the storage options, for what is a text on both sides.

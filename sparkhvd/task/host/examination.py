@@ -24,12 +24,12 @@ from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.interfaces import candidates
 from sparkhvd.rpc.messages import Message
-from sparkhvd.rpc.protection import why_not_on
+from sparkhvd.rpc.protection import encryption_problem
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.host.host_hash import host_hash
-from sparkhvd.task.host.versions import FRAMEWORKS, installed
+from sparkhvd.task.host.versions import FRAMEWORKS, installed_versions
 from sparkhvd.task.result_rows import row
-from sparkhvd.task.task_info import TaskPlace, place_of_task
+from sparkhvd.task.task_info import TaskInfo, current_task_info
 
 EXAMINATION = "examination"
 _PACKAGES = ("numpy", "pyarrow", *FRAMEWORKS)
@@ -106,7 +106,7 @@ class _Silent:
 
 def versions() -> dict[str, str]:
     """The versions of Python, sparkhvd and of the packages that matter, where they are installed."""
-    return {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__, **installed(_PACKAGES)}
+    return {"python": platform.python_version(), "sparkhvd": sparkhvd.__version__, **installed_versions(_PACKAGES)}
 
 
 def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -115,7 +115,7 @@ def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Itera
 
     for _ in batches:  # Spark wants its input read
         continue
-    context, place = BarrierTaskContext.get(), place_of_task()
+    context, place = BarrierTaskContext.get(), current_task_info()
     addresses, unknown = _addresses(question.nics, place)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-preflight-store"))
@@ -132,12 +132,12 @@ def examine_task(question: Question, batches: Iterator[pa.RecordBatch]) -> Itera
         trouble, name = answered.result()
         if len({one["key"] for one in gathered}) > 1:  # on one host nobody tries any; Spark takes up to a second
             context.barrier()  # nobody closes its server before all have tried it
-    encryption = why_not_on(place.host) if question.encrypt else ""
+    encryption = encryption_problem(place.host) if question.encrypt else ""
     found = _examination(place, unreachable, trouble, name, encryption)
     yield row(place.index, EXAMINATION, 0, found.to_json())
 
 
-def _addresses(nics: Sequence[str], place: TaskPlace) -> tuple[list[str], tuple[str, ...]]:
+def _addresses(nics: Sequence[str], place: TaskInfo) -> tuple[list[str], tuple[str, ...]]:
     """Where the rank of a task will be reached, and what is wrong with ``nics`` here.
 
     The ranks meet at one address of task 0's host; otherwise each offers all that it has.
@@ -158,7 +158,7 @@ def _secret_of(index: int, secret: bytes) -> bytes:
 
 
 def _examination(
-    place: TaskPlace, unreachable: tuple[str, ...], trouble: str, name: str, encryption: str
+    place: TaskInfo, unreachable: tuple[str, ...], trouble: str, name: str, encryption: str
 ) -> Examination:
     return Examination(
         task_index=place.index,

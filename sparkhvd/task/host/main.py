@@ -24,8 +24,8 @@ from sparkhvd.rpc.registration import TaskOffer
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.messages import MARKER, HostDone, HostJob, HostLost, HostReady
 from sparkhvd.task.host.ranks import run_ranks
-from sparkhvd.task.host.versions import here
-from sparkhvd.task.rank import Plan, worker_spec
+from sparkhvd.task.host.versions import local_versions
+from sparkhvd.task.rank import JobPlan, worker_spec
 from sparkhvd.task.supervision import Outcome
 from sparkhvd.task.worker.import_path import IMPORT_PATH
 from sparkhvd.task.worker.output import HandlerLog
@@ -86,12 +86,12 @@ def _take_part(job: HostJob, launcher: Launcher) -> dict[int, bytes | Outcome]:
         for worker, _ in workers:
             stack.callback(worker.close)
         key = host_hash(job.host)
-        versions = here(job.job.versions)
+        versions = local_versions(job.job.versions)
         offers = tuple(TaskOffer(index, key, job.host, address, versions=versions) for index in indices)
         launcher.send(HostReady(offers, port))
         plan = launcher.receive()
-        if not isinstance(plan, Plan):
-            raise TypeError(f"The launcher sent {type(plan).__name__} instead of a Plan.")
+        if not isinstance(plan, JobPlan):
+            raise TypeError(f"The launcher sent {type(plan).__name__} instead of a JobPlan.")
         own = [slot for slot in plan.slots if slot.offer.task_index in indices]
         for slot, (worker, log) in zip(own, workers, strict=True):
             log.rank = slot.world.rank

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import LaunchError, SparkHvdError
-from sparkhvd.task.rank import Plan, accompany
+from sparkhvd.task.rank import JobPlan, supervise_rank
 from sparkhvd.task.supervision import Outcome
 from sparkhvd.task.worker.process import WorkerProcess
 
 
 def run_ranks(
-    plan: Plan,
+    plan: JobPlan,
     workers: Mapping[int, WorkerProcess],
     deadline: Deadline,
     parent: int | None = None,
@@ -26,7 +26,7 @@ def run_ranks(
         plan: who runs what.
         workers: by rank; each has got its spec. They have ended afterwards.
         deadline: when they have to be ready for ``fn``.
-        parent: the process that this one must not outlive, as in ``accompany``.
+        parent: the process that this one must not outlive, as in ``supervise_rank``.
         reach: told how far a rank is, as there.
 
     Returns:
@@ -40,7 +40,7 @@ def run_ranks(
 
     def watch(rank: int) -> None:
         try:
-            contents[rank] = accompany(
+            contents[rank] = supervise_rank(
                 plan, plan.slots[rank], workers[rank], deadline, parent=parent, reach=functools.partial(reach, rank)
             )
         except (SparkHvdError, OSError) as error:

@@ -16,7 +16,7 @@ _OTHER_NAMES = {"tensorflow": ("tensorflow-cpu",), "lightning": ("pytorch-lightn
 _SHOWN_HOSTS = 5
 
 
-def installed(packages: Iterable[str]) -> dict[str, str]:
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of those packages that are installed; imports none of them."""
     found = {}
     for name in packages:
@@ -29,17 +29,17 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def in_use(preload: Sequence[str]) -> tuple[str, ...]:
+def frameworks_in_use(preload: Sequence[str]) -> tuple[str, ...]:
     """The frameworks that this process has loaded or its job will, with their versions, like ``torch 2.8.0``."""
     modules = {"lightning": ("lightning", "pytorch_lightning")}
     loaded = {*sys.modules, *preload}
     names = [name for name in FRAMEWORKS if loaded & {name, *modules.get(name, ())}]
-    return _joined(installed(names))
+    return _joined(installed_versions(names))
 
 
-def here(wanted: Sequence[str]) -> tuple[str, ...]:
-    """The versions that this process would load of what ``in_use`` found elsewhere."""
-    return _joined(installed(name for name, _ in map(_parted, wanted)))
+def local_versions(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The versions that this process would load of what ``frameworks_in_use`` found elsewhere."""
+    return _joined(installed_versions(name for name, _ in map(_parted, wanted)))
 
 
 def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> str:

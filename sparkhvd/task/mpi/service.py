@@ -13,14 +13,14 @@ from sparkhvd.rpc.client import connect
 from sparkhvd.rpc.messages import (
     Acknowledged,
     Assign,
-    Attend,
+    AwaitTaskEnd,
     Executed,
     ExecuteOrted,
     Message,
-    Probe,
+    ProbeServers,
     Reachable,
-    Refused,
-    StillThere,
+    Rejected,
+    TaskRunning,
 )
 from sparkhvd.rpc.registration import TaskOffer, TaskServer
 from sparkhvd.task.mpi.orted import Orted
@@ -55,13 +55,13 @@ class TaskService:
 
     def handle(self, message: Message) -> Message | None:
         answers: dict[type[Message], Callable[..., Message]] = {
-            Probe: self._probe,
+            ProbeServers: self._probe,
             Assign: self._assign,
-            Attend: self._attend,
+            AwaitTaskEnd: self._attend,
             ExecuteOrted: self._execute,
         }
         answer = answers.get(type(message))
-        return Refused(f"A task has no use for {type(message).__name__}.") if answer is None else answer(message)
+        return Rejected(f"A task has no use for {type(message).__name__}.") if answer is None else answer(message)
 
     def plan_within(self, seconds: float) -> tuple[TaskOffer, ...] | None:
         """What the driver has assigned, waiting for it at most this long; None when that is nothing yet."""
@@ -89,7 +89,7 @@ class TaskService:
         self._over.set()
         self._can_execute.set()
 
-    def _probe(self, message: Probe) -> Message:
+    def _probe(self, message: ProbeServers) -> Message:
         if not message.servers:
             return Reachable(())
         with ThreadPoolExecutor(len(message.servers), thread_name_prefix="sparkhvd-probe") as pool:
@@ -110,15 +110,15 @@ class TaskService:
         self._assigned.set()
         return Acknowledged()
 
-    def _attend(self, message: Attend) -> Message:  # noqa: ARG002 - it says nothing but its type
-        return Acknowledged() if self._over.wait(_BEAT_SECONDS) else StillThere()
+    def _attend(self, message: AwaitTaskEnd) -> Message:  # noqa: ARG002 - it says nothing but its type
+        return Acknowledged() if self._over.wait(_BEAT_SECONDS) else TaskRunning()
 
     def _execute(self, message: ExecuteOrted) -> Message:
         if not self._can_execute.wait(_PREPARE_SECONDS) or self._over.is_set():
-            return Refused("This task is not the one that starts orted on its host, or its job is over.")
+            return Rejected("This task is not the one that starts orted on its host, or its job is over.")
         with self._lock:
             if self._orted is not None:
-                return Refused("orted has been started on this host before.")
+                return Rejected("orted has been started on this host before.")
             try:
                 self._orted = Orted(message.arguments, self._environment)
             except LaunchError as error:

@@ -19,16 +19,16 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError, LaunchError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.interfaces import candidates
-from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, RankConnected, Refused, Register
+from sparkhvd.rpc.messages import Acknowledged, Flush, RankConnected, Register, Rejected, TaskStatus
 from sparkhvd.rpc.protection import require_encryption
-from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
+from sparkhvd.rpc.registration import TaskOffer, TaskRegistration, TaskServer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.assignment import Slot, assign, assign_started
 from sparkhvd.task.devices import write_device_map
 from sparkhvd.task.failure_report import LAUNCH, FailureReport
 from sparkhvd.task.host.host_hash import host_hash
 from sparkhvd.task.host.ranks import run_ranks
-from sparkhvd.task.host.versions import here
+from sparkhvd.task.host.versions import local_versions
 from sparkhvd.task.job import Job
 from sparkhvd.task.mpi.host_ranks import RankListener, orted_failure
 from sparkhvd.task.mpi.job import (
@@ -39,10 +39,10 @@ from sparkhvd.task.mpi.job import (
     MpiJob,
 )
 from sparkhvd.task.mpi.service import TaskService
-from sparkhvd.task.rank import Plan, worker_spec
+from sparkhvd.task.rank import JobPlan, worker_spec
 from sparkhvd.task.result_rows import result_rows
 from sparkhvd.task.supervision import NOTE_SECONDS, OUTCOME, Outcome, Supervision, await_outcome, watch_outcome
-from sparkhvd.task.task_info import TaskPlace, place_of_task
+from sparkhvd.task.task_info import TaskInfo, current_task_info
 from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 from sparkhvd.task.worker.output import DriverLog
 from sparkhvd.task.worker.process import WorkerProcess, not_started
@@ -63,8 +63,8 @@ class _Part:
     """What one task knows of its job once the driver has assigned the ranks."""
 
     job: MpiJob
-    plan: Plan
-    place: TaskPlace
+    plan: JobPlan
+    place: TaskInfo
     service: TaskService
     deadline: Deadline
     driver: Client
@@ -74,11 +74,11 @@ class _Part:
         offer = self.plan.slots[rank].offer
         with suppress(OSError):
             self.driver.send(
-                Attending(offer.task_index, rank, offer.host, self.place.attempt, phase), Deadline.after(NOTE_SECONDS)
+                TaskStatus(offer.task_index, rank, offer.host, self.place.attempt, phase), Deadline.after(NOTE_SECONDS)
             )
 
 
-def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
+def serve(job: MpiJob, place: TaskInfo) -> dict[int, bytes | Outcome]:
     """Take part in a job: register, wait for the plan, and start this host's ranks if this is its first task.
 
     Args:
@@ -112,15 +112,17 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         }
         stack.callback(service.close)  # before the servers close, so that those who wait for an answer get it
         key = host_hash(yarn_container())
-        versions = here(job.job.versions)
+        versions = local_versions(job.job.versions)
         offer = TaskOffer(place.index, key, place.host, "", place.devices, place.device_kind, versions)
         listening = tuple(
             TaskServer(one.name, one.address, server.port, one.network) for one, server in servers.items()
         )
         orted = shutil.which("orted", path=path) or ""
-        driver = _registered(job.job, Registration(place.attempt, offer, listening, orted, problem), deadline, stack)
+        driver = _registered(
+            job.job, TaskRegistration(place.attempt, offer, listening, orted, problem), deadline, stack
+        )
         offers = _await_plan(driver, service)
-        plan = Plan(tuple(assign(offers)), job.rendezvous, job.token, encrypt)
+        plan = JobPlan(tuple(assign(offers)), job.rendezvous, job.token, encrypt)
         own_address = next(slot for slot in plan.slots if slot.offer.task_index == place.index).offer.bind_host
         for one, server in servers.items():
             if one.address != own_address:
@@ -132,7 +134,7 @@ def serve(job: MpiJob, place: TaskPlace) -> dict[int, bytes | Outcome]:
         return {}
 
 
-def _registered(job: Job, registration: Registration, deadline: Deadline, stack: ExitStack) -> Client:
+def _registered(job: Job, registration: TaskRegistration, deadline: Deadline, stack: ExitStack) -> Client:
     """A connection to the driver, which now knows this task."""
     where = f"Task {registration.offer.task_index} on host {registration.offer.host} cannot register with the driver"
     try:
@@ -142,7 +144,7 @@ def _registered(job: Job, registration: Registration, deadline: Deadline, stack:
     except OSError as error:
         raise LaunchError(f"{where}: {error}") from error
     if not isinstance(answer, Acknowledged):
-        raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Refused) else answer}")
+        raise LaunchError(f"{where}: {answer.reason if isinstance(answer, Rejected) else answer}")
     return driver
 
 
@@ -154,7 +156,7 @@ def _await_plan(driver: Client, service: TaskService) -> tuple[TaskOffer, ...]:
 
 
 def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
-    """Let ``orted`` start the ranks of this host, and accompany them."""
+    """Let ``orted`` start the ranks of this host, and supervise_rank them."""
     job, service = part.job.job, part.service
     with ExitStack() as stack:
         # Last of all: a driver that does not answer any more must not keep orted alive.
@@ -194,7 +196,7 @@ def _lead(part: _Part, own: list[Slot]) -> dict[int, bytes | Outcome]:
         return contents
 
 
-def _elsewhere(started: RankConnected, plan: Plan, own: Sequence[Slot]) -> str:
+def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> str:
     """What is wrong when ``mpirun`` gives a host more or fewer ranks than it has tasks; empty when nothing is."""
     if (started.size, started.local_size) == (len(plan.slots), len(own)):
         return ""
@@ -205,7 +207,7 @@ def _elsewhere(started: RankConnected, plan: Plan, own: Sequence[Slot]) -> str:
     )
 
 
-def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Callable[[], bool]) -> Plan:
+def _as_started(part: _Part, own: Sequence[Slot], ranks: Sequence[int], over: Callable[[], bool]) -> JobPlan:
     """The plan with the ranks that ``mpirun`` gave each host, which the user's arguments may have changed.
 
     Raises:
@@ -231,7 +233,7 @@ def _ranks_key(host_hash: str) -> str:
 
 
 @contextmanager
-def _watching(plan: Plan, events: queue.SimpleQueue[object]) -> Iterator[RendezvousClient]:
+def _watching(plan: JobPlan, events: queue.SimpleQueue[object]) -> Iterator[RendezvousClient]:
     """Within this block the outcome of the job, or the loss of the driver, is put into ``events``."""
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         watcher = watch_outcome(client, events)
@@ -242,7 +244,7 @@ def _watching(plan: Plan, events: queue.SimpleQueue[object]) -> Iterator[Rendezv
             watcher.join()
 
 
-def _environment(job: Job, place: TaskPlace, listener: RankListener) -> dict[str, str]:
+def _environment(job: Job, place: TaskInfo, listener: RankListener) -> dict[str, str]:
     """The environment of ``orted``, which the ranks inherit: this executor's, what the user changed, and our ways."""
     own = {
         EXECUTABLE: job.executable or sys.executable,
@@ -254,7 +256,7 @@ def _environment(job: Job, place: TaskPlace, listener: RankListener) -> dict[str
     return changed_environment(changes, thread_defaults(place.cpus))
 
 
-def _not_started(plan: Plan, slot: Slot, service: TaskService) -> Outcome:
+def _not_started(plan: JobPlan, slot: Slot, service: TaskService) -> Outcome:
     """The outcome of a job whose ranks did not start here; the driver's reason goes before that of this task."""
     ended, patience = service.orted_ended(), 0.0
     if ended is None:
@@ -264,7 +266,7 @@ def _not_started(plan: Plan, slot: Slot, service: TaskService) -> Outcome:
     return _end(plan, report, patience)
 
 
-def _end(plan: Plan, report: FailureReport, patience: float = 0.0) -> Outcome:
+def _end(plan: JobPlan, report: FailureReport, patience: float = 0.0) -> Outcome:
     """The outcome of the job: this one, unless somebody else notes one before, or within ``patience`` seconds."""
     with plan.connect(Deadline.after(NOTE_SECONDS)) as client:
         try:
@@ -278,7 +280,7 @@ def _outcome(content: bytes) -> Outcome:
     return Outcome(FailureReport.from_json(content) if content else None)
 
 
-def _follow(plan: Plan, place: TaskPlace, deadline: Deadline) -> None:
+def _follow(plan: JobPlan, place: TaskInfo, deadline: Deadline) -> None:
     """Wait for the outcome of the job while another task of this host watches over the ranks."""
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     slot = next(one for one in plan.slots if one.offer.task_index == place.index)
@@ -290,6 +292,6 @@ def run_mpi_task(job: MpiJob, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.
     """Take part in a job; yields rows of ``RESULT_SCHEMA`` for the ranks that this task watched over."""
     for _ in batches:  # Spark wants its input read
         continue
-    contents = serve(job, place_of_task())
+    contents = serve(job, current_task_info())
     for rank, content in sorted(contents.items()):
         yield from result_rows(rank, content)

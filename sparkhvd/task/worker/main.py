@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import cloudpickle
 
-from sparkhvd._util.framework_imports import while_importing
+from sparkhvd._util.framework_imports import gc_paused_for_import
 from sparkhvd.comm import session
 from sparkhvd.config import export, scratch_folder
 from sparkhvd.errors import CollectiveError, DeadlineExceededError, MismatchError
@@ -28,7 +28,7 @@ from sparkhvd.task.user_code.pickling import dumps
 from sparkhvd.task.worker.command import CommandEndedError
 from sparkhvd.task.worker.import_path import IMPORT_PATH
 from sparkhvd.task.worker.scratch import remove_scratch
-from sparkhvd.task.worker.spec import Joined, Leave, Packing, Raised, Ready, Returned, WorkerSpec
+from sparkhvd.task.worker.spec import FnEnded, Joined, Leave, Raised, Ready, Returned, WorkerSpec
 
 # The task answers a report at once; should it not, the process ends all the same.
 _LEAVE_SECONDS = 10.0
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     connection = Connection(options.control_fd)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_watch_task, args=(connection, inbox), name="sparkhvd-task-watch", daemon=True).start()
-    with while_importing():
+    with gc_paused_for_import():
         for name in options.preload:
             with contextlib.suppress(ImportError):  # fn says it better, if it needs the module
                 importlib.import_module(name)
@@ -72,7 +72,7 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
     def on_end() -> None:
         seconds = spec.context.config.result_timeout
         _show_where_after(seconds)
-        connection.send_bytes(pickle.dumps(Packing(seconds)))
+        connection.send_bytes(pickle.dumps(FnEnded(seconds)))
 
     report = run_payload(spec.payload, on_end)
     if isinstance(report, Returned):

@@ -16,7 +16,7 @@ from sparkhvd.deadline import Deadline
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.messages import Flush, Message, Output, Started
 from sparkhvd.task.job import Job
-from sparkhvd.task.log_files import KeptOutput
+from sparkhvd.task.log_files import StoreOutput
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class DriverLog:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._files = KeptOutput(_say, self._write_here)  # of the pump's thread, until close
+        self._files = StoreOutput(_say, self._write_here)  # of the pump's thread, until close
         self._lock = threading.Lock()
         self._client: Client | None = None  # guarded by _lock
         self._unreachable = not job.driver_addresses  # guarded by _lock

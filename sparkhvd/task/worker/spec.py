@@ -35,7 +35,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Packing:
+class FnEnded:
     """Worker to task: ``fn`` has ended; ``Returned`` or ``Raised`` follows within ``seconds``."""
 
     seconds: float

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd._util import file_lock
-from sparkhvd._util.file_lock import in_turn
+from sparkhvd._util.file_lock import exclusive_on_machine
 from sparkhvd.deadline import Deadline
 
 
@@ -29,7 +29,7 @@ def test_threads_take_turns_and_leave_nothing(folder):
     inside, most, lock = [], [], threading.Lock()
 
     def work():
-        with in_turn("one", Deadline.after(60)):
+        with exclusive_on_machine("one", Deadline.after(60)):
             with lock:
                 inside.append(None)
                 most.append(len(inside))
@@ -49,9 +49,9 @@ def test_threads_take_turns_and_leave_nothing(folder):
 def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplog, monkeypatch):
     monkeypatch.setattr(file_lock, "_SAY_SECONDS", 0.0)
     caplog.set_level("INFO")
-    with in_turn("doing one", Deadline.after(60)), in_turn("doing two", Deadline.after(60)):
+    with exclusive_on_machine("doing one", Deadline.after(60)), exclusive_on_machine("doing two", Deadline.after(60)):
         assert caplog.text == ""
-        with in_turn("doing one", Deadline.after(0.2)):
+        with exclusive_on_machine("doing one", Deadline.after(0.2)):
             first, *again, last = caplog.records
     assert (first.levelname, {record.levelname for record in again}) == ("INFO", {"WARNING"})
     assert "Somebody on this machine is doing one already; waiting for them (/" in first.message
@@ -61,10 +61,10 @@ def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplo
 def test_whoever_dies_gives_the_turn_back(folder):
     script = """
 import sys, tempfile
-from sparkhvd._util.file_lock import in_turn
+from sparkhvd._util.file_lock import exclusive_on_machine
 from sparkhvd.deadline import Deadline
 tempfile.tempdir = sys.argv[1]
-with in_turn("one", Deadline.after(60)):
+with exclusive_on_machine("one", Deadline.after(60)):
     print("mine", flush=True)
     sys.stdin.read()
 """
@@ -77,14 +77,14 @@ with in_turn("one", Deadline.after(60)):
         other.wait(60)
     assert len(list(folder.iterdir())) == 1
     deadline = Deadline.after(60)
-    with in_turn("one", deadline):
+    with exclusive_on_machine("one", deadline):
         assert not deadline.expired()
     assert list(folder.iterdir()) == []
 
 
 def test_where_nothing_can_be_written_work_goes_on(folder, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder / "missing"))
-    with in_turn("one", Deadline.after(60)):
+    with exclusive_on_machine("one", Deadline.after(60)):
         assert not (folder / "missing").exists()
 
 
@@ -95,5 +95,5 @@ def test_where_files_cannot_be_locked_work_goes_on(folder, monkeypatch):
     before = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", refuse)
-        with in_turn("one", Deadline.after(60)):
+        with exclusive_on_machine("one", Deadline.after(60)):
             assert len(list(Path("/proc/self/fd").iterdir())) == before

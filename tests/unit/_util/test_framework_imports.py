@@ -44,21 +44,21 @@ def test_whoever_imports_triton_first_keeps_it() -> None:
 
 _COLLECTIONS = """
 import gc
-from sparkhvd._util.framework_imports import while_importing
+from sparkhvd._util.framework_imports import gc_paused_for_import
 
 def collections():
     return sum(one["collections"] for one in gc.get_stats())
 
 before = collections()
 try:
-    with while_importing():
+    with gc_paused_for_import():
         kept = [[] for _ in range(100_000)]
         raise ImportError
 except ImportError:
     pass
 print(collections() - before, gc.isenabled(), gc.get_freeze_count() >= 100_000)
 gc.disable()
-with while_importing():
+with gc_paused_for_import():
     pass
 print(gc.isenabled())
 """

@@ -92,7 +92,7 @@ def test_a_host_without_openssl_says_so_on_either_side(sockets, monkeypatch):
         monkeypatch.setattr(protection._core, "Opener", missing)
         with pytest.raises(ConfigError, match="encryption needs OpenSSL"):
             connect([("127.0.0.1", server.port)], SECRET, soon())
-    assert protection.why_not_on("here") == ""
+    assert protection.encryption_problem("here") == ""
     monkeypatch.setattr(protection._core, "Sealer", missing)
     with pytest.raises(LaunchError, match=r"Host here cannot encrypt what the job sends \(SPARKHVD_ENCRYPT\): encryp"):
         protection.require_encryption("here")

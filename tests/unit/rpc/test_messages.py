@@ -28,7 +28,7 @@ def payload(header: bytes, raw: bytes = b"") -> bytes:
 
 
 ENDED = b'{"type": "WorkerEnded", "returncode": 0, "by_launcher": %s}'
-PROBE = b'{"type": "Probe", "servers": %s}'
+PROBE = b'{"type": "ProbeServers", "servers": %s}'
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ PROBE = b'{"type": "Probe", "servers": %s}'
         (payload(ENDED % b"1"), r"WorkerEnded\.by_launcher is int, not bool"),
         (payload(b'{"type": "Register", "registration": {}}'), r"Register\.registration has the fields \['attempt'"),
         (payload(b'{"type": "Register", "registration": [1]}'), r"Register\.registration has the fields .*, not list"),
-        (payload(PROBE % b'{"address": "127.0.0.1"}'), r"Probe\.servers is dict, not list"),
-        (payload(PROBE % b"[7]"), r"Probe\.servers\[0\] has the fields .*, not int"),
+        (payload(PROBE % b'{"address": "127.0.0.1"}'), r"ProbeServers\.servers is dict, not list"),
+        (payload(PROBE % b"[7]"), r"ProbeServers\.servers\[0\] has the fields .*, not int"),
         (payload(b'{"type": "ExecuteOrted", "arguments": ["orted", null]}'), r"arguments\[1\] is NoneType, not str"),
     ],
 )

@@ -15,8 +15,8 @@ import pytest
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import DeadlineExceededError
 from sparkhvd.rpc.client import connect
-from sparkhvd.rpc.frames import MAX_FRAME_BYTES, TurnedAwayError, connect_handshake
-from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Message, Output, Started, decode, encode
+from sparkhvd.rpc.frames import MAX_FRAME_BYTES, ServerBusyError, connect_handshake
+from sparkhvd.rpc.messages import Acknowledged, Flush, Message, Output, Started, TaskStatus, decode, encode
 from sparkhvd.rpc.server import Server
 from tests.waiting import wait_for
 
@@ -75,7 +75,7 @@ def test_who_makes_room_for_others_is_told_to_come_again():
         for _ in range(32):
             crowd.enter_context(socket.create_connection(address))
         wait_for(lambda: select.select([first], [], [], 0)[0] and len(first.recv(1000, socket.MSG_PEEK)) > HELLO_BYTES)
-        with pytest.raises(TurnedAwayError):
+        with pytest.raises(ServerBusyError):
             connect_handshake(first, SECRET, soon())
 
 
@@ -306,8 +306,8 @@ class AnswersLate(Recorder):
 @pytest.mark.parametrize("rank", [-1, 0])
 def test_a_task_is_lost_when_it_says_nothing_and_one_that_waits_for_an_answer_is_not(rank, monkeypatch):
     monkeypatch.setattr("sparkhvd.rpc.server.SILENT_SECONDS", 0.3)
-    lost: queue.SimpleQueue[tuple[Attending, OSError]] = queue.SimpleQueue()
-    handler, asking, silent = AnswersLate(), Attending(0, rank, "here", 0), Attending(1, rank, "here", 1)
+    lost: queue.SimpleQueue[tuple[TaskStatus, OSError]] = queue.SimpleQueue()
+    handler, asking, silent = AnswersLate(), TaskStatus(0, rank, "here", 0), TaskStatus(1, rank, "here", 1)
     with Server(SECRET, handler, on_lost=lambda *what: lost.put(what)) as server, ThreadPoolExecutor() as pool:
         clients = [connect([("127.0.0.1", server.port)], SECRET, soon()) for _ in range(2)]
         clients[0].send(asking, soon())

@@ -16,10 +16,10 @@ def test_names_of_a_dataset_and_of_a_run():
 def test_places_of_checkpoints_come_in_the_order_of_the_training():
     places = [(0, None), (2, 7), (2, 120), (2, None), (3, 4), (10, None), (99_999, None)]
     paths = [layout.checkpoint_path("r", epoch, step) for epoch, step in places]
-    assert sorted(paths, key=layout.checkpoint_place) == paths
+    assert sorted(paths, key=layout.checkpoint_position) == paths
     assert sorted(paths) != paths, "names alone do not tell the order"
-    assert layout.checkpoint_place(paths[1]) == (2, 7)
-    assert layout.checkpoint_place(layout.model_folder("r")) is None
+    assert layout.checkpoint_position(paths[1]) == (2, 7)
+    assert layout.checkpoint_position(layout.model_folder("r")) is None
 
 
 @pytest.mark.parametrize("epoch", [-1, 100_000])

@@ -10,19 +10,19 @@ import pytest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark.task_exchange import Meeting
 from sparkhvd.errors import LaunchError
-from sparkhvd.rpc.messages import Acknowledged, Attending, Flush, Meet, Message
+from sparkhvd.rpc.messages import Acknowledged, ExchangeIntroductions, Flush, Message, TaskStatus
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 from sparkhvd.rpc.server import Server
-from sparkhvd.task.driver_connection import DriverLine
+from sparkhvd.task.driver_connection import DriverConnection
 from sparkhvd.task.job import Job
-from sparkhvd.task.task_info import TaskPlace
+from sparkhvd.task.task_info import TaskInfo
 
 SECRET = b"k" * 32
 
 
-def line_of(index: int, *ports: int) -> DriverLine:
+def line_of(index: int, *ports: int) -> DriverConnection:
     job = Job(b"", 2, driver_addresses=tuple(("127.0.0.1", port) for port in ports), secret=SECRET)
-    return DriverLine(job, TaskPlace(index, ("here", "here"), 1, attempt=100 + index))
+    return DriverConnection(job, TaskInfo(index, ("here", "here"), 1, attempt=100 + index))
 
 
 def introduction(index: int) -> Introduction:
@@ -74,9 +74,9 @@ def test_a_task_gives_signs_of_life_before_it_has_a_rank_and_after(monkeypatch):
         line.reach("in fn")
         while (last := driver.messages.get(timeout=20.0)) == Flush():
             continue
-    assert early == [Attending(0, -1, "here", 100), Flush(), Flush()]
-    assert [told[-1], *later] == [Attending(0, 3, "here", 100, "before fn began"), Flush(), Flush()]
-    assert last == Attending(0, 3, "here", 100, "in fn")
+    assert early == [TaskStatus(0, -1, "here", 100), Flush(), Flush()]
+    assert [told[-1], *later] == [TaskStatus(0, 3, "here", 100, "before fn began"), Flush(), Flush()]
+    assert last == TaskStatus(0, 3, "here", 100, "in fn")
 
 
 def test_without_a_driver_that_answers_there_is_no_meeting():
@@ -100,7 +100,7 @@ def test_who_waits_for_the_others_is_told_of_the_end_of_the_job(served):
 
 class HangsUp:
     def handle(self, message: Message) -> Message | None:
-        if isinstance(message, Meet):
+        if isinstance(message, ExchangeIntroductions):
             raise ConnectionAbortedError
         return None
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd._util.process_identity import machine
+from sparkhvd._util.process_identity import machine_id
 from sparkhvd.data import torch_loader
 from sparkhvd.data.external.parquet_files import open_data, open_existing
 from sparkhvd.data.prepare.prepared_data import clean, hold
@@ -101,7 +101,7 @@ def test_a_lease_of_another_machine_is_believed_for_a_week(store, make_dataset):
 def test_the_remains_of_a_killed_preparation_are_removed_at_once(store):
     with store.open(f"{layout.dataset_rows_folder('d')}/part-0", "wb") as file:
         file.write(b"half")
-    write_lease(store, "d", machine=machine(), pid=2**22 + 1, keep_seconds=1e9)
+    write_lease(store, "d", machine=machine_id(), pid=2**22 + 1, keep_seconds=1e9)
     assert leases.remove_expired(store) == ["d"]
     assert store.list("") == []
 

@@ -8,8 +8,8 @@ import pytest
 
 from sparkhvd.driver.mpi.ring import in_common, linked
 from sparkhvd.errors import LaunchError
-from sparkhvd.rpc.messages import Probe, Reachable
-from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
+from sparkhvd.rpc.messages import ProbeServers, Reachable
+from sparkhvd.rpc.registration import TaskOffer, TaskRegistration, TaskServer
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.mpi.service import TaskService
 
@@ -38,15 +38,15 @@ def test_a_network_goes_before_a_name_and_any_address_is_better_than_none(usable
     assert [one.address for one in in_common(servers)] == addresses
 
 
-def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[Registration]:
+def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[TaskRegistration]:
     """Two tasks, with two addresses each; what is hidden does not answer the other task, though it does the driver."""
 
     class Behind(TaskService):
         """One to which the network hides some addresses."""
 
         def handle(self, message):
-            if isinstance(message, Probe):
-                message = Probe(tuple(one for one in message.servers if one.address not in hidden))
+            if isinstance(message, ProbeServers):
+                message = ProbeServers(tuple(one for one in message.servers if one.address not in hidden))
             return super().handle(message)
 
     tasks = []
@@ -58,7 +58,7 @@ def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[Registration]:
             servers.append(TaskServer(f"eth{number}", address, port, f"127.0.{index}.0/24"))
         stack.callback(service.close)
         offer = TaskOffer(index, f"key-{index}", f"node-{index}", "")
-        tasks.append(Registration(index, offer, tuple(servers), "/usr/bin/orted"))
+        tasks.append(TaskRegistration(index, offer, tuple(servers), "/usr/bin/orted"))
     return tasks
 
 
@@ -92,5 +92,5 @@ def test_a_task_reaches_what_listens_and_knows_the_secret():
             TaskServer("b", "127.0.0.2", stack.enter_context(Server(b"t" * 32, service, "127.0.0.2")).port, ""),
             TaskServer("c", "127.0.0.3", unused.getsockname()[1], ""),
         )
-        assert service.handle(Probe(servers)) == Reachable(("127.0.0.1",))
-        assert service.handle(Probe(())) == Reachable(())
+        assert service.handle(ProbeServers(servers)) == Reachable(("127.0.0.1",))
+        assert service.handle(ProbeServers(())) == Reachable(())

@@ -9,17 +9,17 @@ from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.mpi.command import mpirun_arguments, mpirun_settings
 from sparkhvd.driver.mpi.service import DriverService, MpiHost, mpi_hosts
 from sparkhvd.errors import DeadlineExceededError
-from sparkhvd.rpc.messages import Acknowledged, FindTask, Refused, Register, TaskAddress
-from sparkhvd.rpc.registration import Registration, TaskOffer, TaskServer
+from sparkhvd.rpc.messages import Acknowledged, FindTask, Register, Rejected, TaskAddress
+from sparkhvd.rpc.registration import TaskOffer, TaskRegistration, TaskServer
 
 
 def offer(index: int, key: str) -> TaskOffer:
     return TaskOffer(index, key, f"node-{key}", "", (str(index),))
 
 
-def registration(index: int, attempt: int = 0, key: str = "a") -> Registration:
+def registration(index: int, attempt: int = 0, key: str = "a") -> TaskRegistration:
     servers = (TaskServer("eth0", f"10.0.0.{index}", 4000 + index, "10.0.0.0/24"),)
-    return Registration(attempt, offer(index, key), servers, "/usr/bin/orted")
+    return TaskRegistration(attempt, offer(index, key), servers, "/usr/bin/orted")
 
 
 def service(num_tasks: int = 2) -> DriverService:
@@ -55,7 +55,7 @@ def test_missing_tasks_are_counted_and_late_ones_refused():
     with pytest.raises(DeadlineExceededError, match=r"Spark tasks to register: 1 of 2 did"):
         driver.await_registrations(-1, Deadline.after(0.01))
     driver.end("The job is over.")
-    assert driver.handle(Register(registration(1))) == Refused("The job is over.")
+    assert driver.handle(Register(registration(1))) == Rejected("The job is over.")
     with pytest.raises(DeadlineExceededError, match="The job is over"):
         driver.await_registrations(-1, Deadline.after(60.0))
 
@@ -71,7 +71,7 @@ def test_the_tasks_that_have_not_come_are_known():
 def test_a_task_that_the_job_does_not_have_is_refused():
     driver = service()
     for index in (-1, 2):
-        assert driver.handle(Register(registration(index))) == Refused(
+        assert driver.handle(Register(registration(index))) == Rejected(
             f"This job has 2 tasks; there is no task {index}."
         )
 
@@ -81,7 +81,7 @@ def test_agents_learn_the_server_of_a_known_host_only():
     server = registration(0).servers[0]
     driver.serve_hosts({"sparkhvd-a": server})
     assert driver.handle(FindTask("sparkhvd-a")) == TaskAddress(server)
-    assert driver.handle(FindTask("sparkhvd-b")) == Refused("No task of this job runs on host sparkhvd-b.")
+    assert driver.handle(FindTask("sparkhvd-b")) == Rejected("No task of this job runs on host sparkhvd-b.")
 
 
 def test_the_command_line_has_one_rank_per_task_and_the_users_arguments_last():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.driver.spark.job_failures import spark_failure
-from sparkhvd.rpc.messages import Attending
+from sparkhvd.rpc.messages import TaskStatus
 
 ABORTED = (
     "org.apache.spark.SparkException: Job aborted due to stage failure: ShuffleMapStage 12 (x at y.py:9) has failed "
@@ -56,9 +56,9 @@ def test_a_task_is_named_with_its_host():
 
 def test_a_task_is_named_with_its_rank_and_how_far_it_was_where_it_has_said_that():
     said = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
-    failure = spark_failure(said, tasks={1: Attending(1, 3, "node-b", 9, "in fn")})
+    failure = spark_failure(said, tasks={1: TaskStatus(1, 3, "node-b", 9, "in fn")})
     assert failure.startswith("Spark gave the job up: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")
-    for tasks in ({}, {1: Attending(1, -1, "node-b", 9)}):
+    for tasks in ({}, {1: TaskStatus(1, -1, "node-b", 9)}):
         early = spark_failure(said, tasks=tasks)
         assert early.startswith(
             "Spark gave the job up: executor 2, which ran task 1 (before its rank was assigned), was"

@@ -10,10 +10,19 @@ import pytest
 from sparkhvd.driver.log_stream import LogStream
 from sparkhvd.driver.spark import task_exchange as meeting_module
 from sparkhvd.driver.spark.task_exchange import Meeting
-from sparkhvd.rpc.messages import Acknowledged, Apart, Attending, Flush, Meet, Message, Met, Refused
+from sparkhvd.rpc.messages import (
+    Acknowledged,
+    ExchangeIntroductions,
+    ExchangeUnavailable,
+    Flush,
+    Introductions,
+    Message,
+    Rejected,
+    TaskStatus,
+)
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 
-ENDED = Refused("The job has ended meanwhile, the driver says why.")
+ENDED = Rejected("The job has ended meanwhile, the driver says why.")
 
 
 class Tasks:
@@ -25,10 +34,10 @@ class Tasks:
         self.meeting = Meeting(count, LogStream(None, None, timestamps=False), seconds, self.missed.put, given)
 
     def opens_a_line(self, index: int, attempt: int, rank: int = -1) -> None:
-        assert self.meeting.handle(Attending(index, rank, "there", attempt + index)) is None
+        assert self.meeting.handle(TaskStatus(index, rank, "there", attempt + index)) is None
 
     def meets(self, index: int, attempt: int) -> Future[Message]:
-        answer = self.meeting.handle(Meet(introduction(index, attempt)))
+        answer = self.meeting.handle(ExchangeIntroductions(introduction(index, attempt)))
         if isinstance(answer, Future):
             return answer
         told: Future[Message] = Future()
@@ -39,8 +48,8 @@ class Tasks:
         for index in range(self.count):
             self.opens_a_line(index, attempt)
 
-    def met(self, attempt: int) -> Met:
-        return Met(tuple(introduction(index, attempt) for index in range(self.count)))
+    def met(self, attempt: int) -> Introductions:
+        return Introductions(tuple(introduction(index, attempt) for index in range(self.count)))
 
 
 def introduction(index: int, attempt: int) -> Introduction:
@@ -80,9 +89,9 @@ def test_who_has_a_line_is_waited_for_however_long_its_rows_take(tasks):
 def test_when_one_has_no_line_the_others_meet_it_elsewhere_and_so_does_whoever_comes_late(tasks):
     tasks.opens_a_line(0, 5)
     tasks.opens_a_line(2, 5)
-    assert [one.result(20.0) for one in (tasks.meets(0, 5), tasks.meets(2, 5))] == [Apart()] * 2
+    assert [one.result(20.0) for one in (tasks.meets(0, 5), tasks.meets(2, 5))] == [ExchangeUnavailable()] * 2
     tasks.opens_a_line(1, 5)
-    assert tasks.meets(1, 5).result(0) == Apart()
+    assert tasks.meets(1, 5).result(0) == ExchangeUnavailable()
     tasks.all_have_lines(8)  # Spark runs the stage again
     assert [one.result(0) for one in [tasks.meets(index, 8) for index in range(3)]] == [tasks.met(8)] * 3
 
@@ -107,8 +116,8 @@ def test_tasks_of_an_attempt_that_was_given_up_never_meet_those_of_the_next(task
         if len(newer) < 3:
             assert not any(one.done() for one in newer)
     assert [one.result(0) for one in newer] == [tasks.met(3)] * 3
-    assert [one.result(0) for one in old] == [tasks.met(0) if len(came) == 3 else Apart()] * len(came)
-    assert tasks.meets(1, 0).result(0) == Apart(), "it came too late"
+    assert [one.result(0) for one in old] == [tasks.met(0) if len(came) == 3 else ExchangeUnavailable()] * len(came)
+    assert tasks.meets(1, 0).result(0) == ExchangeUnavailable(), "it came too late"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -117,18 +126,19 @@ def test_a_task_without_a_line_in_the_next_attempt_is_not_taken_for_what_it_was(
     old = tasks.meets(0, 0)
     for index in (0, 1):
         tasks.opens_a_line(index, 3)
-    assert [one.result(20.0) for one in (tasks.meets(0, 3), tasks.meets(1, 3))] == [Apart()] * 2
-    assert old.result(0) == Apart()
+    assert [one.result(20.0) for one in (tasks.meets(0, 3), tasks.meets(1, 3))] == [ExchangeUnavailable()] * 2
+    assert old.result(0) == ExchangeUnavailable()
 
 
 @pytest.mark.usefixtures("impatient")
 def test_tasks_that_are_numbered_otherwise_meet_elsewhere(tasks):
     for index in range(3):
         tasks.opens_a_line(index, attempt=-2 * index)
-    assert [one.result(20.0) for one in [tasks.meets(index, -2 * index) for index in range(3)]] == [Apart()] * 3
+    answers = [tasks.meets(index, -2 * index) for index in range(3)]
+    assert [answer.result(20.0) for answer in answers] == [ExchangeUnavailable()] * 3
 
 
-@pytest.mark.parametrize(("count", "kind"), [(1000, Met), (8000, Apart)])
+@pytest.mark.parametrize(("count", "kind"), [(1000, Introductions), (8000, ExchangeUnavailable)])
 def test_a_thousand_tasks_meet_and_so_many_that_no_message_holds_them_all_meet_elsewhere(count, kind):
     tasks = Tasks(count)
     tasks.all_have_lines(0)
@@ -139,10 +149,10 @@ def test_a_thousand_tasks_meet_and_so_many_that_no_message_holds_them_all_meet_e
 
 def test_it_is_known_which_tasks_spark_has_started_anew(tasks):
     tasks.all_have_lines(0)
-    assert not tasks.meeting.is_given_up(Attending(2, 1, "there", 2))
+    assert not tasks.meeting.is_given_up(TaskStatus(2, 1, "there", 2))
     tasks.opens_a_line(0, 3)
-    assert tasks.meeting.is_given_up(Attending(2, 1, "there", 2))
-    assert not tasks.meeting.is_given_up(Attending(2, -1, "there", 5))
+    assert tasks.meeting.is_given_up(TaskStatus(2, 1, "there", 2))
+    assert not tasks.meeting.is_given_up(TaskStatus(2, -1, "there", 5))
 
 
 def test_a_line_that_says_its_rank_changes_nothing(tasks):

@@ -6,7 +6,7 @@ import pytest
 
 from sparkhvd.deadline import Deadline
 from sparkhvd.errors import StoreError
-from sparkhvd.store.access.retry import is_passing, with_retries
+from sparkhvd.store.access.retry import is_transient, with_retries
 
 
 def attempt(failures, seconds=1000.0, pauses=None):
@@ -19,7 +19,7 @@ def attempt(failures, seconds=1000.0, pauses=None):
 
     return with_retries(
         action,
-        passing=is_passing,
+        passing=is_transient,
         deadline=Deadline.after(seconds),
         what="test",
         pause=(pauses if pauses is not None else []).append,

@@ -7,7 +7,7 @@ from sparkhvd.rpc.interfaces import Interface
 from sparkhvd.rpc.server import Server
 from sparkhvd.task.host import examination
 from sparkhvd.task.host.examination import _addresses, _secret_of, _Silent, _unreachable
-from sparkhvd.task.task_info import TaskPlace
+from sparkhvd.task.task_info import TaskInfo
 
 SECRET = b"s" * 32
 
@@ -32,7 +32,7 @@ def test_a_task_listens_where_its_rank_would(monkeypatch):
     monkeypatch.setattr("sparkhvd.rpc.interfaces.interfaces", lambda: interfaces)
     bound = {("a", "b"): "10.0.0.2", ("b", "b"): "127.0.0.1"}
     monkeypatch.setattr(examination, "address_to_bind", lambda _, hosts: bound[tuple(hosts)])
-    first, second, alone = (TaskPlace(index, tuple(hosts), 1) for index, hosts in ((0, "ab"), (1, "ab"), (1, "bb")))
+    first, second, alone = (TaskInfo(index, tuple(hosts), 1) for index, hosts in ((0, "ab"), (1, "ab"), (1, "bb")))
     assert _addresses((), second) == (["10.0.0.2", "10.0.0.1"], ())
     assert _addresses((), first) == (["10.0.0.2"], ()), "the ranks meet there"
     assert _addresses(("eth0",), second) == (["10.0.0.1"], ())

@@ -4,7 +4,7 @@ import sys
 from importlib.metadata import version
 
 from sparkhvd.rpc.registration import TaskOffer
-from sparkhvd.task.host.versions import different_versions, here, in_use
+from sparkhvd.task.host.versions import different_versions, frameworks_in_use, local_versions
 
 
 def offers(*places: tuple[str, tuple[str, ...]]) -> list[TaskOffer]:
@@ -30,7 +30,9 @@ def test_other_versions_than_the_drivers_are_named_with_their_hosts():
 def test_the_frameworks_in_use_are_those_loaded_and_those_that_the_ranks_will_load(monkeypatch):
     for name in ("torch", "keras", "tensorflow", "lightning", "pytorch_lightning"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert in_use(()) == ()
-    assert in_use(("torch", "json")) == (f"torch {version('torch')}",) == here(("torch 0.1", "no-such-package 1"))
+    assert frameworks_in_use(()) == ()
+    installed = (f"torch {version('torch')}",)
+    assert frameworks_in_use(("torch", "json")) == installed
+    assert local_versions(("torch 0.1", "no-such-package 1")) == installed
     monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
-    assert [one.partition(" ")[0] for one in in_use(())] == ["lightning"]
+    assert [one.partition(" ")[0] for one in frameworks_in_use(())] == ["lightning"]

@@ -19,7 +19,7 @@ from sparkhvd.task.job import Job
 from sparkhvd.task.worker.main import run_payload
 from sparkhvd.task.worker.output import DriverLog
 from sparkhvd.task.worker.process import Exited, WorkerProcess, spawn_worker
-from sparkhvd.task.worker.spec import Leave, Packing, Raised, Ready, Returned, WorkerSpec
+from sparkhvd.task.worker.spec import FnEnded, Leave, Raised, Ready, Returned, WorkerSpec
 
 
 def call(fn, *args) -> bytes:
@@ -129,7 +129,7 @@ def environment() -> dict[str, str]:
 def test_a_worker_runs_fn_in_the_environment_of_its_rank(worker, monkeypatch):
     worker.send(spec(environment))
     assert event(worker) == Ready()
-    assert event(worker) == Packing(Config().result_timeout)
+    assert event(worker) == FnEnded(Config().result_timeout)
     result = cloudpickle.loads(event(worker).content)
     assert (result["MINE"], result["SPARKHVD_RANK"]) == ("1", "0")
     assert result["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "7")
@@ -144,7 +144,7 @@ def test_a_worker_finds_the_tokens_that_yarn_gave_the_container_of_its_task(monk
         process.output.start()
         process.send(spec(environment))
         assert event(process) == Ready()
-        assert event(process) == Packing(Config().result_timeout)
+        assert event(process) == FnEnded(Config().result_timeout)
         result = cloudpickle.loads(event(process).content)
     finally:
         process.close()
