@@ -4,19 +4,8 @@ import os
 
 import pytest
 
-from tests.ranks import RankGroup
-from tests.unit.estimators.lightning.networks import SIZE
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _folder_for_compiled_code(tmp_path_factory: pytest.TempPathFactory) -> None:
     """torch makes this folder as soon as an optimizer is used, and keeps it for the life of the process."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("torchinductor"))
-
-
-@pytest.fixture(scope="package")
-def group():
-    with RankGroup(
-        SIZE, imports=("torch._dynamo", "lightning.pytorch", "sparkhvd.estimators.lightning.plugin")
-    ) as started:
-        yield started
