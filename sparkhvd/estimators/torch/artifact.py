@@ -1,11 +1,11 @@
-"""A trained torch model as files.
+"""Files of a trained torch model.
 
 =================  ======================================================================================
 ``state_dict.pt``  the weights; ``torch.load(..., weights_only=True)`` opens it without running any code
 ``module.pkl``     the module without its weights, a cloudpickle
-``module.pt``      in its place where the whole module is TorchScript; ``torch.jit.load`` opens it
-``optimizer.pkl``  the optimizer, or a list of several; its parameters are those of the module, by name
-``inputs.json``    which columns make which input
+``module.pt``      replaces ``module.pkl`` if the whole module is TorchScript; ``torch.jit.load`` opens it
+``optimizer.pkl``  the optimizer, or a list of several; it refers to the module's parameters by name
+``inputs.json``    the columns of each input
 =================  ======================================================================================
 """
 
@@ -30,12 +30,12 @@ from sparkhvd.estimators.torch.package import PicklerWithScripts, script_bytes, 
 STATE, MODULE, SCRIPT = "state_dict.pt", "module.pkl", "module.pt"
 OPTIMIZER, INPUTS = "optimizer.pkl", "inputs.json"
 
-# A LightningModule may have several.
+# A LightningModule may have several optimizers.
 Optimizers = torch.optim.Optimizer | list[torch.optim.Optimizer]
 
 
 def save(folder: Path, model: torch.nn.Module, optimizer: Optimizers | None, inputs: Sequence[ModelInput]) -> None:
-    """Write a model, its optimizer, if it has one, and how columns become its inputs into ``folder``."""
+    """Write a model, its optimizer if it has one, and its inputs to ``folder``."""
     state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     torch.save(state, folder / STATE)
     names: dict[int, str] = {}
@@ -54,8 +54,11 @@ def save(folder: Path, model: torch.nn.Module, optimizer: Optimizers | None, inp
 
 
 def load_model(folder: Path) -> torch.nn.Module:
-    """The module of ``save``, in evaluation mode. Runs the code in ``module.pkl``: open only what you trust."""
-    keep_triton_from_tensorflow()  # a Python worker of Spark may have loaded a Keras model before
+    """Return the saved module in evaluation mode.
+
+    Loading runs the code in ``module.pkl``, so open only files that you trust.
+    """
+    keep_triton_from_tensorflow()  # a reused Python worker may have loaded a Keras model before
     if (folder / SCRIPT).exists():
         return script_of((folder / SCRIPT).read_bytes()).eval()
     weights: Mapping[str, torch.Tensor] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
@@ -65,7 +68,7 @@ def load_model(folder: Path) -> torch.nn.Module:
 
 
 def load_inputs(folder: Path) -> tuple[ModelInput, ...]:
-    """How columns become the inputs of the module of ``save``."""
+    """Return the inputs of the saved module."""
     return tuple(
         ModelInput(
             columns=tuple(part["columns"]),
@@ -78,10 +81,10 @@ def load_inputs(folder: Path) -> tuple[ModelInput, ...]:
 
 
 def load_optimizer(folder: Path, model: torch.nn.Module) -> Optimizers:
-    """The optimizer of ``save``, over the parameters of ``model``, which ``load_model`` gave.
+    """Return the saved optimizer over the parameters of ``model``, the result of ``load_model``.
 
     Raises:
-        ParamError: there is none.
+        ParamError: the model was saved without an optimizer.
     """
     if not (folder / OPTIMIZER).exists():
         raise ParamError(
@@ -104,7 +107,7 @@ def _dump(value: object, model: torch.nn.Module, names: Mapping[int, str]) -> by
 
 
 class _WithoutTensors(PicklerWithScripts):
-    """Writes the tensors that have a name as references to them."""
+    """Pickles named tensors as references."""
 
     def __init__(self, file: io.BytesIO, model: torch.nn.Module, names: Mapping[int, str], *, code: Code) -> None:
         super().__init__(file, model, code=code)
@@ -117,7 +120,7 @@ class _WithoutTensors(PicklerWithScripts):
 
 
 class _WithTensors(pickle.Unpickler):
-    """Reads what ``_WithoutTensors`` wrote; each reference becomes one tensor, however often it occurs."""
+    """Unpickles the output of ``_WithoutTensors``; equal references become the same tensor."""
 
     def __init__(self, file: Any, resolve: Callable[[tuple[str, bool | None]], torch.Tensor]) -> None:
         super().__init__(file)

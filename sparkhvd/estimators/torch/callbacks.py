@@ -1,4 +1,4 @@
-"""Callbacks of a torch training."""
+"""Callbacks of ``TorchEstimator``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 @dataclass
 class TorchRun:
-    """What callbacks see of a running training.
+    """State of a running training, as callbacks see it.
 
     Attributes:
-        model: the module as it is trained on this rank.
-        optimizer: its optimizer; what is changed in ``param_groups`` holds from the next step on. Change the same on
+        model: the module that this rank trains.
+        optimizer: its optimizer; changes in ``param_groups`` take effect with the next step. Make the same change on
             every rank.
         rank: this rank.
         size: the number of ranks.
-        epochs: the last epoch's number, counted from 1.
-        stop: set it to True to end the training after this epoch; it ends on all ranks when one wants it.
+        epochs: the number of the last epoch, counted from 1.
+        stop: set this to True to end the training after this epoch; one rank suffices to end it on all ranks.
     """
 
     model: torch.nn.Module
@@ -31,11 +31,11 @@ class TorchRun:
 
 
 class TorchCallback:
-    """Base of callbacks for ``TorchEstimator(callbacks=[...])``; override what you need.
+    """Base class for ``TorchEstimator(callbacks=[...])``; override the methods that you need.
 
-    They are pickled, sent to the ranks and called on every rank, in the order of the list. What writes files or prints
-    should ask ``run.rank == 0``. They must not start collectives on some of the ranks only. A callback's own attributes
-    are not part of checkpoints.
+    Callbacks are pickled, sent to the ranks and called on every rank, in the order of the list. Check ``run.rank == 0``
+    before writing files or printing. If a callback starts a collective, it must do so on every rank. Checkpoints do not
+    contain a callback's own attributes.
 
     Example:
         >>> class ShowRate(TorchCallback):
@@ -46,29 +46,29 @@ class TorchCallback:
     """
 
     def on_train_begin(self, run: TorchRun) -> None:
-        """Before the first step of this process; also where a run is continued."""
+        """Run before the first step of this process, in a resumed run too."""
 
     def on_epoch_begin(self, run: TorchRun, epoch: int) -> None:
-        """Before an epoch (from 0)."""
+        """Run before an epoch, counted from 0."""
 
     def on_step_end(self, run: TorchRun, epoch: int, step: int, loss: float | None) -> None:
-        """After an optimizer step.
+        """Run after an optimizer step.
 
         Args:
             run: the training.
-            epoch: from 0.
-            step: batches of the epoch that are done.
-            loss: of this rank's rows; None where it had none.
+            epoch: the epoch, counted from 0.
+            step: number of batches of the epoch that are done.
+            loss: mean over this rank's rows; None if it had none.
         """
 
     def on_epoch_end(self, run: TorchRun, epoch: int, logs: Mapping[str, float]) -> None:
-        """After an epoch and its validation, before its checkpoint.
+        """Run after an epoch and its validation, before its checkpoint.
 
         Args:
             run: the training.
-            epoch: from 0.
-            logs: loss and metrics over all ranks' rows, those of the validation with ``val_`` before their names.
+            epoch: the epoch, counted from 0.
+            logs: loss and metrics over all ranks' rows; names of validation metrics start with ``val_``.
         """
 
     def on_train_end(self, run: TorchRun) -> None:
-        """After the last epoch."""
+        """Run after the last epoch."""

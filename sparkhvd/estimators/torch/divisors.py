@@ -1,8 +1,8 @@
-"""Class losses that divide by something else than the rows, exact over all ranks.
+"""Exact class losses over all ranks, for losses that do not divide by the number of rows.
 
-``CrossEntropyLoss(weight=...)`` divides by the sum of its labels' weights, one with ``ignore_index`` by the number of
-labels that count. One big batch would divide by what these are in all rows of the step. So the loss of a rank, which
-divides by its own, counts by the part that this is of the whole, and not by the part that its rows are of all rows.
+``CrossEntropyLoss(weight=...)`` divides by the sum of the weights of its labels, and with ``ignore_index`` by the
+number of labels that are not ignored. One big batch would divide by the total over all rows of the step. The loss of a
+rank is therefore weighted by its share of this total, not by its share of the rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges
 from sparkhvd.estimators.torch.objective import Objective, is_as_torch_has_it, is_class_loss, name_of
 
-_NOTHING_IGNORED = -100  # torch's default; labels of it are none of a user's
-# One per loss: 0 where no label of the rank counts, None where none of the whole step does.
+_NOTHING_IGNORED = -100  # torch's default, which is not a class index
+# One per loss: 0 if all labels of this rank are ignored, None if all labels of the whole step are.
 Factors = tuple[float | None, ...] | None
 
 
 @dataclass(frozen=True)
 class Divisor:
-    """What a loss divides by.
+    """The divisor of a class loss.
 
     Attributes:
-        label: the column with the class numbers; empty where only ``of`` is asked.
-        weights: of the classes; None counts labels.
-        ignored: the class number that does not count.
+        label: the column with the class indices; empty if only ``of`` is called.
+        weights: weights of the classes; None counts labels.
+        ignored: the class index that is ignored.
     """
 
     label: str
@@ -44,23 +44,23 @@ class Divisor:
     ignored: int
 
     def of(self, labels: npt.NDArray[Any]) -> float:
-        """The divisor for some rows."""
+        """Return the divisor for these labels."""
         numbers = labels.reshape(-1).astype(np.int64)
         counted = numbers[numbers != self.ignored]
         return float(len(counted)) if self.weights is None else float(np.take(self.weights, counted, mode="clip").sum())
 
 
 def counts_of(objective: Objective, labels: Sequence[torch.Tensor], rows: int) -> list[float]:
-    """What each loss of some rows divides by, as far as it is known: the rows count where it is not.
+    """Return the divisor of each loss for a batch; the number of rows if the divisor is unknown.
 
     Args:
-        objective: has the losses.
-        labels: as the losses take them.
-        rows: how many there are.
+        objective: holds the losses.
+        labels: label tensors in the form that the losses take.
+        rows: number of rows in the batch.
     """
     counts = []
     for loss, label in zip(objective.losses, labels, strict=True):
-        # Class numbers are whole; probabilities count by the rows.
+        # Class indices are integers; a loss of class probabilities divides by the rows.
         known = objective.weight_col is None and is_class_loss(loss) and is_as_torch_has_it(loss)
         numbers = known and label.dtype is torch.int64
         counts.append(_divisor(loss, "").of(label.detach().cpu().numpy()) if numbers else float(rows))
@@ -68,12 +68,12 @@ def counts_of(objective: Objective, labels: Sequence[torch.Tensor], rows: int) -
 
 
 def divisors_of(objective: Objective, schema: DataSchema, ranges: LabelRanges = ()) -> tuple[Divisor | None, ...]:
-    """What each loss divides by in a training step; None where it is the rows, or is not known.
+    """Return the divisor of each loss in a training step; None if it is the number of rows, or unknown.
 
     Args:
-        objective: has the losses.
+        objective: holds the losses.
         schema: the columns.
-        ranges: of the labels, as far as they are known. Where they are not, any label may occur.
+        ranges: known ranges of the label columns; a column without one may hold any label.
     """
     columns = {column.name: column for column in schema.of("label")}
     found: list[Divisor | None] = []
@@ -85,12 +85,12 @@ def divisors_of(objective: Objective, schema: DataSchema, ranges: LabelRanges = 
 
 
 def inexact_losses(objective: Objective, schema: DataSchema, *, own_steps: bool = False) -> list[str]:
-    """The names of losses by which N ranks are nearly, not quite, one big batch.
+    """Return the names of losses for which N ranks only approximate one big batch.
 
     Args:
-        objective: has the losses.
+        objective: holds the losses.
         schema: the columns.
-        own_steps: whether a function of the user's takes the steps.
+        own_steps: whether the user's ``train_minibatch_fn`` takes the steps.
     """
     divisors = divisors_of(objective, schema)
     return [
@@ -101,9 +101,9 @@ def inexact_losses(objective: Objective, schema: DataSchema, *, own_steps: bool 
 
 
 def factors_of(divisors: Sequence[Divisor | None], step: Sequence[Batch]) -> list[Factors]:
-    """What the losses of each batch of a step are multiplied by, before they count by the rows; collective.
+    """Return the factors of the losses of each batch of a step, to apply before weighting by rows; collective.
 
-    Without divisors there is none, and nothing is exchanged.
+    Without divisors the factors are None, and nothing is exchanged.
     """
     if not any(divisors):
         return [None] * len(step)
@@ -128,18 +128,18 @@ def _factor(part: float, total: float, of_rows: float) -> float | None:
 
 
 def counted_rows(rows: int, factors: Factors) -> int:
-    """The rows that a batch's loss counts for in the mean over an epoch: 0 where no label of the step counts."""
+    """Return how many rows a batch's loss counts for in the epoch's mean: 0 if all labels of the step are ignored."""
     return 0 if factors is not None and all(factor is None for factor in factors) else rows
 
 
 def _are_classes(column: ColumnSpec) -> bool:
-    """Whether labels are class numbers; several whole numbers may be probabilities, which show with the outputs."""
+    """Whether labels are class indices; several floats per row may be class probabilities."""
     whole = column.dtype.startswith(("int", "uint"))
     return whole or (column.shape is not None and math.prod(column.shape) == 1)
 
 
 def _divides_otherwise(objective: Objective, loss: Any) -> bool:
-    """Whether it is a class loss with weights, or one that leaves some labels out; those of rows count otherwise."""
+    """Whether a class loss has weights or ignores labels, so that it does not divide by the rows."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
     weights, ignored = _settings(loss)
@@ -147,7 +147,7 @@ def _divides_otherwise(objective: Objective, loss: Any) -> bool:
 
 
 def _may_be_ignored(objective: Objective, loss: Any, label: str, ranges: LabelRanges) -> bool:
-    """Whether some labels may be those that the loss leaves out, by its own ``ignore_index`` or torch's default."""
+    """Whether a label column may hold the ``ignore_index`` of its loss."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
     ignored = _settings(loss)[1]

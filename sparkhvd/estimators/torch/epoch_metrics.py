@@ -1,4 +1,4 @@
-"""Loss and metrics of an epoch, batch by batch."""
+"""Loss and metrics of an epoch, accumulated batch by batch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sparkhvd.estimators.torch.objective import Metric, Objective, is_stateful
 
 
 class Measures:
-    """Sums over this rank's rows; and metrics of torchmetrics, which keep a state of their own.
+    """Accumulates the loss and metrics over this rank's rows; torchmetrics keep their own state.
 
     Args:
-        objective: what is measured.
-        device: where outputs and labels are.
-        validating: whether ``add_validation`` is called, not ``add``.
+        objective: the losses and metrics.
+        device: the device of outputs and labels.
+        validating: whether batches are added by ``add_validation`` instead of ``add``.
     """
 
     def __init__(self, objective: Objective, device: torch.device, *, validating: bool = False) -> None:
@@ -34,7 +34,7 @@ class Measures:
         self._rows_of_loss = 0
         self._totals: dict[str, float] = {}
         self._stateful = [(metric, _fresh(metric, device)) for metric in objective.stateful()]
-        # By loss: the sum of what counts times loss, and of what counts.
+        # Per loss: the sum of divisor times loss, and the sum of the divisors.
         self._counted = np.zeros((len(objective.losses), 2)) if validating else None
 
     def add(
@@ -45,7 +45,7 @@ class Measures:
         rows: int,
         factors: Factors = None,
     ) -> float:
-        """Take up a batch whose loss was made with these factors; returns its loss."""
+        """Add a training batch and return its loss, which was computed with these factors."""
         values = self._objective.measure(loss, outputs, labels)
         self._rows_of_loss += counted_rows(rows, factors)
         self._add(values, outputs, labels, rows)
@@ -54,9 +54,9 @@ class Measures:
     def add_validation(
         self, parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], rows: int
     ) -> None:
-        """Take up a batch with the loss of every output; each counts by what it divides by."""
+        """Add a validation batch; the loss of every output is weighted by its divisor."""
         if self._counted is None:
-            raise AssertionError("these measures are of a training")
+            raise AssertionError("add_validation() needs validating=True")
         for index, (part, count) in enumerate(zip(parts, counts_of(self._objective, labels, rows), strict=True)):
             if count:
                 self._counted[index] += (float(part) * count, count)
@@ -78,44 +78,44 @@ class Measures:
                 state.update(outputs[metric.output].detach(), labels[metric.output])
 
     def _validation_loss(self, counted: npt.NDArray[np.float64], communicator: Communicator) -> tuple[float, int]:
-        """The loss over all validation rows of all ranks, told by one of them; collective."""
+        """Return the loss over the validation rows of all ranks, as one sample of rank 0; collective."""
         totals = communicator.allreduce(counted, ReduceOp.SUM, name="losses of the validation")
         if communicator.world.rank != 0:
             return 0.0, 0
         return combined(self._objective.weights, totals.astype(np.float64)), 1
 
     def sums(self) -> dict[str, tuple[float, int]]:
-        """Sum and rows by name, without torchmetrics'."""
+        """Return sum and number of rows by name, without torchmetrics."""
         rows = {"loss": self._rows_of_loss}
         return {name: (self._totals.get(name, 0.0), rows.get(name, self._rows)) for name in self._names}
 
     def report(self, communicator: Communicator) -> dict[str, tuple[float, int]]:
-        """All metrics as an epoch's report has them; collective."""
+        """Return all metrics in the form of an epoch report; collective."""
         found = self.sums()
         if self._counted is not None:
             found["loss"] = self._validation_loss(self._counted, communicator)
         for metric, state in self._stateful:
             value = merged(state, communicator, metric.name)
-            # The same on every rank: one of them reports it.
+            # The value is the same on every rank, so only rank 0 reports it.
             found[metric.name] = (value, 1) if communicator.world.rank == 0 else (0.0, 0)
         return {name: found[name] for name in self._objective.names()}
 
 
 def combined(weights: Sequence[float], totals: npt.NDArray[np.float64]) -> float:
-    """The weighted sum of the mean losses.
+    """Return the weighted sum of the mean losses; NaN if a loss has a divisor of 0.
 
     Args:
-        weights: one of each loss.
-        totals: of each loss the sum of what counts times loss, and of what counts; NaN comes of nothing that counts.
+        weights: one per loss.
+        totals: per loss the sum of divisor times loss, and the sum of the divisors.
     """
     means = [float(total / count) if count else float("nan") for total, count in totals]
     return sum(weight * mean for weight, mean in zip(weights, means, strict=True))
 
 
 def merged(state: Any, communicator: Communicator, name: str) -> float:
-    """The value of a metric of torchmetrics over the rows of all ranks; NaN without rows. Collective.
+    """Return the value of a torchmetrics metric over the rows of all ranks; NaN without rows. Collective.
 
-    Metrics made of others (sums of two, wrappers) keep their rows in those: each part is merged by itself.
+    Metrics that are composed of others (sums, wrappers) keep their state in their parts, so each part is merged alone.
     """
     mine = [_state(part) for part in _parts(state)]
     gathered = objects.allgather_object(communicator, mine, name=f"state of metric {name}")
@@ -125,17 +125,17 @@ def merged(state: Any, communicator: Communicator, name: str) -> float:
     for part, states in zip(_parts(total), zip(*gathered, strict=True), strict=True):
         _merge(part, [found for found in states if found is not None])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # such as: no positive samples
+        warnings.simplefilter("ignore", UserWarning)  # for example: no positive samples
         return float(total.compute())
 
 
 def _parts(metric: Any) -> list[Any]:
-    """The metric and those that it is made of, in the same order on every rank."""
+    """Return the metric and its parts, in the same order on every rank."""
     return [part for part in metric.modules() if is_stateful(part) and hasattr(part, "metric_state")]
 
 
 def _state(metric: Any) -> dict[str, Any] | None:
-    """What a metric itself has kept of this rank's rows; None where it has seen none."""
+    """Return a metric's own state on this rank; None if it has seen no rows."""
     return {key: _on_cpu(value) for key, value in metric.metric_state.items()} if metric.update_called else None
 
 
@@ -144,7 +144,7 @@ def _merge(total: Any, states: Sequence[dict[str, Any]]) -> None:
     total._computed = None  # noqa: SLF001
     if not states:
         return
-    for attribute, reduction in total._reductions.items():  # noqa: SLF001  (its own way to merge needs torch.distributed)
+    for attribute, reduction in total._reductions.items():  # noqa: SLF001  (its public sync needs torch.distributed)
         parts = [found[attribute] for found in states]
         if isinstance(parts[0], list):
             setattr(total, attribute, [tensor.to(total.device) for part in parts for tensor in part])

@@ -39,20 +39,20 @@ class TorchModel(TrainedModel):
     plugin: ClassVar[str] = _PLUGIN
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
-        """The trained module in evaluation mode, every call gives another copy."""
+        """Return the trained module in evaluation mode; every call returns a new copy."""
         with local_copies(self._trained.store, self._trained.files) as folder:
             return artifact.load_model(folder)
 
     def getOptimizer(self) -> torch.optim.Optimizer:  # noqa: N802  (Horovod's name)
-        """The optimizer as the training left it, with the learning rate that was given.
+        """Return the optimizer in its final state, with the unscaled learning rate.
 
-        Its parameters are those of a copy of the module; to go on training take both from
+        Its parameters belong to a copy of the module; to continue training, take both from
         ``getModelAndOptimizer()``.
         """
         return self.getModelAndOptimizer()[1]
 
     def getModelAndOptimizer(self) -> tuple[torch.nn.Module, torch.optim.Optimizer]:  # noqa: N802
-        """The trained module and its optimizer, which holds the module's own parameters."""
+        """Return the trained module and its optimizer, which holds the module's parameters."""
         with local_copies(self._trained.store, self._trained.files) as folder:
             model = artifact.load_model(folder)
             return model, cast("torch.optim.Optimizer", artifact.load_optimizer(folder, model))
@@ -62,8 +62,8 @@ class TorchEstimator(DistributedEstimator):
     """Trains a ``torch.nn.Module`` on a Spark DataFrame, with one process per rank.
 
     Every parameter has a setter and a getter (``setBatchSize``, ``getBatchSize``); ``explainParams()`` describes them.
-    How columns become inputs is written in ``sparkhvd.estimators.torch.inputs``, how labels reach the loss in
-    ``sparkhvd.estimators.torch.objective``. The given model and optimizer are never changed.
+    ``sparkhvd.estimators.torch.inputs`` describes how columns become inputs, ``sparkhvd.estimators.torch.objective``
+    how labels reach the loss. The model and optimizer that you pass never change.
 
     Example:
         >>> estimator = TorchEstimator(
@@ -97,7 +97,7 @@ class TorchEstimator(DistributedEstimator):
         "Loss of (output, label) that is a mean over the rows; one, or a list with one per label.", default=None
     )
     loss_weights: Declared[Sequence[float] | None] = declared(
-        "Weights of the losses in their sum; by default all the same, adding up to 1.", numbers, default=None
+        "Weights of the losses in their sum; by default equal, with a sum of 1.", numbers, default=None
     )
     metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
         "Functions of (output, label) that are means over the rows: a list, a dict by name, or a list of groups with "
@@ -114,12 +114,12 @@ class TorchEstimator(DistributedEstimator):
         default=None,
     )
     loss_constructors: Declared[Callable[..., Measure] | Sequence[Callable[..., Measure]] | None] = declared(
-        "Functions that make the losses on the ranks, in place of loss; those of the arguments model, optimizer and "
-        "label_cols that they take are given by name.",
+        "Functions that create the losses on the ranks, instead of loss; they may take the arguments model, optimizer "
+        "and label_cols, which are passed by name.",
         default=None,
     )
     train_minibatch_fn: Declared[Callable[..., Any] | None] = declared(
-        "Takes a training step in place of the estimator: a function of (model, optimizer, transform_outputs, loss_fn, "
+        "Takes a training step instead of the estimator: a function of (model, optimizer, transform_outputs, loss_fn, "
         "inputs, labels, sample_weights, backward_passes_per_step, batch_idx) that returns (outputs, loss).",
         a_function,
         default=None,
@@ -128,8 +128,8 @@ class TorchEstimator(DistributedEstimator):
         "TorchCallback objects, run on every rank.", objects, default=None
     )
     lr_scheduler: Declared[Any] = declared(
-        "How the learning rate changes: an LRSchedule; or a scheduler, or a function that makes one from the "
-        "optimizer, for a step every epoch.",
+        "The learning rate schedule: an LRSchedule; or a scheduler, or a function that creates one from the "
+        "optimizer, which then steps after every epoch.",
         a_schedule,
         default=None,
     )
@@ -140,17 +140,17 @@ class TorchEstimator(DistributedEstimator):
         "Largest absolute value of a gradient's elements; None does not clip.", positive_number, default=None
     )
     mixed_precision: Declared[str | None] = declared(
-        "What the model computes in beside float32: 'bf16', or 'fp16' with scaled losses; weights stay as they are.",
+        "Reduced precision of the computation: 'bf16', or 'fp16' with loss scaling; the weights keep their type.",
         one_of("bf16", "fp16"),
         default=None,
     )
     torch_compile: Declared[bool | Mapping[str, Any]] = declared(
-        "Whether the ranks compile the model with torch.compile; a dict holds its arguments.",
+        "Whether the ranks compile the model with torch.compile; a dict passes arguments to it.",
         flag_or_arguments,
         default=False,
     )
     backward_passes_per_step: Declared[int] = declared(
-        "Batches per rank whose gradients make one step; their mean is over all their rows.",
+        "Batches per rank whose gradients are averaged, over all their rows, for one step.",
         positive_integer,
         default=1,
     )

@@ -13,7 +13,7 @@ _OF_ROWS = (torch.nn.BatchNorm1d, torch.nn.LazyBatchNorm1d, *_SYNCHRONIZED)
 
 
 def normalization_of(model: object) -> Normalization:
-    """Return what normalizes by batches in a module; nothing where it is no module."""
+    """Return the batch normalization layers of a module; none if ``model`` is not a module."""
     if not isinstance(model, torch.nn.Module):
         return Normalization()
     layers = [(name or "the model", layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]

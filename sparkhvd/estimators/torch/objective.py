@@ -1,12 +1,12 @@
-"""Losses, labels and metrics: what a torch model is trained towards.
+"""Losses, labels and metrics of a torch model.
 
-A label goes to its loss in this form:
+A label reaches its loss in this form:
 
 * with ``label_shapes``, in that shape, else
-* as int64 class numbers for the class losses (cross entropy, negative log likelihood) when it has fewer elements than
-  the output, which must have one element per class (a single one is refused: nothing could be learned from it), else
-* in the output's shape and dtype when it has as many elements as the output, else
-* in the column's own shape; integers and booleans as int64, the rest in the output's dtype.
+* as int64 class indices for the class losses (cross entropy, negative log likelihood) if it has fewer elements than
+  the output, which must have one element per class (a single class is refused, because it teaches nothing), else
+* in the output's shape and dtype if it has as many elements as the output, else
+* in the column's own shape; integers and booleans as int64, other types in the output's dtype.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Measure = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _CLASS_LOSSES = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)
 _CLASS_LOSS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_SHAPES_DIFFER = "that is different to the input size"  # torch only warns where shapes are about to be broadcast
+_SHAPES_DIFFER = "that is different to the input size"  # torch only warns before it broadcasts shapes
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A function of one output and its label whose value is a mean over the rows."""
+    """A function of one output and its label that returns a mean over the rows."""
 
     name: str
     output: int
@@ -49,17 +49,17 @@ class Metric:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the outputs are compared with and how.
+    """Labels, losses and metrics of the outputs.
 
     Attributes:
         label_cols: one label column per output of the model, in its order.
         losses: one per label, each a mean over the rows.
-        weights: of the losses in their sum.
-        label_shapes: shape of one row of each label, None to follow the rule above.
-        metrics: what is reported beside the loss.
+        weights: weights of the losses in their sum.
+        label_shapes: shape of one row of each label; None applies the rule above.
+        metrics: metrics that are reported with the loss.
         weight_col: the column with the weight of every row. A weighted loss is the mean over the rows of weight times
             loss: it is divided by the number of rows, not by the sum of the weights.
-        constructors: make the losses on the rank, where they are not given.
+        constructors: functions that create the losses on the rank, if there are no ``losses``.
     """
 
     label_cols: tuple[str, ...]
@@ -73,7 +73,7 @@ class Objective:
     def labels(
         self, outputs: Sequence[torch.Tensor], columns: Mapping[str, npt.NDArray[np.generic]]
     ) -> list[torch.Tensor]:
-        """The label tensors as the losses take them."""
+        """Return the label tensors in the form that the losses take."""
         labels = []
         for index, (name, output, loss) in enumerate(zip(self.label_cols, outputs, self.losses, strict=True)):
             raw = torch.from_numpy(columns[name]).to(output.device)
@@ -82,10 +82,10 @@ class Objective:
         return labels
 
     def check_training(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Refuse what a model gives in training mode where there are not as many outputs as labels.
+        """Check that the model returns one output per label in training mode.
 
         Raises:
-            ModelOutputError: some models give more then, for auxiliary losses that nobody here knows.
+            ModelOutputError: the numbers differ; some models return more outputs then, for auxiliary losses.
         """
         if len(outputs) != len(self.label_cols):
             raise ModelOutputError(
@@ -101,7 +101,7 @@ class Objective:
         labels: Sequence[torch.Tensor],
         columns: Mapping[str, npt.NDArray[np.generic]],
     ) -> list[torch.Tensor]:
-        """The loss of every output; ``columns`` give the weights of the rows."""
+        """Return the loss of every output; ``columns`` contain the weights of the rows."""
         rows = None if self.weight_col is None else torch.from_numpy(columns[self.weight_col]).to(outputs[0].device)
         losses = [_beside(loss, output.device) for loss, output in zip(self.losses, outputs, strict=True)]
         return [
@@ -116,7 +116,14 @@ class Objective:
         columns: Mapping[str, npt.NDArray[np.generic]],
         factors: Sequence[float | None] | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of the losses; ``columns`` give the weights of the rows, ``factors`` one of each loss."""
+        """Return the weighted sum of the losses.
+
+        Args:
+            outputs: outputs of the model.
+            labels: one per output, see ``labels``.
+            columns: the batch, with the weights of its rows.
+            factors: one per loss, see ``divisors.factors_of``.
+        """
         return self.combined(self.parts(outputs, labels, columns), outputs, labels, factors)
 
     def combined(
@@ -126,7 +133,7 @@ class Objective:
         labels: Sequence[torch.Tensor],
         factors: Sequence[float | None] | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of ``parts``, multiplied by ``factors``, which are about class numbers."""
+        """Return the weighted sum of the results of ``parts``; ``factors`` apply to labels that are class indices."""
         parts = [weight * value for weight, value in zip(self.weights, values, strict=True)]
         if factors is not None:
             parts = [
@@ -138,7 +145,7 @@ class Objective:
     def measure(
         self, loss: torch.Tensor, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
     ) -> dict[str, float]:
-        """The loss and every metric of one batch, without those of torchmetrics."""
+        """Return the loss and every metric of one batch, without torchmetrics."""
         found = {"loss": float(loss.detach())}
         with torch.no_grad():
             for metric in self.metrics:
@@ -149,11 +156,11 @@ class Objective:
         return found
 
     def names(self) -> list[str]:
-        """``loss`` and the names of the metrics: what ``measure`` reports."""
+        """Return ``loss`` and the names of all metrics."""
         return ["loss", *(metric.name for metric in self.metrics)]
 
     def stateful(self) -> tuple[Metric, ...]:
-        """The metrics of torchmetrics, which are no means over rows."""
+        """Return the torchmetrics, whose values are not means over rows."""
         return tuple(metric for metric in self.metrics if is_stateful(metric.function))
 
     def try_out(
@@ -163,10 +170,10 @@ class Objective:
         *,
         made_up: bool = False,
     ) -> None:
-        """Compute everything once on a few rows; what fails by the values of rows that are made up is not refused.
+        """Compute losses and metrics once on a few rows; a failure due to the values of synthetic rows is ignored.
 
         Raises:
-            ModelOutputError: the outputs do not fit the labels, a loss or a metric; the message names the shapes.
+            ModelOutputError: the outputs do not match the labels, a loss or a metric; the message names the shapes.
         """
         if len(outputs) != len(self.label_cols):
             raise ModelOutputError(
@@ -189,17 +196,17 @@ class Objective:
 
 
 def _times(part: torch.Tensor, factor: float | None, output: torch.Tensor) -> torch.Tensor:
-    """A loss times its factor: with 0 no label counts here, and the mean over none is no number."""
+    """Return a loss times its factor; with factor 0 or None all labels are ignored and the loss itself would be NaN."""
     if factor:
         return part * factor
-    return (torch.nan_to_num(output, 0.0, 0.0, 0.0) * 0).sum()  # outputs may be infinite where they are masked
+    return (torch.nan_to_num(output, 0.0, 0.0, 0.0) * 0).sum()  # masked outputs may be infinite
 
 
 def objective_of(params: Mapping[str, object]) -> Objective:
-    """The objective that an estimator's parameters describe.
+    """Return the objective that an estimator's parameters describe.
 
     Raises:
-        ParamError: a list has another length than ``label_cols``, or a loss is not a mean.
+        ParamError: a list and ``label_cols`` differ in length, or a loss is not a mean.
     """
     label_cols = tuple(cast("Sequence[str]", params["label_cols"]))
     count = len(label_cols)
@@ -240,7 +247,7 @@ def _reduction(loss: Any) -> Any:
 
 
 def _is_divergence(loss: Measure) -> bool:
-    """Whether it is PyTorch's Kullback-Leibler divergence, whose ``batchmean`` is the mean over rows."""
+    """Whether the loss is PyTorch's Kullback-Leibler divergence, whose ``batchmean`` is the mean over rows."""
     function = _unwrapped(loss)
     return isinstance(function, torch.nn.KLDivLoss) or function is functional.kl_div
 
@@ -251,12 +258,12 @@ def _refuse_class(name: str, given: object) -> None:
 
 
 def is_stateful(function: object) -> bool:
-    """Whether a metric has torchmetrics' interface: it keeps a state and says its value at the end."""
+    """Whether a metric has the interface of torchmetrics: ``update``, ``compute`` and ``reset``."""
     return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset"))
 
 
 def _repeated(given: object, count: int) -> tuple[Any, ...]:
-    """One for all labels, or one each."""
+    """Return one value per label, from one for all labels or a list."""
     if given is None:
         return ()
     values = tuple(given) if isinstance(given, list | tuple) else (given,)
@@ -264,7 +271,7 @@ def _repeated(given: object, count: int) -> tuple[Any, ...]:
 
 
 def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
-    """Metrics from a dict, from a list of functions, or from Horovod's list of groups of functions."""
+    """Return metrics from a dict, a list of functions, or Horovod's list of groups of functions."""
     if not given:
         return ()
     found: list[Metric] = []
@@ -291,7 +298,7 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
 
 
 def _beside(loss: Measure, device: torch.device) -> Measure:
-    """The loss with its own tensors, such as the weights of classes, where the outputs are."""
+    """Return the loss with its own tensors, such as class weights, on the device of the outputs."""
     if isinstance(loss, torch.nn.Module):
         held = next(chain(loss.parameters(), loss.buffers()), None)
         return loss if held is None or held.device == device else loss.to(device)
@@ -302,13 +309,13 @@ def _beside(loss: Measure, device: torch.device) -> Measure:
 
 
 def _weighted(loss: Measure, output: torch.Tensor, label: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The mean over the rows of weight times loss."""
+    """Return the mean over the rows of weight times loss."""
     if isinstance(loss, torch.nn.Module) and hasattr(loss, "reduction"):
         single: Any = copy.copy(loss)
         single.reduction = "none"
         values: torch.Tensor = single(output, label)
     else:
-        values = loss(output, label, reduction="none")  # type: ignore[call-arg]  # tried out on the driver
+        values = loss(output, label, reduction="none")  # type: ignore[call-arg]  # checked on the driver
     if values.dim() == 0 or len(values) != len(rows):
         raise ModelOutputError(
             f"The loss {name_of(loss)} returned shape {list(values.shape)} for {len(rows)} rows when called with "
@@ -341,13 +348,13 @@ def _label(
 
 
 def is_class_loss(loss: Measure) -> bool:
-    """Whether it is cross entropy or negative log likelihood of PyTorch's, or made from them."""
+    """Whether the loss is PyTorch's cross entropy or negative log likelihood, or a subclass."""
     function = _unwrapped(loss)
     return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
 
 
 def is_as_torch_has_it(loss: Measure) -> bool:
-    """Whether it is not a class of the user's, which may make something else of its outputs."""
+    """Whether the loss is not a user's subclass, which may treat its outputs differently."""
     function = _unwrapped(loss)
     return type(function) in _CLASS_LOSSES or not isinstance(function, _CLASS_LOSSES)
 
@@ -392,5 +399,5 @@ def _try_measure(
 
 
 def name_of(function: object) -> str:
-    """How errors call a loss or metric."""
+    """Return the name of a loss or metric for error messages."""
     return str(getattr(function, "__name__", None) or type(function).__name__)

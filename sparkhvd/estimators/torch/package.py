@@ -1,4 +1,4 @@
-"""The user's torch objects on their way to the ranks."""
+"""Pickles of the user's torch objects for the ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from sparkhvd.estimators.torch.schedule import LRSchedule
 
 @dataclass(frozen=True)
 class Stepping:
-    """How a step is computed.
+    """Options of a training step.
 
     Attributes:
-        clip_norm: the gradient's largest norm over all parameters; None leaves it.
-        clip_value: the largest absolute value of its elements; None leaves them.
-        mixed_precision: ``bf16`` or ``fp16``: what the model computes in; None leaves it.
+        clip_norm: the gradient's largest norm over all parameters; None does not clip.
+        clip_value: the largest absolute value of its elements; None does not clip.
+        mixed_precision: ``bf16`` or ``fp16``, the type in which the model computes; None keeps its own.
         compile: arguments of ``torch.compile``; None does not compile.
-        compression: what gradients travel as; None leaves them.
-        minibatch_fn: takes the steps in place of the trainer.
+        compression: compression of the gradients that ranks exchange; None does not compress.
+        minibatch_fn: takes the steps instead of the trainer.
     """
 
     clip_norm: float | None = None
@@ -44,7 +44,7 @@ class Stepping:
 
 @dataclass(frozen=True)
 class Package:
-    """The user's objects, pickled together so that the optimizer keeps the model's own parameters."""
+    """The user's objects, pickled together so that the optimizer still holds the model's parameters."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -56,7 +56,7 @@ class Package:
     callbacks: tuple[TorchCallback, ...] = ()
 
     def with_losses(self) -> Package:
-        """The package with the losses that its constructors make."""
+        """Return the package with the losses that its constructors create."""
         if not self.objective.constructors:
             return self
         known = {"model": self.model, "optimizer": self.optimizer, "label_cols": self.objective.label_cols}
@@ -65,41 +65,41 @@ class Package:
 
 
 class HasModel(Protocol):
-    """What travels with a model."""
+    """Anything that holds a model."""
 
     @property
     def model(self) -> torch.nn.Module: ...
 
 
 def dumps(package: HasModel) -> bytes:
-    """The package as bytes; modules of TorchScript travel in their own format."""
+    """Return the package as bytes; TorchScript modules are in their own format."""
     return dumps_with(PicklerWithScripts, package, package.model)
 
 
 def loads(payload: bytes) -> Package:
-    """The package of ``dumps``, with its losses made."""
+    """Return the package from the result of ``dumps``, with its losses created."""
     return cast("Package", cloudpickle.loads(payload)).with_losses()
 
 
 def dumps_params(params: Mapping[str, Any]) -> bytes:
-    """An estimator's parameters as bytes for ``cloudpickle.loads``; modules of TorchScript in their own format."""
+    """Return an estimator's parameters as bytes for ``cloudpickle.loads``; TorchScript is in its own format."""
     model = params.get("model")
     return dumps_with(PicklerWithScripts, params, torch.nn.Module() if model is None else model)
 
 
 class PicklerWithScripts(CodePickler):
-    """A pickler that knows TorchScript, whose parameters stay those of their module, and parametrized modules."""
+    """Pickles TorchScript modules, whose parameters stay shared with an optimizer, and parametrized modules."""
 
     def __init__(self, file: io.BytesIO, model: torch.nn.Module, *, code: Code) -> None:
         super().__init__(file, code=code)
         self._parameters: dict[int, tuple[torch.jit.ScriptModule, str]] = {}
-        self._held: list[torch.nn.Parameter] = []  # TorchScript makes new objects for parameters that nobody holds
+        self._held: list[torch.nn.Parameter] = []  # keeps their ids: TorchScript recreates parameters without references
         for module in _outermost_scripts(model):
             self._held += module.parameters()
             self._parameters |= {id(p): (module, name) for name, p in module.named_parameters()}
 
     def reducer_override(self, value: Any) -> Any:
-        """How pickle asks."""
+        """See ``pickle.Pickler.reducer_override``."""
         if isinstance(value, torch.jit.ScriptModule):
             return script_of, (script_bytes(value),)
         if isinstance(value, torch.nn.Parameter) and id(value) in self._parameters:
@@ -118,7 +118,7 @@ def _outermost_scripts(model: torch.nn.Module) -> Iterable[torch.jit.ScriptModul
 
 
 def script_bytes(module: torch.jit.ScriptModule) -> bytes:
-    """A module of TorchScript as the content of a file for ``torch.jit.load``."""
+    """Return a TorchScript module as the content of a file for ``torch.jit.load``."""
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -127,7 +127,7 @@ def script_bytes(module: torch.jit.ScriptModule) -> bytes:
 
 
 def script_of(content: bytes) -> torch.jit.ScriptModule:
-    """The inverse of ``script_bytes``."""
+    """Return the module from the result of ``script_bytes``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         found = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ def _parameter_of(module: torch.jit.ScriptModule, name: str) -> torch.nn.Paramet
 
 
 def _constructed(make: Callable[..., Any], known: Mapping[str, object]) -> Any:
-    """A loss, made with those of the known arguments that its constructor takes."""
+    """Call a loss constructor with those of the known arguments that it takes."""
     signature = inspect.signature(make)
     parameters = signature.parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):

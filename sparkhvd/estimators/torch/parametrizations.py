@@ -1,6 +1,6 @@
-"""Modules with parametrizations (``weight_norm``, ``spectral_norm``, ``register_parametrization``) as pickles.
+"""Modules with parametrizations (``weight_norm``, ``spectral_norm``, ``register_parametrization``) for pickle.
 
-PyTorch gives such a module a class of its own, made at run time, and refuses to pickle it.
+PyTorch gives such a module a class that it creates at run time, and refuses to pickle it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch.nn.utils import parametrize
 
 
 def is_parametrized(value: object) -> bool:
-    """Whether a value is a module that itself, not only a child of it, has a parametrization."""
+    """Whether a value is a module with a parametrization of its own, not only of a child."""
     return isinstance(value, torch.nn.Module) and parametrize.is_parametrized(value)
 
 
 def reduced(module: torch.nn.Module) -> tuple[Any, ...]:
-    """How pickle makes the module again: from its own class and its attributes, then parametrized as before."""
+    """Return the reduction of a module for pickle: its original class, its attributes, and its parametrizations."""
     kind = parametrize.type_before_parametrizations(module)
     return _blank, (kind,), module.__dict__, None, None, _parametrize_again
 

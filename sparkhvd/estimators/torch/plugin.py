@@ -1,4 +1,4 @@
-"""PyTorch behind the estimators' plug-in protocol."""
+"""The estimators' plug-in protocol for PyTorch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TorchPlugin:
 
         Raises:
             ParamError: a parameter is of the wrong kind, or the objects cannot be sent to the ranks.
-            ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
+            ModelOutputError: the model cannot take such rows, or its output does not match the labels.
         """
         _check_kinds(params)
         package = loads(self.pack({**params, "schema": schema}))
@@ -73,12 +73,12 @@ class TorchPlugin:
         """See ``FrameworkPlugin.try_out``.
 
         Raises:
-            ModelOutputError: the model cannot take such rows, or its output does not fit the labels.
+            ModelOutputError: the model cannot take such rows, or its output does not match the labels.
         """
         return _try_out(loads(payload), schema, _at_least_two(rows))
 
     def pack(self, params: Mapping[str, object]) -> bytes:
-        """The model, its optimizer, how columns become inputs, and the objective, in one pickle."""
+        """Return the model, its optimizer, the inputs and the objective in one pickle."""
         model = cast("torch.nn.Module", params["model"])
         package = Package(
             model=model,
@@ -90,7 +90,7 @@ class TorchPlugin:
             stepping=_stepping(params),
             callbacks=tuple(cast("Sequence[TorchCallback]", params.get("callbacks") or ())),
         )
-        if params.get("transformation_fn") is None:  # else the columns are those of now, not those of then
+        if params.get("transformation_fn") is None:  # else the schema still has the columns before the transformation
             _inputs(params, cast("DataSchema", params["schema"]))
         try:
             return dumps(package)
@@ -113,14 +113,14 @@ class TorchPlugin:
         return normalization_of(params["model"])
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> TorchTrainer:
-        """The trainer of one rank."""
+        """Return the trainer of one rank."""
         return TorchTrainer(loads(payload), spec, world)
 
     def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
         """Write the model of ``params`` without an optimizer.
 
         Raises:
-            ParamError: it is no module, the columns do not fit its inputs, or it cannot be pickled.
+            ParamError: it is not a module, the columns do not match its inputs, or it cannot be pickled.
         """
         model = params["model"]
         if not isinstance(model, torch.nn.Module):
@@ -134,14 +134,14 @@ class TorchPlugin:
             raise ParamError(f"The model cannot be pickled to send it to the executors: {error}") from error
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> TorchPredictor:
-        """The model in a folder that ``TorchTrainer.export`` wrote, on the GPU if there is one for it."""
+        """Return the model from a folder that ``TorchTrainer.export`` wrote, on its GPU if it has one."""
         has_gpu = inference.gpu is not None and torch.cuda.is_available()
         device = torch.device(f"cuda:{inference.gpu}" if has_gpu else "cpu")
         model = artifact.load_model(folder).to(device)
         return TorchPredictor(model, artifact.load_inputs(folder), device, inference.function)
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
-        """Which columns go where, for the log."""
+        """Return the columns of each input and output, for the log."""
         inputs = _inputs(params, schema)
         parts = [f"input {place} is {each}" for place, each in enumerate(inputs)]
         labels = [f"output {place} is {column.name}" for place, column in enumerate(schema.of("label"))]
@@ -159,7 +159,7 @@ class TorchPredictor:
 
     @torch.no_grad()
     def predict(self, columns: Arrays) -> list[Predicted]:
-        """One array per output, or one per field of an output, first dimension = rows."""
+        """Return one array per output, or one per field of an output; the first dimension is the rows."""
         rows = len(next(iter(columns.values())))
         inputs = [part.tensor(columns, rows).to(self.device) for part in self.inputs]
         if self.function is None:
@@ -196,7 +196,7 @@ def _named(params: Mapping[str, object]) -> Mapping[str, NamedInput] | None:
 
 
 def shapes_of(model: Any) -> dict[str, Shape]:
-    """Of a module's weights, by name."""
+    """Return the shapes of a module's parameters by name; None for lazy ones."""
     lazy = torch.nn.parameter.is_lazy
     return {name: None if lazy(each) else tuple(each.shape) for name, each in model.named_parameters()}
 
@@ -216,7 +216,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
 
 
 def warn_of_divisors(inexact: Sequence[str]) -> None:
-    """Say for which losses N ranks are not quite one big batch."""
+    """Warn of losses for which N ranks only approximate one big batch."""
     for name in inexact:
         logger.warning(
             "%s divides by the class weights or by the number of labels that are not ignored, but each rank's loss is "
@@ -227,10 +227,10 @@ def warn_of_divisors(inexact: Sequence[str]) -> None:
 
 
 def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
-    """Refuse what cannot train this model.
+    """Check that an optimizer can train this model.
 
     Raises:
-        ParamError: it is no optimizer, one that computes the loss several times in a step, or that of another model.
+        ParamError: it is not an optimizer, computes the loss several times per step, or belongs to another model.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ParamError(
@@ -282,14 +282,14 @@ def _stepping(params: Mapping[str, Any]) -> Stepping:
 
 
 def compressor(given: Any) -> Any:
-    """What gradients travel as: of a name, that of ``hvd.Compression``."""
+    """Return the compression of gradients; a name stands for an attribute of ``hvd.Compression``."""
     return getattr(Compression, given) if isinstance(given, str) else given
 
 
 def _check_signature(minibatch_fn: Callable[..., Any]) -> None:
     try:
         inspect.signature(minibatch_fn).bind(*MINIBATCH_ARGUMENTS)
-    except ValueError:  # it says none
+    except ValueError:  # a built-in function without a signature
         return
     except TypeError as error:
         raise ParamError(
@@ -303,12 +303,12 @@ def _made_up(schema: DataSchema) -> Arrays:
 
 
 def _at_least_two(rows: Arrays) -> Arrays:
-    """One row does not show which dimension counts the rows."""
+    """Return at least two rows, because one row does not reveal which dimension is the rows."""
     return {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
 
 
 def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, made_up: bool = False) -> list[tuple[int, ...]]:
-    """The shapes of the outputs for some rows; nothing where only real rows can tell."""
+    """Return the shapes of the outputs for some rows; nothing if only real rows can show them."""
     rows = len(next(iter(sample.values())))
     model = package.model.eval()
     planned = plan_inputs(package.model, schema.of("feature"), package.input_shapes, package.named_inputs)
@@ -318,7 +318,7 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, made_up: b
             result = model(*inputs)
         except Exception as error:
             if made_up and not fails_by_shape(model, inputs, error):
-                logger.debug("The model does not take made-up rows: %s", error)
+                logger.debug("The model does not take synthetic rows: %s", error)
                 return []
             raise ModelOutputError(_cannot_take(planned, schema, inputs, error)) from error
         try:
@@ -337,14 +337,14 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, made_up: b
 
 
 def _try_training(package: Package, inputs: Sequence[torch.Tensor]) -> None:
-    """Look at the outputs in training mode too, where the model can be run so here."""
+    """Check the outputs in training mode too, if the model can run in it on the driver."""
     if package.stepping.minibatch_fn is not None or synchronized_layers(package.model):
-        return  # a layer that exchanges would wait for the other ranks, which try nothing
+        return  # a synchronized layer would wait for other ranks, and there are none
     model = package.model.train()
     try:
         outputs = outputs_of(model(*inputs))
-    except Exception as error:  # noqa: BLE001 - what only ranks can do (exchange statistics) fails here, or needs more rows
-        logger.debug("The model was not tried in training mode: %s", error)
+    except Exception as error:  # noqa: BLE001  (collectives fail on the driver, and some models need more rows)
+        logger.debug("The model was not checked in training mode: %s", error)
     else:
         package.objective.check_training(outputs)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: it is opened by ``torch.load(..., weights_only=True)``, which runs no code."""
+"""Checks that ``torch.load(..., weights_only=True)``, which runs no code, can open a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sparkhvd.errors import ParamError
 
 
 def refuse_unsafe_model(model: torch.nn.Module) -> None:
-    """Look at what ``get_extra_state`` of the model's modules returns.
+    """Check the results of ``get_extra_state`` of the model's modules.
 
     Raises:
-        ParamError: a checkpoint with it could not be opened again.
+        ParamError: a checkpoint that contains them could not be opened.
     """
     extra = {name: value for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)}
     if not extra:
@@ -29,10 +29,10 @@ def refuse_unsafe_model(model: torch.nn.Module) -> None:
 
 
 def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
-    """Say while it is written what would otherwise be said where a run is to go on from it.
+    """Check a checkpoint when it is written, not only when a run resumes from it.
 
     Raises:
-        ParamError: it holds objects that ``torch.load(..., weights_only=True)`` does not make.
+        ParamError: it holds objects that ``torch.load(..., weights_only=True)`` refuses to create.
     """
     found = _unsafe_globals(checkpoint)
     if found:
@@ -44,7 +44,7 @@ def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
 
 
 def plain_numbers(state: object) -> object:
-    """``state`` with Python's numbers for NumPy's, such as a learning rate of ``numpy.logspace``."""
+    """Return ``state`` with NumPy scalars, such as a learning rate of ``numpy.logspace``, as Python numbers."""
     if isinstance(state, np.generic):
         return state.item()
     if type(state) is dict:
@@ -57,7 +57,7 @@ def plain_numbers(state: object) -> object:
 
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The ``state_dict`` of a checkpoint of Lightning's, whatever objects lie beside it: their code does not run."""
+    """Return the ``state_dict`` of a Lightning checkpoint without running the code of other objects in it."""
     found = _unsafe_globals(checkpoint)
     with torch.serialization.safe_globals([(_Left, name) for name in found]) if found else contextlib.nullcontext():
         content = torch.load(checkpoint, weights_only=True, map_location="cpu")
@@ -66,7 +66,7 @@ def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 class _Left:
-    """Stands for an object that is not made."""
+    """Placeholder for an object that is not created."""
 
     def __new__(cls, *_: object, **__: object) -> Self:
         return super().__new__(cls)
@@ -78,4 +78,4 @@ class _Left:
 
 def _unsafe_globals(checkpoint: Path | io.BytesIO) -> list[str]:
     find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-    return [] if find is None else find(checkpoint)  # torch 2.4 and 2.5 cannot tell
+    return [] if find is None else find(checkpoint)  # missing in torch 2.4 and 2.5

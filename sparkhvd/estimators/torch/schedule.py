@@ -18,20 +18,21 @@ logger = logging.getLogger(__name__)
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
 
-# The numbers of a parameter group that are learning rates.
+# The keys of a parameter group that hold learning rates.
 RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-# Schedulers with learning rates of their own, which scale_lr cannot know.
+# Schedulers with learning rates of their own, which scale_lr cannot scale.
 _OWN_RATES = ("CyclicLR", "OneCycleLR", "ReduceLROnPlateau")
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """A learning rate scheduler, and when it takes a step.
+    """A learning rate scheduler and the time of its steps.
 
     Attributes:
-        scheduler: makes the scheduler from the optimizer, on every rank; or one made from the estimator's optimizer.
-        every: ``epoch``, or ``step`` for after every optimizer step.
-        monitor: for ``ReduceLROnPlateau``: the metric that it gets, ``val_`` before those of the validation.
+        scheduler: a function that creates the scheduler from the optimizer on every rank; or a scheduler of the
+            estimator's optimizer.
+        every: ``epoch``, or ``step`` to advance after every optimizer step.
+        monitor: the metric for ``ReduceLROnPlateau``; names of validation metrics start with ``val_``.
 
     Example:
         >>> LRSchedule(lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000), every="step")
@@ -53,7 +54,7 @@ class LRSchedule:
 
 
 def a_schedule(name: str, value: Any) -> LRSchedule:
-    """An ``LRSchedule``, or what becomes one that takes a step every epoch."""
+    """Return an ``LRSchedule``; a scheduler, or a function that creates one, steps every epoch."""
     if isinstance(value, LRSchedule):
         return value
     if isinstance(value, Scheduler) or callable(value):
@@ -68,9 +69,9 @@ class RunningSchedule:
     """The schedule of a training on one rank.
 
     Args:
-        schedule: what the user asked for; None never changes the rate.
-        optimizer: what it is made for, after its learning rate was scaled.
-        lr_scale: by how much.
+        schedule: the user's schedule; None never changes the rate.
+        optimizer: its optimizer, with the learning rate already scaled.
+        lr_scale: the factor of this scaling.
     """
 
     def __init__(self, schedule: LRSchedule | None, optimizer: torch.optim.Optimizer, lr_scale: float) -> None:
@@ -79,23 +80,23 @@ class RunningSchedule:
         self._scheduler = None if schedule is None else _made(schedule, optimizer, lr_scale)
 
     def after_step(self) -> None:
-        """An optimizer step was taken."""
+        """Advance a schedule of steps after an optimizer step."""
         if self._every == "step":
             self._advance(())
 
     def after_epoch(self, record: EpochRecord) -> None:
-        """An epoch ended."""
+        """Advance a schedule of epochs at the end of an epoch."""
         if self._every == "epoch":
             self._advance(() if self._monitor is None else (measured(record, self._monitor),))
 
     def state(self) -> dict[str, Any] | None:
-        """What ``restore`` takes."""
+        """Return the state for ``restore``."""
         if self._scheduler is None:
             return None
         return {name: value for name, value in self._scheduler.state_dict().items() if _is_plain(value)}
 
     def restore(self, state: dict[str, Any] | None, factor: float) -> None:
-        """Go on from ``state``, with learning rates ``factor`` times as high."""
+        """Resume from ``state``, with learning rates multiplied by ``factor``."""
         if self._scheduler is not None and state is not None:
             self._scheduler.load_state_dict(state)
             scale_schedule(self._scheduler, factor)
@@ -104,23 +105,23 @@ class RunningSchedule:
         if self._scheduler is None:
             return
         with warnings.catch_warnings():
-            # It looks for the step of the optimizer that it was made with, while its distributed form takes the steps.
+            # It counts the steps of its own optimizer, but the distributed form of that optimizer takes them.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            cast("Any", self._scheduler).step(*arguments)  # of ReduceLROnPlateau: the metric
+            cast("Any", self._scheduler).step(*arguments)  # ReduceLROnPlateau takes the metric
 
 
 def check_schedule(schedule: LRSchedule | None, optimizer: torch.optim.Optimizer, *, scaled: bool) -> None:
-    """Refuse, on the driver, a schedule that could not run; it is made from ``optimizer``, a copy.
+    """Check a schedule on the driver by creating it from ``optimizer``, a copy.
 
     Raises:
-        ParamError: it lacks what it needs, or ``scale_lr`` cannot scale it.
+        ParamError: it lacks an argument, or ``scale_lr`` cannot scale it.
     """
     try:
         RunningSchedule(schedule, optimizer, 2.0 if scaled else 1.0)
     except ParamError:
         raise
-    except Exception as error:  # noqa: BLE001  (a function of the user's may need a rank)
-        logger.debug("The learning rate schedule was not tried here: %s", error)
+    except Exception as error:  # noqa: BLE001  (a user's function may need a rank)
+        logger.debug("The learning rate schedule was not checked on the driver: %s", error)
 
 
 def _made(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: float) -> Scheduler:
@@ -154,14 +155,14 @@ def _made(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: floa
 
 
 def parts_of(scheduler: Any) -> list[Any]:
-    """A scheduler and those that it is made of."""
+    """Return a scheduler and the schedulers that it is composed of."""
     return [scheduler, *(part for child in getattr(scheduler, "_schedulers", ()) for part in parts_of(child))]
 
 
 def begin_anew(scheduler: Any) -> None:
-    """Let a scheduler do again what it did when it was made, on an optimizer whose learning rates were set since."""
+    """Repeat a scheduler's initial step on an optimizer whose learning rates have changed since."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return  # it changes the rate that it finds
+        return  # it adjusts the current rate
     parts = getattr(scheduler, "_schedulers", None)
     if parts is None:
         scheduler.last_epoch -= 1
@@ -176,7 +177,7 @@ def begin_anew(scheduler: Any) -> None:
 
 
 def scale_schedule(scheduler: Any, factor: float) -> None:
-    """Multiply what a scheduler, and those that it is made of, compute learning rates from."""
+    """Multiply the base learning rates of a scheduler and its parts."""
     if factor == 1.0:
         return
     for part in parts_of(scheduler):
@@ -186,7 +187,7 @@ def scale_schedule(scheduler: Any, factor: float) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a file that runs no code can hold it."""
+    """Whether ``torch.load(..., weights_only=True)`` can load a value."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""One training step of one rank."""
+"""Training steps of one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm, synchronized_layers
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# What a train_minibatch_fn is called with, in this order.
+# The arguments of a train_minibatch_fn, in order.
 MINIBATCH_ARGUMENTS = (
     "model",
     "optimizer",
@@ -42,14 +42,14 @@ Result = tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]  # loss, ou
 
 
 class Forward:
-    """From a batch to its loss, in the precision that was asked for.
+    """Computes the loss of a batch in the chosen precision.
 
     Args:
         model: the module.
-        inputs: how columns become its inputs.
+        inputs: its inputs.
         objective: its losses.
-        stepping: how a step is computed.
-        device: where.
+        stepping: options of a step.
+        device: the device of the model.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Forward:
         self.device = device
         self._inputs = inputs
         self._dtype = _DTYPES.get(stepping.mixed_precision or "")
-        # The model as it is called: compiled on its first call.
+        # The model for calls; torch compiles it on the first one.
         self.called: Callable[..., Any] = (
             model if stepping.compile is None else torch.compile(model, **stepping.compile)
         )
@@ -79,22 +79,22 @@ class Forward:
             return self.objective.loss(outputs, labels, batch.columns, factors), outputs, labels
 
     def parts(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """The loss of every output, the outputs and the labels."""
+        """Return the loss of every output, the outputs and the labels."""
         with self.precision():
             outputs = self.outputs(self.called(*self.inputs(batch)))
             labels = self.objective.labels(outputs, batch.columns)
             return self.objective.parts(outputs, labels, batch.columns), outputs, labels
 
     def outputs(self, result: object) -> list[torch.Tensor]:
-        """A model's result as its outputs, as exact as labels are: those follow them, and 16 bits cannot hold each."""
+        """Return the outputs of a result in float32: labels take their dtype, and 16 bits cannot hold every label."""
         return [output.float() if output.dtype == self._dtype else output for output in outputs_of(result)]
 
     def precision(self) -> torch.autocast:
-        """What the model computes in."""
+        """Return the context in which the model computes."""
         return torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype is not None)
 
     def inputs(self, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """The arguments of ``forward``."""
+        """Return the arguments of ``forward``."""
         return tuple(part.tensor(batch.columns, batch.rows).to(self.device) for part in self._inputs)
 
 
@@ -102,10 +102,10 @@ class Stepper:
     """Takes optimizer steps.
 
     Args:
-        forward: from a batch to its loss.
-        stepping: how a step is computed.
-        divisors: of the losses, where they are not the rows.
-        sample: real rows, for a rank that has none.
+        forward: computes the loss of a batch.
+        stepping: options of a step.
+        divisors: divisors of the losses; None for the number of rows.
+        sample: real rows, for a rank without rows.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Stepper:
         self._divisors = divisors
         self._stepping = stepping
         self._synchronized = _Synchronized.of(forward.model, sample)
-        # Without fp16 it does nothing.
+        # The scaler does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler(forward.device.type, enabled=stepping.mixed_precision == "fp16")
 
     def step(
@@ -130,18 +130,17 @@ class Stepper:
         first: int,
         lap: Callable[[str], None],
     ) -> float | None:
-        """One optimizer step over the global rows of all batches of ``group``.
+        """Take one optimizer step over the global rows of all batches in ``group``.
 
         Args:
             group: batches whose gradients make the step.
             optimizer: exchanges the gradients.
-            measures: takes up losses and metrics.
+            measures: accumulates losses and metrics.
             first: the number of the first batch within its epoch.
-            lap: books the time since the last call.
+            lap: attributes the time since its last call.
 
         Returns:
-            The loss of the last batch that had rows on this rank, or of the first where it is no number; None without
-            any.
+            The loss of the last batch that had rows on this rank, or the first NaN or infinite loss; None without rows.
         """
         optimizer.set_backward_passes_per_step(len(group))
         optimizer.zero_grad()
@@ -179,7 +178,7 @@ class Stepper:
         return loss
 
     def _apply(self, optimizer: ExchangingOptimizer) -> None:
-        # Those of the model that the optimizer lacks have gradients of their own on every rank.
+        # Only the optimizer's parameters: gradients of the model's other parameters are not averaged.
         stepping, parameters = self._stepping, [one for group in optimizer.param_groups for one in group["params"]]
         if stepping.clip_norm is not None or stepping.clip_value is not None:
             self.scaler.unscale_(optimizer)
@@ -187,16 +186,16 @@ class Stepper:
             torch.nn.utils.clip_grad_value_(parameters, stepping.clip_value)
         if stepping.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, stepping.clip_norm)
-        # All ranks have the same gradients, so they agree on whether a step overflowed and is left out.
+        # All ranks have the same gradients, so they agree on whether a step overflowed and is skipped.
         self.scaler.step(optimizer)
         self.scaler.update()
 
 
 class _Synchronized:
-    """Passes of a model with layers that exchange in the middle of it.
+    """Passes of a model with layers that exchange statistics.
 
-    Their gradients cross ranks on the way back, so the loss has to carry a rank's weight already; and a rank without
-    rows has to take part: with a row that it had before, or one of the sample, which does not count.
+    Their gradients cross ranks in the backward pass, so the loss itself must carry the weight of its rank. A rank
+    without rows must take part too: with a row of an earlier batch or of the sample, which does not count.
     """
 
     def __init__(self, model: torch.nn.Module, layers: Sequence[SyncBatchNorm], sample: Arrays | None) -> None:
@@ -229,7 +228,7 @@ def _first(columns: Arrays) -> Arrays:
 
 
 class _MinibatchSteps:
-    """Steps that a function of the user's takes: Horovod's ``train_minibatch_fn``."""
+    """Steps that the user's function takes, as Horovod's ``train_minibatch_fn`` does."""
 
     def __init__(self, forward: Forward, function: Callable[..., Any], passes: int) -> None:
         self._forward = forward
@@ -291,15 +290,15 @@ class _MinibatchSteps:
 
 
 def _latest(before: float | None, loss: float) -> float:
-    """The loss of a step so far; what was no number stays told."""
+    """Return the loss of a step so far; an earlier NaN or infinite loss wins."""
     return loss if before is None or math.isfinite(before) else before
 
 
 def outputs_of(result: object) -> list[torch.Tensor]:
     """Return the outputs in a model's result.
 
-    They are the tensor, or the tensors of a tuple or list. Of fields with names, as Hugging Face's models return them,
-    they are the ``logits``; without such, the only tensor beside ``loss``.
+    These are the tensor, or the tensors of a tuple or list. For named fields, which Hugging Face's models return, it is
+    ``logits``, or else the only tensor besides ``loss``.
 
     Raises:
         DataError: the result has no such tensors.
@@ -317,7 +316,7 @@ def outputs_of(result: object) -> list[torch.Tensor]:
 
 
 def _fields(result: object) -> Mapping[Any, Any] | None:
-    """The fields of a mapping or dataclass that are set; None for any other result."""
+    """Return the fields of a mapping or dataclass that are not None; None for any other result."""
     if isinstance(result, Mapping):
         fields = dict(result)
     elif dataclasses.is_dataclass(result):

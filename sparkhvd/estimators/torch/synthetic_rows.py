@@ -1,4 +1,4 @@
-"""What a failure on made-up rows tells: shapes and types are those of the real rows, values are not."""
+"""Interpretation of failures on synthetic rows, which share only shapes and types with real rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def fails_by_shape(function: Callable[..., Any], tensors: Sequence[torch.Tensor], error: Exception) -> bool:
-    """Whether ``function(*tensors)``, which raised ``error``, fails in the same place on tensors without values.
+    """Whether ``function(*tensors)``, which raised ``error``, fails at the same line on tensors without values.
 
-    If not, real rows may well work: an embedding may have no id 0, or a ``forward`` may check its input.
+    If not, real rows may still work: an embedding may lack the id 0, or ``forward`` may check its input.
     """
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             function(*(mode.from_tensor(tensor) for tensor in tensors))
-    except Exception as again:  # noqa: BLE001  (also what only tensors without values raise)
-        place = _place(error)
-        return type(again) is type(error) and _place(again)[: len(place)] == place
+    except Exception as again:  # noqa: BLE001  (including errors that only tensors without values raise)
+        lines = _lines(error)
+        return type(again) is type(error) and _lines(again)[: len(lines)] == lines
     return False
 
 
-def _place(error: Exception) -> list[tuple[str, int | None]]:
-    """The lines of the call that failed, without that of the caller."""
+def _lines(error: Exception) -> list[tuple[str, int | None]]:
+    """Return the lines of the failed call, without that of its caller."""
     return [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)][1:]

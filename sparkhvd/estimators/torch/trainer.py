@@ -1,4 +1,4 @@
-"""One rank's training of a torch model."""
+"""Training of a torch model on one rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass
 class Stopwatch:
-    """Where the time goes: ``lap(kind)`` books what passed since the last lap."""
+    """Measures time by kind: ``lap(kind)`` attributes the time since the last lap to a kind."""
 
     times: dict[str, float] = field(default_factory=dict)
     last: float = field(default_factory=time.monotonic)
@@ -55,10 +55,10 @@ class TorchTrainer:
     """Trains on this rank's part of every global batch.
 
     The gradient of a step is the mean over the rows of all ranks: each rank weights the gradient of its own mean loss
-    by its share of the rows, and one without rows contributes zeros without running the model. BatchNorm therefore
-    sees this rank's rows only, unless it is sparkhvd.torch.SyncBatchNorm, and dropout draws on every rank for itself;
-    with these, N ranks are not exactly one big batch. Buffers, such as running statistics, are averaged over the ranks
-    before a validation and a checkpoint.
+    by its share of the rows, and a rank without rows contributes zeros without running the model. BatchNorm therefore
+    sees only this rank's rows, unless it is sparkhvd.torch.SyncBatchNorm, and dropout draws independently on every
+    rank; with these layers, N ranks are not exactly one big batch. Buffers, such as running statistics, are averaged
+    over the ranks before a validation and a checkpoint.
     """
 
     def __init__(self, package: Package, spec: TrainSpec, world: World) -> None:
@@ -73,12 +73,12 @@ class TorchTrainer:
         self._schedule = RunningSchedule(package.schedule, package.optimizer, self._lr_scale)
         self._device = _device(spec.use_gpu, world)
         self._forward = Forward(self._model, self._inputs, package.objective, package.stepping, self._device)
-        self._rows_of_buffers = 0  # that have changed this rank's buffers since all ranks had the same
+        self._rows_of_buffers = 0  # rows that changed this rank's buffers since their last synchronization
         divisors = divisors_of(package.objective, spec.schema, spec.labels)
         self._stepper = Stepper(self._forward, package.stepping, divisors, spec.sample)
 
     def state(self) -> bytes:
-        """Weights and the state of everything that a step changes, loadable with ``weights_only=True``."""
+        """Return the weights and all state that a step changes; loads with ``weights_only=True``."""
         buffer = io.BytesIO()
         content = {
             "model": self._model.state_dict(),
@@ -92,7 +92,7 @@ class TorchTrainer:
         return buffer.getvalue()
 
     def restore(self, state: bytes) -> None:
-        """Continue from ``state``; the learning rate is the one of then, in this run's scale."""
+        """Resume from ``state``; its learning rate is rescaled to this run's ``lr_scale``."""
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._model.load_state_dict(content["model"])
         take_buffers(self._model, content.get("buffers", {}))
@@ -104,14 +104,14 @@ class TorchTrainer:
             self._stepper.scaler.load_state_dict(content["scaler"])
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
-        """Train from ``hooks.first_epoch`` to the last epoch, or until a hook ends it; collective."""
+        """Train from ``hooks.first_epoch`` to the last epoch, or until a hook stops it; collective."""
         _check_devices(self._device)
         self._move(self._device)
         hvd.broadcast_parameters(_tensors(self._model), root_rank=0)
         hvd.broadcast_optimizer_state(self._plain_optimizer, root_rank=0)
         optimizer = hvd.DistributedOptimizer(self._plain_optimizer, compression=self._package.stepping.compression)
         run = TorchRun(self._model, optimizer, self._world.rank, self._world.size, self._spec.epochs)
-        callbacks = self._package.callbacks if hooks.first_epoch < self._spec.epochs else ()  # nothing happens there
+        callbacks = self._package.callbacks if hooks.first_epoch < self._spec.epochs else ()  # no epoch is left
         try:
             for callback in callbacks:
                 callback.on_train_begin(run)
@@ -122,12 +122,12 @@ class TorchTrainer:
                 callback.on_train_end(run)
         finally:
             optimizer.close()
-            # Some optimizers replace what they hold instead of changing it; the plain one is what is saved.
+            # Some optimizers replace their state instead of changing it; the plain optimizer is the one that is saved.
             self._adopt(optimizer)
         hooks.on_train_end(self)
 
     def export(self, folder: Path) -> None:
-        """Write the model, and the optimizer with the user's unscaled learning rate."""
+        """Write the model and the optimizer, with the user's unscaled learning rate."""
         self._move(torch.device("cpu"))
         _scale_lr(self._plain_optimizer, 1.0 / self._lr_scale)
         try:
@@ -136,7 +136,7 @@ class TorchTrainer:
             _scale_lr(self._plain_optimizer, self._lr_scale)
 
     def _epoch(self, epoch: int, train: BatchSource, val: BatchSource | None, hooks: TrainHooks, run: TorchRun) -> bool:
-        """One epoch; returns whether there is another one."""
+        """Train and validate one epoch; return whether to train another."""
         first = epoch == hooks.first_epoch
         self._seed(epoch, hooks, first)
         for callback in self._package.callbacks:
@@ -216,7 +216,7 @@ class TorchTrainer:
     def _move(self, device: torch.device) -> None:
         if device.type != "cpu" or next((p.device.type for p in self._model.parameters()), "cpu") != "cpu":
             self._model.to(device)
-            # Loading puts the state where the parameters are.
+            # Loading moves the state to the device of the parameters.
             self._plain_optimizer.load_state_dict(self._plain_optimizer.state_dict())
 
 
@@ -225,7 +225,7 @@ def _take(batches: Iterator[T], count: int) -> list[T]:
 
 
 def _closable(batches: Iterator[Batch]) -> Generator[Batch]:
-    """A generator over ``batches``: closing it closes them where they can be closed."""
+    """Yield from ``batches``, and close them with the generator if they can be closed."""
     try:
         yield from batches
     finally:
