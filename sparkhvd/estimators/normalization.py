@@ -27,15 +27,16 @@ class Normalization:
             return None
         return (
             f"the model's batch normalization ({_listed(self.local)}) sees the {batch_size} rows of its own rank, "
-            f"not the {num_proc * batch_size} rows of all {num_proc} ranks. To use them all: {self.synchronized}."
+            f"not the {num_proc * batch_size} rows of all {num_proc} ranks. To normalize over all of them, "
+            f"use {self.synchronized}."
         )
 
     def refuse_single_rows(self, batch_size: int, num_proc: int) -> ParamError:
         """Return the error for rows of which some batch has only one."""
         return ParamError(
-            f"With batch_size={batch_size} and {num_proc} ranks, a batch has a single row, and the batch normalization "
-            f"of the model ({_listed(self.pairs)}) cannot train on one. Set batch_size to at least 3, and train on at "
-            "least two rows per rank."
+            f"With batch_size={batch_size} and {num_proc} ranks, a batch has a single row, and the model's batch "
+            f"normalization ({_listed(self.pairs)}) cannot train on one row. Set batch_size to at least 3, and train "
+            "on at least two rows per rank."
         )
 
 

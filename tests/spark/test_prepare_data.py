@@ -144,7 +144,7 @@ def test_fit_on_parquet_reads_what_spark_and_pandas_wrote(spark, store, source, 
     assert both.getHistory()[0]["validation"]["loss"] > 0
     with pytest.raises(SchemaError, match="There is no column 'z'"):
         estimator(store).fit_on_parquet(path=str(folder))
-    with pytest.raises(DataError, match=r"validation=0.1 cannot split files that are there already"):
+    with pytest.raises(DataError, match=r"validation=0.1 cannot split existing Parquet files"):
         estimator(store, validation=0.1).fit_on_parquet(path=str(folder))
 
 

@@ -262,7 +262,7 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
     with pytest.raises(ParamError, match="resume"):
         estimator(store, num_proc=1).fit(df, resume="yes")
     assert estimator(store, **given)._run_of(df.where("a < 0.5")) not in ids
-    with pytest.raises(ParamError, match="recognises a run by its rows, and what these are made of cannot be told"):
+    with pytest.raises(ParamError, match="identifies a run by its rows, but the content of these cannot be determined"):
         estimator(store, **given).fit(df.withColumn("a", functions.udf(lambda a: a, "double")("a")))
 
 
@@ -324,15 +324,15 @@ def test_it_gives_those_of_the_other_frameworks_too(store, df, framework):
 def test_what_contradicts_itself_is_refused(store, df):
     with pytest.raises(ParamError, match=r'At most one of the parameters "backend" and "num_proc"'):
         estimator(store, backend=SparkBackend(2)).fit(df)
-    with pytest.raises(ParamError, match="backend='mpi' cannot give the rows of a DataFrame to the ranks"):
+    with pytest.raises(ParamError, match="backend='mpi' cannot send the rows of a DataFrame to the ranks"):
         estimator(None, backend="mpi").fit(df)
-    with pytest.raises(ParamError, match="checkpoints watches 'val_loss', but nothing is held out"):
+    with pytest.raises(ParamError, match="checkpoints monitors 'val_loss', but this fit has no valid"):
         estimator(store, checkpoints=Checkpoints(best="val_loss")).fit(df)
-    with pytest.raises(ParamError, match="goes on within an epoch, which needs the same rows again"):
+    with pytest.raises(ParamError, match="resumes within an epoch, which needs the same rows on every"):
         estimator(store, data="direct", checkpoints=Checkpoints(every_steps=3)).fit(df)
-    with pytest.raises(ParamError, match="data_module loads prepared rows; on the direct path none are written"):
+    with pytest.raises(ParamError, match="data_module loads prepared rows, but this fit sends rows straight from"):
         estimator(None, data_module=OwnModule).fit(df)
-    with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module takes its place"):
+    with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module replaces it"):
         estimator(store, data_module=OwnModule, transformation_fn=with_words).fit(df)
     with pytest.raises(ParamError, match="train_steps_per_epoch needs the native reader, but reader='petastorm'"):
         estimator(store, reader="petastorm", train_steps_per_epoch=3).fit(df)

@@ -19,7 +19,7 @@ COMMON = (
     ({"callbacks": [3]}, "callbacks holds a int"),
     ({"metrics": 5}, "metrics=5 must be a list, or a dict by name"),
     ({"gradient_compression": 3}, "gradient_compression=3 must be one of 'none', 'fp16', 'bf16', or an object with"),
-    ({"gradient_compression": "zip"}, "gradient_compression='zip' does not exist; there are 'none', 'fp16', 'bf16'"),
+    ({"gradient_compression": "zip"}, "gradient_compression='zip' must be one of 'none', 'fp16', 'bf16'"),
     ({"output_types": ["bogus"]}, "'y__output' is to have the type 'bogus', which is none: there are 'auto', 'vector'"),
     ({"output_types": ["date"]}, "'y__output' is to have the type 'date', but no output becomes a date"),
     ({"output_types": ["bogus"], "transformation_fn": dict}, "'y__output' is to have the type 'bogus', which is none"),
@@ -80,9 +80,12 @@ def test_a_run_is_not_continued_with_another_model(spark, tmp_path, monkeypatch,
     estimator(framework, store, **given).setParams(**another(framework, 16)).fit(frame)
     written = kept(store)
     other = estimator(framework, store, **{**given, "epochs": 2}).setParams(**another(framework, 32))
-    said = r"Run 'once' goes on from its checkpoint file:.*epoch-00000-by-\d+, which is of another model: its weight "
+    said = (
+        r"Run 'once' cannot resume from its checkpoint file:.*epoch-00000-by-\d+, which belongs to another model: its "
+    )
     with pytest.raises(
-        ParamError, match=said + r"'0.*' has the shape .*16.*, that of the given one .*32.* \(and 2 more .* differ"
+        ParamError,
+        match=said + r"weight '0.*' has the shape .*16.*, but this fit's model has .*32.* \(and 2 more .* differ",
     ):
         other.fit(frame)
     assert kept(store) == written
@@ -93,6 +96,6 @@ def test_a_run_is_not_continued_with_another_model(spark, tmp_path, monkeypatch,
         other.setParams(model=same["model"], optimizer=keras.optimizers.SGD())
     else:
         other.setParams(model=same["model"], optimizer=torch.optim.SGD(same["model"].parameters(), lr=0.1))
-    with pytest.raises(ParamError, match="its optimizer is Adam, and SGD is given"):
+    with pytest.raises(ParamError, match="its optimizer is Adam, but this fit has SGD"):
         other.fit(frame)
     assert len(other.setParams(**another(framework, 16)).fit(frame).getHistory()) == 2

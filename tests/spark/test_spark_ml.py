@@ -99,5 +99,5 @@ def test_a_run_id_within_a_pipeline_is_not_shared_by_several_fits(line):
     named = estimator(run_id="mine", store=Store.create("file:///nowhere"))
     pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="v"), named])
     grid = ParamGridBuilder().addGrid(named.epochs, [1, 2]).build()
-    with pytest.raises(ParamError, match="run_id='mine' would make every one of several fits go on from"):
+    with pytest.raises(ParamError, match="run_id='mine' would make several fits share one run"):
         pipeline.fit(line, grid)

@@ -380,16 +380,16 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
         (
             {"store": None, "data": "store"},
             ParamError,
-            r"data='store' sends the rows through a Store, but none is given",
+            r"data='store' sends the rows through a Store, but the estimator has no Store",
         ),
         (
             {"store": None, "run_id": "mine"},
             ParamError,
-            r"run_id='mine' names a run .* but none is given: only the trained model stays",
+            r"run_id='mine' names a run .* but the estimator has no Store, so only the trained model is kept",
         ),
         ({"model": None}, ParamError, r"TorchEstimator needs model\."),
         ({"loss": None}, ParamError, r"TorchEstimator needs a loss; set loss or loss_constructors"),
-        ({"feature_cols": None}, ParamError, "TorchEstimator needs feature_cols: give the names"),
+        ({"feature_cols": None}, ParamError, "TorchEstimator needs feature_cols: pass the names"),
         ({"num_proc": 9}, SlotsError, "num_proc=9 ranks were asked for, but the cluster has 4 slots"),
         ({"loss_weights": [1.0, 2.0]}, ParamError, "loss_weights has 2 entries but label_cols has 1"),
         (

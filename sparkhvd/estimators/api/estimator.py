@@ -85,8 +85,8 @@ logger = logging.getLogger(__name__)
 
 _SLOTS_SECONDS = 60.0
 _NEXT_STEP = {
-    "feature_cols": "give the names of the columns that the model reads",
-    "label_cols": "give the names of the columns that the model learns",
+    "feature_cols": "pass the names of the columns that the model reads",
+    "label_cols": "pass the names of the columns that the model learns",
 }
 
 
@@ -252,7 +252,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         values = self._checked_values(data="files", **({} if reader is None else {"reader": reader}))
         reader = values["reader"]
         if values["resume"] is not None:
-            raise ParamError("resume='auto' recognises a run by its DataFrame; fit_on_parquet continues by run_id.")
+            raise ParamError(
+                "resume='auto' identifies a run by its DataFrame, and fit_on_parquet has none. Pass run_id instead to "
+                "resume a run."
+            )
         spark = SparkSession.active()
         any_type = self._any_type(values)
         with self._settled(spark, values):
@@ -518,7 +521,7 @@ def _refuse_longer(params: Mapping[str, Any], last: Checkpoint | None) -> None:
     if trained > params["epochs"]:
         raise ParamError(
             f"resume='auto' found run {params['run_id']!r}, which was trained for {trained} epochs, more than "
-            f"epochs={params['epochs']}. Set epochs={trained} to get its model, or pass a run_id for a run of its own."
+            f"epochs={params['epochs']}. Set epochs={trained} to get its model, or pass run_id to train a new run."
         )
 
 

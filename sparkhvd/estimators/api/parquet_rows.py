@@ -39,10 +39,13 @@ def existing_rows(
         ParamError: the reader is not known, or cannot do what was asked for.
     """
     if reader not in READERS:
-        raise ParamError(f"reader={reader!r} is not known; it is 'native' or 'petastorm'.")
+        raise ParamError(f"reader={reader!r} must be one of {', '.join(map(repr, READERS))}.")
     store = params["store"]
     if store is None and path is None and not isinstance(dataset, PreparedData):
-        raise ParamError("fit_on_parquet needs the store of the prepared rows (store=), or path=.")
+        raise ParamError(
+            "fit_on_parquet cannot find any rows: the estimator has no Store. Set store= to the Store of the prepared "
+            "rows, or pass path= with the Parquet files."
+        )
     dataset_id = dataset if isinstance(dataset, str) else None
     if dataset is None and path is None:
         weights = [] if params["sample_weight_col"] is None else [params["sample_weight_col"]]
@@ -77,8 +80,8 @@ def _refuse_dense(manifest: Manifest, params: Mapping[str, Any]) -> None:
     for name in params["sparse_cols"] or ():
         if not all(manifest.schema[field].sparse for field in manifest.schema.fields_of(name)):
             raise SchemaError(
-                f"sparse_cols names {name!r}, which these rows deliver as a dense array. Whether a column is sparse is "
-                "decided when its rows are prepared: prepare_data(sparse_cols=...)."
+                f"sparse_cols names {name!r}, but these rows hold that column as a dense array. Preparation decides "
+                f"whether a column is sparse: pass prepare_data(sparse_cols=[{name!r}]), or remove it from sparse_cols."
             )
 
 
@@ -86,8 +89,8 @@ def _refuse_other_split(manifest: Manifest, validation: float | str | None) -> N
     if validation not in {None, manifest.validated_by}:
         split = "without validation" if manifest.validated_by is None else f"with validation={manifest.validated_by!r}"
         raise DataError(
-            f"validation={validation!r} cannot split prepared rows; these were prepared {split}. Leave it out, or "
-            "prepare the data with prepare_data(validation=...)."
+            f"validation={validation!r} cannot split prepared rows; these were prepared {split}. Leave validation "
+            "out, or prepare the data with prepare_data(validation=...)."
         )
 
 
@@ -99,11 +102,11 @@ def _files(
     if path is None:
         raise DataError(
             f"No dataset with the columns {[*features, *labels]} is open in {params['store'].url}. Call fit_on_parquet "
-            "inside 'with prepare_data(...)' with the same store, or give it path=, or a Store with train_path."
+            "inside 'with prepare_data(...)' with the same Store, pass path=, or set store= to a Store with train_path."
         )
     if params["validation"] is not None and validation_path is None:
         raise DataError(
-            f"validation={params['validation']!r} cannot split files that are there already; give validation_path (or "
+            f"validation={params['validation']!r} cannot split existing Parquet files. Pass validation_path (or set "
             "the Store's val_path), or prepare the data with prepare_data(validation=...)."
         )
     return open_existing(

@@ -13,14 +13,16 @@ from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import check_backend
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.params.policies import watched
+from sparkhvd.estimators.params.shapes import counted
 
 _OF_PREPARATION = {
     "compress_sparse_cols": "compress_sparse",
     "partitions_per_process": "partitions_per_process",
     "keep_data": "keep_seconds",
 }
-_HOW = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
-_KEEP = "Give it save_runs=True"
+_CREATE_STORE = "Pass store=sparkhvd.Store.create('file:///a/folder/that/all/executors/share')"
+_SAVE_RUNS = "Create the Store with save_runs=True"
+_DIRECT = "this fit sends rows straight from Spark (data='direct', the default without a Store)"
 
 
 def check(params: Mapping[str, Any]) -> None:
@@ -37,7 +39,8 @@ def check(params: Mapping[str, Any]) -> None:
         _refuse_what_needs_a_store(params)
     if params["resume"] is not None and params["run_id"] is not None:
         raise ParamError(
-            f"resume='auto' finds the run by its content; leave run_id={params['run_id']!r} out, or resume."
+            f"resume='auto' and run_id={params['run_id']!r} contradict each other: resume='auto' finds the run by its "
+            "content. Leave one of them out."
         )
     if params["data"] == "direct":
         _refuse_what_needs_prepared_rows(params)
@@ -54,11 +57,11 @@ def check_outputs(params: Mapping[str, Any]) -> None:
         ParamError: the message names both.
     """
     for name in ("output_cols", "output_types"):
-        given, labels = params[name], params["label_cols"]
-        if given and labels and len(given) != len(labels):
+        entries, labels = params[name], params["label_cols"]
+        if entries and labels and len(entries) != len(labels):
             raise ParamError(
-                f"{name} has {len(given)} entries {list(given)} but label_cols has {len(labels)}: {list(labels)}. Give "
-                "one per label."
+                f"{name} has {counted(entries, 'entry', 'entries')} {list(entries)}, but label_cols has "
+                f"{counted(labels, 'column')} {list(labels)}. Pass one entry per label column."
             )
 
 
@@ -73,7 +76,7 @@ def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
     for name, monitor in watched(params).items():
         if monitor.startswith("val_"):
             raise ParamError(
-                f"{name} watches {monitor!r}, but nothing is held out to validate with; give validation=, or files "
+                f"{name} monitors {monitor!r}, but this fit has no validation rows. Set validation=, or train on files "
                 "that have validation rows."
             )
 
@@ -85,12 +88,14 @@ def check_existing(params: Mapping[str, Any]) -> None:
         ParamError: the message names the parameter, and where to say it.
     """
     if params["data"] == "direct":
-        raise ParamError("data='direct' sends rows straight from Spark, but fit_on_parquet reads files; leave it out.")
+        raise ParamError(
+            "data='direct' sends rows straight from Spark, but fit_on_parquet reads files. Leave data out."
+        )
     for name, instead in _OF_PREPARATION.items():
         if params[name] != EstimatorParams.declarations[name].default:
             raise ParamError(
-                f"{name}={params[name]!r} says how fit prepares rows, but fit_on_parquet finds them prepared. Leave it "
-                f"out; prepare_data takes {instead}."
+                f"{name}={params[name]!r} controls how fit prepares rows, but fit_on_parquet reads prepared rows. "
+                f"Leave it out, or pass {instead} to prepare_data."
             )
 
 
@@ -111,8 +116,9 @@ def check_alone(run_id: str | None) -> None:
     while caller is not None:
         if caller.f_code is calls:
             raise ParamError(
-                f"run_id={run_id!r} would make every one of several fits go on from the checkpoints of the one before. "
-                "Leave run_id out, so that each has a run of its own; or call fit(df, params) once for each map."
+                f"run_id={run_id!r} would make several fits share one run, in which each resumes from the checkpoints "
+                "of the fit before it. Leave run_id out, so that every fit gets a run of its own, or call fit(df, "
+                "params) once per parameter map."
             )
         caller = caller.f_back
 
@@ -120,23 +126,22 @@ def check_alone(run_id: str | None) -> None:
 def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
     if params["reader"] != "native":
         raise ParamError(
-            f"reader={params['reader']!r} reads rows of a Store; on the direct path they come from Spark. Pass a Store "
-            "and data='store', or leave it out."
+            f"reader={params['reader']!r} reads prepared rows, but {_DIRECT}. Pass a Store and data='store', or leave "
+            "reader out."
         )
     if loads_rows(params["data_module"]):
         raise ParamError(
-            "data_module loads prepared rows; on the direct path none are written. Pass a Store and data='store', or "
-            "leave it out."
+            f"data_module loads prepared rows, but {_DIRECT}. Pass a Store and data='store', or leave data_module out."
         )
     if params["compress_sparse_cols"]:
         raise ParamError(
-            "compress_sparse_cols=True makes prepared rows smaller; on the direct path none are written. Pass a Store "
-            "and data='store', or leave it out."
+            f"compress_sparse_cols=True compresses prepared rows, but {_DIRECT}. Pass a Store and data='store', or "
+            "leave compress_sparse_cols out."
         )
     if params["checkpoints"].every_steps is not None:
         raise ParamError(
-            f"checkpoints=Checkpoints(every_steps={params['checkpoints'].every_steps}) goes on within an epoch, which "
-            "needs the same rows again; on the direct path Spark deals them out anew. Pass a Store and "
+            f"checkpoints=Checkpoints(every_steps={params['checkpoints'].every_steps}) resumes within an epoch, which "
+            f"needs the same rows on every rank, but {_DIRECT}, which partitions them anew. Pass a Store and "
             "data='store', or leave every_steps out."
         )
 
@@ -155,23 +160,26 @@ def _refuse_what_needs_own_readers(params: Mapping[str, Any], other: str, itself
         "data_module",
     ):
         if name != itself and given[name] not in {None, False, nothing.get(name)}:
-            raise ParamError(f"{name} needs the native reader, but {other} takes its place; leave one of them out.")
+            raise ParamError(f"{name} needs the native reader, but {other} replaces it. Leave one of them out.")
 
 
 def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
-    none, how = ("none is given", _HOW) if params["store"] is None else ("this one keeps no runs", _KEEP)
+    if params["store"] is None:
+        reason, remedy = "the estimator has no Store", _CREATE_STORE
+    else:
+        reason, remedy = "the estimator's Store keeps no runs (save_runs=False)", _SAVE_RUNS
     if params["data"] == "store" and params["store"] is None:
-        raise ParamError(f"data='store' sends the rows through a Store, but {none}. {how}, or data='auto'.")
+        raise ParamError(f"data='store' sends the rows through a Store, but {reason}. {remedy}, or set data='auto'.")
     if params["run_id"] is not None:
         raise ParamError(
-            f"run_id={params['run_id']!r} names a run whose checkpoints a later fit continues from in a Store, but "
-            f"{none}: only the trained model stays. {how}, or leave run_id out."
+            f"run_id={params['run_id']!r} names a run that a later fit resumes from checkpoints in a Store, but "
+            f"{reason}, so only the trained model is kept. {remedy}, or leave run_id out."
         )
     if params["resume"] is not None:
-        raise ParamError(f"resume='auto' finds its run in a Store, but {none}. {how}, or leave resume out.")
+        raise ParamError(f"resume='auto' finds its run in a Store, but {reason}. {remedy}, or leave resume out.")
     if params["checkpoints"].every_steps is not None or params["checkpoints"].keep != 1:
         raise ParamError(
-            f"checkpoints={params['checkpoints']} keeps states of the run in a Store, but {none}. {how}, or leave "
+            f"checkpoints={params['checkpoints']} keeps states of the run in a Store, but {reason}. {remedy}, or leave "
             "every_steps and keep out."
         )
 
@@ -184,10 +192,10 @@ def cache_of(params: Mapping[str, Any]) -> str | None:
     """
     asked = [name for name in ("inmemory_cache_all", "local_cache") if params[name]]
     if len(asked) > 1:
-        raise ParamError("inmemory_cache_all and local_cache keep the same rows in two places; take one of them.")
+        raise ParamError("inmemory_cache_all and local_cache both cache the same rows. Set only one of them.")
     if asked and params["data"] == "direct":
         raise ParamError(
-            f"{asked[0]}=True keeps rows that are read from a Store; on the direct path they lie on the executors' "
-            "disks from the start. Leave it out, or pass data='store' with a Store."
+            f"{asked[0]}=True caches rows that are read from a Store, but {_DIRECT} onto the executors' disks. Leave "
+            "it out, or pass a Store and data='store'."
         )
     return {"inmemory_cache_all": "memory", "local_cache": "disk"}[asked[0]] if asked else None

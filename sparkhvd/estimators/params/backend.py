@@ -194,13 +194,17 @@ def check_backend(params: Mapping[str, Any]) -> None:
     backend = params["backend"]
     if params["num_proc"] is not None and not isinstance(backend, str):
         raise ParamError(
-            'At most one of the parameters "backend" and "num_proc" may be specified; the backend has one.'
+            'At most one of the parameters "backend" and "num_proc" may be specified. The backend sets the number of '
+            "ranks: leave num_proc out."
         )
     own = spark_backend(params)
     launcher = own.launch()[0] if own is not None else None
     if params["data"] == "direct" and launcher != "barrier":
         name = f"{type(backend).__name__}(...)" if launcher is None else repr(launcher)
-        raise ParamError(f"backend={name} cannot give the rows of a DataFrame to the ranks. Pass a Store.")
+        raise ParamError(
+            f"backend={name} cannot send the rows of a DataFrame to the ranks (data='direct', the default without a "
+            "Store). Pass a Store and data='store'."
+        )
 
 
 def run_ranks(

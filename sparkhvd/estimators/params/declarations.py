@@ -131,7 +131,8 @@ class Declarations(Params):
         if unnamed:
             kind, first = type(self).__name__, next(iter(type(self).declarations))
             raise TypeError(
-                f"{kind} takes its parameters by keyword, as in {kind}({first}=...); {len(unnamed)} came without one."
+                f"{kind} takes its parameters by keyword, as in {kind}({first}=...), but got {len(unnamed)} positional "
+                f"argument{'' if len(unnamed) == 1 else 's'}."
             )
         super().__init__()
         self._setDefault(**{name: item.default for name, item in type(self).declarations.items()})

@@ -41,7 +41,9 @@ class NamedInput:
 def named_inputs(name: str, value: Any) -> dict[str, NamedInput]:
     """The converter of the parameter."""
     if not isinstance(value, Mapping) or not value:
-        raise ParamError(f"{name}={value!r} must be a dict from the model's inputs to columns.")
+        raise ParamError(
+            f"{name}={value!r} must be a dict from the model's inputs to columns, such as {{'image': 'pixels'}}."
+        )
     return {str(key): _one(f"{name}[{key!r}]", item) for key, item in value.items()}
 
 
@@ -66,11 +68,13 @@ def in_order(
     """
     unknown = [name for name in inputs if name not in names]
     if unknown:
-        raise ParamError(f"inputs names {unknown[0]!r}, which is none of the model's inputs: {list(names)}.")
+        raise ParamError(f"inputs names {unknown[0]!r}, which is not an input of the model: {list(names)}.")
     used = [name for name in names if name in inputs]
     missing = [name for place, name in enumerate(names) if name not in inputs and place < max(needed, len(used))]
     if missing:
-        raise ParamError(f"inputs gives no column to the model's input {missing[0]!r}; its inputs are {list(names)}.")
+        raise ParamError(
+            f"inputs has no column for the model's input {missing[0]!r}. Add one; the model's inputs are {list(names)}."
+        )
     found = [(name, _specs(inputs[name].columns, columns)) for name in used]
     return [
         (name, replace(inputs[name], columns=tuple(column.name for column in specs)), specs) for name, specs in found
@@ -97,8 +101,8 @@ def refuse_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:
     """
     if input_shapes is not None:
         raise ParamError(
-            "inputs says the shape of each input, as in {'image': {'columns': 'pixels', 'shape': [28, 28]}}; leave "
-            "input_shapes out."
+            "input_shapes cannot be combined with inputs, which sets the shape of each input, as in {'image': "
+            "{'columns': 'pixels', 'shape': [28, 28]}}. Leave input_shapes out."
         )
 
 
@@ -115,7 +119,8 @@ def _one(what: str, value: Any) -> NamedInput:
         dtype = None if given.get("dtype") is None else _dtype_name(given["dtype"])
     except (TypeError, ValueError) as error:
         raise ParamError(
-            f"{what}={value!r}: {error}. shape is a list of sizes, dtype a name such as 'int64'."
+            f"{what}={value!r} has an invalid shape or dtype ({error}). shape must be a list of sizes, and dtype a "
+            "name such as 'int64'."
         ) from error
     shape = shape[1:] if shape and shape[0] == -1 else shape
     return NamedInput(tuple(columns), shape, dtype)

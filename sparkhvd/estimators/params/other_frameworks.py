@@ -30,4 +30,4 @@ def belongs_elsewhere(given: object, own: Collection[str]) -> str:
     if framework is None or framework in own:
         return ""
     name, estimator = _FRAMEWORKS[framework]
-    return f" Those of {name} are for {estimator}."
+    return f" Use {estimator} for {name} objects."

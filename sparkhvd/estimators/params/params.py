@@ -26,24 +26,24 @@ RETIRED = {
     "shuffling_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
     "order.",
     "reader_pool_type": "rows are always decoded by threads, which need no second process; train_reader_num_workers "
-    "says how many.",
-    "transformation_edit_fields": "what transformation_fn returns says itself which types and shapes its columns have.",
+    "sets their number.",
+    "transformation_edit_fields": "columns have the types and shapes that transformation_fn returns.",
     "transformation_removed_fields": "transformation_fn may return fewer columns, as long as the features, labels and "
     "weights are among them.",
     "continuous_cols": "it was for NVTabular's loaders; list the columns in feature_cols.",
-    "categorical_cols": "it was for NVTabular's loaders; list the columns in feature_cols, integers stay integers.",
-    "tensorflow_dataset_prefetch_buffer_size": "rows are decoded ahead up to 256 MB on every rank.",
+    "categorical_cols": "it was for NVTabular's loaders; list the columns in feature_cols; integers stay integers.",
+    "tensorflow_dataset_prefetch_buffer_size": "every rank prefetches up to 256 MB of decoded rows.",
 }
 RETIRED_OF_LIGHTNING = {
-    "num_gpus": "a rank trains on one GPU where it sees some; use_gpu=False trains on the CPU.",
-    "profiler": "the Trainer's: trainer_args={'profiler': ...}.",
-    "loader_num_epochs": "every epoch reads each row once; epochs says how many there are.",
-    "debug_data_loader": "getHistory() says how long the ranks waited for rows.",
-    "train_async_data_loader_queue_size": "rows are decoded ahead up to 256 MB on every rank.",
-    "val_async_data_loader_queue_size": "rows are decoded ahead up to 256 MB on every rank.",
-    "backward_passes_per_step": "the Trainer's: trainer_args={'accumulate_grad_batches': ...}.",
-    "loss_constructors": "a LightningModule makes its loss itself; for a plain module, give loss.",
-    "train_minibatch_fn": "a LightningModule takes its steps in training_step.",
+    "num_gpus": "a rank trains on one GPU if it sees any; use_gpu=False trains on the CPU.",
+    "profiler": "set it on the Trainer: trainer_args={'profiler': ...}.",
+    "loader_num_epochs": "every epoch reads each row once; epochs sets the number of epochs.",
+    "debug_data_loader": "getHistory() reports how long the ranks waited for rows.",
+    "train_async_data_loader_queue_size": "every rank prefetches up to 256 MB of decoded rows.",
+    "val_async_data_loader_queue_size": "every rank prefetches up to 256 MB of decoded rows.",
+    "backward_passes_per_step": "set it on the Trainer: trainer_args={'accumulate_grad_batches': ...}.",
+    "loss_constructors": "a LightningModule computes its own loss; for a plain module, pass loss.",
+    "train_minibatch_fn": "a LightningModule defines its steps in training_step.",
 }
 
 
@@ -82,7 +82,7 @@ def one_of(*choices: str) -> Callable[[str, Any], str]:
 
     def convert(name: str, value: Any) -> str:
         if value not in choices:
-            raise ParamError(f"{name}={value!r} does not exist; there are {', '.join(map(repr, choices))}.")
+            raise ParamError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
         return str(value)
 
     return convert
@@ -93,7 +93,8 @@ def a(kind: type, example: str) -> Callable[[str, Any], Any]:
 
     def convert(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise ParamError(f"{name}={value!r} must be a {kind.__name__}, such as {example}.")
+            article = "an" if kind.__name__[0] in "AEIOU" else "a"
+            raise ParamError(f"{name}={value!r} must be {article} {kind.__name__}, such as {example}.")
         return value
 
     return convert
@@ -110,7 +111,7 @@ def a_data_module(name: str, value: Any) -> type[DataModule]:
     """A subclass of ``DataModule``."""
     if loads_rows(value):
         return value
-    raise ParamError(f"{name}={value!r} must be a class made from sparkhvd.data.DataModule, not an object of it.")
+    raise ParamError(f"{name}={value!r} must be a subclass of sparkhvd.data.DataModule: the class, not an instance.")
 
 
 def positive_number(name: str, value: Any) -> float:
@@ -127,7 +128,7 @@ def environment(name: str, value: Any) -> dict[str, str | None]:
     )
     if not texts:
         raise ParamError(
-            f"{name} must be a dict from names of environment variables to strings, or None to remove one."
+            f"{name} must be a dict from environment variable names to strings, or to None to remove a variable."
         )
     return dict(value)
 
@@ -135,23 +136,25 @@ def environment(name: str, value: Any) -> dict[str, str | None]:
 def text(name: str, value: Any) -> str:
     """A string that is not empty."""
     if not isinstance(value, str) or not value:
-        raise ParamError(f"{name}={value!r} must be a string that is not empty.")
+        raise ParamError(f"{name}={value!r} must be a non-empty string.")
     return value
 
 
 def names(name: str, value: Any) -> tuple[str, ...]:
     """Column names, each once."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise ParamError(f"{name}={value!r} must be a list of column names, such as [{value!r}].")
+        example = [value] if isinstance(value, str) else ["age", "price"]
+        raise ParamError(f"{name}={value!r} must be a list of column names, such as {example!r}.")
     if len(set(value)) != len(value):
-        raise ParamError(f"{name}={list(value)!r} names a column twice.")
+        twice = next(column for column in value if value.count(column) > 1)
+        raise ParamError(f"{name}={list(value)!r} names the column {twice!r} more than once. List each column once.")
     return tuple(value)
 
 
 def numbers(name: str, value: Any) -> tuple[float, ...]:
     """A list of numbers."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, Real) for item in value):
-        raise ParamError(f"{name}={value!r} must be a list of numbers.")
+        raise ParamError(f"{name}={value!r} must be a list of numbers, such as [0.5, 1.0].")
     return tuple(float(item) for item in value)
 
 
@@ -178,7 +181,8 @@ def shapes(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     for shape in found:
         if any(size < 1 for size in shape[1:]) or (shape and shape[0] != -1 and shape[0] < 1):
             raise ParamError(
-                f"{name}: {list(shape)} must hold sizes of at least 1; only the first may be -1, the rows."
+                f"{name} has the shape {list(shape)}, but sizes must be at least 1. Only the first may be -1, for the "
+                "rows."
             )
     return found
 
@@ -190,8 +194,8 @@ def validation_choice(name: str, value: Any) -> float | str:
     if isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < 1:
         return float(value)
     raise ParamError(
-        f"{name}={value!r} must be a number within 0 <= x < 1 (the part of the rows to hold out) or the name of a "
-        "column that is true or 1 for the rows to validate with."
+        f"{name}={value!r} must be a number within 0 <= x < 1 (the fraction of the rows to hold out) or the name "
+        "of a column that is true or 1 for the validation rows."
     )
 
 
@@ -230,7 +234,7 @@ def output_kinds(name: str, value: Any) -> tuple[str, ...]:
         raise ParamError(f"{name}={value!r} must be a list with one type per output column, such as ['vector'].")
     found = [kind.simpleString() if hasattr(kind, "simpleString") else kind for kind in kinds]
     if not all(isinstance(kind, str) and kind for kind in found):
-        raise ParamError(f"{name}={value!r} must hold types by name, such as 'array<float>', or types of Spark's.")
+        raise ParamError(f"{name}={value!r} must list type names such as 'array<float>', or Spark data types.")
     return tuple(found)
 
 

@@ -42,8 +42,8 @@ class EarlyStopping:
         _check_mode("EarlyStopping", self.mode)
         if self.patience < 1 or not self.min_delta >= 0:
             raise ParamError(
-                f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta}): patience is at least 1 and "
-                "min_delta at least 0."
+                f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta}): patience must be at least 1 "
+                "and min_delta at least 0."
             )
 
     def ends(self, history: Sequence[EpochRecord]) -> bool:
@@ -75,7 +75,7 @@ class Checkpoints:
         _check_mode("Checkpoints", self.mode)
         if self.keep < 1 or (self.every_steps is not None and self.every_steps < 1):
             raise ParamError(
-                f"Checkpoints(every_steps={self.every_steps}, keep={self.keep}): both numbers are at least 1."
+                f"Checkpoints(every_steps={self.every_steps}, keep={self.keep}): both numbers must be at least 1."
             )
 
     def best_epoch(self, history: Sequence[EpochRecord], gone: Collection[int] = ()) -> int | None:
@@ -108,7 +108,7 @@ def measured(record: EpochRecord, monitor: str) -> float:
     """
     values = {**record.train, **{f"val_{name}": value for name, value in record.validation.items()}}
     if monitor not in values:
-        raise ParamError(f"There is no metric {monitor!r} to watch; an epoch reports {', '.join(values)}.")
+        raise ParamError(f"Unknown metric {monitor!r}; an epoch reports {', '.join(values)}.")
     return values[monitor]
 
 
@@ -137,9 +137,9 @@ def check_measured(params: Mapping[str, Any], names: Collection[str]) -> None:
     for parameter, monitor in watched(params).items():
         if monitor not in known:
             hint = f" {did_you_mean(monitor, known)}".rstrip()
-            raise ParamError(f"{parameter} watches {monitor!r}; an epoch reports {', '.join(known)}.{hint}")
+            raise ParamError(f"{parameter} monitors {monitor!r}, but an epoch reports {', '.join(known)}.{hint}")
 
 
 def _check_mode(what: str, mode: str) -> None:
     if mode not in {"min", "max"}:
-        raise ParamError(f"{what}(mode={mode!r}): mode is 'min' or 'max'.")
+        raise ParamError(f"{what}(mode={mode!r}): mode must be 'min' or 'max'.")

@@ -20,11 +20,12 @@ def check_input_shapes(shapes: Sequence[Sequence[int]], columns: Sequence[str]) 
     """
     if len(shapes) != len(columns):
         raise ParamError(
-            f"input_shapes has {_counted(shapes, 'shape')} but feature_cols has {_counted(columns, 'column')}: "
-            f"{list(columns)}. Give one shape per column, or leave input_shapes out: then all columns go side by side "
-            "into a model with one input."
+            f"input_shapes has {counted(shapes, 'shape')}, but feature_cols has {counted(columns, 'column')}: "
+            f"{list(columns)}. Pass one shape per column, or leave input_shapes out to concatenate all columns for a "
+            "model with one input."
         )
 
 
-def _counted(things: Sequence[object], kind: str) -> str:
-    return f"{len(things)} {kind}{'' if len(things) == 1 else 's'}"
+def counted(things: Sequence[object], singular: str, plural: str = "") -> str:
+    """Return the number of things with the noun in the right number, such as ``2 columns``."""
+    return f"{len(things)} {singular if len(things) == 1 else plural or singular + 's'}"

@@ -129,8 +129,8 @@ class _Description:
             parts = by_table(value) if by_table is not None else value.__reduce_ex__(2)
         except Exception as error:
             raise ParamError(
-                f"resume='auto' recognises a run by its parameters, and {self._name} holds a {_name(type(value))}, of "
-                f"which cannot be told what is in it ({type(error).__name__}: {error}). Give the run a run_id instead."
+                f"resume='auto' identifies a run by its parameters, but {self._name} holds a {_name(type(value))}, "
+                f"whose content cannot be determined ({type(error).__name__}: {error}). Pass a run_id instead."
             ) from error
         if isinstance(parts, str):
             wrapped = getattr(value, "__wrapped__", None)  # of a function with an lru_cache
@@ -230,8 +230,8 @@ class _Description:
             config = value.get_config()
         except NotImplementedError as error:
             raise ParamError(
-                f"resume='auto' recognises a run by its parameters, and of {_name(type(value))} in {self._name} cannot "
-                "be told what is in it: it has no get_config. Write one, or give the run a run_id instead."
+                f"resume='auto' identifies a run by its parameters, but the content of the {_name(type(value))} in "
+                f"{self._name} cannot be determined: it has no get_config. Define get_config, or pass a run_id instead."
             ) from error
         own = vars(value)
         layers = [each for each in _layers(value) if each is not value]

@@ -48,28 +48,28 @@ def check_continued(run_id: str, where: str, before: ModelFacts, now: ModelFacts
     Raises:
         ParamError: they differ.
     """
-    if said := _difference(before, now):
+    if difference := _difference(before, now):
         raise ParamError(
-            f"Run {run_id!r} goes on from its checkpoint {where}, which is of another model: {said}. Give the model "
-            "and the optimizer that the run began with, or choose another run_id to train anew."
+            f"Run {run_id!r} cannot resume from its checkpoint {where}, which belongs to another model: {difference}. "
+            "Pass the model and the optimizer that the run began with, or choose another run_id to start a new run."
         )
 
 
 def _difference(before: ModelFacts, now: ModelFacts) -> str:
     if before.framework != now.framework:
-        return f"it was trained with {before.framework}, and this is a model of {now.framework}"
-    there, here = before.weights, now.weights
-    found = [
-        *(f"it has no weight {name!r}, which the given one has" for name in here if name not in there),
-        *(f"it has a weight {name!r}, which the given one has not" for name in there if name not in here),
+        return f"it was trained with {before.framework}, but this fit uses {now.framework}"
+    saved, current = before.weights, now.weights
+    differences = [
+        *(f"it lacks the weight {name!r} of this fit's model" for name in current if name not in saved),
+        *(f"it has a weight {name!r}, which this fit's model lacks" for name in saved if name not in current),
         *(
-            f"its weight {name!r} has the shape {list(old)}, that of the given one {list(new)}"
-            for name, old in there.items()
-            if old is not None and (new := here.get(name)) is not None and old != new
+            f"its weight {name!r} has the shape {list(old)}, but this fit's model has {list(new)}"
+            for name, old in saved.items()
+            if old is not None and (new := current.get(name)) is not None and old != new
         ),
     ]
-    if found:
-        return found[0] + (f" (and {len(found) - 1} more weights differ)" if len(found) > 1 else "")
+    if differences:
+        return differences[0] + (f" (and {len(differences) - 1} more weights differ)" if len(differences) > 1 else "")
     if before.optimizer != now.optimizer:
-        return f"its optimizer is {before.optimizer}, and {now.optimizer} is given"
+        return f"its optimizer is {before.optimizer}, but this fit has {now.optimizer}"
     return ""

@@ -112,9 +112,9 @@ def run_id_by_content(
     rows = fingerprint(df, selection, caches=False)
     if rows is None:
         raise ParamError(
-            "resume='auto' recognises a run by its rows, and what these are made of cannot be told: there is a "
-            "user-defined function, a cache or something random in the DataFrame, or Spark Connect before it. Give the "
-            "run a run_id instead."
+            "resume='auto' identifies a run by its rows, but the content of these cannot be determined: the DataFrame "
+            "contains a user-defined function, a cache or a random expression, or comes through Spark Connect. Pass a "
+            "run_id instead."
         )
     counting = [name for name in sorted(params) if _counts(name, mapped)]
 
@@ -134,9 +134,9 @@ def note_run(store: Store, run_id: str) -> None:
         return
     if noted:
         logger.warning(
-            "Run %s is a new one, although run %s has the same rows, parameters and model structure: the model's first "
-            "weights differ. To have a restarted script continue its run, seed the weights before making the model "
-            "(torch.manual_seed, keras.utils.set_random_seed); to continue that run now, pass run_id=%r.",
+            "Run %s is a new run, although run %s has the same rows, parameters and model structure: the model's "
+            "initial weights differ. To have a restarted script resume its run, seed the weights before making the "
+            "model (torch.manual_seed, keras.utils.set_random_seed). To resume that run now, pass run_id=%r.",
             run_id,
             layout.noted_run(noted[-1]),
             layout.noted_run(noted[-1]),

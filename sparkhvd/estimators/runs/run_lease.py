@@ -239,7 +239,9 @@ def _lives(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> 
         return holder.name in _held_here
     if holder.machine == machine_id():
         return process_start(holder.pid) == holder.started
-    logger.info("Run %s was held by %s; waiting for a sign of life for up to %g s", run_id, holder, silent_seconds)
+    logger.info(
+        "Run %s was held by %s; waiting up to %g s for a sign that this fit is alive", run_id, holder, silent_seconds
+    )
     end = time.monotonic() + silent_seconds
     while time.monotonic() < end:
         time.sleep(min(_LOOK_SECONDS, silent_seconds / 4))
@@ -290,7 +292,7 @@ def _read(store: Store, path: str) -> str | None:
 
 def _taken_over(store: Store, run_id: str, token: int) -> StoreError:
     return StoreError(
-        f"Run {run_id!r} in {store.url} was taken over by another fit ({_holder(store, run_id, token)}), as this one "
-        "seemed dead. This fit ends and publishes nothing more. Fit again with the same run_id when the other has "
-        "ended, or choose another run_id."
+        f"Run {run_id!r} in {store.url} was taken over by another fit ({_holder(store, run_id, token)}), because this "
+        "one appeared dead. This fit ends and publishes nothing more. Fit again with the same run_id when the other "
+        "fit has ended, or choose another run_id."
     )

@@ -42,5 +42,5 @@ def test_one_line_names_the_layers_and_what_to_use_instead_with_several_ranks():
     assert Normalization().remark(4, 32) is None
     assert found.remark(4, 32) == (
         "the model's batch normalization (1, 2, 3 and 2 more) sees the 32 rows of its own rank, not the 128 rows of "
-        "all 4 ranks. To use them all: sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)."
+        "all 4 ranks. To normalize over all of them, use sparkhvd.torch.SyncBatchNorm.convert_sync_batchnorm(model)."
     )

@@ -114,5 +114,5 @@ def test_batches_that_cannot_be_trained_on_are_refused(group, kind, message):
 
 
 def test_a_data_module_is_given_as_a_class():
-    with pytest.raises(ParamError, match=r"must be a class made from sparkhvd\.data\.DataModule, not an object of it"):
+    with pytest.raises(ParamError, match=r"must be a subclass of sparkhvd\.data\.DataModule: the class, not an inst"):
         EstimatorParams(data_module=Counted([1]))

@@ -66,14 +66,15 @@ def test_a_column_that_the_rows_do_not_deliver_sparse_is_refused(store, prepared
     parquet.write_table(pa.table({"x": [1.0, 2.0], "y": [1.0, 2.0]}), tmp_path / "x.parquet")
     path = None if lies == "prepared" else str(tmp_path / "x.parquet")
     with (
-        pytest.raises(SchemaError, match=r"sparse_cols names 'x', which these rows deliver as a dense array\."),
+        pytest.raises(SchemaError, match=r"sparse_cols names 'x', but these rows hold that column as a dense array\."),
         rows_of(store, None if path else prepared, path, sparse_cols=["x"]),
     ):
         pass
 
 
 @pytest.mark.parametrize(
-    ("by", "said"), [(None, r"prepared without validation\. Leave it out"), (0.5, r"prepared with validation=0\.5\.")]
+    ("by", "said"),
+    [(None, r"prepared without validation\. Leave validation out"), (0.5, r"prepared with validation=0\.5\.")],
 )
 def test_prepared_rows_are_not_split_again(store, prepared, by, said):
     parts = {"validation": None if by is None else prepared.manifest.train, "validated_by": by}

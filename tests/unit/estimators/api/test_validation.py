@@ -48,7 +48,7 @@ def test_its_getter_says_so_too(kind, accessor, message):
     [
         (TorchEstimator, "setShufflingBufferSize", "shuffling_buffer_size has no meaning in TorchEstimator: rows are"),
         (LightningEstimator, "setNumGPUs", "num_gpus has no meaning in LightningEstimator: a rank trains on one GPU"),
-        (LightningEstimator, "setProfiler", "profiler has no meaning in LightningEstimator: the Trainer's"),
+        (LightningEstimator, "setProfiler", "profiler has no meaning in LightningEstimator: set it on the Trainer"),
     ],
 )
 def test_its_setter_takes_none_for_the_default_and_says_so_for_any_other_value(kind, setter, message):
@@ -61,9 +61,12 @@ def test_its_setter_takes_none_for_the_default_and_says_so_for_any_other_value(k
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"run_id": "mine"}, r"run_id='mine' names a run .* this one keeps no runs.* save_runs=True, or leave run_id"),
-        ({"resume": "auto"}, "resume='auto' finds its run in a Store, but this one keeps no runs"),
-        ({"checkpoints": Checkpoints(every_steps=2)}, "keeps states of the run in a Store, but this one keeps no runs"),
+        ({"run_id": "mine"}, r"run_id='mine' names a run .* Store keeps no runs.* save_runs=True, or leave run_id"),
+        ({"resume": "auto"}, "resume='auto' finds its run in a Store, but the estimator's Store keeps no runs"),
+        (
+            {"checkpoints": Checkpoints(every_steps=2)},
+            "keeps states of the run in a Store, but the estimator's Store keeps no runs",
+        ),
     ],
 )
 def test_what_goes_on_from_a_run_is_refused_where_the_store_keeps_none(given, message, tmp_path):
@@ -76,7 +79,7 @@ def test_what_goes_on_from_a_run_is_refused_where_the_store_keeps_none(given, me
 @pytest.mark.parametrize("name", ["output_cols", "output_types"])
 def test_outputs_are_as_many_as_labels(name):
     params = TorchEstimator(label_cols=["a", "b"], **{name: ["label"]}).values()
-    with pytest.raises(ParamError, match=rf"{name} has 1 entries \['label'\] but label_cols has 2: \['a', 'b'\]"):
+    with pytest.raises(ParamError, match=rf"{name} has 1 entry \['label'\], but label_cols has 2 columns \['a', 'b'\]"):
         check(params)
 
 
@@ -98,16 +101,16 @@ def test_the_odd_names_of_horovods_setters_are_there():
             r"backend='slurm' must be one of 'auto', 'barrier', 'mpi', 'local', or an object with run",
         ),
         ("backend", object(), "or an object with run"),
-        ("backend_env", {"A": 1}, "backend_env must be a dict from names of environment variables to strings"),
+        ("backend_env", {"A": 1}, "backend_env must be a dict from environment variable names to strings"),
         (
             "mp_start_method",
             "thread",
-            "mp_start_method='thread' does not exist; there are 'fork', 'spawn', 'forkserver'",
+            "mp_start_method='thread' must be one of 'fork', 'spawn', 'forkserver'",
         ),
         ("transformation_fn", 3, "transformation_fn=3 must be a function"),
-        ("reader", "csv", "reader='csv' does not exist; there are 'native', 'petastorm'"),
-        ("early_stopping", "val_loss", r"early_stopping='val_loss' must be a EarlyStopping, such as EarlyStopping\("),
-        ("data", "both", "data='both' does not exist; there are 'auto', 'direct', 'store'"),
+        ("reader", "csv", "reader='csv' must be one of 'native', 'petastorm'"),
+        ("early_stopping", "val_loss", r"early_stopping='val_loss' must be an EarlyStopping, such as EarlyStopping\("),
+        ("data", "both", "data='both' must be one of 'auto', 'direct', 'store'"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message):
@@ -126,7 +129,7 @@ def test_an_object_with_run_and_num_processes_is_a_backend():
     own = Own()
     assert EstimatorParams(backend=own).getBackend() is own
     assert EstimatorParams(backend=SparkBackend(3)).getBackend().num_processes() == 3
-    with pytest.raises(ParamError, match=r"^backend=Own\(\.\.\.\) cannot give the rows of a DataFrame to the ranks"):
+    with pytest.raises(ParamError, match=r"^backend=Own\(\.\.\.\) cannot send the rows of a DataFrame to the ranks"):
         check_backend({"backend": own, "num_proc": None, "data": "direct"})
     assert EstimatorParams().getCheckpoints() == Checkpoints()
 
@@ -136,7 +139,7 @@ def test_the_options_of_a_spark_backend_are_looked_at_before_any_work():
         SparkBackend(2, gpu_per_task=1)
     params = {"num_proc": None, "data": "direct"}
     check_backend({**params, "backend": SparkBackend(2, gpus_per_task=1)})
-    with pytest.raises(ParamError, match=r"^backend='mpi' cannot give the rows"):
+    with pytest.raises(ParamError, match=r"^backend='mpi' cannot send the rows"):
         check_backend({**params, "backend": SparkBackend(2, use_mpi=True)})
     with pytest.raises(ConfigError, match="gpus_per_task=0 is no amount that Spark takes"):
         check_backend({**params, "backend": SparkBackend(2, gpus_per_task=0)})
@@ -148,9 +151,15 @@ def test_the_options_of_a_spark_backend_are_looked_at_before_any_work():
     ("given", "message"),
     [
         ({"data": "direct"}, "data='direct' sends rows straight from Spark, but fit_on_parquet reads files"),
-        ({"compress_sparse_cols": True}, "compress_sparse_cols=True says how .* prepare_data takes compress_sparse"),
-        ({"partitions_per_process": 3}, "partitions_per_process=3 says how .* takes partitions_per_process"),
-        ({"keep_data": 0}, "keep_data=0.0 says how .* prepare_data takes keep_seconds"),
+        (
+            {"compress_sparse_cols": True},
+            "compress_sparse_cols=True controls how .* or pass compress_sparse to prepare_data",
+        ),
+        (
+            {"partitions_per_process": 3},
+            "partitions_per_process=3 controls how .* or pass partitions_per_process to prepare_data",
+        ),
+        ({"keep_data": 0}, "keep_data=0.0 controls how .* or pass keep_seconds to prepare_data"),
     ],
 )
 def test_rows_that_are_files_already_are_not_prepared(given, message):
@@ -172,9 +181,11 @@ def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place(tmp_pat
     values = LightningEstimator(**given, data_module=made_by_lightning)._checked_values()
     assert _loader_of_rows(values) is None
     assert values["data_module"] is made_by_lightning
-    with pytest.raises(ParamError, match="data_module loads prepared rows; on the direct path none are written"):
+    with pytest.raises(
+        ParamError, match="data_module loads prepared rows, but this fit sends rows straight from Spark"
+    ):
         LightningEstimator(**given, data_module=Rows)._checked_values()
-    with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module takes its place"):
+    with pytest.raises(ParamError, match="transformation_fn needs the native reader, but data_module replaces it"):
         check({**values, "data": "store", "store": LocalStore(str(tmp_path)), "data_module": Rows})
 
 
@@ -182,15 +193,18 @@ def test_what_data_module_takes_depends_on_the_framework():
     assert LightningEstimator(data_module=Rows).getDataModule() is Rows
     with pytest.raises(ParamError, match="must be a class or function that makes a LightningDataModule"):
         LightningEstimator(data_module=3)
-    with pytest.raises(ParamError, match=r"must be a class made from sparkhvd\.data\.DataModule"):
+    with pytest.raises(ParamError, match=r"must be a subclass of sparkhvd\.data\.DataModule"):
         TorchEstimator(data_module=made_by_lightning)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"early_stopping": EarlyStopping("val_loss")}, "early_stopping watches 'val_loss', but nothing is held out"),
-        ({"checkpoints": Checkpoints(best="val_accuracy")}, "checkpoints watches 'val_accuracy', but nothing is held"),
+        (
+            {"early_stopping": EarlyStopping("val_loss")},
+            "early_stopping monitors 'val_loss', but this fit has no valid",
+        ),
+        ({"checkpoints": Checkpoints(best="val_accuracy")}, "checkpoints monitors 'val_accuracy', but this fit has no"),
     ],
 )
 def test_validation_may_be_watched_where_the_files_have_validation_rows(given, message):
@@ -218,9 +232,9 @@ def test_what_the_ranks_are_told_is_what_was_given():
 @pytest.mark.parametrize("name", ["inmemory_cache_all", "local_cache"])
 def test_rows_can_be_cached_in_one_place_and_only_where_they_are_read(name):
     values = {**EstimatorParams(inmemory_cache_all=True, local_cache=True).values(), "data": "store"}
-    with pytest.raises(ParamError, match="keep the same rows in two places"):
+    with pytest.raises(ParamError, match="both cache the same rows"):
         cache_of(values)
-    with pytest.raises(ParamError, match=f"{name}=True keeps rows that are read from a Store"):
+    with pytest.raises(ParamError, match=f"{name}=True caches rows that are read from a Store"):
         cache_of({**EstimatorParams(**{name: True}).values(), "data": "direct"})
 
 
@@ -230,7 +244,7 @@ def test_several_fits_never_share_one_run():
     fixed |= {"optimizer": optimizer, "store": LocalStore("/nowhere")}
     named, other = TorchEstimator(run_id="r", **fixed), TorchEstimator(**fixed)
     for estimator, given in ((named, {}), (other, {other.run_id: "r"})):
-        with pytest.raises(ParamError, match="run_id='r' would make every one of several fits go on from"):
+        with pytest.raises(ParamError, match="run_id='r' would make several fits share one run"):
             next(estimator.fitMultiple(object(), [given]))
         with pytest.raises(ParamError, match="fit takes a Spark DataFrame"):  # one alone gets as far as its rows
             estimator.fit(object(), given)

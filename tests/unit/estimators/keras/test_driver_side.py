@@ -45,7 +45,7 @@ def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
 def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
     values = values_with(BestModelCheckpoint())
     check_watched(values, held_out=True)
-    with pytest.raises(ParamError, match="checkpoint_callback watches 'val_loss', but nothing is held out"):
+    with pytest.raises(ParamError, match="checkpoint_callback monitors 'val_loss', but this fit has no valid"):
         check_watched(values, held_out=False)
 
 
@@ -99,7 +99,7 @@ def test_columns_are_matched_by_name_before_order():
     assert PLUGIN.check(given, data, None) == [(3,), (1,)]
     watching = EarlyStopping("val_small_mae")
     PLUGIN.check({**given, "early_stopping": watching}, data, None)
-    with pytest.raises(ParamError, match="early_stopping watches 'val_small_mae'; an epoch reports loss"):
+    with pytest.raises(ParamError, match="early_stopping monitors 'val_small_mae', but an epoch reports loss"):
         PLUGIN.check({**given, "metrics": {"large": ["accuracy"]}, "early_stopping": watching}, data, None)
     said = PLUGIN.mapping(given, data)
     assert "'first' is first as rows x [2]" in said
@@ -153,17 +153,17 @@ def fails(label, output):
         (
             {"model": torch.nn.Linear(6, 3)},
             ParamError,
-            r"is a Linear; it must be a keras.Model\. Those of PyTorch are for TorchEstimator",
+            r"is a Linear; it must be a keras.Model\. Use TorchEstimator for PyTorch objects",
         ),
         (
             {"optimizer": torch.optim.SGD(torch.nn.Linear(6, 3).parameters(), lr=0.1)},
             ParamError,
-            r"needs optimizer: an instance such as keras.*Those of PyTorch are for TorchEstimator",
+            r"needs optimizer: an instance such as keras.*Use TorchEstimator for PyTorch objects",
         ),
         (
             {"loss": torch.nn.MSELoss()},
             ParamError,
-            "MSELoss computes with other tensors than those of Keras on tensorflow. Those of PyTorch are for Torch",
+            "MSELoss computes with other tensors than those of Keras on tensorflow. Use TorchEstimator for PyTorch",
         ),
         (
             {"loss": "sparse_categorical_crossentopy"},
@@ -181,9 +181,9 @@ def fails(label, output):
         (
             {"early_stopping": EarlyStopping("val_acc")},
             ParamError,
-            "(?s)early_stopping watches 'val_acc'.*'val_accuracy'",
+            "(?s)early_stopping monitors 'val_acc'.*'val_accuracy'",
         ),
-        ({"checkpoints": Checkpoints(best="los")}, ParamError, "checkpoints watches 'los'.* Did you mean 'loss'"),
+        ({"checkpoints": Checkpoints(best="los")}, ParamError, "checkpoints monitors 'los'.* Did you mean 'loss'"),
         (
             {"optimizer": keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 5)), "scale_lr": True},
             ParamError,

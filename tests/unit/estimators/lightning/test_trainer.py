@@ -390,7 +390,7 @@ def refused(more):
         ),
         (
             {"model": "plain", "inputs": {"z": NamedInput(("x",))}},
-            "'z', which is none of the model's inputs: ['input']",
+            "'z', which is not an input of the model: ['input']",
         ),
         ({"input_shapes": [(2, 3)]}, "called with [2, 2, 3] from x"),
         ({"label_cols": ("y",)}, [(3,)]),

@@ -58,8 +58,8 @@ def test_a_struct_is_all_of_its_fields():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"image": "p"}, r"inputs names 'image', which is none of the model's inputs: \['kind', 'picture', 'rest'\]"),
-        ({"kind": "k"}, "inputs gives no column to the model's input 'picture'"),
+        ({"image": "p"}, r"inputs names 'image', which is not an input of the model: \['kind', 'picture', 'rest'\]"),
+        ({"kind": "k"}, "inputs has no column for the model's input 'picture'"),
         ({"kind": "k", "picture": "q"}, "inputs names the column 'q', which is not a feature column"),
         ({"kind": {"column": "k"}}, r"inputs\['kind'\]=.* must be a column, a list of columns, or a dict with columns"),
         ({"kind": {"columns": "k", "dtype": "integer!"}}, "dtype a name such as 'int64'"),
@@ -76,5 +76,5 @@ def test_inputs_that_do_not_fit_the_model_are_refused(given, message):
 
 
 def test_shapes_are_said_in_one_place():
-    with pytest.raises(ParamError, match=r"inputs says the shape of each input.*leave input_shapes out"):
+    with pytest.raises(ParamError, match=r"inputs, which sets the shape of each input.*Leave input_shapes out"):
         plan_inputs(Towers(), COLUMNS, [[1]], named_inputs("inputs", GIVEN))

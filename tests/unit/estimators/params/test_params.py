@@ -55,7 +55,9 @@ def test_an_unknown_keyword_is_refused_with_the_nearest_names():
 
 
 def test_arguments_without_a_keyword_are_refused():
-    with pytest.raises(TypeError, match=r"TorchEstimator takes its parameters by keyword, as in .*; 2 came without"):
+    with pytest.raises(
+        TypeError, match=r"TorchEstimator takes its parameters by keyword, as in .*, but got 2 positional arguments"
+    ):
         TorchEstimator(2, torch.nn.Linear(1, 1))  # type: ignore[misc]
 
 
@@ -106,9 +108,9 @@ def test_two_estimators_do_not_share_values():
         ("batch_size", 2.5, r"batch_size=2\.5 must be a whole number"),
         ("random_seed", -1, "random_seed=-1 must be a whole number of at least 0"),
         ("shuffle", 1, "shuffle=1 must be True or False"),
-        ("run_id", "", "run_id='' must be a string that is not empty"),
+        ("run_id", "", "run_id='' must be a non-empty string"),
         ("feature_cols", "a", r"feature_cols='a' must be a list of column names, such as \['a'\]"),
-        ("label_cols", ["a", "a"], r"label_cols=\['a', 'a'\] names a column twice"),
+        ("label_cols", ["a", "a"], r"label_cols=\['a', 'a'\] names the column 'a' more than once"),
         ("validation", 1.0, r"validation=1\.0 must be a number within 0 <= x < 1"),
         ("validation", 1, "validation=1 must be a number within"),
         ("gradient_compression", 3, r"gradient_compression=3 must be one of 'none', 'fp16', 'bf16', or an object with"),
@@ -125,9 +127,9 @@ def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message)
     [
         ("loss_weights", [1, "2"], r"loss_weights=\[1, '2'\] must be a list of numbers"),
         ("input_shapes", [1, 2], r"input_shapes=\[1, 2\] must be a list with one shape per column"),
-        ("input_shapes", [[2, -1]], r"input_shapes: \[2, -1\] must hold sizes of at least 1; only the first may be -1"),
+        ("input_shapes", [[2, -1]], r"input_shapes has the shape \[2, -1\], .* at least 1\. Only the first may be -1"),
         ("torch_compile", "max-autotune", "torch_compile='max-autotune' must be True, False, or a dict of arguments"),
-        ("label_shapes", [[0]], r"label_shapes: \[0\] must hold sizes of at least 1"),
+        ("label_shapes", [[0]], r"label_shapes has the shape \[0\], but sizes must be at least 1"),
     ],
 )
 def test_a_value_of_a_torch_parameter_that_cannot_work_is_refused(name, value, message):

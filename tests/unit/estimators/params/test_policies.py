@@ -45,11 +45,11 @@ def test_more_is_better_where_the_mode_says_so():
 
 
 def test_what_cannot_work_is_refused():
-    with pytest.raises(ParamError, match=r"no metric 'val_loos' to watch; an epoch reports loss, val_loss, val_acc"):
+    with pytest.raises(ParamError, match=r"Unknown metric 'val_loos'; an epoch reports loss, val_loss, val_acc"):
         EarlyStopping("val_loos").ends(history(1.0))
-    with pytest.raises(ParamError, match="mode is 'min' or 'max'"):
+    with pytest.raises(ParamError, match="mode must be 'min' or 'max'"):
         EarlyStopping(mode="auto")
-    with pytest.raises(ParamError, match="patience is at least 1"):
+    with pytest.raises(ParamError, match="patience must be at least 1"):
         EarlyStopping(patience=0)
-    with pytest.raises(ParamError, match="both numbers are at least 1"):
+    with pytest.raises(ParamError, match="both numbers must be at least 1"):
         Checkpoints(every_steps=0)

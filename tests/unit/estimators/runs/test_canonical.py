@@ -331,12 +331,14 @@ def test_an_object_that_holds_itself_is_described():
 
 
 def test_what_cannot_be_told_is_refused():
-    with pytest.raises(ParamError, match=r"loss holds a _thread.lock, of which cannot be told what.*a run_id instead"):
+    with pytest.raises(
+        ParamError, match=r"loss holds a _thread.lock, whose content cannot be determined.*a run_id instead"
+    ):
         described(closure(threading.Lock()), "loss")
 
     class Silent(keras.layers.Layer):
         def __init__(self, made_of):
             super().__init__()
 
-    with pytest.raises(ParamError, match=r"Silent in model cannot be told.*it has no get_config"):
+    with pytest.raises(ParamError, match=r"Silent in model cannot be determined: it has no get_config"):
         described(Silent(object()), "model")

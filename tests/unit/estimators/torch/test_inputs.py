@@ -100,10 +100,10 @@ def test_a_wrong_number_of_columns_is_refused_with_both_numbers():
 
 
 def test_a_wrong_number_of_input_shapes_is_refused():
-    words = r"input_shapes has 1 shape but feature_cols has 2 columns: \['a', 'b'\]\. .* or leave input_shapes out"
+    words = r"input_shapes has 1 shape, but feature_cols has 2 columns: \['a', 'b'\]\. .* or leave input_shapes out"
     with pytest.raises(ParamError, match=words):
         plan_inputs(Two(), [scalar("a"), scalar("b")], [[1]])
-    with pytest.raises(ParamError, match="input_shapes has 2 shapes but feature_cols has 1 column:"):
+    with pytest.raises(ParamError, match="input_shapes has 2 shapes, but feature_cols has 1 column:"):
         plan_inputs(torch.nn.Linear(1, 1), [scalar("a")], [[1], [1]])
 
 

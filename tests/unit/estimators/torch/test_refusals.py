@@ -71,11 +71,14 @@ def test_a_schedule_whose_function_needs_a_rank_is_not_judged_on_the_driver():
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        ({"early_stopping": EarlyStopping("val_accurracy")}, r"early_stopping watches 'val_accurracy'.*'val_accuracy'"),
-        ({"checkpoints": Checkpoints(best="acuracy")}, r"checkpoints watches 'acuracy'.*Did you mean 'accuracy'"),
+        (
+            {"early_stopping": EarlyStopping("val_accurracy")},
+            r"early_stopping monitors 'val_accurracy'.*'val_accuracy'",
+        ),
+        ({"checkpoints": Checkpoints(best="acuracy")}, r"checkpoints monitors 'acuracy'.*Did you mean 'accuracy'"),
         (
             {"lr_scheduler": lambda _: LRSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau, monitor="val_los")},
-            r"lr_scheduler watches 'val_los'; .*Did you mean 'val_loss'",
+            r"lr_scheduler monitors 'val_los', .*Did you mean 'val_loss'",
         ),
     ],
 )
@@ -100,11 +103,11 @@ class Module(lightning.LightningModule):
 @pytest.mark.parametrize(
     ("given", "own", "sentence"),
     [
-        (keras.optimizers.Adam(), ("torch",), " Those of Keras are for KerasEstimator."),
-        (keras.losses.mean_squared_error, ("torch",), " Those of Keras are for KerasEstimator."),
-        (Foreign(), ("torch",), " Those of Keras are for KerasEstimator."),
-        (Module(), ("keras",), " Those of Lightning are for LightningEstimator."),
-        (torch.nn.functional.mse_loss, ("keras",), " Those of PyTorch are for TorchEstimator."),
+        (keras.optimizers.Adam(), ("torch",), " Use KerasEstimator for Keras objects."),
+        (keras.losses.mean_squared_error, ("torch",), " Use KerasEstimator for Keras objects."),
+        (Foreign(), ("torch",), " Use KerasEstimator for Keras objects."),
+        (Module(), ("keras",), " Use LightningEstimator for Lightning objects."),
+        (torch.nn.functional.mse_loss, ("keras",), " Use TorchEstimator for PyTorch objects."),
         (torch.nn.Linear(1, 1), ("torch",), ""),
         (len, ("torch",), ""),
         ("adam", ("torch",), ""),
@@ -115,7 +118,7 @@ def test_what_another_framework_made_is_sent_to_its_estimator(given, own, senten
 
 
 def test_what_keras_made_is_refused_with_the_estimator_for_it():
-    to_keras = "Those of Keras are for KerasEstimator"
+    to_keras = "Use KerasEstimator for Keras objects"
     refused(rf"is a Sequential; it must be a torch.nn.Module\. {to_keras}", model=keras.Sequential())
     refused(rf"optimizer is a Adam; .*{to_keras}", optimizer=lambda _: keras.optimizers.Adam())
     refused(
