@@ -93,7 +93,7 @@ class PicklerWithScripts(CodePickler):
     def __init__(self, file: io.BytesIO, model: torch.nn.Module, *, code: Code) -> None:
         super().__init__(file, code=code)
         self._parameters: dict[int, tuple[torch.jit.ScriptModule, str]] = {}
-        self._held: list[torch.nn.Parameter] = []  # keeps their ids: TorchScript recreates parameters without references
+        self._held: list[torch.nn.Parameter] = []  # keeps ids valid: TorchScript recreates unreferenced parameters
         for module in _outermost_scripts(model):
             self._held += module.parameters()
             self._parameters |= {id(p): (module, name) for name, p in module.named_parameters()}

@@ -176,7 +176,7 @@ def fails(label, output):
         (
             {"loss": fails},
             ModelOutputError,
-            r"(?s)raised KeyError: 'my bug' \(line \d+ of test_keras_\w+.py, in fails: ",
+            r"(?s)raised KeyError: 'my bug' \(line \d+ of test_driver_side.py, in fails: ",
         ),
         (
             {"early_stopping": EarlyStopping("val_acc")},
