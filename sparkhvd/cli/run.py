@@ -19,7 +19,7 @@ from sparkhvd.cli.check_build import check_build
 from sparkhvd.cli.flags import MPI_ARGS, parser
 from sparkhvd.cli.settings import notices, read_file, variables
 from sparkhvd.config import environment_for_hosts, export, from_environment, variable_of
-from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, words_of
+from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, split_arguments
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import Host, parse_hostfile, parse_hosts, take_slots
 from sparkhvd.driver.launcher import LaunchRequest
@@ -191,7 +191,7 @@ def mpirun_words(
     count = sum(host.slots for host in used) or flags.num_proc
     ssh = [f"-p {flags.ssh_port}"] if flags.ssh_port is not None else []
     ssh += [f"-i {flags.ssh_identity_file}"] if flags.ssh_identity_file is not None else []
-    more = words_of("--mpi-args", flags.mpi_args)
+    more = split_arguments("--mpi-args", flags.mpi_args)
     included = interface_parameters(",".join(flags.nics), parameters_of(more, environment)) if flags.nics else {}
     names = [name for name in environment if not name.startswith(_OF_OPEN_MPI)]
     if addresses := [host.name for host in used if is_ipv6(host.name)]:
@@ -203,7 +203,7 @@ def mpirun_words(
     return [
         *(["--allow-run-as-root"] if root else []),
         *(["-np", str(count), "-H", where] if count is not None else []),
-        *(words_of("--binding-args", flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
+        *(split_arguments("--binding-args", flags.binding_args) or ["--bind-to", "none", "--map-by", "slot"]),
         *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
         *(["-mca", "plm_rsh_args", " ".join(ssh)] if ssh else []),
         *(word for name, value in included.items() for word in ("-mca", name, value)),

@@ -1,1 +1,1 @@
-"""What runs beside the Spark driver: it counts slots, launches a job and collects its results."""
+"""The driver's side of a job: counting slots, launching the ranks and collecting their results."""

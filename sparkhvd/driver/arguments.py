@@ -1,4 +1,4 @@
-"""The arguments of ``run`` that hold for all launchers, and what may be wrong with them: said before any work."""
+"""The arguments of ``run`` that all launchers share, and their validation before any work starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Arguments of ``run`` that hold for all launchers, by their names there."""
+    """Arguments of ``run`` that all launchers share, under the same names."""
 
     start_timeout: float | None = None
     env: Mapping[str, str | None] | None = field(default=None, repr=False)
@@ -36,24 +36,27 @@ class RunOptions:
 
 
 def check_options(options: RunOptions, launcher: str) -> None:
-    """Refuse what cannot work, and say what changes nothing.
+    """Reject options that cannot work, and warn of those without effect.
 
     Args:
-        options: to look at.
-        launcher: the name of the one that will start the ranks.
+        options: the options to validate.
+        launcher: name of the launcher that will start the ranks.
 
     Raises:
-        ConfigError: one of them cannot work.
+        ConfigError: an option has a value that cannot work.
     """
     if options.start_timeout is not None:
         check_seconds("start_timeout", options.start_timeout)
     if not isinstance(options.verbose, int):
-        raise ConfigError(f"verbose={options.verbose!r} is not 0, 1 or 2.")
+        raise ConfigError(f"verbose must be 0, 1 or 2, got {options.verbose!r}.")
     check_names("nics", options.nics)
     check_names("preload", options.preload)
     if launcher == "local":
         if options.executable is not None and shutil.which(options.executable) is None:
-            raise ConfigError(f"executable={options.executable!r} is no program on this machine; give a Python's path.")
+            raise ConfigError(
+                f"executable={options.executable!r} is not a program on this machine. Pass the path of a Python "
+                "interpreter."
+            )
         if options.nics:
             logger.warning("nics=%s has no effect: all ranks run on this machine.", list(options.nics))
     check_sink("stdout", options.stdout)
@@ -62,101 +65,105 @@ def check_options(options: RunOptions, launcher: str) -> None:
         check_folder(options.output_filename)
 
 
-def check_names(name: str, given: Iterable[str] | None) -> None:
-    """Refuse one text where several are wanted.
+def check_names(name: str, values: Iterable[str] | None) -> None:
+    """Reject a single string where a list of names is expected.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the value is a string.
     """
-    if isinstance(given, str):
-        raise ConfigError(f"{name}={given!r} is one text; give a list of names, like [{given!r}].")
+    if isinstance(values, str):
+        raise ConfigError(f"{name} must be a list of names, got the string {values!r}. Pass [{values!r}].")
 
 
 def check_counts(num_proc: int | None, gpus_per_task: float | None = None, cpus_per_task: int | None = None) -> None:
-    """Refuse amounts that no job can have.
+    """Reject invalid numbers of ranks, GPUs and cores.
 
     Raises:
-        ConfigError: one is none.
+        ConfigError: a number is not positive, or Spark does not accept it.
     """
     for name, value in (("num_proc", num_proc), ("cpus_per_task", cpus_per_task)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            what, or_all = ("processes", ", or leave it out for all slots") if name == "num_proc" else ("cores", "")
-            raise ConfigError(f"{name}={value!r} is not a number of {what}; give 1 or more{or_all}.")
+            or_all = " Leave it out to use all slots." if name == "num_proc" else ""
+            raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}.{or_all}")
     if gpus_per_task is not None:
         amount = _number(gpus_per_task)
         if not (0 < amount <= 1 or (amount > 0 and amount.is_integer())):
             raise ConfigError(
-                f"gpus_per_task={gpus_per_task!r} is no amount that Spark takes; give a whole number or less than 1."
+                "gpus_per_task must be a positive integer or a fraction between 0 and 1 (Spark accepts no other "
+                f"amounts), got {gpus_per_task!r}."
             )
 
 
 def check_seconds(name: str, value: float) -> None:
-    """Refuse what is no time to wait.
+    """Reject a duration that is not positive.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is not a positive number.
     """
     if not _number(value) > 0:
-        raise ConfigError(f"{name}={value!r} is not above 0 seconds.")
+        raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}.")
 
 
 def checked_environment(env: Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """The user's ``env``, copied.
+    """Return a validated copy of the user's ``env``.
 
     Raises:
-        ConfigError: it is no mapping, or a name or value is not a string.
+        ConfigError: it is not a mapping, or a name or value is not a valid string.
     """
     if env is not None and not isinstance(env, Mapping):
-        raise ConfigError(f"env is of type {type(env).__name__}; give names and values, like env={{'NAME': 'value'}}.")
+        raise ConfigError(
+            f"env must be a mapping of names to values, like env={{'NAME': 'value'}}, got the type "
+            f"{type(env).__name__}."
+        )
     changes = dict(env or {})
     for name, value in changes.items():
         if not isinstance(name, str) or not (value is None or isinstance(value, str)):
             raise ConfigError(
-                f"env[{name!r}] has a value of type {type(value).__name__}; names and values are strings."
+                f"env[{name!r}] has a value of type {type(value).__name__}. Names and values must be strings."
             )
         if not name or "=" in name or "\0" in name or "\0" in (value or ""):
             raise ConfigError(
-                f"env[{name!r}] cannot be in an environment: a name is not empty and has no '=', and neither name nor "
-                "value has a zero byte."
+                f"env[{name!r}] is not a valid environment variable: a name must not be empty or contain '=', and "
+                "neither name nor value may contain a zero byte."
             )
     return changes
 
 
-def words_of(name: str, arguments: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Arguments of a program that were given as one text, as a shell would part it, or as a list.
+def split_arguments(name: str, arguments: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the arguments of a program, given as one string in shell syntax or as a list.
 
     Raises:
-        ConfigError: the text cannot be parted.
+        ConfigError: the string is not valid shell syntax.
     """
     try:
         return tuple(shlex.split(arguments)) if isinstance(arguments, str) else tuple(arguments or ())
     except ValueError as error:
-        raise ConfigError(f"{name}={arguments!r} cannot be read as a shell would: {error}.") from None
+        raise ConfigError(f"{name}={arguments!r} is not valid shell syntax: {error}.") from None
 
 
-def check_sink(name: str, given: TextIO | LogFiles | None) -> None:
-    """Refuse what cannot take text.
+def check_sink(name: str, sink: TextIO | LogFiles | None) -> None:
+    """Reject a destination for output that does not accept text.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: writing to it fails.
     """
-    if given is None or isinstance(given, LogFiles):
+    if sink is None or isinstance(sink, LogFiles):
         return
     try:
-        given.write("")
-        given.flush()
+        sink.write("")
+        sink.flush()
     except Exception as error:
         raise ConfigError(
-            f"{name}={given!r} takes no text: {error}. Give an open text file, or sparkhvd.LogFiles; the argument "
-            "output_filename takes the name of a folder."
+            f"{name}={sink!r} does not accept text: {error}. Pass an open text file or sparkhvd.LogFiles; to write to "
+            "a folder, pass its name as output_filename."
         ) from error
 
 
 def check_folder(output_filename: str) -> None:
-    """Make the folder for the ranks' output, and see whether files can be made there.
+    """Create the folder for the ranks' output, and check that files can be created there.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the folder is not writable.
     """
     try:
         Path(output_filename).mkdir(parents=True, exist_ok=True)
@@ -164,7 +171,7 @@ def check_folder(output_filename: str) -> None:
             file.write(b"x")
     except OSError as error:
         raise ConfigError(
-            f"output_filename={output_filename!r}: no files can be made in that folder: {error.strerror}."
+            f"output_filename={output_filename!r} is not a folder in which files can be created: {error.strerror}."
         ) from error
 
 

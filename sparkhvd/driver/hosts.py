@@ -1,4 +1,4 @@
-"""Lists of hosts and their slots, as ``-H`` and host files give them."""
+"""Lists of hosts and their slots, in the syntax of ``-H`` and of host files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ENTRY = re.compile(r"(?:\[(?P<address>[^\]]*)\]|(?P<name>[^:\[\]]*))(?::(?P<slo
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many ranks it may run; ``name`` is a name or an address, without brackets."""
+    """A machine and the number of ranks it may run; ``name`` is a name or an address, without brackets."""
 
     name: str
     slots: int
 
     @property
     def text(self) -> str:
-        """The entry of a list of hosts that stands for this one."""
+        """The entry for this host in a list of hosts."""
         return with_port(self.name, self.slots)
 
 
@@ -31,10 +31,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     """Return the hosts of ``host1:2,host2:4,[fd00::5]:2``; an entry without a number has one slot.
 
     Raises:
-        ConfigError: the text is not such a list, or names a host twice.
+        ConfigError: the text is not a list of hosts, or lists a host twice.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"hosts={text!r} is not one text like 'host1:2,host2:2'.")
+        raise ConfigError(f"hosts must be one string like 'host1:2,host2:2', got {text!r}.")
     return _checked([_entry(part.strip()) for part in text.split(",") if part.strip()], text)
 
 
@@ -42,7 +42,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
     """Return the hosts of a file with lines like ``host1 slots=2``; empty lines and comments (``#``) are skipped.
 
     Raises:
-        ConfigError: a line is none of these, or a host is named twice.
+        ConfigError: a line has another form, or a host is listed twice.
     """
     hosts = []
     for raw in text.splitlines():
@@ -51,24 +51,24 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
             continue
         options = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
         if len(words) != 1 + len(options) or len(options) > 1:
-            raise ConfigError(f"The host file has the line {raw!r}; lines look like 'host1 slots=2'.")
+            raise ConfigError(f"The host file has an invalid line {raw!r}. Write lines like 'host1 slots=2'.")
         hosts.append(_host(without_brackets(words[0]), options[0] if options else "1"))
     return _checked(hosts, text)
 
 
 def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
-    """As many of the hosts' slots as there are ranks, from the first host on.
+    """Return the hosts with as many of their slots as there are ranks, filled from the first host on.
 
     Raises:
         SlotsError: there are fewer slots than ranks.
     """
-    there = sum(host.slots for host in hosts)
-    left = there if num_proc is None else num_proc
-    if left > there:
+    available = sum(host.slots for host in hosts)
+    left = available if num_proc is None else num_proc
+    if left > available:
         shown = ",".join(host.text for host in hosts)
         raise SlotsError(
-            f"num_proc={num_proc} ranks were asked for, but the hosts have {there} slots ({shown}). Give hosts more "
-            "slots, or ask for fewer ranks."
+            f"num_proc={num_proc} is more than the {available} slots of the hosts ({shown}). Add hosts or slots, or "
+            "lower num_proc."
         )
     taken = []
     for host in hosts:
@@ -81,28 +81,30 @@ def take_slots(hosts: Sequence[Host], num_proc: int | None) -> tuple[Host, ...]:
 
 def _entry(text: str) -> Host:
     if is_ipv6(text):
-        raise ConfigError(f"{text!r} may end in an address or in slots; write [{text}] or [ADDRESS]:SLOTS.")
+        raise ConfigError(
+            f"{text!r} is ambiguous: it may end in an address or in a number of slots. Write [{text}] or "
+            "[ADDRESS]:SLOTS."
+        )
     parts = _ENTRY.fullmatch(text)
     if parts is None:
-        raise ConfigError(f"{text!r} is not a host; hosts look like 'host1:2' or '[fd00::5]:2'.")
+        raise ConfigError(f"{text!r} is not a valid host. Write hosts like 'host1:2' or '[fd00::5]:2'.")
     address, name, slots = parts["address"], parts["name"], parts["slots"]
     if address is not None and not is_ipv6(address):
-        raise ConfigError(f"{address!r} in {text!r} is not an IPv6 address; only those stand in brackets.")
+        raise ConfigError(f"{address!r} in {text!r} is not an IPv6 address. Use brackets for IPv6 addresses only.")
     return _host(name if address is None else address, "1" if slots is None else slots)
 
 
 def _host(name: str, slots: str) -> Host:
     if not is_ipv6(name) and (not _NAME.fullmatch(name) or name.startswith("-")):
-        raise ConfigError(f"{name!r} is not the name of a host.")
+        raise ConfigError(f"{name!r} is not a valid host name.")
     if not slots.isdecimal() or int(slots) < 1:
-        raise ConfigError(f"Host {name} has {slots!r} slots; give a number above 0.")
+        raise ConfigError(f"The number of slots of host {name} must be a positive integer, got {slots!r}.")
     return Host(name, int(slots))
 
 
 def _checked(hosts: Sequence[Host], text: str) -> tuple[Host, ...]:
     names = [host.name for host in hosts]
     if not hosts or len(set(names)) < len(names):
-        raise ConfigError(
-            f"{text!r} names {'a host twice' if hosts else 'no host'}; hosts look like 'host1:2,host2:2'."
-        )
+        problem = "lists a host twice" if hosts else "lists no host"
+        raise ConfigError(f"{text!r} {problem}. Write hosts like 'host1:2,host2:2'.")
     return tuple(hosts)

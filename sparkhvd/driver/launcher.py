@@ -1,4 +1,4 @@
-"""The seam between ``run`` and the ways to start a job's ranks."""
+"""The protocol between ``run`` and the launchers, and the choice of a launcher."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A launcher is one module, and one row here.
+# A launcher is one module and one row here.
 _LAUNCHERS = {
     "barrier": "sparkhvd.driver.launchers.barrier:BarrierLauncher",
     "local": "sparkhvd.driver.launchers.local:LocalLauncher",
     "mpi": "sparkhvd.driver.launchers.mpi:MpiLauncher",
     "ssh": "sparkhvd.driver.launchers.ssh:SshLauncher",
 }
-# Those whose ranks run in Spark tasks.
+# Launchers whose ranks run in Spark tasks.
 _ON_SPARK = ("barrier", "mpi")
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What the caller of ``run`` said about where the ranks run.
+    """The arguments of ``run`` that decide where the ranks run.
 
     Attributes:
-        num_proc: number of ranks; None is all that there is room for.
-        spark: the session to use; None takes the active one where one is needed.
-        resources: what a Spark task of this job gets.
-        extra_mpi_args: more arguments of ``mpirun``.
+        num_proc: number of ranks; None uses all slots.
+        spark: the session to use; None uses the active one if the launcher needs one.
+        resources: cores and GPUs of a Spark task of this job.
+        extra_mpi_args: additional arguments of ``mpirun``.
         hosts: machines to use without Spark.
         ssh: how to reach them.
-        rows: has one partition per rank, which goes to it; None gives no rows.
+        rows: a DataFrame with one partition per rank; None passes no rows.
     """
 
     num_proc: int | None
@@ -57,26 +57,26 @@ class LaunchRequest:
     rows: DataFrame | None = None
 
     def session(self) -> SparkSession:
-        """The session to use.
+        """Return the session to use.
 
         Raises:
-            LaunchError: there is none.
+            LaunchError: there is no active session.
         """
         return self.spark if self.spark is not None else active_session()
 
 
 class LaunchHandle(Protocol):
-    """A job on its way; ``close`` ends it if it still runs."""
+    """A launched job; ``close`` cancels it if it still runs."""
 
     def wait_started(self, deadline: Deadline) -> None:
         """Wait until the ranks run (or have ended).
 
         Raises:
-            StartTimeoutError: they did not in time.
+            StartTimeoutError: they did not start by the deadline.
         """
 
     def results(self) -> list[bytes]:
-        """Wait for the end of the job: the pickled results in rank order.
+        """Wait for the end of the job, and return the pickled results in rank order.
 
         Raises:
             RankFailedError: a rank failed.
@@ -90,10 +90,10 @@ class Launcher(Protocol):
     """One way to start the ranks; made with a ``LaunchRequest``."""
 
     def reserve(self, deadline: Deadline) -> int:
-        """The number of ranks to start.
+        """Return the number of ranks to start.
 
         Raises:
-            SlotsError: there is no room for as many as were asked for.
+            SlotsError: there are fewer slots than requested ranks.
         """
 
     def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
@@ -101,60 +101,62 @@ class Launcher(Protocol):
 
 
 def launcher_for(name: str, request: LaunchRequest) -> Launcher:
-    """The launcher of that name, as ``choose`` returned it."""
+    """Create the launcher with a name that ``choose`` returned."""
     module, _, class_name = _LAUNCHERS[name].partition(":")
     return cast(Callable[[LaunchRequest], Launcher], getattr(import_module(module), class_name))(request)
 
 
 def choose(launcher: str, use_mpi: bool | None, use_gloo: bool | None, request: LaunchRequest) -> str:
-    """The name of the launcher to use.
+    """Return the name of the launcher to use.
 
-    ``auto`` is the barrier launcher, unless ``use_mpi`` or ``extra_mpi_args`` ask for Open MPI, or ``hosts`` for ssh.
+    ``auto`` is the barrier launcher, unless ``use_mpi`` or ``extra_mpi_args`` select Open MPI, or ``hosts`` ssh.
     Horovod's ``use_gloo`` is the barrier launcher.
 
     Raises:
-        ConfigError: there is no such launcher, or what was asked for contradicts itself.
+        ConfigError: the launcher is unknown, or the arguments contradict each other.
     """
     if launcher != "auto" and launcher not in _LAUNCHERS:
-        raise ConfigError(f"launcher={launcher!r} does not exist; there are 'auto' and {sorted(_LAUNCHERS)}.")
-    wishes = {"launcher": "" if launcher == "auto" else launcher}
-    wishes |= {"use_mpi=True": "mpi" if use_mpi else "", "use_gloo=True": "barrier" if use_gloo else ""}
-    wishes |= {"extra_mpi_args": "mpi" if request.extra_mpi_args else "", "hosts": "ssh" if request.hosts else ""}
-    asked = {argument: name for argument, name in wishes.items() if name}
-    if len(set(asked.values())) > 1:
-        words = " and ".join(f"{argument} ({name})" for argument, name in asked.items())
-        raise ConfigError(f"{words} contradict each other: they ask for different launchers.")
-    name = next(iter(asked.values()), "barrier")
+        raise ConfigError(f"Unknown launcher={launcher!r}; expected 'auto' or one of {sorted(_LAUNCHERS)}.")
+    by_argument = {"launcher": "" if launcher == "auto" else launcher}
+    by_argument |= {"use_mpi=True": "mpi" if use_mpi else "", "use_gloo=True": "barrier" if use_gloo else ""}
+    by_argument |= {"extra_mpi_args": "mpi" if request.extra_mpi_args else "", "hosts": "ssh" if request.hosts else ""}
+    selected = {argument: name for argument, name in by_argument.items() if name}
+    if len(set(selected.values())) > 1:
+        arguments = " and ".join(f"{argument} ({name})" for argument, name in selected.items())
+        raise ConfigError(f"{arguments} contradict each other: they select different launchers. Pass only one of them.")
+    name = next(iter(selected.values()), "barrier")
     if name != "ssh" and request.ssh != SshOptions():
-        raise ConfigError(f"ssh_port and ssh_identity_file are for launcher='ssh', not {name!r}; give hosts, too.")
+        raise ConfigError(f"ssh_port and ssh_identity_file require launcher='ssh', got {name!r}. Pass hosts, too.")
     if name not in _ON_SPARK and request.resources:
-        raise ConfigError(f"gpus_per_task and cpus_per_task are for Spark tasks; launcher={name!r} starts none.")
+        raise ConfigError(
+            f"gpus_per_task and cpus_per_task configure Spark tasks, but launcher={name!r} starts none. Leave them out."
+        )
     if name != "barrier" and request.rows is not None:
         raise ConfigError(
-            f"launcher={name!r} cannot give the rows of a DataFrame to the ranks; take launcher='barrier', or write "
-            "the rows to a Store first."
+            f"launcher={name!r} cannot pass the rows of a DataFrame to the ranks. Use launcher='barrier', or write the "
+            "rows to a Store first."
         )
     return name
 
 
 def warn_of_versions(job: Job, offers: Sequence[TaskOffer]) -> None:
-    """Say where the tasks of a job have other versions of the driver's frameworks."""
-    if said := different_versions(job.versions, offers):
-        logger.warning("%s", said)
+    """Warn if tasks of a job have other versions of the frameworks than the driver."""
+    if warning := different_versions(job.versions, offers):
+        logger.warning("%s", warning)
 
 
 def active_session() -> SparkSession:
-    """The session that is active in this thread or was the last one made.
+    """Return the session that is active in this thread, or the one created last.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: there is no session.
     """
     from pyspark.sql import SparkSession  # noqa: PLC0415 - pyspark is loaded when a job is run, not before
 
     session = SparkSession.getActiveSession()
     if session is None:
         raise LaunchError(
-            "There is no active SparkSession. Make one with SparkSession.builder.getOrCreate(), pass spark=, or run "
-            "the ranks beside this process with launcher='local'."
+            "There is no active SparkSession. Create one with SparkSession.builder.getOrCreate(), pass spark=, or run "
+            "the ranks on this machine with launcher='local'."
         )
     return session

@@ -1,4 +1,4 @@
-"""Where the workers' output arrives at the driver."""
+"""The receiver of the workers' output on the driver."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sparkhvd.task.log_files import LogFiles, StoreOutput
 
 logger = logging.getLogger(__name__)
 
-# A carriage return would write over the prefix.
+# A carriage return would overwrite the prefix.
 _LINE_END = re.compile(r"\r*\n\r*|\r+")
 
 
 class LogStream:
-    """Writes the workers' lines, each under its rank; a handler for ``sparkhvd.rpc.server.Server``.
+    """Writes the workers' lines, prefixed with their ranks; a handler for ``sparkhvd.rpc.server.Server``.
 
     Args:
-        stdout: where stdout lines go; None is ``sys.stdout`` as it is when a line arrives. Into files of a Store they
-            go without prefixes.
+        stdout: destination of stdout lines; None is ``sys.stdout`` at the time a line arrives. Files of a Store get
+            the lines without prefixes.
         stderr: the same for stderr.
         timestamps: whether a line starts with the time of its arrival.
-        folder: where each rank's output is kept as well, without prefixes, in ``rank.<number>/stdout`` and
-            ``stderr``; the numbers have as many digits as the largest. None keeps nothing.
+        folder: where each rank's output is also saved, without prefixes, in ``rank.<number>/stdout`` and ``stderr``;
+            the numbers are padded with zeros to the same width. None saves nothing.
         num_proc: number of ranks.
         shown: whether lines go to ``sys.stdout`` and ``sys.stderr`` at all.
 
@@ -46,12 +46,12 @@ class LogStream:
         num_proc: int = 1,
         shown: bool = True,
     ) -> None:
-        self._folder = folder  # guarded by _lock; None when nothing is kept (any more)
+        self._folder = folder  # guarded by _lock; None when nothing is saved (any more)
         self._digits = len(str(num_proc - 1))
         self._files: dict[tuple[int, str], BinaryIO] = {}  # guarded by _lock
         self.started = threading.Event()
-        self._given = {"stdout": stdout, "stderr": stderr}
-        self._stored = StoreOutput(self._say, self._show_stored)  # guarded by _lock
+        self._sinks = {"stdout": stdout, "stderr": stderr}
+        self._stored = StoreOutput(self._warn, self._show_stored)  # guarded by _lock
         self._timestamps = timestamps
         self._shown = shown
         self._lock = threading.Lock()  # keeps lines whole
@@ -66,43 +66,43 @@ class LogStream:
         return None
 
     def _write(self, output: Output) -> None:
-        given = self._given.get(output.stream)
+        sink = self._sinks.get(output.stream)
         with self._lock:
-            self._keep(output)
-            if isinstance(given, LogFiles):
-                self._stored.write(given, output.rank, output.stream, output.content)
-            elif given is not None or self._shown:
-                self._show(given, output)
+            self._save(output)
+            if isinstance(sink, LogFiles):
+                self._stored.write(sink, output.rank, output.stream, output.content)
+            elif sink is not None or self._shown:
+                self._show(sink, output)
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         logger.warning("%s%s", text[:1].upper(), text[1:])
 
     def _show_stored(self, rank: int, stream: str, content: bytes) -> None:
-        """Whoever gave it a place wants it, so it is shown whatever else is."""
+        """Show output that cannot be stored: the user asked for it, so ``shown`` does not matter."""
         self._show(None, Output(rank, stream, content))
 
-    def _show(self, given: TextIO | None, output: Output) -> None:
+    def _show(self, sink: TextIO | None, output: Output) -> None:
         text = output.content.decode("utf-8", "replace")
         stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
         prefix = f"{stamp}[{output.rank}]<{output.stream}>:"
         lines = "".join(f"{prefix}{line}\n" for line in _LINE_END.split(text.strip("\r")))
-        target = given if given is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
+        target = sink if sink is not None else (sys.stderr if output.stream == "stderr" else sys.stdout)
         try:
             target.write(lines)
             target.flush()
-        except Exception as error:  # noqa: BLE001 - it is the user's, who may have closed it
+        except Exception as error:  # noqa: BLE001 - the file is the user's and may be closed
             logger.warning("Output of rank %d cannot be written: %s", output.rank, error)
 
     def close(self) -> None:
         """Close the files."""
         with self._lock:
             for file in self._files.values():
-                with contextlib.suppress(OSError):  # of what could not be written, which has been said
+                with contextlib.suppress(OSError):  # a failed write has been logged
                     file.close()
             self._files.clear()
             self._stored.close()
 
-    def _keep(self, output: Output) -> None:
+    def _save(self, output: Output) -> None:
         if self._folder is None:
             return
         try:
@@ -114,5 +114,5 @@ class LogStream:
             file.write(output.content + b"\n")
             file.flush()
         except OSError as error:
-            logger.warning("From here on no output of the ranks is kept in %s: %s", self._folder, error)
+            logger.warning("The output of the ranks is no longer saved in %s: %s", self._folder, error)
             self._folder = None

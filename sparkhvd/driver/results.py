@@ -1,4 +1,4 @@
-"""From what the ranks left to what ``run`` returns or raises."""
+"""Turns the results and failure reports of the ranks into what ``run`` returns or raises."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from sparkhvd.task.supervision import Outcome
 if TYPE_CHECKING:
     from pyspark.sql import Row
 
-# Of thousands of tasks.
-_MOST_NAMED = 10
+# A job may have thousands of tasks.
+_MAX_LISTED = 10
 
 
 def results_of(rows: Sequence[Row], num_proc: int) -> list[bytes]:
-    """The pickled results in rank order, put together from their chunks.
+    """Return the pickled results in rank order, assembled from their chunks.
 
     Raises:
         RankFailedError: one of the rows reports a failure.
@@ -35,12 +35,12 @@ def results_of(rows: Sequence[Row], num_proc: int) -> list[bytes]:
         contents.setdefault(row.rank, []).append(bytes(row.content))
     missing = sorted(set(range(num_proc)) - set(contents))
     if missing:
-        raise LaunchError(f"Spark returned no result of ranks {missing}.")
+        raise LaunchError(f"Spark returned no result from ranks {missing}.")
     return [b"".join(contents[rank]) for rank in range(num_proc)]
 
 
 def results_in_order(contents: Mapping[int, bytes | Outcome], num_proc: int) -> list[bytes]:
-    """The pickled results in rank order, of ranks that were not watched over by Spark tasks.
+    """Return the pickled results in rank order, for ranks that were not supervised by Spark tasks.
 
     Raises:
         RankFailedError: a rank failed.
@@ -49,22 +49,22 @@ def results_in_order(contents: Mapping[int, bytes | Outcome], num_proc: int) -> 
     for content in contents.values():
         if isinstance(content, Outcome) and content.failure is not None:
             raise failure_of(content.failure)
-    found = {rank: content for rank, content in contents.items() if isinstance(content, bytes)}
-    missing = sorted(set(range(num_proc)) - set(found))
+    results = {rank: content for rank, content in contents.items() if isinstance(content, bytes)}
+    missing = sorted(set(range(num_proc)) - set(results))
     if missing:
-        raise LaunchError(f"There is no result of ranks {missing}.")
-    return [found[rank] for rank in range(num_proc)]
+        raise LaunchError(f"There is no result from ranks {missing}.")
+    return [results[rank] for rank in range(num_proc)]
 
 
 def failure_of(report: FailureReport) -> LaunchError:
-    """The exception that says what a report says."""
+    """Return the exception for a failure report."""
     message = f"{report.sentence().removesuffix('.')}."
     if report.traceback:
         message += f"\n\nTraceback of rank {report.rank}:\n{report.traceback}"
     elif report.stderr_tail:
         message += f"\n\nThe last lines that rank {report.rank} wrote to stderr:\n{report.stderr_tail}"
     if report.kind == NOT_STARTED:
-        return StartTimeoutError(f"{message} Raise start_timeout, or see what its imports wait for.")
+        return StartTimeoutError(f"{message} Raise start_timeout, or check what its imports wait for.")
     if report.kind == NOT_MET:
         return StartTimeoutError(message)
     if report.kind in {TOO_LARGE, LAUNCH}:
@@ -79,59 +79,61 @@ def failure_of(report: FailureReport) -> LaunchError:
 
 
 def lost(task: TaskStatus, error: OSError) -> FailureReport:
-    """The report for a task whose connection broke with an error."""
+    """Return the report for a task whose connection broke with an error."""
     return cut_off(task) if is_host_unreachable(error) else silent(task)
 
 
-def not_met(missing: Sequence[int], hosts: Mapping[int, str], seconds: float, given: bool = False) -> FailureReport:
-    """The report for tasks that keep the others waiting.
+def tasks_not_ready(
+    missing: Sequence[int], hosts: Mapping[int, str], seconds: float, with_rows: bool = False
+) -> FailureReport:
+    """Return the report for tasks that the other tasks wait for.
 
     Args:
         missing: their indices.
-        hosts: of tasks that Spark runs, by index, as far as they are known.
-        seconds: what the user gave as ``start_timeout``.
-        given: whether the tasks are given rows, so that the others have waited with theirs for so long.
+        hosts: hosts of the tasks that Spark runs, by index, as far as they are known.
+        seconds: the user's ``start_timeout``.
+        with_rows: whether the tasks receive rows, so that the time counts from when the others had received theirs.
     """
     run = _listed([f"task {index} on host {hosts[index]}" for index in missing if hosts.get(index)])
     unknown = _listed([f"task {index}" for index in missing if not hosts.get(index)])
     causes = []
     if run:
         causes.append(
-            f"Spark runs {run}, but without getting any further. Its Python worker is stopped, what it does first "
-            "hangs, like an import from a file system that does not answer, or its host is cut off from the network. "
-            "See the executor's log, or raise start_timeout"
+            f"Spark runs {run}, but without progress. The Python worker is suspended, it hangs at the start (such as "
+            "in an import from a file system that does not respond), or the host is cut off from the network. See the "
+            "executor's log, or raise start_timeout"
         )
     if unknown:
         causes.append(
-            f"Spark does not say here where it runs {unknown}. It waits for a slot since an executor was lost, its "
-            "Python worker is stopped or hangs, or its host is cut off from the network. See the stage in Spark's UI "
-            "and the log of the executor there, or raise start_timeout"
+            f"Spark does not report where it runs {unknown}. A task waits for a slot because an executor was lost, its "
+            "Python worker is suspended or hangs, or its host is cut off from the network. See the stage in Spark's UI "
+            "and the log of its executor, or raise start_timeout"
         )
-    since = " after the others had their rows" if given else ""
-    met = f"The tasks of this job did not meet within start_timeout={seconds:g} s{since}: {'. '.join(causes)}"
-    return FailureReport(-1, "", met, kind=NOT_MET)
+    since = " after the other tasks had received their rows" if with_rows else ""
+    cause = f"Not all tasks of this job were ready within start_timeout={seconds:g} s{since}: {'. '.join(causes)}"
+    return FailureReport(-1, "", cause, kind=NOT_MET)
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - _MOST_NAMED} more"] if len(names) > _MOST_NAMED else []
-    return ", ".join([*names[:_MOST_NAMED], *more])
+    more = [f"{len(names) - _MAX_LISTED} more"] if len(names) > _MAX_LISTED else []
+    return ", ".join([*names[:_MAX_LISTED], *more])
 
 
 def silent(task: TaskStatus) -> FailureReport:
-    """The report for a task that does nothing any more."""
+    """Return the report for a task that sends no heartbeats."""
     why = (
-        f"no sign of life for {SILENT_SECONDS:g} s. The task's Python worker is stopped (by a signal, a debugger, or "
-        "with its container), or the host is too busy to run it"
+        f"has sent no heartbeat for {SILENT_SECONDS:g} s. The task's Python worker is suspended (by a signal, a "
+        "debugger, or with its container), or the host is too busy to run it"
     )
     if task.rank >= 0:
-        return FailureReport(task.rank, task.host, f"was given up ({task.phase}): its Spark task has given {why}")
-    cause = f"Task {task.task_index} on host {task.host} was given up before its rank was assigned: it has given {why}"
+        return FailureReport(task.rank, task.host, f"stopped responding ({task.phase}): its Spark task {why}")
+    cause = f"Task {task.task_index} on host {task.host} stopped responding before its rank was assigned: it {why}"
     return FailureReport(-1, task.host, cause, kind=LAUNCH)
 
 
 def cut_off(task: TaskStatus) -> FailureReport:
-    """The report for a host that does not answer any more."""
-    why = "no sign of life came from it for 9 s. See whether the host runs and what is between it and the driver"
+    """Return the report for a task whose host cannot be reached any more."""
+    why = "the host has not responded for 9 s. Check that it is running, and the network between it and the driver"
     if task.rank >= 0:
         return FailureReport(task.rank, task.host, f"was cut off from the network ({task.phase}): {why}")
     cause = (

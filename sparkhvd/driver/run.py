@@ -19,7 +19,7 @@ from sparkhvd._util.short_tracebacks import brief_errors
 from sparkhvd.compat.horovod import unknown_argument
 from sparkhvd.config import changed_environment, from_environment, warn_ignored_variables
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, words_of
+from sparkhvd.driver.arguments import RunOptions, check_counts, check_options, checked_environment, split_arguments
 from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import parse_hosts
 from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose, launcher_for
@@ -193,7 +193,7 @@ def launch_request(
         num_proc=num_proc,
         spark=spark,
         resources=TaskResources(cpus_per_task, gpus_per_task),
-        extra_mpi_args=words_of("extra_mpi_args", extra_mpi_args),
+        extra_mpi_args=split_arguments("extra_mpi_args", extra_mpi_args),
         hosts=parse_hosts(hosts) if hosts is not None else (),
         ssh=SshOptions(ssh_port, ssh_identity_file),
         rows=rows,

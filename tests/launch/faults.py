@@ -130,17 +130,17 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
     ),
 }
 _WRONG_SECRET = _NAMED + "raised AuthenticationError: "
-_STOPPED = _NAMED + r"was given up \({}\): its Spark task has given no sign of life"
-_GIVEN_UP = r"Spark gave the job up[\s\S]*"
-_TASK_FAILED = r"Spark gave the job up: task 1 on host \S+ \(before its rank was assigned\) failed with [^\n]*"
+_STOPPED = _NAMED + r"stopped responding \({}\): its Spark task has sent no heartbeat"
+_GIVEN_UP = r"Spark aborted the job[\s\S]*"
+_TASK_FAILED = r"Spark aborted the job: task 1 on host \S+ \(before its rank was assigned\) failed with [^\n]*"
 _CRASHED = (
-    r"Spark gave the job up: the Python worker of task 1 on host \S+ \(before its rank was assigned\) was killed or "
+    r"Spark aborted the job: the Python worker of task 1 on host \S+ \(before its rank was assigned\) was killed or "
     "crashed"
 )
-_NOT_MET = r"The tasks of this job did not meet within start_timeout=6 s{}: Spark runs task 1 on host \S+, but"
-_NOT_MET, _NOT_MET_WITH_ROWS = _NOT_MET.format(""), _NOT_MET.format(" after the others had their rows")
+_NOT_MET = r"Not all tasks of this job were ready within start_timeout=6 s{}: Spark runs task 1 on host \S+, but"
+_NOT_MET, _NOT_MET_WITH_ROWS = _NOT_MET.format(""), _NOT_MET.format(" after the other tasks had received their rows")
 _SILENT_WITH_ROWS = (
-    r"Task 1 on host \S+ was given up before its rank was assigned: it has given no sign of life for 6 s"
+    r"Task 1 on host \S+ stopped responding before its rank was assigned: it has sent no heartbeat for 6 s"
 )
 _TASKS_OF_MPI: dict[str, tuple[type[BaseException] | None, str]] = {
     "raise": (LaunchError, f"{_TASK_FAILED}ValueError: no luck"),
@@ -235,10 +235,12 @@ PORT_FAULTS = [
     for launcher in LAUNCHERS
     for phase, expected in _PORTS.items()
 ]
-_CUT_OFF_EARLY = r"The tasks of this job did not meet within start_timeout=15 s: Spark runs [\s\S]*task 1 on host \S+, "
+_CUT_OFF_EARLY = (
+    r"Not all tasks of this job were ready within start_timeout=15 s: Spark runs [\s\S]*task 1 on host \S+, "
+)
 # Keepalive gives a silent host up after 9 s, where Spark alone takes two minutes.
 _CUT_SECONDS = 9.0 + SECONDS / 2
-_CUT_OFF = r"Rank {} on host \S+ was cut off from the network \({}\): no sign of life came from it for 9 s"
+_CUT_OFF = r"Rank {} on host \S+ was cut off from the network \({}\): the host has not responded for 9 s"
 # These need hosts of their own. Nobody has a connection to a task that has not come yet: start_timeout ends that wait.
 CUT_OFF_FAULTS = [
     row

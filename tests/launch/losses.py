@@ -28,9 +28,9 @@ _EARLY = "before its rank was assigned"
 
 def _executor_lost(when: str) -> str:
     return (
-        r"Spark gave the job up: executor \d+ on host 127\.0\.0\.1, which ran task [01] "
-        rf"\({when}\), was lost \(Command exited with code 137\)\. Its log says more\. "
-        rf"It was the last of {ATTEMPTS} attempts\."
+        r"Spark aborted the job: executor \d+ on host 127\.0\.0\.1, which ran task [01] "
+        rf"\({when}\), was lost \(Command exited with code 137\)\. See the executor's log\. "
+        rf"This was the last of {ATTEMPTS} attempts\."
     )
 
 
@@ -48,7 +48,7 @@ def _rank_was(phase: str) -> str:
 
 
 def _no_jvm(phase: str) -> str:
-    return f"Spark has ended: the JVM beside this driver does not answer any more|{_task_lost(WHEN[phase])}"
+    return f"Spark has ended: the JVM of this driver no longer responds|{_task_lost(WHEN[phase])}"
 
 
 # On a cluster that gives a stage up after so many attempts.

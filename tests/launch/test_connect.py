@@ -46,7 +46,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert code == 0, printed
     assert "sparkhvd preflight: ready" in printed
     assert "2 ranks (2 asked for; master connect)" in printed
-    assert found["interrupted"].startswith("Spark gave the job up: it was cancelled (Operation has been canceled).")
+    assert found["interrupted"].startswith("Spark aborted the job: it was cancelled (Operation has been canceled).")
     before, after = found["executors of slow rows"]
     assert before == after, "the interrupt cost an executor"
     assert found["left by Ctrl-C"] == []

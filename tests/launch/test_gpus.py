@@ -70,7 +70,9 @@ def test_where_spark_ignores_resources_of_a_stage_it_is_said(spark):
         sparkhvd.run(print, num_proc=1, cpus_per_task=2)
     with pytest.raises(LaunchError, match=r"do not work with master local\[4\]: Spark gives a stage resources"):
         lines.errors(spark, None, num_proc=None, backend=SparkBackend(1, cpus_per_task=2))
-    with pytest.raises(ConfigError, match=r"gpus_per_task=1\.5 is no amount that Spark takes"):
+    with pytest.raises(
+        ConfigError, match=r"gpus_per_task must be a positive integer or a fraction between 0 and 1 .*, got 1\.5\."
+    ):
         sparkhvd.run(print, num_proc=1, gpus_per_task=1.5)
-    with pytest.raises(ConfigError, match="are for Spark tasks; launcher='local' starts none"):
+    with pytest.raises(ConfigError, match="configure Spark tasks, but launcher='local' starts none"):
         sparkhvd.run(print, num_proc=1, gpus_per_task=1, launcher="local")

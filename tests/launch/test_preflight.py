@@ -116,10 +116,10 @@ def test_the_doctor_on_the_command_line_ends_with_what_it_found(spark, tmp_path,
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["-np", "0"], "num_proc=0 is not a number of processes"),
-        (["--timeout", "-1"], "timeout=-1.0 is not above 0 seconds"),
-        (["--gpus-per-task", "1.5"], "gpus_per_task=1.5 is no amount that Spark takes"),
-        (["--cpus-per-task", "0"], "cpus_per_task=0 is not a number of cores"),
+        (["-np", "0"], "num_proc must be an integer of at least 1, got 0."),
+        (["--timeout", "-1"], "timeout must be a positive number of seconds, got -1.0."),
+        (["--gpus-per-task", "1.5"], "gpus_per_task must be a positive integer or a fraction between 0 and 1 (Spark"),
+        (["--cpus-per-task", "0"], "cpus_per_task must be an integer of at least 1, got 0."),
         (["more"], "more is more than was expected. See sparkhvd --help."),
         (["--nothing"], "there is no flag --nothing. See sparkhvd --help."),
         (["--mastr", "yarn"], r"there is no flag --mastr. Did you mean --master\? See sparkhvd --help."),
@@ -203,7 +203,7 @@ def test_the_preflight_looks_at_encryption_where_it_is_wanted(spark):
 
 
 def test_a_preflight_that_cannot_be_is_refused(spark):
-    with pytest.raises(ConfigError, match=r"nics='lo' is one text; give a list of names, like \['lo'\]"):
+    with pytest.raises(ConfigError, match=r"nics must be a list of names, got the string 'lo'\. Pass \['lo'\]"):
         sparkhvd.preflight(spark, nics="lo")
-    with pytest.raises(ConfigError, match="cpus_per_task=0 is not a number of cores"):
+    with pytest.raises(ConfigError, match="cpus_per_task must be an integer of at least 1, got 0"):
         sparkhvd.preflight(spark, cpus_per_task=0)

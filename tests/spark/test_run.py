@@ -431,16 +431,16 @@ def test_who_cancels_the_callers_jobs_cancels_the_job(spark, launcher, way, tmp_
     cancel(spark)
     running.join(60)
     assert not running.is_alive()
-    assert re.match(r"Spark gave the job up: it was cancelled \(Job \d+ cancelled [^\n]*\)\.\n", str(errors[0]))
+    assert re.match(r"Spark aborted the job: it was cancelled \(Job \d+ cancelled [^\n]*\)\.\n", str(errors[0]))
     wait_for(lambda: not any(psutil.pid_exists(int(path.read_text())) for path in pids))
 
 
 def test_arguments_that_cannot_work_are_refused(spark):
-    with pytest.raises(ConfigError, match="num_proc=0 is not a number of processes"):
+    with pytest.raises(ConfigError, match="num_proc must be an integer of at least 1, got 0"):
         sparkhvd.run(place, num_proc=0)
     with pytest.raises(ConfigError, match=r"env\['A'\] has a value of type int"):
         sparkhvd.run(place, env={"A": 1})  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match="start_timeout=0 is not above 0"):
+    with pytest.raises(ConfigError, match="start_timeout must be a positive number of seconds, got 0"):
         sparkhvd.run(place, start_timeout=0)
 
 

@@ -16,7 +16,7 @@ from sparkhvd.data.spark.job import is_connect
 from sparkhvd.deadline import Deadline
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.results import failure_of, lost, not_met, results_of
+from sparkhvd.driver.results import failure_of, lost, results_of, tasks_not_ready
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
 from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.job_failures import spark_failure
@@ -131,5 +131,5 @@ class BarrierHandle:
     def _miss(self, tasks: Mapping[int, str]) -> None:
         """Some tasks keep the others waiting."""
         hosts = {**self._stage.task_hosts(), **{index: host for index, host in tasks.items() if host}}
-        self._lost = self._lost or not_met(list(tasks), hosts, self._job.start_timeout, self._job.gives_rows)
+        self._lost = self._lost or tasks_not_ready(list(tasks), hosts, self._job.start_timeout, self._job.gives_rows)
         self._ended()

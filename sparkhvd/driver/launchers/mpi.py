@@ -31,7 +31,7 @@ from sparkhvd.driver.mpi.command import (
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
 from sparkhvd.driver.mpi.ring import linked
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
-from sparkhvd.driver.results import failure_of, lost, not_met, results_of
+from sparkhvd.driver.results import failure_of, lost, results_of, tasks_not_ready
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
 from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.job_failures import spark_failure
@@ -205,7 +205,7 @@ class MpiHandle:
 
     def _stage_ended(self) -> None:
         self._spark_is_done = True
-        self._service.end("Spark gave the job up.")
+        self._service.end("Spark aborted the job.")
         self._stream.started.set()
         self._wake.set()
 
@@ -245,7 +245,7 @@ class MpiHandle:
             return self._service.await_registrations(-1, deadline)
         except DeadlineExceededError:
             if deadline.expired():
-                report = not_met(self._service.missing(), self._stage.task_hosts(), self._job.start_timeout)
+                report = tasks_not_ready(self._service.missing(), self._stage.task_hosts(), self._job.start_timeout)
                 self._note(report)
             raise
 

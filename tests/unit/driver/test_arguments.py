@@ -10,6 +10,8 @@ import pytest
 import sparkhvd
 from sparkhvd.errors import ConfigError
 
+GPUS = "gpus_per_task must be a positive integer or a fraction between 0 and 1"
+
 
 class Endless:
     def write(self, text):
@@ -19,31 +21,31 @@ class Endless:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"num_proc": -1}, "num_proc=-1 is not a number of processes; give 1 or more, or leave it out"),
-        ({"num_proc": True}, "num_proc=True is not a number of processes"),
-        ({"start_timeout": -5}, "start_timeout=-5 is not above 0 seconds"),
-        ({"start_timeout": "soon"}, "start_timeout='soon' is not above 0 seconds"),
-        ({"start_timeout": float("nan")}, "start_timeout=nan is not above 0 seconds"),
-        ({"launcher": "barrier", "gpus_per_task": 0}, "gpus_per_task=0 is no amount that Spark takes"),
-        ({"launcher": "barrier", "gpus_per_task": -1}, "gpus_per_task=-1 is no amount that Spark takes"),
-        ({"launcher": "barrier", "gpus_per_task": 1.5}, "gpus_per_task=1.5 is no amount that Spark takes"),
-        ({"launcher": "barrier", "gpus_per_task": "all"}, "gpus_per_task='all' is no amount that Spark takes"),
-        ({"launcher": "barrier", "cpus_per_task": 0}, "cpus_per_task=0 is not a number of cores; give 1 or more"),
-        ({"env": ["A=1"]}, "env is of type list; give names and values, like env={'NAME': 'value'}"),
+        ({"num_proc": -1}, "num_proc must be an integer of at least 1, got -1. Leave it out to use all slots."),
+        ({"num_proc": True}, "num_proc must be an integer of at least 1, got True."),
+        ({"start_timeout": -5}, "start_timeout must be a positive number of seconds, got -5."),
+        ({"start_timeout": "soon"}, "start_timeout must be a positive number of seconds, got 'soon'."),
+        ({"start_timeout": float("nan")}, "start_timeout must be a positive number of seconds, got nan."),
+        ({"launcher": "barrier", "gpus_per_task": 0}, f"{GPUS} (Spark accepts no other amounts), got 0."),
+        ({"launcher": "barrier", "gpus_per_task": -1}, f"{GPUS} (Spark accepts no other amounts), got -1."),
+        ({"launcher": "barrier", "gpus_per_task": 1.5}, f"{GPUS} (Spark accepts no other amounts), got 1.5."),
+        ({"launcher": "barrier", "gpus_per_task": "all"}, f"{GPUS} (Spark accepts no other amounts), got 'all'."),
+        ({"launcher": "barrier", "cpus_per_task": 0}, "cpus_per_task must be an integer of at least 1, got 0."),
+        ({"env": ["A=1"]}, "env must be a mapping of names to values, like env={'NAME': 'value'}, got the type list."),
         ({"env": {"A": 1}}, "env['A'] has a value of type int"),
-        ({"env": {"A=B": "1"}}, "env['A=B'] cannot be in an environment: a name is not empty and has no '='"),
-        ({"env": {"A": "x\0"}}, "env['A'] cannot be in an environment"),
-        ({"verbose": "x"}, "verbose='x' is not 0, 1 or 2"),
-        ({"nics": "eth0"}, "nics='eth0' is one text; give a list of names, like ['eth0']"),
-        ({"preload": "torch"}, "preload='torch' is one text; give a list of names"),
-        ({"executable": "/no/python"}, "executable='/no/python' is no program on this machine"),
-        ({"launcher": "ssh", "hosts": ["a:1"]}, "hosts=['a:1'] is not one text like 'host1:2,host2:2'"),
-        ({"launcher": "mpi", "extra_mpi_args": "'x"}, """extra_mpi_args="'x" cannot be read as a shell would"""),
-        ({"stdout": "out.txt"}, "stdout='out.txt' takes no text: 'str' object has no attribute 'write'"),
-        ({"stderr": io.BytesIO()}, "takes no text: a bytes-like object is required"),
-        ({"stdout": Endless()}, "takes no text: no more paper. Give an open text file, or sparkhvd.LogFiles"),
-        ({"output_filename": "/proc/kept"}, "output_filename='/proc/kept': no files can be made in that folder: No"),
-        ({"output_filename": "/dev/null"}, "output_filename='/dev/null': no files can be made in that folder: File"),
+        ({"env": {"A=B": "1"}}, "env['A=B'] is not a valid environment variable: a name must not be empty or"),
+        ({"env": {"A": "x\0"}}, "env['A'] is not a valid environment variable"),
+        ({"verbose": "x"}, "verbose must be 0, 1 or 2, got 'x'."),
+        ({"nics": "eth0"}, "nics must be a list of names, got the string 'eth0'. Pass ['eth0']."),
+        ({"preload": "torch"}, "preload must be a list of names, got the string 'torch'."),
+        ({"executable": "/no/python"}, "executable='/no/python' is not a program on this machine"),
+        ({"launcher": "ssh", "hosts": ["a:1"]}, "hosts must be one string like 'host1:2,host2:2', got ['a:1']."),
+        ({"launcher": "mpi", "extra_mpi_args": "'x"}, """extra_mpi_args="'x" is not valid shell syntax"""),
+        ({"stdout": "out.txt"}, "stdout='out.txt' does not accept text: 'str' object has no attribute 'write'"),
+        ({"stderr": io.BytesIO()}, "does not accept text: a bytes-like object is required"),
+        ({"stdout": Endless()}, "does not accept text: no more paper. Pass an open text file or sparkhvd.LogFiles"),
+        ({"output_filename": "/proc/kept"}, "'/proc/kept' is not a folder in which files can be created: No"),
+        ({"output_filename": "/dev/null"}, "'/dev/null' is not a folder in which files can be created: File"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments, words):
@@ -55,7 +57,7 @@ def test_what_cannot_work_is_refused(arguments, words):
 def test_a_closed_file_is_refused(tmp_path):
     with (tmp_path / "out").open("w") as file:
         pass
-    with pytest.raises(ConfigError, match="takes no text: I/O operation on closed file"):
+    with pytest.raises(ConfigError, match="does not accept text: I/O operation on closed file"):
         sparkhvd.run(print, num_proc=1, launcher="local", stdout=file)
 
 

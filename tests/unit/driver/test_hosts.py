@@ -26,16 +26,16 @@ def test_a_host_file_may_have_comments_and_empty_lines():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "names no host"),
-        ("a:1,a:2", "names a host twice"),
-        ("a:0", "Host a has '0' slots"),
-        ("a:many", "Host a has 'many' slots"),
-        ("-oProxyCommand=x:1", "is not the name of a host"),
-        ("a b:1", "is not the name of a host"),
-        ("fd00::5:2", r"'fd00::5:2' may end in an address or in slots; write \[fd00::5:2\] or \[ADDRESS\]:SLOTS"),
+        ("", "lists no host"),
+        ("a:1,a:2", "lists a host twice"),
+        ("a:0", "The number of slots of host a must be a positive integer, got '0'"),
+        ("a:many", "The number of slots of host a must be a positive integer, got 'many'"),
+        ("-oProxyCommand=x:1", "is not a valid host name"),
+        ("a b:1", "is not a valid host name"),
+        ("fd00::5:2", r"'fd00::5:2' is ambiguous: .* Write \[fd00::5:2\] or \[ADDRESS\]:SLOTS"),
         ("[node1]:2", r"'node1' in '\[node1\]:2' is not an IPv6 address"),
-        ("[fd00::5", "is not a host; hosts look like"),
-        ("[::1]:2,[::1]", "names a host twice"),
+        ("[fd00::5", "is not a valid host. Write hosts like"),
+        ("[::1]:2,[::1]", "lists a host twice"),
     ],
 )
 def test_what_is_no_list_of_hosts_is_refused(text, words):
@@ -44,7 +44,7 @@ def test_what_is_no_list_of_hosts_is_refused(text, words):
 
 
 def test_a_strange_line_of_a_host_file_is_shown():
-    with pytest.raises(ConfigError, match="has the line 'node1 cores=4'"):
+    with pytest.raises(ConfigError, match="has an invalid line 'node1 cores=4'"):
         parse_hostfile("node1 cores=4")
 
 
@@ -52,7 +52,7 @@ def test_slots_are_taken_from_the_first_host_on():
     hosts = parse_hosts("a:2,b:2,c:2")
     assert take_slots(hosts, 3) == (Host("a", 2), Host("b", 1))
     assert take_slots(hosts, None) == hosts
-    with pytest.raises(SlotsError, match=r"num_proc=7 .* the hosts have 6 slots \(a:2,b:2,c:2\)"):
+    with pytest.raises(SlotsError, match=r"num_proc=7 is more than the 6 slots of the hosts \(a:2,b:2,c:2\)"):
         take_slots(hosts, 7)
 
 

@@ -39,9 +39,9 @@ def test_the_launcher_is_the_one_asked_for(launcher, use_mpi, use_gloo, request_
         ("barrier", True, None, {}, r"launcher \(barrier\) and use_mpi=True \(mpi\) contradict"),
         ("local", None, None, {"hosts": HOSTS}, r"launcher \(local\) and hosts \(ssh\) contradict"),
         ("barrier", None, None, {"extra_mpi_args": ("-x",)}, r"extra_mpi_args \(mpi\) contradict"),
-        ("auto", None, None, {"ssh": SshOptions(port=22)}, "are for launcher='ssh', not 'barrier'"),
+        ("auto", None, None, {"ssh": SshOptions(port=22)}, "require launcher='ssh', got 'barrier'"),
         ("ssh", None, None, {"hosts": HOSTS, "resources": TaskResources(gpus=1)}, "launcher='ssh' starts none"),
-        ("horovod", None, None, {}, "launcher='horovod' does not exist; there are 'auto' and"),
+        ("horovod", None, None, {}, "Unknown launcher='horovod'; expected 'auto' or one of"),
     ],
 )
 def test_contradictions_are_refused(launcher, use_mpi, use_gloo, request_fields: dict[str, Any], words):

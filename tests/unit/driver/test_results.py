@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd.driver.results import cut_off, failure_of, not_met, results_of, silent
+from sparkhvd.driver.results import cut_off, failure_of, results_of, silent, tasks_not_ready
 from sparkhvd.errors import LaunchError, RankFailedError, StartTimeoutError
 from sparkhvd.rpc.messages import TaskStatus
 from sparkhvd.task.failure_report import CONNECTED, IN_FN, NOT_STARTED, TOO_LARGE, FailureReport
@@ -21,7 +21,7 @@ def test_chunks_are_put_together_in_rank_order_whatever_order_they_arrive_in():
 
 
 def test_a_missing_result_is_not_passed_over():
-    with pytest.raises(LaunchError, match=r"no result of ranks \[1\]"):
+    with pytest.raises(LaunchError, match=r"no result from ranks \[1\]"):
         results_of([row(0, 0, b"a")], 2)
 
 
@@ -56,24 +56,32 @@ def test_a_host_that_is_cut_off_is_a_failed_rank_or_a_task_that_has_none_yet():
     failed = failure_of(FailureReport.from_json(cut_off(TaskStatus(2, 3, "node-4", 7, IN_FN)).to_json()))
     assert isinstance(failed, RankFailedError)
     assert (failed.rank, failed.host) == (3, "node-4")
-    assert str(failed).startswith("Rank 3 on host node-4 was cut off from the network (in fn): no sign of life")
+    assert str(failed).startswith(
+        "Rank 3 on host node-4 was cut off from the network (in fn): the host has not responded for 9 s."
+    )
     stopped = failure_of(silent(TaskStatus(2, 3, "node-4", 7, CONNECTED)))
-    assert str(stopped).startswith("Rank 3 on host node-4 was given up (in fn, after init()): its Spark task has given")
+    assert str(stopped).startswith(
+        "Rank 3 on host node-4 stopped responding (in fn, after init()): its Spark task has sent no heartbeat for "
+    )
     early = failure_of(cut_off(TaskStatus(2, -1, "node-4")))
     assert type(early) is LaunchError
     assert str(early).startswith("Task 2 on host node-4 was cut off from the network before its rank was assigned")
 
 
 def test_tasks_that_do_not_come_are_named_with_their_hosts_where_spark_says_them():
-    failed = failure_of(not_met([1, 3, 4], {1: "node-b", 2: "node-c", 4: "node-d"}, 15.0))
+    failed = failure_of(tasks_not_ready([1, 3, 4], {1: "node-b", 2: "node-c", 4: "node-d"}, 15.0))
     assert isinstance(failed, StartTimeoutError)
     assert str(failed).startswith(
-        "The tasks of this job did not meet within start_timeout=15 s: Spark runs task 1 on host node-b, task 4 on "
-        "host node-d, but without getting any further. Its Python worker is stopped, "
+        "Not all tasks of this job were ready within start_timeout=15 s: Spark runs task 1 on host node-b, task 4 on "
+        "host node-d, but without progress. The Python worker is suspended, "
     )
-    assert ". Spark does not say here where it runs task 3. It waits for a slot since an executor was lo" in str(failed)
-    given = str(failure_of(not_met([1], {1: "node-b"}, 15.0, given=True)))
-    assert "within start_timeout=15 s after the others had their rows: Spark runs task 1 on host node-b" in given
-    many = str(failure_of(not_met(range(12), {}, 15.0)))
-    assert "15 s: Spark does not say here where it runs task 0, task 1, " in many
-    assert "task 9, 2 more. It waits for a slot" in many
+    assert (
+        ". Spark does not report where it runs task 3. A task waits for a slot because an executor was lost"
+    ) in str(failed)
+    with_rows = str(failure_of(tasks_not_ready([1], {1: "node-b"}, 15.0, with_rows=True)))
+    assert (
+        "within start_timeout=15 s after the other tasks had received their rows: Spark runs task 1 on host node-b"
+    ) in with_rows
+    many = str(failure_of(tasks_not_ready(range(12), {}, 15.0)))
+    assert "15 s: Spark does not report where it runs task 0, task 1, " in many
+    assert "task 9, 2 more. A task waits for a slot" in many

@@ -10,12 +10,14 @@ ABORTED = (
     "the maximum allowable number of times: 4. Most recent failure reason: Stage failed because barrier task "
     "ShuffleMapTask(12, 1) finished unsuccessfully.\n"
 )
-LAST = "It was the last of 4 attempts.\n\nSpark says: org.apache"
+LAST = "This was the last of 4 attempts.\n\nSpark's own error: org.apache"
 
 
 def test_an_executor_without_sparkhvd_gets_its_own_sentence():
-    assert "install it on every node" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y"))
-    assert "not this version" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd.task.entry'\n\tat org.y"))
+    assert "Install this version on every node" in spark_failure(
+        RuntimeError("x\nNo module named 'sparkhvd'\n\tat org.y")
+    )
+    assert "a different version" in spark_failure(RuntimeError("x\nNo module named 'sparkhvd.task.entry'\n\tat org.y"))
 
 
 @pytest.mark.parametrize(
@@ -23,11 +25,11 @@ def test_an_executor_without_sparkhvd_gets_its_own_sentence():
     [
         (
             "ExecutorLostFailure (executor 6 exited caused by one of the running tasks) Reason: Ended with 137",
-            "executor 6 on host node-6, which ran task 1, was lost (Ended with 137). Its log says more.",
+            "executor 6 on host node-6, which ran task 1, was lost (Ended with 137). See the executor's log.",
         ),
         (
             "ExecutorLostFailure (executor 6 exited unrelated to the running tasks) Reason: Lost.\n\tat org.y",
-            "executor 6 on host node-6, which ran task 1, was lost (Lost). Its log says more.",
+            "executor 6 on host node-6, which ran task 1, was lost (Lost). See the executor's log.",
         ),
         (
             "PythonException: Thrown: Traceback (most recent call last):\n  File a\nsparkhvd.errors.E: no luck.\n SQL",
@@ -35,33 +37,33 @@ def test_an_executor_without_sparkhvd_gets_its_own_sentence():
         ),
         (
             "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed). Consider",
-            "the Python worker of task 1 was killed or crashed; on a host that is short of memory the kernel kills it.",
+            "the Python worker of task 1 was killed or crashed; the kernel kills it if the host is short of memory.",
         ),
     ],
 )
 def test_the_cause_comes_before_what_spark_says(said, cause):
     failure = spark_failure(RuntimeError(ABORTED + said), lambda executor: f"node-{executor}")
-    assert failure.startswith(f"Spark gave the job up: {cause} {LAST}")
+    assert failure.startswith(f"Spark aborted the job: {cause} {LAST}")
     assert "\tat org.y" not in failure
 
 
 def test_a_task_is_named_with_its_host():
     said = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
     failure = spark_failure(said, task_hosts={0: "node-a", 1: "node-b"})
-    assert failure.startswith("Spark gave the job up: the Python worker of task 1 on host node-b was killed or crashed")
+    assert failure.startswith("Spark aborted the job: the Python worker of task 1 on host node-b was killed or crashed")
     raised = RuntimeError(f"{ABORTED}Traceback (most recent call last):\n  File a\nValueError: no luck\n SQL")
     failure = spark_failure(raised, task_hosts={1: "node-b"})
-    assert failure.startswith("Spark gave the job up: task 1 on host node-b failed with ValueError: no luck.")
+    assert failure.startswith("Spark aborted the job: task 1 on host node-b failed with ValueError: no luck.")
 
 
 def test_a_task_is_named_with_its_rank_and_how_far_it_was_where_it_has_said_that():
     said = RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone")
     failure = spark_failure(said, tasks={1: TaskStatus(1, 3, "node-b", 9, "in fn")})
-    assert failure.startswith("Spark gave the job up: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")
+    assert failure.startswith("Spark aborted the job: executor 2, which ran task 1 (rank 3, in fn), was lost (gone).")
     for tasks in ({}, {1: TaskStatus(1, -1, "node-b", 9)}):
         early = spark_failure(said, tasks=tasks)
         assert early.startswith(
-            "Spark gave the job up: executor 2, which ran task 1 (before its rank was assigned), was"
+            "Spark aborted the job: executor 2, which ran task 1 (before its rank was assigned), was"
         )
     crashed = RuntimeError(f"{ABORTED}org.apache.spark.SparkException: Python worker exited unexpectedly (crashed).")
     failure = spark_failure(crashed, task_hosts={1: "node-b"}, tasks={})
@@ -71,7 +73,7 @@ def test_a_task_is_named_with_its_rank_and_how_far_it_was_where_it_has_said_that
 def test_too_few_slots_are_told_with_what_to_change():
     said = "[SPARK-24819]: Barrier execution mode does not allow run a barrier stage that requires more slots than"
     failure = spark_failure(RuntimeError(said))
-    assert failure.startswith("Spark gave the job up: the cluster has fewer slots than this job has ranks, with the ")
+    assert failure.startswith("Spark aborted the job: the cluster has fewer slots than this job has ranks, given the ")
 
 
 @pytest.mark.parametrize(
@@ -83,22 +85,22 @@ def test_too_few_slots_are_told_with_what_to_change():
 )
 def test_who_cancels_a_job_is_told_so(said, cause):
     failure = spark_failure(RuntimeError(f"An error occurred.\n{said}\n\tat org.y"))
-    assert failure.startswith(f"Spark gave the job up: it was cancelled ({cause}")
+    assert failure.startswith(f"Spark aborted the job: it was cancelled ({cause}")
     assert failure.splitlines()[0].endswith(").")
 
 
 def test_an_executor_whose_host_is_not_known_is_named_alone():
     failure = spark_failure(RuntimeError(f"{ABORTED}ExecutorLostFailure (executor 2 exited) Reason: gone"))
-    assert failure.startswith("Spark gave the job up: executor 2, which ran task 1, was lost (gone).")
+    assert failure.startswith("Spark aborted the job: executor 2, which ran task 1, was lost (gone).")
 
 
 def test_what_is_not_known_of_spark_is_passed_on():
     failure = spark_failure(RuntimeError("cause\n\tat org.y"))
-    assert failure == "Spark gave the job up; no rank reported a failure of its own. Spark says: cause"
+    assert failure == "Spark aborted the job, and no rank reported a failure. Spark's own error: cause"
 
 
 @pytest.mark.parametrize("error", [ConnectionRefusedError(111, "Connection refused"), EOFError()])
 def test_the_end_of_spark_is_not_an_error_of_a_socket(error):
     failure = spark_failure(error)
-    assert failure.startswith("Spark has ended: the JVM beside this driver does not answer any more (")
-    assert "make a new one" in failure
+    assert failure.startswith("Spark has ended: the JVM of this driver no longer responds (")
+    assert "create a new one" in failure

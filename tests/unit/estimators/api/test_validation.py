@@ -141,9 +141,11 @@ def test_the_options_of_a_spark_backend_are_looked_at_before_any_work():
     check_backend({**params, "backend": SparkBackend(2, gpus_per_task=1)})
     with pytest.raises(ParamError, match=r"^backend='mpi' cannot send the rows"):
         check_backend({**params, "backend": SparkBackend(2, use_mpi=True)})
-    with pytest.raises(ConfigError, match="gpus_per_task=0 is no amount that Spark takes"):
+    with pytest.raises(
+        ConfigError, match=r"gpus_per_task must be a positive integer or a fraction between 0 and 1 .*, got 0"
+    ):
         check_backend({**params, "backend": SparkBackend(2, gpus_per_task=0)})
-    with pytest.raises(ConfigError, match="are for Spark tasks; launcher='local' starts none"):
+    with pytest.raises(ConfigError, match="configure Spark tasks, but launcher='local' starts none"):
         check_backend({**params, "backend": SparkBackend(2, cpus_per_task=1, launcher="local"), "data": "store"})
 
 

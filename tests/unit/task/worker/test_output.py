@@ -202,5 +202,5 @@ def test_a_folder_that_cannot_be_written_costs_the_kept_files_alone(tmp_path, ca
     stream.close()
     assert shown.text == "[0]<stdout>:0\n[0]<stderr>:1\n[0]<stderr>:2\n[0]<stdout>:3\n"
     assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n"
-    said = f"From here on no output of the ranks is kept in {tmp_path}: [Errno 28] No space left on device"
-    assert caplog.text.count("is kept in") == caplog.text.count(said) == 1
+    warning = f"The output of the ranks is no longer saved in {tmp_path}: [Errno 28] No space left on device"
+    assert caplog.text.count("saved in") == caplog.text.count(warning) == 1
