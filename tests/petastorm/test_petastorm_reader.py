@@ -173,7 +173,7 @@ def test_rows_that_petastorm_loses_are_noticed(plain, monkeypatch):
     source = source_of(plain)
     original = source._read
     monkeypatch.setattr(source, "_read", lambda: iter(list(original())[:-1]))
-    with pytest.raises(DataError, match=r"petastorm read 15 rows of .* for rank 0, where the Parquet footers have 16"):
+    with pytest.raises(DataError, match=r"petastorm read 15 rows of .* for rank 0, but the Parquet footers have 16"):
         list(source.epoch(0))
     monkeypatch.setattr(source, "_read", lambda: iter([*original(), *original()]))
     with pytest.raises(DataError, match="petastorm read 17 rows"):

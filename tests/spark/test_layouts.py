@@ -80,9 +80,9 @@ def test_the_rows_are_those_that_spark_shows(spark, folders, name):
 def test_files_that_are_left_out_are_named_and_a_pattern_is_told(folders, caplog):
     with caplog.at_level(logging.WARNING):
         open_existing(str(folders / "files beside values"), feature_cols=["x"], label_cols=["y"])
-    assert "has 1 files that are not read, because Spark does not read them either, such as" in caplog.text
+    assert "has 1 files that are skipped, because Spark does not read them either, for example" in caplog.text
     caplog.clear()
     open_existing(str(folders / "values"), feature_cols=["x"], label_cols=["y"])
     assert not caplog.text
-    with pytest.raises(DataError, match="Patterns are not expanded; give a folder"):
+    with pytest.raises(DataError, match="Patterns are not expanded; pass a folder"):
         open_existing(str(folders / "flat" / "*.parquet"), feature_cols=["x"], label_cols=["y"])

@@ -298,7 +298,7 @@ def test_a_validation_column_decides_and_is_not_delivered(spark, store, kind):
 
 def test_a_validation_column_with_null_or_other_values_is_refused_with_counts(spark, store):
     df = numbers(spark).withColumn("v", functions.expr("CASE WHEN x < 3 THEN NULL WHEN x < 10 THEN 2 ELSE 0 END"))
-    with pytest.raises(DataError, match="column 'v' has 3 rows with NULL and 7 rows with another value than 0 and 1"):
+    with pytest.raises(DataError, match="column 'v' has 3 rows with NULL and 7 rows with values other than 0 and 1"):
         prepare_all(df, store, validation="v")
     assert_nothing_is_left(store)
 
@@ -396,7 +396,7 @@ class StoreOfOneMachine(LocalStore):
 @pytest.mark.parametrize("validation", [None, 0.5])
 def test_rows_that_do_not_come_to_the_store_are_told_from_none(spark, tmp_path, validation):
     store = StoreOfOtherMachines(str(tmp_path / "store"))
-    with pytest.raises(StoreError, match=rf"has 1 rows, but 0 of them came to {store.url}\. Check that the driver"):
+    with pytest.raises(StoreError, match=rf"has 1 rows, but 0 of them arrived in {store.url}\. Check that the driver"):
         prepare_all(spark.createDataFrame([([1.0], 0)], ARRAY), store, validation=validation)
     for empty in (spark.createDataFrame([], ARRAY), numbers(spark).where("x < 0"), numbers(spark).limit(0)):
         with pytest.raises(DataError, match=r"^The DataFrame has no rows to train on\."):
@@ -406,7 +406,9 @@ def test_rows_that_do_not_come_to_the_store_are_told_from_none(spark, tmp_path, 
 @pytest.mark.parametrize("validation", [None, 0.5])
 def test_a_store_in_which_some_of_the_rows_are_missing_is_refused(spark, tmp_path, validation):
     store = StoreOfOneMachine(str(tmp_path / "store"))
-    with pytest.raises(StoreError, match=rf"has 100 rows, but 6\d of them came to {store.url}\. Check that the driver"):
+    with pytest.raises(
+        StoreError, match=rf"has 100 rows, but 6\d of them arrived in {store.url}\. Check that the driver"
+    ):
         prepare_all(numbers(spark), store, validation=validation)
     assert_nothing_is_left(store)
 

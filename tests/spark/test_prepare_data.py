@@ -83,7 +83,7 @@ def test_the_arguments_are_horovods_in_horovods_order(spark, store):
         ({"row_group_bytes": 0}, ConfigError, "row_group_bytes is 0"),
         ({"keep_seconds": -1}, ConfigError, "keep_seconds is -1"),
         ({"label_columns": []}, SchemaError, "No label column is selected; label_columns is empty"),
-        ({"label_columns": ["why"]}, SchemaError, r"There is no column 'why' \(asked for as label\)"),
+        ({"label_columns": ["why"]}, SchemaError, r"There is no column 'why' \(requested as label\)"),
         ({"fill": {"q": 1}}, SchemaError, "fill names 'q'"),
         ({"validation": 1.5}, SchemaError, "The validation fraction 1.5 is not in"),
     ],
@@ -594,13 +594,15 @@ def test_rows_with_a_name_are_kept_and_found_whatever_they_are_made_of(spark, st
         ({"feature_columns": ["z", "x"]}, "their columns, types or fills differ"),
         ({"seed": 5}, "their validation splits differ"),
         ({"name": "../x"}, "The name '../x' cannot be a folder name"),
-        ({"keep_seconds": 0}, "name='train v3' keeps rows, and keep_seconds=0 keeps none"),
+        ({"keep_seconds": 0}, "name='train v3' keeps the rows, but keep_seconds=0 keeps none"),
     ]:
         with pytest.raises((DataError, StoreError, ConfigError), match=message):
             prepare_data(1, store, made(), **{**again, **change})
     with prepare_data(1, store, source[1](), ["y"], name="plain"):
         pass
-    with pytest.raises(DataError, match=r"'plain' has other rows .*: the DataFrame, its files or the settings"):
+    with pytest.raises(
+        DataError, match=r"'plain' already belongs to other rows .*: the DataFrame, its files or the settings"
+    ):
         prepare_data(1, store, source[1]().where("x > 3"), ["y"], name="plain")
     assert len(clean(store)) == 2
     assert [path for path in store.list("") if not path.startswith("runs/")] == []
@@ -620,7 +622,7 @@ def test_a_warning_names_what_keeps_rows_from_being_recognised(spark, store, sou
         with prepare_data(1, store, source[1]().selectExpr("y", f"{column} AS t"), ["y"]):
             pass
         (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert f"no later job finds them: {reason} is not known to give the same every time." in line
+        assert f"no later job can reuse them: {reason} is not known to be deterministic." in line
         assert line.endswith("prepare_data(name=...) keeps them.")
     assert store.list("") == []
 

@@ -276,7 +276,7 @@ def test_a_store_that_the_executors_do_not_share_is_said_in_one_sentence(spark):
 
 def test_executors_that_do_not_answer_in_time_are_not_waited_for(spark):
     store = Store.create(f"memory://{uuid.uuid4().hex}")
-    with pytest.raises(StartTimeoutError, match=r"did not say within start_timeout=0\.001 s whether they see"):
+    with pytest.raises(StartTimeoutError, match=r"did not report within start_timeout=0\.001 s whether they see"):
         check_store(spark, store, seconds=0.001)
     assert store.list("") == []
 

@@ -234,7 +234,7 @@ def test_the_model_knows_its_columns_and_its_run(fitted):
 
 
 def test_transform_refuses_columns_that_do_not_fit(fitted, xor):
-    with pytest.raises(SchemaError, match=r"There is no column 'v' \(asked for as feature\)"):
+    with pytest.raises(SchemaError, match=r"There is no column 'v' \(requested as feature\)"):
         fitted.transform(xor.drop("v"))
     with pytest.raises(SchemaError, match="has a column 'y__output' already"):
         fitted.transform(fitted.transform(xor))
@@ -369,14 +369,14 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
-        ({"feature_cols": ["a", "bb"]}, SchemaError, r"There is no column 'bb' \(asked for as feature\)"),
-        ({"label_cols": ["why"]}, SchemaError, r"There is no column 'why' \(asked for as label\)"),
+        ({"feature_cols": ["a", "bb"]}, SchemaError, r"There is no column 'bb' \(requested as feature\)"),
+        ({"label_cols": ["why"]}, SchemaError, r"There is no column 'why' \(requested as label\)"),
         (
             {"feature_cols": ["a", "text"]},
             SchemaError,
             "Column 'text' has the type string, which cannot be a feature of a model",
         ),
-        ({"validation": "holdout"}, SchemaError, r"There is no column 'holdout' \(asked for as validation\)"),
+        ({"validation": "holdout"}, SchemaError, r"There is no column 'holdout' \(requested as validation\)"),
         (
             {"store": None, "data": "store"},
             ParamError,

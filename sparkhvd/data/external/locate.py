@@ -45,11 +45,11 @@ def locate(urls: Sequence[str], access: Access) -> tuple[Store, list[str]]:
         refuse_credentials(url)
     parsed = [_parsed(url) for url in urls]
     if len({where for where, _ in parsed}) > 1:
-        raise DataError(f"{' and '.join(urls)} do not lie on one file system; put the rows side by side.")
+        raise DataError(f"{' and '.join(urls)} are on different file systems; put them on the same one.")
     places = [place for _, place in parsed]
     root = posixpath.commonpath([posixpath.dirname(place) for place in places])
     if root in places:
-        raise DataError(f"There is no folder around {' and '.join(urls)}; put the rows into one.")
+        raise DataError(f"There is no folder above {' and '.join(urls)}; put the rows into a folder.")
     return _store_at(parsed[0][0], root, access), [posixpath.relpath(place, root) for place in places]
 
 

@@ -150,7 +150,7 @@ def open_data(
     wanted = Wanted(names, fill=fill, transformed=True)
     if isinstance(data, Manifest):
         if store is None:
-            raise StoreError("A manifest says nothing of the Store that it lies in; pass store= with it.")
+            raise StoreError("A manifest does not name the Store that it is in; pass store= as well.")
         return ExistingFiles(store, selected(data, wanted))
     if store is not None:
         return _opened(store, [data.strip("/")], wanted)
@@ -230,7 +230,7 @@ def selected(manifest: Manifest, wanted: Wanted) -> Manifest:
     known = manifest.schema.names()
     for name in wanted.fill:
         if name not in known:
-            raise SchemaError(f"fill names {name!r}, which is no selected column; those are {known}.")
+            raise SchemaError(f"fill names {name!r}, which is not a selected column; expected one of {known}.")
     filled = [
         replace(manifest.schema[name], fill=checked_fill(manifest.schema[name], value))
         for name, value in wanted.fill.items()
@@ -245,12 +245,12 @@ def _visible_files(store: Store, place: str) -> list[str]:
         _refuse_table(name, f"{store.url}/{place}")
     shown = [inside[name] for name in shown_files(list(inside))]
     if not shown:
-        pattern = " Patterns are not expanded; give a folder." if _PATTERN.search(place) else ""
+        pattern = " Patterns are not expanded; pass a folder." if _PATTERN.search(place) else ""
         raise DataError(f"There are no Parquet files in {store.url}/{place}; check the path.{pattern}")
     left_out = sorted({inside[name] for name in visible_files(list(inside))} - set(shown))
     if left_out:
         logger.warning(
-            "%s/%s has %d files that are not read, because Spark does not read them either, such as %s. Read their "
+            "%s/%s has %d files that are skipped, because Spark does not read them either, for example %s. Read their "
             "folders one by one, or name all folders by values (day=1).",
             store.url,
             place,
@@ -264,9 +264,9 @@ def _refuse_table(inside: str, url: str) -> None:
     for kind, log in _TABLES:
         if log.search(inside):
             raise DataError(
-                f"{url} is a table of {kind.capitalize()}: which of its files hold its rows now stands in its log "
-                f"({inside.lstrip('/')}), so its files alone may be rows that were deleted or replaced. Let Spark read "
-                f'it: fit(spark.read.format("{kind}").load(...)), or prepare_data of that.'
+                f"{url} is a {kind.capitalize()} table. Only its log ({inside.lstrip('/')}) says which files hold its "
+                "current rows, so its files may contain rows that were deleted or replaced. Read it with Spark: "
+                f'fit(spark.read.format("{kind}").load(...)), or prepare_data of that.'
             )
 
 
@@ -357,7 +357,7 @@ def _with_shapes(store: Store, schema: DataSchema, footers: Iterable[Footer]) ->
                 if not unknown:
                     break
     if unknown:
-        raise DataError(f"Column {next(iter(unknown))!r} is NULL in all rows, so that its shape is not to be seen.")
+        raise DataError(f"Column {next(iter(unknown))!r} is NULL in all rows, so its shape is unknown. Leave it out.")
     return schema.replaced(known)
 
 
@@ -386,7 +386,7 @@ def _check(store: Store, footer: Footer, first: Footer, schema: DataSchema) -> N
         if found.get(top) != wanted[top]:
             raise SchemaError(
                 f"Column {top!r} is {wanted[top]} in {store.url}/{first.path} and {found.get(top, 'missing')} in "
-                f"{url}; all files need the same columns."
+                f"{url}; all files must have the same columns."
             )
         within = leaves.get(".".join(column.path), [])
         if column.kind != "vector" and len(within) == 1:
@@ -411,15 +411,15 @@ def _check_leaf(column: ColumnSpec, leaf: LeafFacts, row_groups: Iterable[int], 
         return  # NULL takes the place of a whole array then, so the numbers of values say nothing
     if leaf.nulls:
         raise DataError(
-            f"Column {column.name!r} ({column.role}) has {leaf.nulls} NULL values in {url}. Say what to read there "
-            "(fill), or write the files without these rows."
+            f"Column {column.name!r} ({column.role}) has {leaf.nulls} NULL values in {url}. Set fill for this column, "
+            "or write the files without these rows."
         )
     expected = 1 if column.codec is not None else math.prod(column.shape or ())
     for rows, values in zip(row_groups, leaf.values, strict=True):
         if values != rows * expected:
             raise SchemaError(
                 f"Column {column.name!r} ({column.role}) has arrays of different lengths in {url}: {values} values in "
-                f"{rows} rows, where the first row has {expected}. All rows need one shape; pad or cut them."
+                f"{rows} rows, where the first row has {expected}. All rows must have the same shape; pad or cut them."
             )
 
 

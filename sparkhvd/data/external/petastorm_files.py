@@ -70,6 +70,6 @@ class StoreFolder:
     def open(self, path: str, mode: str = "rb") -> pa.NativeFile:
         """A file for reading."""
         if mode != "rb" or path not in self._files:
-            raise FileNotFoundError(f"There is no {path} to read in {self._store.url}.")
+            raise FileNotFoundError(f"Cannot open {path} for reading in {self._store.url}: no such file.")
         files, place = self._store.arrow(self._files[path])
         return files.open_input_file(place)

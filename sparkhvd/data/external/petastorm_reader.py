@@ -120,8 +120,8 @@ class PetastormSource:
 
     def _lost(self, given: int, wanted: int) -> DataError:
         return DataError(
-            f"petastorm read {given} rows of {self._store.url}/{self._folder} for rank {self._rank}, where the Parquet "
-            f"footers have {wanted}. Read the dataset without it: reader='native'."
+            f"petastorm read {given} rows of {self._store.url}/{self._folder} for rank {self._rank}, but the Parquet "
+            f"footers have {wanted}. Read the dataset with reader='native'."
         )
 
     def _shuffled(self, rows: Iterator[tuple[Any, ...]], epoch: int) -> Iterator[tuple[Any, ...]]:
@@ -182,8 +182,8 @@ def _stack(column: ColumnSpec, values: list[Any]) -> np.ndarray[Any, Any]:
         array = np.asarray(value)
         if column.is_number and array.dtype != into.dtype:
             raise DataError(
-                f"petastorm gave {array.dtype} for column {column.name!r}, which is {column.dtype}. Read the dataset "
-                "without it: reader='native'."
+                f"petastorm returned {array.dtype} for column {column.name!r}, expected {column.dtype}. Read the "
+                "dataset with reader='native'."
             )
         into[index] = array.reshape(columns.row_shape(column)) if column.is_number else value
     return into

@@ -85,8 +85,8 @@ def parse(content: bytes, where: str) -> dict[str, Field]:
         raise
     except _ForbiddenError as error:
         raise DataError(
-            f"The petastorm schema in {where} refers to {error}, which is not part of one. It was not opened, because "
-            "a pickle can run any code. Write the dataset again with petastorm, or as plain Parquet."
+            f"The petastorm schema in {where} refers to {error}, which does not belong in a schema. It was not loaded, "
+            "because a pickle can run any code. Write the dataset again with petastorm, or as plain Parquet."
         ) from None
     except Exception as error:
         raise DataError(f"The petastorm schema in {where} cannot be read: {error!r}. The file is damaged.") from error
@@ -174,7 +174,7 @@ class _Unpickler(pickle.Unpickler):
         return self._known[module, name]
 
     def persistent_load(self, pid: object) -> Any:
-        raise _ForbiddenError(f"the object {pid!r} elsewhere")
+        raise _ForbiddenError(f"the external object {pid!r}")
 
 
 def _field(field: tuple[Any, ...]) -> Field:

@@ -153,7 +153,7 @@ def tf_dataset(data: str | Manifest, batch_size: int, *, epochs: int = 1, **opti
 
 def _world(rank: int | None, size: int | None) -> World:
     if (rank is None) != (size is None):
-        raise ConfigError(f"rank={rank} and size={size} go together; give both or none.")
+        raise ConfigError(f"rank={rank} and size={size} belong together; pass both or neither.")
     if rank is not None and size is not None:
         return World(rank=rank, size=size, local_rank=rank, local_size=size)
     return session.current().world if session.is_initialized() else World()

@@ -52,7 +52,7 @@ def _spec(name: str, array: np.ndarray[Any, Any], width: int | None) -> tf.Tenso
         kind = tf.as_dtype(array.dtype)
     except TypeError as error:
         raise SchemaError(
-            f"Column {name!r} ({array.dtype}) does not fit into a tensor; leave it out (columns=) or make a number of "
-            "it (transformation_fn=)."
+            f"Column {name!r} ({array.dtype}) cannot become a tensor; leave it out (columns=) or convert it to a "
+            "number (transformation_fn=)."
         ) from error
     return tf.TensorSpec((None, *array.shape[1:]), kind)

@@ -68,7 +68,7 @@ class TorchBatches(Closable, IterableDataset[Tensors]):
 
 def _no_workers() -> ConfigError:
     return ConfigError(
-        "torch_loader decodes in threads of its own and is already divided among the ranks; use it with "
+        "torch_loader decodes in its own threads and already yields only the rows of this rank; use it with "
         "DataLoader(..., num_workers=0), or without a DataLoader."
     )
 
@@ -93,6 +93,6 @@ def _tensors(batch: Batch, sparse: dict[str, int]) -> Tensors:
         held = {name: array.dtype for name, array in batch.columns.items() if array.dtype.kind not in "biuf"}
         name, kind = next(iter(held.items()))
         raise SchemaError(
-            f"Column {name!r} ({kind}) does not fit into a tensor; leave it out (columns=) or make a number of it "
+            f"Column {name!r} ({kind}) cannot become a tensor; leave it out (columns=) or convert it to a number "
             "(transformation_fn=)."
         ) from error

@@ -43,15 +43,13 @@ def _column(column: ColumnSpec, arrays: Arrays, rows: Arrays) -> ColumnSpec:
     array, count = arrays[column.name], len(rows[column.name])
     if array.ndim == 0 or len(array) != count:
         raise DataError(
-            f"transformation_fn made shape {list(array.shape)} of {count} rows of column {column.name!r}; it may "
-            "change columns but not the number of rows."
+            f"transformation_fn returned shape {list(array.shape)} for {count} rows of column {column.name!r}; it must "
+            "keep the number of rows."
         )
     if column.sparse and array.dtype == rows[column.name].dtype:
         return column
     if str(array.dtype) not in NUMBERS:
-        raise DataError(
-            f"transformation_fn left column {column.name!r} as {array.dtype}, which is no number; make one of it."
-        )
+        raise DataError(f"transformation_fn returned column {column.name!r} as {array.dtype}; convert it to a number.")
     shape = tuple(array.shape[1:])
     kind = column.kind if shape == column.shape else ("array" if shape else "scalar")
     return replace(

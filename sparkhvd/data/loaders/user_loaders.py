@@ -207,21 +207,21 @@ class LoaderSource:
     def _refuse_more(self, found: Iterator[Columns]) -> None:
         if next(found, None) is not None:
             raise DataError(
-                f"The data module's {self._split} loader gave more than {self._steps} batches in an epoch, although "
-                f"its len() is {len(self._loader)} and the longest of all ranks has {self._steps}. The rest would not "
-                "be used: return the number of batches from __len__, or end _iterate after that many."
+                f"The data module's {self._split} loader yielded more than {self._steps} batches in an epoch, although "
+                f"its len() is {len(self._loader)} and the longest of all ranks has {self._steps}. The rest would be "
+                "ignored: return the number of batches from __len__, or end _iterate after that many."
             )
 
     def _checked(self, batch: Columns) -> dict[str, npt.NDArray[np.generic]]:
         missing = [name for name in self._schema.names() if name not in batch]
         if missing:
             raise DataError(
-                f"The data module's {self._split} loader gave the columns {list(batch)} without {missing[0]!r}."
+                f"The data module's {self._split} loader yielded the columns {list(batch)} without {missing[0]!r}."
             )
         arrays = {name: np.require(batch[name], requirements=["C", "W"]) for name in self._schema.names()}
         if len({len(array) for array in arrays.values()}) > 1:
             sizes = {name: len(array) for name, array in arrays.items()}
-            raise DataError(f"The data module's {self._split} loader gave columns of different lengths: {sizes}.")
+            raise DataError(f"The data module's {self._split} loader yielded columns of different lengths: {sizes}.")
         return arrays
 
     def _nothing(self) -> dict[str, npt.NDArray[np.generic]]:

@@ -91,8 +91,7 @@ class GivenRows:
         self._rank = rank
         names = {sent: name for name, sent in _sent(self._schema).items()}
         self._blocks = {
-            split: ArrowBlocks(path, f"the {split} rows that rank {rank} was given", names)
-            for split, path in paths.items()
+            split: ArrowBlocks(path, f"the {split} rows of rank {rank}", names) for split, path in paths.items()
         }
 
     def facts(self) -> tuple[FileFacts, ...]:
@@ -173,7 +172,7 @@ class _Nothing:
     fresh = False
 
     def batches(self, piece: Piece) -> pa.RecordBatch:
-        raise DataError(f"There are no rows, but {piece.rows} were asked for.")
+        raise DataError(f"This rank has no rows of the split, but {piece.rows} rows were requested.")
 
 
 def _rows(blocks: ArrowBlocks) -> tuple[int, ...]:

@@ -170,8 +170,8 @@ def _check_all_came(written: int, files: Sequence[FileFacts], store: Store) -> N
     came = sum(sum(file.row_groups) for file in files)
     if came != written:
         raise StoreError(
-            f"The DataFrame has {written} rows, but {came} of them came to {store.url}. Check that the driver and all "
-            "executors share this folder."
+            f"The DataFrame has {written} rows, but {came} of them arrived in {store.url}. Check that the driver and "
+            "all executors share this folder."
         )
 
 
@@ -301,10 +301,13 @@ def _facts(store: Store, folder: str, footer: Footer, schema: DataSchema) -> Fil
     leaves = [_VECTOR_LEAVES if column.kind == "vector" else 1 for column in schema.columns]
     leaves += [1] * len(size_columns(schema.columns))
     if name is None or len(footer.columns) != sum(leaves):
-        raise DataError(f"{store.url}/{footer.path} is not a file as Spark writes it: {len(footer.columns)} columns.")
+        raise DataError(
+            f"{store.url}/{footer.path} is not a file that Spark wrote for this dataset: it has "
+            f"{len(footer.columns)} columns."
+        )
     if any(column.nulls is None for column in footer.columns):
         raise DataError(
-            f"{store.url}/{footer.path} has no statistics; allow Spark to write them (parquet.column.statistics)."
+            f"{store.url}/{footer.path} has no statistics; let Spark write them (parquet.column.statistics)."
         )
     starts = [0, *accumulate(leaves)]
     split = re.search(rf"/{SPLIT}=(\w+)/", footer.path)

@@ -202,7 +202,7 @@ def acquire(
     if keep_seconds < 0:
         raise ConfigError(f"keep_seconds is {keep_seconds}; it must be at least 0.")
     if name is not None and not keep_seconds:
-        raise ConfigError(f"name={name!r} keeps rows, and keep_seconds=0 keeps none; leave one of them out.")
+        raise ConfigError(f"name={name!r} keeps the rows, but keep_seconds=0 keeps none; leave one of them out.")
     refuse_streaming(df)
     store = told_by_spark(store, df.sparkSession)
     _remove_expired(store, df.sparkSession)
@@ -220,8 +220,8 @@ def acquire(
     if known is None and name is None:
         if reasons:
             report(
-                "The prepared rows are removed after this use, and no later job finds them: %s. prepare_data(name=...) "
-                "keeps them.",
+                "The prepared rows are removed after this use, and no later job can reuse them: %s. "
+                "prepare_data(name=...) keeps them.",
                 reasons[0],
             )
         return prepare_anew(keep_seconds=0.0)
@@ -285,7 +285,7 @@ def _named_before(store: Store, name: str, keep_seconds: float) -> PreparedData 
         lease = leases.take(store, dataset_id, keep_seconds, ())
         manifest = _complete(store, dataset_id)
         if manifest is not None:
-            logger.info("Dataset %s has the name %r; using its rows", dataset_id, name)
+            logger.info("Reusing dataset %s, which has the name %r", dataset_id, name)
             return PreparedData(store, manifest, lease, reused=True)
         store.delete(note)
         leases.let_go(replace(lease, keep_seconds=0.0))
@@ -298,8 +298,9 @@ def _refuse_others(found: PreparedData, selection: Selection, writing: Writing, 
     if differs is not None:
         found.close()
         raise DataError(
-            f"The name {found.manifest.name!r} has other rows in {found.store.url} (dataset {found.dataset_id}): "
-            f"{differs} differ. Choose another name, or remove the rows that have it (sparkhvd.data.clean)."
+            f"The name {found.manifest.name!r} already belongs to other rows in {found.store.url} (dataset "
+            f"{found.dataset_id}): {differs} differ. Choose another name, or remove the rows that have it "
+            "(sparkhvd.data.clean)."
         )
 
 
@@ -317,7 +318,7 @@ def hold(store: Store, dataset_id: str) -> PreparedData:
         try:
             lease.withdraw()
         except SparkHvdError as error:  # it must not hide the error that led here
-            logger.warning("Could not let go of dataset %s in %s: %s", dataset_id, store.url, error)
+            logger.warning("Could not release dataset %s in %s: %s", dataset_id, store.url, error)
         raise
 
 
@@ -377,7 +378,7 @@ def _prepared_before(store: Store, known: Fingerprint, keep_seconds: float) -> P
         lease = leases.take(store, dataset_id, keep_seconds, known.caches)
         manifest = _complete(store, dataset_id)
         if manifest is not None and manifest.fingerprint == known.text:
-            logger.info("Dataset %s holds these rows already; using it", dataset_id)
+            logger.info("Reusing dataset %s, which already holds these rows", dataset_id)
             return PreparedData(store, manifest, lease, reused=True)
         store.delete(note)
         leases.let_go(replace(lease, keep_seconds=0.0))
@@ -407,4 +408,4 @@ def _remove_expired(store: Store, spark: SparkSession) -> None:
         logger.warning("Could not remove expired datasets: %s", error)
     else:
         if removed:
-            logger.info("Removed %d datasets that had expired", len(removed))
+            logger.info("Removed %d expired datasets", len(removed))

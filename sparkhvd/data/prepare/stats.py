@@ -21,8 +21,8 @@ SplitValue = Literal["train", "validation", "null", "other"]
 SPLIT = RESERVED_PREFIX + "split"
 SIZE_PREFIX = RESERVED_PREFIX + "size_"
 
-_DROP = "Drop these rows (df.dropna(subset=[{name!r}])), fill them (df.fillna), or say what to read instead (fill)."
-_REPLACE = "Replace them, for example with pyspark.sql.functions.transform and coalesce, or say what to read (fill)."
+_DROP = "Drop these rows (df.dropna(subset=[{name!r}])), fill them (df.fillna), or set fill for the column."
+_REPLACE = "Replace them, for example with pyspark.sql.functions.transform and coalesce, or set fill for the column."
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) 
     nulls, others = rows_of(files, "null"), rows_of(files, "other")
     if nulls or others:
         raise DataError(
-            f"Validation column {by!r} has {nulls} rows with NULL and {others} rows with another value than 0 and 1; "
-            "it must be true (1) for the rows to hold out and false (0) for the rows to train on."
+            f"Validation column {by!r} has {nulls} rows with NULL and {others} rows with values other than 0 and 1; "
+            "it must be true (1) for held-out rows and false (0) for training rows."
         )
     train, held_out = rows_of(files, "train"), rows_of(files, "validation")
     rule = f"validation column {by!r}" if isinstance(by, str) else f"validation={by}"
@@ -158,7 +158,7 @@ def check_rows(files: Sequence[FileFacts], selection: Selection, num_proc: int) 
     if by is not None and not held_out:
         raise DataError(
             f"No row is held out: {rule} selects none of {train} rows. Take a larger fraction, a column that is 1 for "
-            "some rows, another seed, or validation=None. (A fraction decides by content: equal rows go together.)"
+            "some rows, another seed, or validation=None. (A fraction hashes the content, so equal rows stay together.)"
         )
     if train < num_proc:
         raise DataError(too_few_rows(train, num_proc))
@@ -174,7 +174,7 @@ def too_few_rows(train: int, num_proc: int) -> str:
     rows = "is 1 row" if train == 1 else f"are {train} rows"
     return (
         f"There {rows} to train on but num_proc is {num_proc}; every rank needs at least one row. "
-        "Lower num_proc or give more rows."
+        "Lower num_proc or provide more rows."
     )
 
 
@@ -229,7 +229,7 @@ def _common_length(
     if low != high:
         raise SchemaError(
             f"Column {column.name!r} ({column.role}) has {what} of length {low} and {high}; all {what} of an array or "
-            "vector column need the same length. Pad or cut them."
+            "vector column must have the same length. Pad or cut them."
         )
     if high == 0:
         raise SchemaError(f"Column {column.name!r} ({column.role}) holds only empty arrays or NULL. Leave it out.")

@@ -74,7 +74,7 @@ def _in_time(spark: SparkSession, collect: Callable[[], list[Row]], store: Store
         return run_job(spark, collect, seconds)
     except TimeoutError:
         raise StartTimeoutError(
-            f"The executors did not say within start_timeout={seconds:g} s whether they see the Store {store.url}: "
+            f"The executors did not report within start_timeout={seconds:g} s whether they see the Store {store.url}: "
             "other jobs keep the slots busy, or the Store does not answer them. Wait for those jobs, give this one a "
             "cluster of its own, or raise start_timeout."
         ) from None
@@ -127,4 +127,4 @@ def remove(probe: StoreProbe) -> None:
     try:
         probe.remove()
     except SparkHvdError as error:  # what the check found is the one to report
-        logger.warning("Could not remove what checked the Store: %s", error)
+        logger.warning("Could not remove the files of the Store check: %s", error)

@@ -82,7 +82,7 @@ class ParquetBlocks:
             raise
         except (OSError, pa.ArrowException) as error:
             raise StoreError(f"Cannot read {url}: {error}.") from error
-        raise DataError(f"{url} ends after {end} rows of a row group that should have more.")
+        raise DataError(f"{url} ends after {end} rows of a row group that should have more. Prepare the data again.")
 
     def _opened(self, content: pa.NativeFile, file: DataFile, url: str) -> pa.parquet.ParquetFile:
         from pyarrow import parquet  # noqa: PLC0415
@@ -138,6 +138,6 @@ def _check_row_groups(metadata: pa.FileMetaData, file: DataFile, url: str) -> No
     found = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     if found != list(file.row_groups):
         raise DataError(
-            f"{url} has row groups of {found} rows, the manifest says {list(file.row_groups)}; the dataset was changed "
-            "after it was prepared. Prepare it again."
+            f"{url} has row groups of {found} rows, but the manifest says {list(file.row_groups)}: the dataset was "
+            "changed after it was prepared. Prepare it again."
         )

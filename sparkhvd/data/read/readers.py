@@ -81,7 +81,7 @@ class Reading:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.cache not in {None, "memory", "disk"}:
-            raise ConfigError(f"cache={self.cache!r} does not exist; there are 'memory', 'disk' and None.")
+            raise ConfigError(f"Unknown cache={self.cache!r}; expected one of 'memory', 'disk' and None.")
 
     def window_rows(self, schema: DataSchema) -> int:
         """The rows of a window."""
@@ -163,7 +163,9 @@ class RowSource:
             DeadlineExceededError: no batch came within the time for it.
         """
         if not 0 <= first_step <= self.steps():
-            raise ConfigError(f"first_step is {first_step}; an epoch has {self.steps()} steps, from 0.")
+            raise ConfigError(
+                f"first_step is {first_step}; it must be from 0 to {self.steps()}, the steps of an epoch."
+            )
         return self._epoch(number, first_step)
 
     def _epoch(self, number: int, first_step: int) -> Iterator[Batch]:
@@ -364,7 +366,7 @@ def _transformed(batch: Batch, transformation: Transformation) -> Batch:
     for name, array in found.items():
         if len(array) != batch.rows:
             raise DataError(
-                f"transformation_fn made {len(array)} rows of column {name!r} from a batch of {batch.rows}; it may "
-                "change columns but not the number of rows."
+                f"transformation_fn returned {len(array)} rows of column {name!r} for a batch of {batch.rows} rows; it "
+                "must keep the number of rows."
             )
     return Batch({name: np.ascontiguousarray(array) for name, array in found.items()}, batch.rows, batch.global_rows)

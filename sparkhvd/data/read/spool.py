@@ -97,7 +97,7 @@ class Spool:
 
     def _failed(self, error: OSError) -> StoreError:
         return StoreError(
-            f"could not put its rows on the local disk ({', '.join(self._folders)}): {error.strerror or error}. Give "
+            f"could not write its rows to the local disk ({', '.join(self._folders)}): {error.strerror or error}. Give "
             "the executors more local disk (spark.local.dir), more executors, or train through a Store (data='store')"
         )
 
@@ -114,4 +114,4 @@ def unnamed_file(folders: Sequence[str]) -> IO[bytes]:
             return tempfile.TemporaryFile(dir=folder)
         except OSError as error:
             problem = problem or error
-    raise problem or OSError("no folder is given")
+    raise problem or OSError("there is no local folder to use")

@@ -130,7 +130,7 @@ def fingerprint(
         PySparkException: a cache was asked for that is not filled yet, and a stage below it failed.
     """
     if is_connect(df.sparkSession):
-        report("the client of Spark Connect sees neither its plan nor its files")
+        report("a Spark Connect client sees neither the plan nor the files of a DataFrame")
         return None
     try:
         plan, found = _plan(df, caches=caches)
@@ -191,10 +191,10 @@ def _plan(df: DataFrame, *, caches: bool) -> tuple[list[object], tuple[str, ...]
     description = json.dumps(described, separators=(",", ":"))
     _refuse_unknown(nodes)
     if not caches and any(node["class"] == _CACHE for node in nodes):
-        raise _UnknownError("a cache means nothing in another application")
+        raise _UnknownError("a cache cannot be identified in another application")
     functions = _functions(df, plan)
     if len(functions) != sum(node["class"] == _FUNCTION for node in nodes):
-        raise _UnknownError("a function is where it cannot be looked at")
+        raise _UnknownError("the plan has a function that cannot be inspected")
     # VectorAssembler says that it is not, so that Spark calls it once per row.
     if not functions and not plan.deterministic():
         raise _UnknownError("an expression is not deterministic")
@@ -261,12 +261,12 @@ def _refuse_unknown(nodes: list[dict[str, object]]) -> None:
         )
         if not known:
             what = f"the function {node['name']!r} ({short})" if isinstance(node.get("name"), str) else short
-            raise _UnknownError(f"{what} is not known to give the same every time")
+            raise _UnknownError(f"{what} is not known to be deterministic")
         # Arrays, maps and binary values are not shown in full.
         if short == "Literal" and node.get("value") is not None:
             kind = node.get("dataType")
             if isinstance(kind, dict) or kind == "binary":
-                raise _UnknownError("a literal is no simple value")
+                raise _UnknownError("a literal is not a simple value")
 
 
 def _nodes(found: object) -> Iterator[dict[str, object]]:
@@ -309,7 +309,7 @@ def _source(df: DataFrame, leaf: Any) -> list[str]:
         return [name]  # on the list, and described by the plan itself
     relation = leaf.relation()
     if str(relation.getClass().getName()) != "org.apache.spark.sql.execution.datasources.HadoopFsRelation":
-        raise _UnknownError(f"{relation.getClass().getName()} does not say what it reads")
+        raise _UnknownError(f"{relation.getClass().getName()} does not report what it reads")
     return [
         name,
         str(relation.fileFormat().getClass().getName()),
@@ -326,7 +326,7 @@ def _files(df: DataFrame, relation: Any) -> str:
     location = relation.location()
     kind = "org.apache.spark.sql.execution.datasources.InMemoryFileIndex"
     if str(location.getClass().getName()) != kind:
-        raise _UnknownError(f"{location.getClass().getName()} may change its mind about the files")
+        raise _UnknownError(f"{location.getClass().getName()} may list other files later")
     jvm: Any = df.sparkSession._jvm  # noqa: SLF001
     datasources = jvm.org.apache.spark.sql.execution.datasources
     nothing = getattr(getattr(jvm.scala, "None$"), "MODULE$")
@@ -341,7 +341,7 @@ def _files(df: DataFrame, relation: Any) -> str:
     )
     now, then = (_listing(index) for index in (fresh, location))
     if now != then:
-        raise _UnknownError("files have changed since the DataFrame was made")
+        raise _UnknownError("files have changed since the DataFrame was created")
     return now
 
 

@@ -101,7 +101,8 @@ class Lease:
         """
         if not self.store.exists(self.path):
             raise StoreError(
-                f"{self.store.url}/{self.path} was removed meanwhile, as if nobody held the prepared rows."
+                f"The lease {self.store.url}/{self.path} was removed because it had not been renewed for too long. The "
+                "prepared rows may be removed while they are in use."
             )
         with self.store.open(self.path, "wb") as file:
             file.write(_record(self.keep_seconds))
@@ -177,7 +178,7 @@ class Hold:
             try:
                 self._lease.renew()
             except (SparkHvdError, OSError) as error:  # the training may well end before anybody minds
-                logger.warning("Could not renew a hold in %s: %s", self._lease.store.url, error)
+                logger.warning("Could not renew a lease in %s: %s", self._lease.store.url, error)
             else:
                 renewed = now
         let_go(self._lease)
@@ -196,7 +197,7 @@ def let_go(lease: Renewable) -> None:
     try:
         lease.release()
     except SparkHvdError as error:
-        logger.warning("Could not release a hold in %s: %s", lease.store.url, error)
+        logger.warning("Could not release a lease in %s: %s", lease.store.url, error)
 
 
 def take(store: Store, dataset_id: str, keep_seconds: float, caches: tuple[str, ...] = ()) -> Lease:

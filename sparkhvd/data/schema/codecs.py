@@ -49,7 +49,7 @@ def decode(packed: pa.Array, column: ColumnSpec, dtype: np.dtype[Any], shape: tu
         if row.dtype != dtype or row.shape != shape:
             raise DataError(
                 f"{what}: row {index} holds {row.dtype} of shape {list(row.shape)}, expected {dtype} of shape "
-                f"{list(shape)}. All rows need one type and shape."
+                f"{list(shape)}. All rows must have the same type and shape."
             )
         rows[index] = row
     return rows
@@ -95,7 +95,7 @@ def _by_pillow(pillow: Any, value: bytes) -> Array:
 def _by_opencv(opencv: Any, value: bytes) -> Array:
     found = opencv.imdecode(np.frombuffer(value, np.uint8), opencv.IMREAD_UNCHANGED)
     if found is None:
-        raise ValueError("not an image that OpenCV knows")
+        raise ValueError("OpenCV does not recognize the image format")
     return np.asarray(opencv.cvtColor(found, opencv.COLOR_BGR2RGB) if found.ndim == 3 else found)
 
 

@@ -150,7 +150,7 @@ def to_numpy(array: pa.Array, column: ColumnSpec, where: str) -> Array:
     if column.kind == "vector" and pa.types.is_struct(array.type):
         return _vectors(array, column, where)
     if column.sparse:
-        raise DataError(f"{_called(column, where)} is not stored as a vector; it cannot be sparse.")
+        raise DataError(f"{_called(column, where)} is not stored as a vector, so it cannot be read as a sparse column.")
     return _nested(array, shape, column, where)
 
 
@@ -174,7 +174,7 @@ def _called(column: ColumnSpec, where: str) -> str:
 
 def _known(column: ColumnSpec, value: T | None) -> T:
     if value is None:
-        raise DataError(f"The shape of column {column.name!r} is not known; read the schema from the manifest.")
+        raise DataError(f"The shape of column {column.name!r} is unknown; read the schema from the manifest.")
     return value
 
 
@@ -193,14 +193,14 @@ def _is_list(arrow: pa.DataType) -> bool:
 def _refuse_null(array: pa.Array, column: ColumnSpec, where: str) -> None:
     if array.null_count and column.fill is None:
         raise DataError(
-            f"{_called(column, where)} holds NULL. Say what to put there (fill), or prepare the data again "
-            "without these rows."
+            f"{_called(column, where)} contains NULL. Set fill for this column, or prepare the data again without "
+            "these rows."
         )
 
 
 def _contradicts(array: pa.Array, column: ColumnSpec, where: str) -> DataError:
     return DataError(
-        f"{_called(column, where)} has the type {array.type}, the manifest says {column.dtype} of shape "
+        f"{_called(column, where)} has the type {array.type}, but the manifest says {column.dtype} of shape "
         f"{column.shape}. Prepare the data again."
     )
 
@@ -218,7 +218,7 @@ def _nested(array: pa.Array, shape: tuple[int, ...], column: ColumnSpec, where: 
     found = found if valid is None else found[valid]
     if (found != shape[0]).any():
         raise DataError(
-            f"{_called(column, where)} has arrays of length {found.min()} to {found.max()}, the manifest "
+            f"{_called(column, where)} has arrays of length {found.min()} to {found.max()}, but the manifest "
             f"says {shape[0]}. Prepare the data again."
         )
     inner = _nested(array.flatten(), shape[1:], column, where).reshape(len(found), *shape)
@@ -271,7 +271,9 @@ def _as_declared(found: Array, column: ColumnSpec, where: str) -> Array:
     is_rounded = found.dtype.kind == "f" and declared.dtype.kind == "f"
     if not is_rounded and (declared != found).any():
         wrong = found[declared != found][0]
-        raise DataError(f"{_called(column, where)} holds {wrong}, which is no {column.dtype} as its schema declares.")
+        raise DataError(
+            f"{_called(column, where)} contains {wrong}, which its declared type {column.dtype} cannot hold."
+        )
     return declared
 
 
@@ -342,7 +344,7 @@ def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
     if (found[~null] != size).any():
         raise DataError(
             f"{_called(column, where)} has vectors of length {found[~null].min()} to {found[~null].max()}, "
-            f"the manifest says {size}. Prepare the data again."
+            f"but the manifest says {size}. Prepare the data again."
         )
     kinds, _, indices, values = array.flatten()
     stored_values = np.asarray(values.flatten().to_numpy(zero_copy_only=False), np.float64)
@@ -354,7 +356,7 @@ def _vectors(array: pa.StructArray, column: ColumnSpec, where: str) -> Array:
     places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     stored_places = np.asarray(indices.flatten().to_numpy(zero_copy_only=False), np.int64)
     if len(stored_places) and not 0 <= stored_places.min() <= stored_places.max() < size:
-        raise DataError(f"{_called(column, where)} has entries outside 0 to {size - 1}; it is damaged.")
+        raise DataError(f"{_called(column, where)} has vector indices outside 0 to {size - 1}; the data are damaged.")
     places[~is_dense[rows]] = stored_places
     if not column.sparse:
         dense = np.zeros((len(array), size))
@@ -377,7 +379,7 @@ def from_entries(  # noqa: PLR0917
     counts = np.bincount(rows, minlength=count)
     if column.entries is not None and counts.max(initial=0) > column.entries:
         raise DataError(
-            f"{_called(column, where)} has a row of {counts.max()} entries, the manifest says at most "
+            f"{_called(column, where)} has a row of {counts.max()} entries, but the manifest says at most "
             f"{column.entries}. Prepare the data again."
         )
     slots = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -92,7 +92,9 @@ class Manifest:
         """
         found = self.train if name == "train" else self.validation
         if found is None:
-            raise DataError(f"Dataset {self.dataset_id} was prepared without validation rows; pass validation=.")
+            raise DataError(
+                f"Dataset {self.dataset_id} was prepared without validation rows. Prepare it again with validation=."
+            )
         return found
 
     def to_json(self) -> bytes:

@@ -96,7 +96,7 @@ def completed(
     _refuse_duplicates(schema.names())
     for column in schema.columns:
         if column.role == "weight" and (column.kind != "scalar" or not column.is_number or column.dtype == "bool"):
-            raise SchemaError(f"Column {column.name!r} is no number; a weight is one number per row.")
+            raise SchemaError(f"Column {column.name!r} is not a number; a weight is one number per row.")
         if not transformed:
             numbers_only(column)
     return DataSchema(tuple(_filled(_with_sparse(list(schema.columns), sparse_cols), fill)))
@@ -107,7 +107,7 @@ def no_such_column(name: str, use: str, names: Sequence[str], there_are: str) ->
     hint = f" {did_you_mean(name, names, most=3)}".rstrip()
     shown = ", ".join(repr(other) for other in names[:30])
     more = f" and {len(names) - 30} more" if len(names) > 30 else ""
-    return SchemaError(f"There is no column {name!r} (asked for as {use}).{hint} {there_are} {shown}{more}.")
+    return SchemaError(f"There is no column {name!r} (requested as {use}).{hint} {there_are} {shown}{more}.")
 
 
 def columns_by_name(spark_schema: StructType, names: Sequence[str], role: Role) -> list[list[ColumnSpec]]:
@@ -221,7 +221,7 @@ def source(name: str) -> Column:
 
 def _names(parameter: str, names: Sequence[str]) -> list[str]:
     if isinstance(names, str):
-        raise SchemaError(f"{parameter} is the string {names!r}; give a list of column names: [{names!r}].")
+        raise SchemaError(f"{parameter} is the string {names!r}; pass a list of column names: [{names!r}].")
     return list(names)
 
 
@@ -251,7 +251,7 @@ class _Table:
     def find(self, name: str, use: str) -> tuple[tuple[str, ...], DataType]:
         """The path and the type of a column, or of a field as ``struct.field``."""
         if not isinstance(name, str):
-            raise SchemaError(f"The {use} column {name!r} is not a string; columns are given by their names.")
+            raise SchemaError(f"The {use} column {name!r} is not a string; pass the name of the column.")
         found = ((name,), self._types[name]) if name in self._types else _field(self._types, name)
         if found is None:
             raise no_such_column(name, use, self._names, "The DataFrame has")
@@ -259,8 +259,8 @@ class _Table:
         if self._spellings[top.lower()] > 1:
             same = ", ".join(repr(other) for other in self._names if other.lower() == top.lower())
             raise SchemaError(
-                f"Column {top!r} (asked for as {use}) is ambiguous: the DataFrame has {same}, and Spark does not tell "
-                "upper from lower case. Rename or drop all but one."
+                f"Column {top!r} (requested as {use}) is ambiguous: the DataFrame has {same}, and Spark ignores case "
+                "in names. Rename or drop all but one."
             )
         if top.lower().startswith(RESERVED_PREFIX):
             raise SchemaError(f"Column {top!r} cannot be used: names that start with {RESERVED_PREFIX!r} are reserved.")
@@ -294,8 +294,8 @@ def _refuse_spellings(name: str, fields: Sequence[str]) -> None:
     same = [field for field in fields if counts[field.lower()] > 1]
     if same:
         raise SchemaError(
-            f"Column {name!r} has the fields {', '.join(map(repr, same))}, and Spark does not tell upper from lower "
-            "case. Rename or drop all but one."
+            f"Column {name!r} has the fields {', '.join(map(repr, same))}, and Spark ignores case in names. Rename or "
+            "drop all but one."
         )
 
 
@@ -305,7 +305,7 @@ def _with_sparse(columns: list[ColumnSpec], sparse_cols: Sequence[str]) -> list[
     for name in sorted(wanted):
         if name not in vectors:
             raise SchemaError(
-                f"sparse_cols names {name!r}, which is not a selected vector column; those are {[*vectors]}."
+                f"sparse_cols names {name!r}, which is not a selected vector column; expected one of {[*vectors]}."
             )
     return [replace(column, sparse=column.name in wanted) for column in columns]
 
@@ -314,11 +314,12 @@ def _filled(columns: list[ColumnSpec], fill: Mapping[str, Fill]) -> list[ColumnS
     names = [column.name for column in columns]
     for name in fill:
         if name not in names:
-            raise SchemaError(f"fill names {name!r}, which is no selected column; those are {names}.")
+            raise SchemaError(f"fill names {name!r}, which is not a selected column; expected one of {names}.")
     for column in columns:
         if column.sparse and column.name in fill:
             raise SchemaError(
-                f"Column {column.name!r} is in sparse_cols and in fill; a sparse row has nothing to fill."
+                f"Column {column.name!r} is in both sparse_cols and fill, but a sparse column cannot be filled. "
+                "Remove it from one of them."
             )
     return [
         replace(column, fill=checked_fill(column, fill[column.name])) if column.name in fill else column
@@ -340,11 +341,11 @@ def _validation(table: _Table, validation: object) -> float | str | None:
         if text not in _SWITCHES and not text.startswith("decimal"):
             raise SchemaError(
                 f"Validation column {validation!r} has the type {text}; it must be boolean, or a number that is 1 for "
-                "the rows to hold out and 0 for the others."
+                "held-out rows and 0 for the others."
             )
         return validation
     if isinstance(validation, bool) or not isinstance(validation, Real):
-        raise SchemaError(f"validation is {validation!r}; give a fraction in [0, 1), the name of a column, or None.")
+        raise SchemaError(f"validation is {validation!r}; it must be a fraction in [0, 1), a column name or None.")
     if not 0 <= float(validation) < 1:
         raise SchemaError(
             f"The validation fraction {validation!r} is not in [0, 1); 0.1 holds out a tenth of the rows."

@@ -42,7 +42,7 @@ _WHY_NOT: Mapping[str, str] = MappingProxyType(
         "map": "its keys differ from row to row; select the values as columns of their own (df.m['key'])",
         "struct": "a struct inside an array has no shape; select its fields as arrays of their own (df.a.field)",
         "vector": "a vector inside an array; select it as a column of its own",
-        "void": "it holds nothing but NULL",
+        "void": "it holds only NULL",
     }
 )
 # What a model cannot take as it is, and what makes a number of it.
@@ -50,7 +50,7 @@ _TO_NUMBER: Mapping[str, str] = MappingProxyType(
     {
         "str": "index or encode it first, for example with pyspark.ml.feature.StringIndexer",
         "bytes": "decode it to an array of numbers first",
-        "decimal": "no number type holds all its digits; cast it to double, where you accept the rounding",
+        "decimal": "no number type holds all its digits; cast it to double if you accept the rounding",
         "datetime64[D]": "turn it into a number first, for example with pyspark.sql.functions.unix_date",
         "datetime64[us]": "turn it into a number first, for example with pyspark.sql.functions.unix_micros",
         "datetime64[ms]": "turn it into a number first",
@@ -110,8 +110,8 @@ def numbers_only(column: ColumnSpec) -> None:
     if not column.is_number:
         raise SchemaError(
             f"Column {column.name!r} has the type {_TYPE_NAME.get(column.dtype, column.dtype)}, which cannot be a "
-            f"{column.role} of a model: {_TO_NUMBER[column.dtype]}. (A transformation_fn gets such columns, and its "
-            "result goes to the model.)"
+            f"{column.role} of a model: {_TO_NUMBER[column.dtype]}. (A transformation_fn can convert such columns: "
+            "the model receives its result.)"
         )
 
 
@@ -123,8 +123,8 @@ def checked_fill(column: ColumnSpec, fill: Fill) -> Fill:
     """
     if not _holds(column.dtype, fill):
         raise SchemaError(
-            f"fill says {fill!r} for column {column.name!r}, which does not hold it: its type is {column.dtype}. Give "
-            "a value of that type" + (", as ISO text." if column.dtype.startswith("datetime") else ".")
+            f"The fill value {fill!r} does not fit column {column.name!r} of type {column.dtype}. Pass a value of that "
+            "type" + (", as ISO text." if column.dtype.startswith("datetime") else ".")
         )
     return fill.item() if isinstance(fill, np.generic) else fill
 
@@ -170,7 +170,7 @@ def _dtype(path: tuple[str, ...], element: DataType, text: str) -> str:
     if plain in {"char", "varchar"}:
         plain = "string"
     if plain not in _DTYPE_OF:
-        why = _WHY_NOT.get("vector" if name == "vector" else element.typeName(), "there is no such type in numpy")
+        why = _WHY_NOT.get("vector" if name == "vector" else element.typeName(), "numpy has no equivalent type")
         raise _refused(path, text, why)
     return _DTYPE_OF[plain]
 

@@ -47,7 +47,7 @@ def test_a_store_of_the_same_kind_gives_its_way_and_any_other_is_told_what_spark
 
 
 def test_files_on_two_file_systems_and_whole_file_systems_are_refused():
-    with pytest.raises(DataError, match="s3://b/train and /val do not lie on one file system"):
+    with pytest.raises(DataError, match="s3://b/train and /val are on different file systems"):
         locate(["s3://b/train", "/val"], Access())
-    with pytest.raises(DataError, match="There is no folder around s3://b/; put"):
+    with pytest.raises(DataError, match="There is no folder above s3://b/; put"):
         locate(["s3://b/"], Access())

@@ -23,7 +23,7 @@ from sparkhvd.data.external.petastorm_reader import PetastormSource
 from sparkhvd.errors import DataError, SchemaError
 from sparkhvd.world import World
 
-DATASET = Path(__file__).parents[2] / "petastorm" / "dataset"
+DATASET = Path(__file__).parents[3] / "petastorm" / "dataset"
 
 
 def opened(features, **options):
@@ -143,7 +143,7 @@ def test_schemas_of_old_versions_are_opened(package, monkeypatch):
 
 def test_other_named_tuples_of_old_versions_are_refused(monkeypatch):
     content = pickled_by_old_versions("petastorm", monkeypatch, tuple_name="Other")
-    with pytest.raises(DataError, match=r"refers to a named tuple 'Other', which is not part of one\."):
+    with pytest.raises(DataError, match=r"refers to a named tuple 'Other', which does not belong in a schema\."):
         petastorm_schema.parse(content, "here")
 
 
@@ -193,7 +193,9 @@ def test_a_scalar_that_the_declared_type_does_not_hold_is_refused(tmp_path):
 
     changed = with_rows_changed(tmp_path / "d", enlarge, {"id": pa.int64()})
     files = open_existing(str(changed), feature_cols=["id"], label_cols=["y"])
-    with pytest.raises(DataError, match=rf"Column 'id' in .* holds {2**40}, which is no int32 as its schema declares"):
+    with pytest.raises(
+        DataError, match=rf"Column 'id' in .* contains {2**40}, which its declared type int32 cannot hold"
+    ):
         rows_of(files)
 
 
@@ -217,7 +219,7 @@ class Evil:
     ],
 )
 def test_a_pickle_with_anything_else_in_it_is_not_opened(protocol, content, name):
-    with pytest.raises(DataError, match=f"refers to {name}, which is not part of one. It was not opened"):
+    with pytest.raises(DataError, match=f"refers to {name}, which does not belong in a schema. It was not loaded"):
         petastorm_schema.parse(pickle.dumps(content, protocol), "here")
 
 

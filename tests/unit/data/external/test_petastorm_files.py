@@ -42,5 +42,5 @@ def test_files_are_opened_in_the_store_and_nothing_is_written(folder):
     with folder.open("/store/day=1/hour=2/part-2") as file:
         assert file.read() == b"data/day=1/hour=2/part-2"
     for path, mode in (("/store/part-9", "rb"), ("/store/part-0", "wb"), ("/database/x", "rb")):
-        with pytest.raises(FileNotFoundError, match=f"There is no {path} to read in file://"):
+        with pytest.raises(FileNotFoundError, match=f"Cannot open {path} for reading in file://"):
             folder.open(path, mode)

@@ -36,8 +36,8 @@ def test_the_columns_are_those_that_the_function_makes():
     ("function", "message"),
     [
         (lambda c: {"text": c["y"]}, r"returned the columns \['text'\] without 'v', which is a feature column"),
-        (lambda c: {**lengths(c), "y": c["y"][:1]}, r"made shape \[1\] of 2 rows of column 'y'"),
-        (lambda c: c, "left column 'text' as object, which is no number"),
+        (lambda c: {**lengths(c), "y": c["y"][:1]}, r"returned shape \[1\] for 2 rows of column 'y'"),
+        (lambda c: c, "returned column 'text' as object; convert it to a number"),
         (lambda c: c["nothing"], r"raised KeyError: 'nothing'. It was called with text: object\[2\], v: float64"),
         (lambda c: None, "raised AttributeError"),
     ],

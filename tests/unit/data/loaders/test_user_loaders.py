@@ -104,9 +104,9 @@ def refused(kind):
     ("kind", "message"),
     [
         ("none", "loaders have no train batches on any rank"),
-        ("more", "loader gave more than 1 batches in an epoch, although its len() is 1"),
-        ("missing", "gave the columns ['x'] without 'y'"),
-        ("short", "gave columns of different lengths: {'x': 2, 'y': 1}"),
+        ("more", "loader yielded more than 1 batches in an epoch, although its len() is 1"),
+        ("missing", "yielded the columns ['x'] without 'y'"),
+        ("short", "yielded columns of different lengths: {'x': 2, 'y': 1}"),
     ],
 )
 def test_batches_that_cannot_be_trained_on_are_refused(group, kind, message):

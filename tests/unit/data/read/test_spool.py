@@ -72,7 +72,9 @@ def test_the_first_folder_that_takes_a_file_is_used(tmp_path):
 
 def test_folders_that_take_no_file_are_named():
     spool = Spool(["/does/not/exist"], by="part", otherwise="train")
-    with pytest.raises(StoreError, match=r"could not put its rows on the local disk \(/does/not/exist\): No such file"):
+    with pytest.raises(
+        StoreError, match=r"could not write its rows to the local disk \(/does/not/exist\): No such file"
+    ):
         spool.write(batch([1]))
 
 
@@ -83,7 +85,7 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path):
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1][1]))
     try:
-        with pytest.raises(StoreError, match=r"could not put its rows on the local disk .*data='store'"):
+        with pytest.raises(StoreError, match=r"could not write its rows to the local disk .*data='store'"):
             spool.write(batch(list(range(100_000))))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before[1])

@@ -211,7 +211,7 @@ def test_a_hold_that_was_taken_away_is_not_made_anew(store, make_dataset):
     make_dataset(dataset_id="d")
     lease = leases.take(store, "d", 7.0)
     lease.withdraw()
-    with pytest.raises(StoreError, match=f"{lease.path} was removed meanwhile, as if nobody held the prepared rows"):
+    with pytest.raises(StoreError, match=f"{lease.path} was removed because it had not been renewed for too long"):
         lease.renew()
     assert store.list(layout.LEASES) == []
 

@@ -41,18 +41,18 @@ def sparse(size, **entries):
 @pytest.mark.parametrize(
     ("array", "column", "message"),
     [
-        (pa.array([1, None]), ColumnSpec("c", "int64", (), "feature", "scalar"), "'c' in here holds NULL"),
+        (pa.array([1, None]), ColumnSpec("c", "int64", (), "feature", "scalar"), "'c' in here contains NULL"),
         (
             pa.array([1, 2]),
             ColumnSpec("c", "int32", (), "feature", "scalar"),
-            "has the type int64, the manifest says int32",
+            "has the type int64, but the manifest says int32",
         ),
         (pa.array(["a"]), ColumnSpec("c", "int32", (), "feature", "scalar"), "has the type string"),
         (pa.array([[1.0], [2.0, 3.0, 4.0]]), ColumnSpec("c", "float64", (2,), "feature", "array"), "length 1 to 3"),
-        (pa.array([[1.0, None]]), ColumnSpec("c", "float64", (2,), "feature", "array"), "holds NULL"),
-        (pa.array([[1.0, 2.0], None]), ColumnSpec("c", "float64", (2,), "feature", "array"), "holds NULL"),
+        (pa.array([[1.0, None]]), ColumnSpec("c", "float64", (2,), "feature", "array"), "contains NULL"),
+        (pa.array([[1.0, 2.0], None]), ColumnSpec("c", "float64", (2,), "feature", "array"), "contains NULL"),
         (pa.array([1.0, 2.0]), ColumnSpec("c", "float64", (2,), "feature", "array"), "of shape"),
-        (pa.array([1.0]), ColumnSpec("c", "float64", None, "feature", "array"), "The shape of column 'c' is not known"),
+        (pa.array([1.0]), ColumnSpec("c", "float64", None, "feature", "array"), "The shape of column 'c' is unknown"),
     ],
 )
 def test_values_that_contradict_the_manifest_are_an_error(array, column, message):
@@ -200,11 +200,15 @@ def test_sparse_vectors_arrive_by_their_entries_and_behave_like_rows():
 @pytest.mark.parametrize(
     ("vectors", "more", "message"),
     [
-        ([dense(1.0)], {}, "has vectors of length 1 to 1, the manifest says 3"),
+        ([dense(1.0)], {}, "has vectors of length 1 to 1, but the manifest says 3"),
         ([sparse(4, _0=1.0)], {}, "has vectors of length 4 to 4"),
-        ([None], {}, "'c' in here holds NULL"),
-        ([sparse(3, _3=1.0)], {}, "has entries outside 0 to 2; it is damaged"),
-        ([dense(1.0, 2.0, 3.0)], {"sparse": True, "entries": 2}, "has a row of 3 entries, the manifest says at most 2"),
+        ([None], {}, "'c' in here contains NULL"),
+        ([sparse(3, _3=1.0)], {}, "has vector indices outside 0 to 2; the data are damaged"),
+        (
+            [dense(1.0, 2.0, 3.0)],
+            {"sparse": True, "entries": 2},
+            "has a row of 3 entries, but the manifest says at most 2",
+        ),
     ],
 )
 def test_vectors_that_contradict_the_manifest_are_an_error(vectors, more, message):

@@ -72,14 +72,14 @@ def test_a_fraction_out_of_range_is_refused(fraction):
 
 @pytest.mark.parametrize("validation", [True, ["held"], b"held"])
 def test_a_validation_that_is_neither_a_fraction_nor_a_name_is_refused(validation):
-    refused(r"validation is .*; give a fraction in \[0, 1\), the name of a column, or None", validation=validation)
+    refused(r"validation is .*; it must be a fraction in \[0, 1\), a column name or None", validation=validation)
 
 
 def test_a_missing_column_is_named_with_those_that_are_there():
-    refused(r"There is no column 'xx' \(asked for as feature\)\. .*The DataFrame has 'x', 'z'", feature_cols=["xx"])
-    refused(r"There is no column 'Y' \(asked for as label\)\. Did you mean 'y'\?", label_cols=["Y"])
-    refused(r"There is no column 'hold' \(asked for as validation\)\. Did you mean 'held'\?", validation="hold")
-    refused(r"There is no column 'ww' \(asked for as weight\)", weight_col="ww")
+    refused(r"There is no column 'xx' \(requested as feature\)\. .*The DataFrame has 'x', 'z'", feature_cols=["xx"])
+    refused(r"There is no column 'Y' \(requested as label\)\. Did you mean 'y'\?", label_cols=["Y"])
+    refused(r"There is no column 'hold' \(requested as validation\)\. Did you mean 'held'\?", validation="hold")
+    refused(r"There is no column 'ww' \(requested as weight\)", weight_col="ww")
 
 
 def test_a_wide_dataframe_is_listed_in_part():
@@ -94,7 +94,7 @@ NEEDS_A_FUNCTION = [
     (t.DateType(), "datetime64[D]", "the type date.*unix_date"),
     (t.TimestampType(), "datetime64[us]", "the type timestamp.*unix_micros"),
     (t.TimestampNTZType(), "datetime64[us]", "the type timestamp.*unix_micros"),
-    (t.DecimalType(38, 18), "decimal", "the type decimal.*cast it to double, where you accept the rounding"),
+    (t.DecimalType(38, 18), "decimal", "the type decimal.*cast it to double if you accept the rounding"),
     (t.ArrayType(t.StringType()), "str", "the type string"),
 ]
 
@@ -114,10 +114,10 @@ def test_what_is_no_number_is_refused_with_the_reason_unless_a_function_transfor
         (t.ArrayType(t.StructType([t.StructField("a", t.LongType())])), "a struct inside an array.*select its fields"),
         (t.ArrayType(VectorUDT()), "a vector inside an array"),
         (t.StructType([]), "it has no fields"),
-        (t.StructType([t.StructField("a", t.NullType())]), "a' has the type void.*nothing but NULL"),
-        (MatrixUDT(), "there is no such type in numpy"),
-        (t.DayTimeIntervalType(), "the type interval.*there is no such type in numpy"),
-        (t.NullType(), "it holds nothing but NULL"),
+        (t.StructType([t.StructField("a", t.NullType())]), "a' has the type void.*only NULL"),
+        (MatrixUDT(), "numpy has no equivalent type"),
+        (t.DayTimeIntervalType(), "the type interval.*numpy has no equivalent type"),
+        (t.NullType(), "it holds only NULL"),
     ],
 )
 def test_an_unsupported_type_is_refused_with_the_reason_and_the_types_that_are(spark_type, message):
@@ -151,12 +151,18 @@ def test_only_selected_vectors_can_be_sparse():
     schema = struct(v=VectorUDT(), x=t.FloatType(), y=t.LongType())
     assert select(schema, feature_cols=["v"], label_cols=["y"], sparse_cols=["v"]).schema["v"].sparse
     refused(
-        r"sparse_cols names 'x', which is not a selected vector column; those are \['v'\]",
+        r"sparse_cols names 'x', which is not a selected vector column; expected one of \['v'\]",
         schema=schema,
         feature_cols=["v", "x"],
         sparse_cols=["x"],
     )
-    refused("in sparse_cols and in fill", schema=schema, feature_cols=["v"], sparse_cols=["v"], fill={"v": 0.0})
+    refused(
+        "in both sparse_cols and fill, but a sparse column cannot be filled",
+        schema=schema,
+        feature_cols=["v"],
+        sparse_cols=["v"],
+        fill={"v": 0.0},
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,11 +187,9 @@ def test_a_fill_must_be_of_the_columns_type(spark_type, good, bad):
         )
         assert found == fill or fill != fill  # noqa: PLR0124  (NaN)
     for fill in bad:
-        refused(
-            "fill says .* for column 'x', which does not hold it", schema=schema, fill={"x": fill}, transformed=True
-        )
+        refused("The fill value .* does not fit column 'x' of type", schema=schema, fill={"x": fill}, transformed=True)
     refused(
-        r"fill names 'z', which is no selected column; those are \['x', 'y'\]",
+        r"fill names 'z', which is not a selected column; expected one of \['x', 'y'\]",
         schema=schema,
         fill={"z": 0},
         transformed=True,
@@ -213,7 +217,7 @@ def test_a_reserved_name_is_refused():
 
 
 def test_a_string_instead_of_a_list_and_an_empty_list_are_refused():
-    refused(r"feature_cols is the string 'x'; give a list of column names: \['x'\]", feature_cols="x")
+    refused(r"feature_cols is the string 'x'; pass a list of column names: \['x'\]", feature_cols="x")
     refused("label_cols is the string 'y'", label_cols="y")
     refused("No feature column is selected", feature_cols=[])
     refused("The feature column 3 is not a string", feature_cols=[3])

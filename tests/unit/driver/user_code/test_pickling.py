@@ -71,7 +71,7 @@ def elsewhere(program: str, *contents: bytes, path: Path | None = None) -> str:
     """What a process prints that has opened some pickles as ``opened``."""
     opening = "import pickle, sys; opened = [pickle.load(sys.stdin.buffer) for _ in range(int(sys.argv[1]))]; "
     command = [sys.executable, "-c", opening + program, str(len(contents))]
-    environment = {"PYTHONPATH": ":".join([str(Path(__file__).parents[3]), *([str(path)] if path else [])])}
+    environment = {"PYTHONPATH": ":".join([str(Path(__file__).parents[4]), *([str(path)] if path else [])])}
     found = subprocess.run(
         command, input=b"".join(contents), capture_output=True, timeout=60, check=False, env=environment, cwd="/"
     )

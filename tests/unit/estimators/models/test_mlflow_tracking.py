@@ -185,7 +185,7 @@ def test_the_folder_opens_where_pyspark_is_not(model, tmp_path):
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
         timeout=120,
