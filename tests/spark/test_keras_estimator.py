@@ -184,7 +184,7 @@ def test_texts_reach_the_preprocessing_layers_of_a_model(reviews, store, tmp_pat
     trained.save(str(tmp_path / "saved"))
     loaded = KerasModel.load(str(tmp_path / "saved"))
     assert [row["liked__output"] for row in loaded.transform(reviews).collect()] == found
-    with pytest.raises(SchemaError, match="'price' is no text; the model was trained on texts"):
+    with pytest.raises(SchemaError, match="'price' does not hold strings, which the model was trained on"):
         trained.setFeatureColumns(["price", "kind", "liked"]).transform(reviews)
 
 

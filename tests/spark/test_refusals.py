@@ -20,12 +20,18 @@ COMMON = (
     ({"metrics": 5}, "metrics=5 must be a list, or a dict by name"),
     ({"gradient_compression": 3}, "gradient_compression=3 must be one of 'none', 'fp16', 'bf16', or an object with"),
     ({"gradient_compression": "zip"}, "gradient_compression='zip' must be one of 'none', 'fp16', 'bf16'"),
-    ({"output_types": ["bogus"]}, "'y__output' is to have the type 'bogus', which is none: there are 'auto', 'vector'"),
-    ({"output_types": ["date"]}, "'y__output' is to have the type 'date', but no output becomes a date"),
-    ({"output_types": ["bogus"], "transformation_fn": dict}, "'y__output' is to have the type 'bogus', which is none"),
+    ({"output_types": ["bogus"]}, "'y__output' has the unknown type 'bogus'; expected one of 'auto', 'vector'"),
+    ({"output_types": ["date"]}, "'y__output' has the type 'date', but an output cannot be a date"),
+    ({"output_types": ["bogus"], "transformation_fn": dict}, "'y__output' has the unknown type 'bogus'"),
     ({"optimizer": 3}, "optimizer"),
-    ({"output_cols": ["Y"]}, "The DataFrame has a column 'Y' already, where transform would put the model's output"),
-    ({"label_cols": ["b"], "feature_cols": ["a", "b__output"]}, "has a column 'b__output' already, where transform"),
+    (
+        {"output_cols": ["Y"]},
+        "The DataFrame already has a column 'Y', the name that transform would give to the model's output",
+    ),
+    (
+        {"label_cols": ["b"], "feature_cols": ["a", "b__output"]},
+        "already has a column 'b__output', the name that transform",
+    ),
 )
 BY_FRAMEWORK = {
     "torch": (

@@ -34,5 +34,5 @@ def test_texts_are_trained_on_as_the_numbers_that_a_function_makes_of_them(spark
         assert trainings.weights(framework, fitted) == trainings.weights(framework, plain)
     predicted = fitted.transform(numbers).collect()
     assert np.isfinite([row.y__output for row in predicted]).all()
-    with pytest.raises(SchemaError, match=r"'b' holds texts.* transform\(\) does not call transformation_fn"):
+    with pytest.raises(SchemaError, match=r"'b' holds strings.* transform\(\) does not call transformation_fn"):
         fitted.transform(texts)

@@ -151,7 +151,9 @@ def test_a_prediction_function_takes_the_place_of_the_models_call_and_is_saved(m
             assert row.p.toArray().sum() == pytest.approx(1, rel=1e-6)
             assert (row.q.best, row.q.sure) == (row.p.toArray().argmax(), pytest.approx(row.p.toArray().max()))
     wrong = more.copy().setOutputTypes(["vector", "array<float>"])
-    with pytest.raises(Exception, match=r"type 'array<float>', but prediction_fn gave the fields \['best', 'sure'\]"):
+    with pytest.raises(
+        Exception, match=r"type 'array<float>', but prediction_fn returned the fields \['best', 'sure'\]"
+    ):
         wrong.transform(rows).collect()
 
 
@@ -310,7 +312,7 @@ def test_models_of_numbers_are_wrapped_from_a_schema_and_kept_in_a_store(spark, 
 def test_what_cannot_be_wrapped_or_made_is_refused_before_any_transform(spark, native, model, rows):
     with pytest.raises(SchemaError, match="There is no column 'w'"):
         TorchModel.from_model(native, rows, feature_cols=["w"])
-    with pytest.raises(ParamError, match="does not tell the length of 'v'"):
+    with pytest.raises(ParamError, match="The length of column 'v' is unknown"):
         TorchModel.from_model(native, rows.schema, feature_cols=["v"])
     with pytest.raises(DataError, match="The DataFrame has no rows"):
         TorchModel.from_model(native, rows.where("id < 0"), feature_cols=["v"])
@@ -320,9 +322,9 @@ def test_what_cannot_be_wrapped_or_made_is_refused_before_any_transform(spark, n
         TorchModel.from_model("native", rows, feature_cols=["v"])
     for types, message in [
         (["vector"], "output_types has 1 types .* but the model has 2 outputs"),
-        (["vector", "map<int,int>"], "no output becomes a map"),
-        (["vector", "wrong<"], "is to have the type 'wrong<', which is none"),
-        (["int", "auto"], r"'scores' is to be 'int', one value per row, but the output has rows of shape \[3\]"),
+        (["vector", "map<int,int>"], "an output cannot be a map"),
+        (["vector", "wrong<"], "has the unknown type 'wrong<'"),
+        (["int", "auto"], r"'scores' has the type 'int', one value per row, but the output has rows of shape \[3\]"),
     ]:
         with pytest.raises(ParamError, match=message):
             model.copy().setOutputTypes(types).transform(rows)

@@ -1,4 +1,4 @@
-"""A training in the MLflow run that is active: parameters, metrics by epoch, and the model."""
+"""Log a training to the active MLflow run: parameters, metrics by epoch, and the model."""
 
 from __future__ import annotations
 
@@ -27,93 +27,95 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_TEXT_LIMIT = 500  # MLflow refuses parameters that are longer
-_PART_SIGNS = (("", "train"), ("val_", "validation"))
+_TEXT_LIMIT = 500  # MLflow rejects longer parameters
+_METRIC_PREFIXES = (("", "train"), ("val_", "validation"))
 _TAG = "sparkhvd.run_id"  # marks an MLflow run that holds a training
-_PARENT_TAG = "mlflow.parentRunId"  # MLflow's own
+_PARENT_TAG = "mlflow.parentRunId"  # defined by MLflow
 
 
 def active_run() -> str | None:
-    """The id of the MLflow run that is active in this thread."""
-    mlflow = sys.modules.get("mlflow")  # who has an active run has imported it
-    found = None if mlflow is None else mlflow.active_run()
-    return None if found is None else str(found.info.run_id)
+    """Return the id of the MLflow run that is active in this thread."""
+    mlflow = sys.modules.get("mlflow")  # a run can only be active once mlflow is imported
+    run = None if mlflow is None else mlflow.active_run()
+    return None if run is None else str(run.info.run_id)
 
 
 def cross_validation_part() -> str | None:
-    """Which part of a ``CrossValidator`` the call comes from, such as ``fold 1 of 3``; None outside of one.
+    """Return the part of a ``CrossValidator`` that the call comes from, such as ``fold 1 of 3``; None outside of one.
 
-    Spark says it nowhere but in the variables of its loop; where these are others, the runs have MLflow's names.
+    Spark has it only in the local variables of its loop. If a version names them differently, MLflow names the runs.
     """
-    frame = sys._getframe(1)  # noqa: SLF001  (the way to look at callers)
+    frame = sys._getframe(1)  # noqa: SLF001  (there is no public way to inspect callers)
     while frame is not None and not (
         frame.f_code.co_name == "_fit" and frame.f_globals.get("__name__") == "pyspark.ml.tuning"
     ):
-        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
+        frame = frame.f_back  # type: ignore[assignment]  # None after the outermost frame
     if frame is None or not isinstance(fold := frame.f_locals.get("i"), int):
         return None
     return "all rows" if "bestIndex" in frame.f_locals else f"fold {fold + 1} of {frame.f_locals.get('nFolds')}"
 
 
 def track(model: TrainedModel, params: Mapping[str, Any], parent: str | None = None, name: str | None = None) -> None:
-    """Write a training to the active MLflow run; nothing happens without one.
+    """Log a training to the active MLflow run, if there is one.
 
-    Every further training in one run (the fits of a CrossValidator) gets a run of its own inside it. A server that
-    cannot be reached costs a warning, not the model.
+    Every further training in one run, such as the fits of a CrossValidator, gets a nested run of its own. If the server
+    cannot be reached, a warning is logged and the model is kept.
 
     Args:
-        model: what was trained.
-        params: with what.
-        parent: the run of another thread that this training is part of, where this thread has none.
-        name: of a run that is made for this training; None leaves it to MLflow.
+        model: the trained model.
+        params: the parameters of its training.
+        parent: the run of another thread that this training belongs to; used if this thread has no run.
+        name: name of a nested run for this training; None leaves it to MLflow.
     """
     mlflow = sys.modules.get("mlflow")
     if mlflow is None or (parent is None and active_run() is None):
         return
-    shown = {name: _shown(name, value) for name, value in params.items() if value is not None}
-    with _warned(), ExitStack() as opened:
+    texts = {name: _param_text(name, value) for name, value in params.items() if value is not None}
+    with _failures_logged(), ExitStack() as run:
         if active_run() is not None:
-            opened.enter_context(_run_for(mlflow, shown, name))
-        elif (found := mlflow.get_run(parent).info).status == "RUNNING":
-            tags = {_PARENT_TAG: found.run_id}
-            opened.enter_context(mlflow.start_run(experiment_id=found.experiment_id, tags=tags, run_name=name))
+            run.enter_context(_active_or_nested_run(mlflow, texts, name))
+        elif (parent_info := mlflow.get_run(parent).info).status == "RUNNING":
+            tags = {_PARENT_TAG: parent_info.run_id}
+            run.enter_context(mlflow.start_run(experiment_id=parent_info.experiment_id, tags=tags, run_name=name))
         else:
             return
         mlflow.set_tag(_TAG, params.get("run_id") or "")
         for write in (
-            partial(mlflow.log_params, shown),
+            partial(mlflow.log_params, texts),
             partial(_log_history, mlflow, model.trained.history),
             partial(log_model, model),
         ):
-            with _warned():
+            with _failures_logged():
                 write()
 
 
-def _run_for(mlflow: Any, shown: Mapping[str, str], name: str | None) -> AbstractContextManager[object]:
-    """The active run, or one inside it where that holds a training or other values of the parameters already."""
-    known = mlflow.get_run(mlflow.active_run().info.run_id).data
-    differs = any(known.params.get(name, value) != value for name, value in shown.items())
-    if _TAG in known.tags or differs:
+def _active_or_nested_run(mlflow: Any, texts: Mapping[str, str], name: str | None) -> AbstractContextManager[object]:
+    """Return the active run, or a nested run if it already holds a training or other values of the parameters."""
+    logged = mlflow.get_run(mlflow.active_run().info.run_id).data
+    differs = any(logged.params.get(name, value) != value for name, value in texts.items())
+    if _TAG in logged.tags or differs:
         return cast("AbstractContextManager[object]", mlflow.start_run(nested=True, run_name=name))
     return nullcontext()
 
 
 @contextmanager
-def _warned() -> Iterator[None]:
+def _failures_logged() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - what MLflow and its servers raise is theirs
+    except Exception as error:  # noqa: BLE001 - MLflow and its servers may raise anything
         logger.warning("The training could not be written to MLflow: %s: %s", type(error).__name__, error)
 
 
 def _log_history(mlflow: Any, history: Iterable[EpochRecord]) -> None:
     for record in history:
-        values = {f"{sign}{name}": v for sign, part in _PART_SIGNS for name, v in getattr(record, part).items()}
+        values = {
+            f"{prefix}{name}": v for prefix, part in _METRIC_PREFIXES for name, v in getattr(record, part).items()
+        }
         mlflow.log_metrics({**values, "rows_per_second": record.rows_per_second}, step=record.epoch)
 
 
 def log_model(model: TrainedModel, name: str = "model") -> None:
-    """Write a model to the active MLflow run, as one that ``mlflow.pyfunc.load_model`` opens without Spark."""
+    """Log a model to the active MLflow run; ``mlflow.pyfunc.load_model`` opens it without Spark."""
     import mlflow.pyfunc  # noqa: PLC0415  (optional)
 
     from sparkhvd.estimators.models import pyfunc  # noqa: PLC0415  (it needs pyarrow)
@@ -124,7 +126,7 @@ def log_model(model: TrainedModel, name: str = "model") -> None:
         pyfunc.write_folder(model, data)
         signature = _signature(pyfunc.load(data))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*An input example was not provided")  # there are no rows to show
+            warnings.filterwarnings("ignore", ".*An input example was not provided")  # there are no rows to log
             mlflow.pyfunc.log_model(
                 name=name,
                 loader_module="sparkhvd.estimators.models.pyfunc",
@@ -135,10 +137,10 @@ def log_model(model: TrainedModel, name: str = "model") -> None:
 
 
 def _signature(model: pyfunc.PandasModel) -> ModelSignature:
-    """The columns that the model takes and gives.
+    """Return the model's input and output columns.
 
-    A column of numbers takes numbers of any type, as ``transform`` does; MLflow would refuse whole numbers for a column
-    of real ones. The field of a struct may also come in a column of dicts.
+    A numeric column accepts numbers of any type, like ``transform``; MLflow would reject integers for a float column.
+    The field of a struct may also be in a column of dicts.
     """
     from mlflow.models import ModelSignature  # noqa: PLC0415  (optional)
     from mlflow.types import ColSpec, DataType, Schema  # noqa: PLC0415
@@ -151,15 +153,15 @@ def _signature(model: pyfunc.PandasModel) -> ModelSignature:
 
     inputs: list[Any] = [ColSpec(kind(column), name, required="." not in name) for name, column in model.features]
     outputs: list[Any] = [
-        ColSpec(_output_type(of), name)
+        ColSpec(_output_type(title_type), name)
         for column, arrow in zip(model.outputs, model.types, strict=True)
-        for name, of in table_columns(column, arrow)
+        for name, title_type in table_columns(column, arrow)
     ]
     return ModelSignature(Schema(inputs), Schema(outputs))
 
 
 def _output_type(arrow: pa.DataType) -> Any:
-    """MLflow's type of an output column."""
+    """Return the MLflow type of an output column."""
     import pyarrow as pa  # noqa: PLC0415  (heavy)
     from mlflow.types import DataType  # noqa: PLC0415
     from mlflow.types.schema import Array  # noqa: PLC0415
@@ -171,31 +173,31 @@ def _output_type(arrow: pa.DataType) -> Any:
 
 
 def requirements(plugin: str) -> list[str]:
-    """What an environment needs to open a model of this plug-in: what is installed here, without Spark."""
+    """Return the requirements for opening a model of this plug-in: the versions installed here, without Spark."""
     framework = plugin.split(".")[2]
-    lightnings = ["lightning", "pytorch_lightning"]  # whichever is there; a module may be of either
+    lightnings = ["lightning", "pytorch_lightning"]  # those that are installed; a module may subclass either
     modules = {"torch": ["torch"], "lightning": ["torch", *lightnings]}.get(framework)
     if modules is None:
-        import keras  # noqa: PLC0415  (a model of it is here)
+        import keras  # noqa: PLC0415  (installed, because the model is a Keras model)
 
         modules = ["keras", keras.config.backend()]
-    found = [import_module(name) for name in ("sparkhvd", "pandas", *modules) if find_spec(name) is not None]
-    # A version such as 2.9.0+cpu names a build that an index need not have.
-    return [f"{module.__name__}=={module.__version__.partition('+')[0]}" for module in found]
+    installed = [import_module(name) for name in ("sparkhvd", "pandas", *modules) if find_spec(name) is not None]
+    # A version such as 2.9.0+cpu names a build that package indexes may not have.
+    return [f"{module.__name__}=={module.__version__.partition('+')[0]}" for module in installed]
 
 
-def _shown(name: str, value: Any) -> str:
-    """A parameter as text; of a network, what it is rather than all its layers, and of an environment the names."""
+def _param_text(name: str, value: Any) -> str:
+    """Return a parameter as text: the class name of a network, and only the names of environment variables."""
     if name == "backend_env":
         return ", ".join(sorted(value))
-    text = _text(value)
+    text = _text_without_addresses(value)
     return text if len(text) <= _TEXT_LIMIT else f"{text[: _TEXT_LIMIT - 3]}..."
 
 
-def _text(value: Any) -> str:
-    """A value without addresses in memory."""
+def _text_without_addresses(value: Any) -> str:
+    """Return a value as text, with names in place of memory addresses."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(_text_without_addresses, value))}]"
     if (url := getattr(value, "url", None)) is not None:
         return str(url)
     if hasattr(value, "parameters"):

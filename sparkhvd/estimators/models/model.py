@@ -45,10 +45,9 @@ if TYPE_CHECKING:
 class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     """Adds the model's outputs to a DataFrame, one column per output.
 
-    An output with one value per row is a number (float where the label was float, else double); one with several is a
-    dense ML vector that keeps them all. ``output_types`` asks for others, see ``outputs``; with
-    ``prediction_fn`` more is done with the model than to call it. A NULL in a feature column is an error when the rows
-    are evaluated.
+    An output with one value per row is a number (float if the label is float, else double); an output with several
+    values is a dense ML vector of them. ``output_types`` sets other types, see ``outputs``. ``prediction_fn`` replaces
+    the plain call of the model. A NULL in a feature column is an error when the rows are evaluated.
     """
 
     plugin: ClassVar[str]
@@ -60,20 +59,20 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
     @property
     def trained(self) -> ModelArtifacts:
-        """What the training left: files, columns, history."""
+        """The files, columns and history of the training."""
         return self._trained
 
     def write(self) -> FolderWriter:
-        """A writer in Spark ML's format: ``model.write().overwrite().save(path)``."""
+        """Return a writer in Spark ML's format: ``model.write().overwrite().save(path)``."""
         return FolderWriter(partial(write_model, self))
 
     @classmethod
     def read(cls) -> FolderReader:
-        """A reader of what ``write`` wrote: ``read().load(path)``."""
+        """Return a reader for what ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_model, cls))
 
     def getHistory(self) -> History:  # noqa: N802  (Horovod's name)
-        """One entry per epoch, in Horovod's form and with where the time went; ``to_pandas()`` makes a table of it.
+        """Return one entry per epoch in Horovod's form, with the time spent; ``to_pandas()`` makes a table of it.
 
         Example:
             >>> model.getHistory()[0]  # doctest: +SKIP
@@ -87,11 +86,11 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         return self.getHistory()
 
     def plot_history(self) -> Figure:
-        """A picture of loss and metrics by epoch; needs matplotlib.
+        """Plot loss and metrics by epoch; needs matplotlib.
 
         Raises:
-            ConfigError: it is not installed.
-            ParamError: the model was not trained here.
+            ConfigError: matplotlib is not installed.
+            ParamError: the model has no history because it was not trained here.
         """
         return self.getHistory().plot()
 
@@ -112,14 +111,14 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         store: Store | str | None = None,
         **params: Any,
     ) -> Self:
-        """A Transformer of a model that has been trained elsewhere.
+        """Return a Transformer for a model that was trained elsewhere.
 
-        The model is run once on a few rows of ``df``, to know the shape of its outputs; nothing is trained.
+        The model runs once on a few rows of ``df`` to find the shape of its outputs; nothing is trained.
 
         Args:
             model: the framework's own model; it is copied, not changed.
-            df: rows as they will be predicted, of which two are read; or their schema, where all feature columns are
-                numbers. A streaming DataFrame counts as its schema.
+            df: rows to predict, two of which are read; or their schema if all feature columns are numbers. A
+                streaming DataFrame is used as its schema.
             feature_cols: the columns that the model reads, as for the estimator.
             inputs: as for the estimator.
             label_cols: columns that the outputs predict: they name the output columns, and ``"label"`` in
@@ -129,8 +128,8 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             sparse_cols: as for the estimator.
             fill: as for the estimator.
             custom_objects: as for ``KerasEstimator``.
-            store: where the model's files go, a Store or its URL; without one, this process keeps them and sends them
-                with the session.
+            store: the Store, or its URL, for the model's files; without one, this process holds them in memory and
+                sends them with the Spark session.
             params: parameters of the Transformer, such as ``output_cols`` and ``prediction_fn``.
 
         Raises:
@@ -144,14 +143,14 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
         named = None if inputs is None else named_inputs("inputs", inputs)
         feature_cols = columns_of(named) if feature_cols is None and named is not None else feature_cols
         if feature_cols is None:
-            raise ParamError("from_model needs feature_cols: give the names of the columns that the model reads.")
-        estimated = {
+            raise ParamError("from_model needs feature_cols: pass the names of the columns that the model reads.")
+        estimator_params = {
             "model": model,
             "inputs": named,
             "input_shapes": input_shapes and shapes("input_shapes", input_shapes),
             "custom_objects": custom_objects,
         }
-        trained = wrap_model(cls.plugin, estimated, df, feature_cols, label_cols, sparse_cols, fill or {}, store)
+        trained = wrap_model(cls.plugin, estimator_params, df, feature_cols, label_cols, sparse_cols, fill or {}, store)
         labels = [column.name for column in trained.schema.of("label")]
         names = {"feature_columns": feature_cols, "label_columns": labels or None}
         return cls(trained, **names, **params)
@@ -159,16 +158,16 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
     @property
     def output_names(self) -> list[str]:
         """The columns that ``transform`` adds."""
-        given, labels = self.getOrDefault("output_cols"), self.getOrDefault("label_columns")
-        if given:
-            return list(given)
+        output_cols, labels = self.getOrDefault("output_cols"), self.getOrDefault("label_columns")
+        if output_cols:
+            return list(output_cols)
         if labels:
             return default_output_names(labels)
         count = len(self.getOrDefault("output_types") or self._trained.outputs)
-        return ["prediction"] if count == 1 else [f"prediction_{place}" for place in range(count)]
+        return ["prediction"] if count == 1 else [f"prediction_{index}" for index in range(count)]
 
     def getOutputCols(self) -> list[str]:  # noqa: N802  (Spark's name)
-        """The columns that ``transform`` adds: ``<label>__output`` unless ``setOutputCols`` was called."""
+        """Return the columns that ``transform`` adds: ``<label>__output`` unless ``setOutputCols`` was called."""
         return self.output_names
 
     @brief_errors
@@ -178,36 +177,35 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
         require_spark_dataframe("transform", dataset)
         columns = self.output_columns(dataset.columns)
-        fields = [StructField(output_field(place), spark_type(column)) for place, column in enumerate(columns)]
+        fields = [StructField(output_field(index), spark_type(column)) for index, column in enumerate(columns)]
         spec = self._predict_spec(dataset, columns, fields)
         kind = fields[0].dataType if len(fields) == 1 else StructType(fields)
         predict = arrow_udf(arrow_function(spec), kind)  # type: ignore[call-overload]  # it takes tuples
         dataset = as_rows(dataset, [column.path[0] for column in spec.features])
         arrays, others = packed(spec.features, spec.packing)
-        names = [f"{_unused_prefix(dataset)}{place}" for place in range(len(arrays))]
+        names = [f"{_unused_prefix(dataset)}{index}" for index in range(len(arrays))]
         if arrays:
             dataset = dataset.select("*", *(array.alias(name) for array, name in zip(arrays, names, strict=True)))
-        # What is used twice, Spark computes beforehand, in compiled code; else it would go row by row, and hold a copy
-        # of every feature column meanwhile. It is sent once all the same.
-        predicted = predict(*names, *others, *names, *others)  # once in all outputs, and Spark evaluates it once
+        # Each argument is passed twice so that Spark computes it beforehand, in compiled code. Otherwise Spark would
+        # work row by row and hold a copy of every feature column meanwhile. The data is sent only once.
+        predicted = predict(*names, *others, *names, *others)  # all outputs share it, so Spark evaluates it once
         outputs = [
-            _output(predicted if len(columns) == 1 else predicted.getField(output_field(place)), column)
-            for place, column in enumerate(columns)
+            _output(predicted if len(columns) == 1 else predicted.getField(output_field(index)), column)
+            for index, column in enumerate(columns)
         ]
         transformed = dataset.select("*", *outputs)
         return transformed.drop(*names) if names else transformed
 
     def output_columns(self, taken: Sequence[str] = ()) -> tuple[OutputColumn, ...]:
-        """What ``transform`` makes of the outputs, beside columns of the names that are ``taken``.
+        """Return the columns that ``transform`` makes of the outputs, next to columns whose names are ``taken``.
 
         Raises:
-            ParamError: what was asked for does not fit the outputs.
+            ParamError: ``output_cols`` or ``output_types`` do not fit the outputs.
             SchemaError: a name is taken.
         """
         names, own = self.output_names, self._trained.outputs
         changed = self.getOrDefault("prediction_fn") is not None
-        asked = self.getOrDefault("output_types")
-        kinds: Sequence[str] = asked or (AUTO,) * len(own)
+        kinds: Sequence[str] = self.getOrDefault("output_types") or (AUTO,) * len(own)
         if not changed and len(kinds) != len(own):
             raise ParamError(f"output_types has {len(kinds)} types {list(kinds)} but the model has {len(own)} outputs.")
         if len(names) != len(kinds):
@@ -222,10 +220,10 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
             output_column(
                 name,
                 kind,
-                own[place] if (kind == AUTO and place < len(own)) or not changed else None,
-                labels[place] if place < len(labels) else None,
+                own[index] if (kind == AUTO and index < len(own)) or not changed else None,
+                labels[index] if index < len(labels) else None,
             )
-            for place, (name, kind) in enumerate(zip(names, kinds, strict=True))
+            for index, (name, kind) in enumerate(zip(names, kinds, strict=True))
         )
 
     def _predict_spec(
@@ -251,10 +249,10 @@ class TrainedModel(Model, ModelParams, MLWritable, MLReadable[Any]):
 
 
 def pickle_function(function: Callable[..., Any] | None) -> bytes:
-    """A prediction function for the executors; empty where there is none.
+    """Return a pickled prediction function for the executors, or no bytes for None.
 
     Raises:
-        ParamError: it cannot be pickled.
+        ParamError: the function cannot be pickled.
     """
     if function is None:
         return b""
@@ -267,7 +265,7 @@ def pickle_function(function: Callable[..., Any] | None) -> bytes:
 
 
 def _unused_prefix(dataset: DataFrame) -> str:
-    """With which no column of the DataFrame begins."""
+    """Return a prefix that no column of the DataFrame starts with."""
     prefix = f"{RESERVED_PREFIX}features_"
     while any(name.lower().startswith(prefix) for name in dataset.columns):
         prefix += "_"

@@ -1,17 +1,17 @@
-"""What columns a model's outputs become: declared before anything runs, made in the executors.
+"""The Spark columns that a model's outputs become: declared before anything runs, encoded in the executors.
 
-An output is an array whose first dimension are the rows. What is asked for it is one of
+An output is an array whose first dimension is the rows. Its type in Spark (``output_types``) is one of
 
 =================  ==================================================================================================
-``"auto"``         a number for one value per row where the label was a number too, else a vector
+``"auto"``         a number if the output has one value per row and the label is a number, else a vector
 ``"vector"``       a dense ML vector with all values, the usual form of probabilities
-``"array"``        arrays inside arrays, in the shape of the output, of floats
+``"array"``        nested arrays of floats in the shape of the output
 ``"scalar"``       a number; the output must have one value per row
-``"label"``        the type of the label: the class with the highest value where there are several for a label that is
-                   a number, else the values themselves, rounded for integers; null where that is no such number
-                   (NaN, or beyond the type)
-a type of Spark's  ``"double"``, ``"int"``, ``"array<float>"``, ``"struct<no float, yes float>"``... A struct has a
-                   field for every value, or what a ``prediction_fn`` gave under the names of its fields
+``"label"``        the type of the label. If the label is a number and the output has several values per row, the class
+                   with the highest value; else the values themselves, rounded for integers. NULL for NaN and for
+                   values beyond the range of the type
+a Spark type       ``"double"``, ``"int"``, ``"array<float>"``, ``"struct<no float, yes float>"``... A struct has a
+                   field for every value, or the named values that ``prediction_fn`` returns
 =================  ==================================================================================================
 """
 
@@ -56,7 +56,7 @@ class OutputSpec:
     Attributes:
         shape: shape of one row.
         element: numpy name of the elements in Spark: float32 or float64.
-        vector: whether the column is an ML vector unless something else is asked for; else it is one number per row.
+        vector: whether the column is an ML vector by default; else it is one number per row.
     """
 
     shape: tuple[int, ...]
@@ -66,14 +66,14 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class OutputColumn:
-    """What an executor makes of one output.
+    """The column that an executor encodes one output as.
 
     Attributes:
         name: the column, for messages.
-        type: its type as Spark writes it; a vector is an array of doubles on its way.
-        vector: whether it becomes an ML vector at the end.
-        shape: shape of one row where the model's own outputs are declared; None takes what fits the type.
-        best: whether the place of the highest value is taken where a row has several.
+        type: its Spark type in DDL; a vector leaves the executor as an array of doubles.
+        vector: whether the column becomes an ML vector.
+        shape: shape of one row of the model's own output; None accepts any shape that fits the type.
+        best: whether the index of the highest value is the prediction if a row has several values.
     """
 
     name: str
@@ -84,24 +84,23 @@ class OutputColumn:
 
 
 def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnSpec | None) -> OutputColumn:
-    """The column for an output.
+    """Return the column for an output.
 
     Args:
         name: the column's name.
-        kind: what was asked for; see the module.
-        known: the model's own output; None where a ``prediction_fn`` gives another one.
+        kind: the requested type; see the module.
+        known: the model's own output; None if a ``prediction_fn`` returns another one.
         label: the label that the output predicts, if it is known.
 
     Raises:
-        ParamError: what was asked for cannot be made of this output.
+        ParamError: the output cannot have the requested type.
     """
     if kind == "label":
         return _as_label(name, known, label)
     if kind == AUTO and known is None:
         raise ParamError(
-            f"The type of output column {name!r} is not known, because prediction_fn makes more of the model's "
-            f"outputs. Say it with setOutputTypes; there are {', '.join(map(repr, TYPE_KEYWORDS[1:]))} and Spark's own "
-            "types."
+            f"The type of output column {name!r} is unknown because prediction_fn changes the model's outputs. Set it "
+            f"with setOutputTypes to one of {', '.join(map(repr, TYPE_KEYWORDS[1:]))} or to a Spark type."
         )
     shape = None if known is None else known.shape
     if kind == AUTO and known is not None:
@@ -116,58 +115,58 @@ def output_column(name: str, kind: str, known: OutputSpec | None, label: ColumnS
     number = "<" not in kind
     if number and shape is not None and math.prod(shape) != 1:
         raise ParamError(
-            f"Output column {name!r} is to be {kind!r}, one value per row, but the output has rows of shape "
-            f"{list(shape)}. Ask for 'vector', 'array', 'label' (the likeliest class) or a struct, or make one value "
-            "of them with prediction_fn."
+            f"Output column {name!r} has the type {kind!r}, one value per row, but the output has rows of shape "
+            f"{list(shape)}. Use 'vector', 'array', 'label' (the likeliest class) or a struct type, or reduce each row "
+            "to one value with prediction_fn."
         )
     return OutputColumn(name, kind, shape=shape)
 
 
 def default_output_names(labels: Sequence[str]) -> list[str]:
-    """The columns of the outputs that are trained on these labels, where no others are given."""
+    """Return the names of the output columns for these labels if ``output_cols`` is not set."""
     return [f"{label}__output" for label in labels]
 
 
 def check_output_names(names: Sequence[str], taken: Sequence[str]) -> None:
-    """Refuse output columns whose names, in whatever case, are those of columns that are there.
+    """Refuse output columns whose names are taken in any case.
 
     Raises:
-        SchemaError: of the first one.
+        SchemaError: for the first such column.
     """
-    there = {column.lower() for column in taken}
+    taken_names = {column.lower() for column in taken}
     for name in names:
-        if name.lower() in there:
+        if name.lower() in taken_names:
             raise SchemaError(
-                f"The DataFrame has a column {name!r} already, where transform would put the model's output. Drop "
-                "it, or choose another name with setOutputCols."
+                f"The DataFrame already has a column {name!r}, the name that transform would give to the model's "
+                "output. Drop it, or choose another name with setOutputCols."
             )
 
 
 def check_types(
     names: Sequence[str], kinds: Sequence[str], known: Sequence[OutputSpec], labels: Sequence[ColumnSpec]
 ) -> None:
-    """Refuse what a model's outputs cannot become, before it is trained.
+    """Refuse types that a model's outputs cannot have, before the model is trained.
 
     Args:
         names: the output columns.
-        kinds: what was asked for, by output.
-        known: the outputs; empty where their shapes are not known yet.
-        labels: the label columns; empty where they are not known yet.
+        kinds: the requested types, by output.
+        known: the outputs; empty while their shapes are unknown.
+        labels: the label columns; empty while they are unknown.
 
     Raises:
-        ParamError: a type is none, or no output becomes it, or not this one.
+        ParamError: a type is unknown, or its output cannot have it.
     """
-    for place, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+    for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
         if kind != AUTO and (kind != "label" or labels):
-            output, label = known[place] if known else None, labels[place] if labels else None
+            output, label = known[index] if known else None, labels[index] if labels else None
             spark_type(output_column(name, kind, output, label))
 
 
 def _as_label(name: str, known: OutputSpec | None, label: ColumnSpec | None) -> OutputColumn:
     if label is None:
         raise ParamError(
-            f"Output column {name!r} is to have the type of its label, but the model knows no label column for it. "
-            "Name the type itself, such as 'bigint'."
+            f"Output column {name!r} has the type 'label', but the model has no label column for it. Use a Spark type "
+            "instead, such as 'bigint'."
         )
     element = _SPARK_NAME.get(label.dtype, "double")
     shape = None if known is None else known.shape
@@ -179,88 +178,90 @@ def _as_label(name: str, known: OutputSpec | None, label: ColumnSpec | None) -> 
 
 
 def spark_type(column: OutputColumn) -> DataType:
-    """The type of the column on its way out of the executor.
+    """Return the type that the column has when it leaves the executor.
 
     Raises:
-        ParamError: Spark knows no such type, or it holds something that no output becomes.
+        ParamError: the type is unknown to Spark, or contains a type that outputs cannot have.
     """
     try:
-        found = _parsed(column.type)
+        data_type = _parse_type(column.type)
     except Exception as error:
         raise ParamError(
-            f"Output column {column.name!r} is to have the type {column.type!r}, which is none: there are "
-            f"{', '.join(map(repr, TYPE_KEYWORDS))} and Spark's own types, such as 'array<float>'."
+            f"Output column {column.name!r} has the unknown type {column.type!r}; expected one of "
+            f"{', '.join(map(repr, TYPE_KEYWORDS))} or a Spark type, such as 'array<float>'."
         ) from error
-    _refuse_others(found, column)
-    return found
+    _check_supported(data_type, column)
+    return data_type
 
 
-@cache  # it asks Spark
-def _parsed(ddl: str) -> DataType:
+@cache  # parsing is a call into Spark
+def _parse_type(ddl: str) -> DataType:
     from pyspark.sql.types import DataType  # noqa: PLC0415  (executors need none of this)
 
     return DataType.fromDDL(ddl)
 
 
-def _refuse_others(found: DataType, column: OutputColumn) -> None:
+def _check_supported(data_type: DataType, column: OutputColumn) -> None:
     from pyspark.sql import types  # noqa: PLC0415
 
-    if isinstance(found, types.StructType):
-        for field in found.fields:
-            _refuse_others(field.dataType, column)
-    elif isinstance(found, types.ArrayType):
-        _refuse_others(found.elementType, column)
-    elif isinstance(found, types.DecimalType) or not isinstance(
-        found, types.NumericType | types.BooleanType | types.StringType
+    if isinstance(data_type, types.StructType):
+        for field in data_type.fields:
+            _check_supported(field.dataType, column)
+    elif isinstance(data_type, types.ArrayType):
+        _check_supported(data_type.elementType, column)
+    elif isinstance(data_type, types.DecimalType) or not isinstance(
+        data_type, types.NumericType | types.BooleanType | types.StringType
     ):
         raise ParamError(
-            f"Output column {column.name!r} is to have the type {column.type!r}, but no output becomes a "
-            f"{found.simpleString()}; there are numbers, booleans, strings, and arrays and structs of them."
+            f"Output column {column.name!r} has the type {column.type!r}, but an output cannot be a "
+            f"{data_type.simpleString()}. Use numbers, booleans, strings, or arrays and structs of them."
         )
 
 
 def encode_output(prediction: Predicted, column: OutputColumn, arrow: pa.DataType) -> pa.Array:
-    """The Arrow array of a column.
+    """Return the Arrow array of a column.
 
     Raises:
-        ModelOutputError: the output has another shape than the type has room for; the message names both.
+        ModelOutputError: the type cannot hold the shape of the output; the message names both.
     """
     import pyarrow as pa  # noqa: PLC0415  (heavy)
 
     if isinstance(prediction, Mapping):
-        return _fields(prediction, column, arrow)
+        return _encode_struct(prediction, column, arrow)
     if column.shape is not None and prediction.shape[1:] != column.shape:
         raise ModelOutputError(
-            f"Output column {column.name!r}: the model gave rows of shape {list(prediction.shape[1:])}; they were "
-            f"{list(column.shape)} when it was made. If prediction_fn changes them, say so with setOutputTypes."
+            f"Output column {column.name!r}: the model returned rows of shape {list(prediction.shape[1:])}, but their "
+            f"shape was {list(column.shape)} when it was created. If prediction_fn changes the shape, set the type "
+            "with setOutputTypes."
         )
     flat = prediction.reshape(len(prediction), math.prod(prediction.shape[1:]))
     if pa.types.is_struct(arrow):
         if flat.shape[1] != arrow.num_fields:
-            raise _no_room(prediction, column)
-        return _fields({arrow.field(place).name: flat[:, place] for place in range(arrow.num_fields)}, column, arrow)
+            raise _shape_error(prediction, column)
+        parts = {arrow.field(index).name: flat[:, index] for index in range(arrow.num_fields)}
+        return _encode_struct(parts, column, arrow)
     if column.best and flat.shape[1] > 1:
-        # NaN would be the highest value: a row with one has no class.
-        places = np.where(np.isnan(flat).any(axis=1), np.nan, flat.argmax(axis=1))
-        return _nested(places, column, arrow)
-    return _nested(flat if column.vector else prediction, column, arrow)
+        # argmax takes NaN for the highest value, so a row with NaN gets no class.
+        classes = np.where(np.isnan(flat).any(axis=1), np.nan, flat.argmax(axis=1))
+        return _nested_arrays(classes, column, arrow)
+    return _nested_arrays(flat if column.vector else prediction, column, arrow)
 
 
-def _fields(parts: Mapping[str, npt.NDArray[np.generic]], column: OutputColumn, arrow: pa.DataType) -> pa.Array:
+def _encode_struct(parts: Mapping[str, npt.NDArray[np.generic]], column: OutputColumn, arrow: pa.DataType) -> pa.Array:
     import pyarrow as pa  # noqa: PLC0415
 
-    names = [arrow.field(place).name for place in range(arrow.num_fields)] if pa.types.is_struct(arrow) else []
+    names = [arrow.field(index).name for index in range(arrow.num_fields)] if pa.types.is_struct(arrow) else []
     if set(names) != set(parts):
         raise ModelOutputError(
-            f"Output column {column.name!r} has the type {column.type!r}, but prediction_fn gave the fields "
+            f"Output column {column.name!r} has the type {column.type!r}, but prediction_fn returned the fields "
             f"{sorted(parts)}."
         )
-    arrays = [_nested(np.asarray(parts[name]), column, arrow.field(name).type) for name in names]
+    arrays = [_nested_arrays(np.asarray(parts[name]), column, arrow.field(name).type) for name in names]
     return pa.StructArray.from_arrays(arrays, fields=[arrow.field(name) for name in names])
 
 
-def _nested(values: npt.NDArray[np.generic], column: OutputColumn, arrow: pa.DataType) -> pa.Array:
-    """Arrays inside arrays as deep as the type says; the elements are one block of memory."""
+def _nested_arrays(values: npt.NDArray[np.generic], column: OutputColumn, arrow: pa.DataType) -> pa.Array:
+    """Return arrays nested as deep as the type; the elements are one block of memory."""
     import pyarrow as pa  # noqa: PLC0415
 
     lists, element = [], arrow
@@ -269,12 +270,12 @@ def _nested(values: npt.NDArray[np.generic], column: OutputColumn, arrow: pa.Dat
         element = element.value_type
     sizes = values.shape[: len(lists) + 1]
     if len(sizes) <= len(lists) or math.prod(values.shape) != math.prod(sizes):
-        raise _no_room(values, column)
-    found = _elements(values.reshape(-1), element)
+        raise _shape_error(values, column)
+    nested = _elements(values.reshape(-1), element)
     for level in range(len(lists), 0, -1):
         offsets = np.arange(math.prod(sizes[:level]) + 1, dtype=np.int32) * np.int32(sizes[level])
-        found = pa.ListArray.from_arrays(pa.array(offsets), found, type=lists[level - 1])
-    return found
+        nested = pa.ListArray.from_arrays(pa.array(offsets), nested, type=lists[level - 1])
+    return nested
 
 
 def _elements(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
@@ -295,8 +296,8 @@ def _elements(values: npt.NDArray[Any], element: pa.DataType) -> pa.Array:
     return pa.array(np.where(fits, values, 0).astype(numpy_type), element, mask=~fits)
 
 
-def _no_room(values: npt.NDArray[np.generic], column: OutputColumn) -> ModelOutputError:
+def _shape_error(values: npt.NDArray[np.generic], column: OutputColumn) -> ModelOutputError:
     return ModelOutputError(
-        f"Output column {column.name!r} has the type {column.type!r}, which has no place for rows of shape "
+        f"Output column {column.name!r} has the type {column.type!r}, which cannot hold rows of shape "
         f"{list(values.shape[1:])}."
     )

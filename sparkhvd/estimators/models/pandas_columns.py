@@ -1,4 +1,4 @@
-"""Columns of pandas tables as a model gets them: with the type of their own values, as ``transform`` gives them."""
+"""Convert columns of pandas tables to a model's input arrays, with the types that ``transform`` would use."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from sparkhvd.errors import DataError, SchemaError
 if TYPE_CHECKING:
     import pandas as pd
 
-# What Spark makes of numbers that it has no type for.
+# The types that Spark gives to numbers of types that it lacks.
 _IN_SPARK = {"uint8": "int16", "uint16": "int32", "uint32": "int64", "float16": "float32"}
 
 
 def feature_array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
-    """A column as the model gets it; NULL becomes the column's fill.
+    """Return a column as the model's input; NULL becomes the column's fill.
 
-    Numbers keep the type that they have in the table: what a model was trained on does not change its input.
+    Numbers keep their type in the table, whatever type the model was trained on.
 
     Raises:
-        DataError: it holds NULL without a fill, or rows of another shape than in the training.
-        SchemaError: it holds no numbers, but the model takes numbers.
+        DataError: the column holds NULL without a fill, or its shape differs from the training.
+        SchemaError: the model takes numbers and the column holds something else.
     """
-    null = _null(series, column)
+    null = _null_mask(series, column)
     if null.any() and column.fill is None:
         raise DataError(
             f"Feature column {column.name!r} holds NULL in {null.sum()} of {len(series)} rows, for which there is no "
             "prediction. Drop these rows first, or fill them (table.fillna)."
         )
     present = series[~null]
-    known = replace(column, shape=column.shape or (), entries=None)
+    spec = replace(column, shape=column.shape or (), entries=None)
     if column.sparse:
-        return _sparse(present, np.flatnonzero(~null), len(series), known)
-    rows = _rows(present, known) if len(present) else columns_of.empty(known, 0)
+        return _sparse(present, np.flatnonzero(~null), len(series), spec)
+    rows = _rows(present, spec) if len(present) else columns_of.empty(spec, 0)
     if not null.any():
         return rows
     fill = np.asarray(column.fill)
@@ -49,7 +49,7 @@ def feature_array(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.
 
 
 def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic]:
-    """The values that are not NULL, one row each."""
+    """Return the values that are not NULL, one row each."""
     if not column.is_number:
         array = columns_of.empty(column, len(present))
         array[:] = np.stack([np.asarray(value, array.dtype) for value in present]) if column.shape else list(present)
@@ -58,9 +58,9 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
         rows = np.stack([_dense(value) for value in present])
     except ValueError as error:
         raise DataError(f"Feature column {column.name!r} has rows of different shapes.") from error
-    if present.dtype.kind in "biuf":  # its own type, where single values have none
-        own: Any = present.dtype
-        rows = rows.astype(getattr(own, "numpy_dtype", own))
+    if present.dtype.kind in "biuf":  # the type of the column, which single values do not have
+        dtype: Any = present.dtype
+        rows = rows.astype(getattr(dtype, "numpy_dtype", dtype))
     if rows.dtype.kind not in "biuf":
         raise SchemaError(
             f"Feature column {column.name!r} holds {type(present.iloc[0]).__name__} values; the model takes numbers."
@@ -73,31 +73,31 @@ def _rows(present: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.generic
     return np.ascontiguousarray(rows, _IN_SPARK.get(rows.dtype.name, rows.dtype))
 
 
-def _null(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.bool_]:
-    """Which rows are NULL; pandas has NaN for it too, which is a number as long as nothing else is to be put there."""
+def _null_mask(series: pd.Series[Any], column: ColumnSpec) -> npt.NDArray[np.bool_]:
+    """Return which rows are NULL; in a float column without a fill, NaN is a value although pandas uses it for NULL."""
     if column.fill is None and column.dtype.startswith("float") and series.dtype.kind == "f":
         return np.zeros(len(series), bool)
     return series.isna().to_numpy(bool)
 
 
 def _sparse(
-    present: pd.Series[Any], places: npt.NDArray[np.integer], count: int, column: ColumnSpec
+    present: pd.Series[Any], row_indices: npt.NDArray[np.integer], count: int, column: ColumnSpec
 ) -> npt.NDArray[np.generic]:
-    """A sparse column of so many rows, of which those at ``places`` have entries."""
-    found = [_stored(value) for value in present]
-    lengths = [len(indices) for indices, _ in found]
+    """Return a sparse column of ``count`` rows; those at ``row_indices`` are ``present``."""
+    entries = [_entries(value) for value in present]
+    lengths = [len(indices) for indices, _ in entries]
     return columns_of.from_entries(
         count,
-        np.repeat(places, lengths),
-        np.concatenate([np.empty(0, np.int64), *(indices for indices, _ in found)]),
-        np.concatenate([np.empty(0), *(values for _, values in found)]),
+        np.repeat(row_indices, lengths),
+        np.concatenate([np.empty(0, np.int64), *(indices for indices, _ in entries)]),
+        np.concatenate([np.empty(0), *(values for _, values in entries)]),
         column,
         "the table",
     )
 
 
-def _stored(value: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """The entries of a vector, with their places; of a dense one, those that are not 0."""
+def _entries(value: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Return the indices and values of a vector's entries; of a dense vector, those that are not 0."""
     if hasattr(value, "indices"):
         return np.asarray(value.indices, np.int64), np.asarray(value.values, np.float64)
     dense = _dense(value)

@@ -1,4 +1,4 @@
-"""Prediction inside Spark's Python workers: Arrow columns in; the output, or one struct of them, per row back."""
+"""Prediction inside Spark's Python workers: from Arrow columns to one output, or one struct of outputs, per row."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sparkhvd.estimators.training.job_files import FileSource, StoredFile, local
 from sparkhvd.estimators.training.worker import find_plugin
 
 _LOADED_LIMIT = 4
-# The loaded models of this Python worker, by the digests of their files, the function that calls them and the GPU;
-# Spark reuses the process for later tasks.
+# The loaded models of this Python worker, by files and digests, prediction function and GPU. Spark reuses the process
+# for later tasks.
 _loaded: dict[tuple[tuple[StoredFile, ...], bytes, int | None], Predictor] = {}
 
 
@@ -34,15 +34,15 @@ class PredictSpec:
 
     Attributes:
         plugin: ``module:name`` of the framework's plug-in.
-        store: where the model can be read.
-        files: its files.
-        features: the columns as they come, in the order of the model's inputs, with the shapes of the training.
-        packing: which of them come together.
-        names: the names that the model knows these columns by.
-        outputs: the columns to make.
-        types: their types in Arrow.
-        batch_size: rows that are predicted at once.
-        function: the user's prediction function, pickled; empty where the model itself is called.
+        store: where the model's files can be read.
+        files: the model's files.
+        features: the columns of the DataFrame, in the order of the model's inputs, with the shapes of the training.
+        packing: which of these columns share an array.
+        names: the names of these columns in the training.
+        outputs: the columns to return.
+        types: the Arrow types of the outputs.
+        batch_size: rows per prediction.
+        function: the user's prediction function, pickled; empty to call the model itself.
     """
 
     plugin: str
@@ -58,34 +58,34 @@ class PredictSpec:
 
 
 def output_field(index: int) -> str:
-    """The name of an output in the struct that ``predict_batches`` yields where there are several."""
+    """Return the name of an output in the struct that ``predict_batches`` yields for several outputs."""
     return f"output_{index}"
 
 
 def predict_batches(spec: PredictSpec, batches: Iterator[Sequence[pa.Array]]) -> Iterator[pa.Array]:
-    """The predictions for Arrow batches; the model is loaded once per Python worker.
+    """Yield the predictions for Arrow batches; the model is loaded once per Python worker.
 
     Args:
-        spec: what to predict with.
-        batches: the feature columns as ``packing.packed`` makes them.
+        spec: the model, its inputs and its outputs.
+        batches: the feature columns in the form of ``sparkhvd.data.schema.packing``.
 
     Raises:
-        DataError: a feature is NULL or has another length than in the training; the message names the column.
+        DataError: a feature is NULL or its length differs from the training; the message names the column.
     """
     predictor = _predictor(spec)
     for batch in batches:
-        given = map(_decoded, unpacked(batch, spec.packing), spec.features)
-        arrays = _predicted(predictor, dict(zip(spec.names, given, strict=True)), len(batch[0]), spec)
+        features = map(_decode, unpacked(batch, spec.packing), spec.features)
+        arrays = _predict(predictor, dict(zip(spec.names, features, strict=True)), len(batch[0]), spec)
         names = [output_field(index) for index in range(len(arrays))]
         yield arrays[0] if len(arrays) == 1 else pa.StructArray.from_arrays(arrays, names)
 
 
 def _predictor(spec: PredictSpec) -> Predictor:
-    gpu = _given_gpu()
+    gpu = _assigned_gpu()
     key = (spec.files, spec.function, gpu)
     if key not in _loaded:
         function = cloudpickle.loads(spec.function) if spec.function else None
-        plugin = _imported(spec.plugin)
+        plugin = _import_plugin(spec.plugin)
         with local_copies(spec.store, spec.files, _application_folder()) as folder:
             predictor = plugin.predictor(folder, Inference(gpu, function))
         while len(_loaded) >= _LOADED_LIMIT:
@@ -95,26 +95,26 @@ def _predictor(spec: PredictSpec) -> Predictor:
 
 
 @cache
-def _imported(name: str) -> FrameworkPlugin:
-    with gc_paused_for_import():  # the import alone: a model that makes room for others has to be collected
+def _import_plugin(name: str) -> FrameworkPlugin:
+    with gc_paused_for_import():  # only the import: what it loads is never collected, but an evicted model must be
         return find_plugin(name)
 
 
-def _given_gpu() -> int | None:
-    """The GPU that Spark gave this task, as CUDA counts those that the process sees; None without one."""
+def _assigned_gpu() -> int | None:
+    """Return the CUDA index of the GPU that Spark assigned to this task; None without one."""
     from pyspark import TaskContext  # noqa: PLC0415  (decoding needs no Spark)
 
     task = TaskContext.get()
-    given = None if task is None else task.resources().get("gpu")
-    return None if given is None else device_number(given.addresses, visible_devices())
+    resource = None if task is None else task.resources().get("gpu")
+    return None if resource is None else device_number(resource.addresses, visible_devices())
 
 
 def device_number(addresses: Sequence[str], visible: str | None) -> int | None:
-    """The number by which CUDA knows Spark's first address; None where there is none that it could know.
+    """Return the CUDA index of the first address; None if there is no address or CUDA cannot see its device.
 
     Args:
-        addresses: what Spark assigned. A number counts among the devices that the process sees.
-        visible: the process's CUDA_VISIBLE_DEVICES, None when it has none.
+        addresses: what Spark assigned. A number is an index into the devices that the process sees.
+        visible: the process's CUDA_VISIBLE_DEVICES; None if it is not set.
     """
     if not addresses:
         return None
@@ -125,14 +125,14 @@ def device_number(addresses: Sequence[str], visible: str | None) -> int | None:
 
 
 def _application_folder() -> str | None:
-    """Inside a task, the folder that Spark removes with the application: a task that is killed removes nothing."""
+    """Return the folder that Spark removes with the application, inside a task: a killed task cannot clean up."""
     from pyspark import SparkFiles, TaskContext  # noqa: PLC0415  (decoding needs no Spark)
 
     return None if TaskContext.get() is None else SparkFiles.getRootDirectory()
 
 
-def _decoded(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> npt.NDArray[np.generic]:
-    """The column in memory that may be written to: frameworks alias what they are given, and Arrow's is read-only."""
+def _decode(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> npt.NDArray[np.generic]:
+    """Return the column in writable memory: frameworks alias their inputs, and Arrow's memory is read-only."""
     if isinstance(array, np.ndarray):
         return array
     if array.null_count and column.fill is None:
@@ -143,41 +143,41 @@ def _decoded(array: pa.Array | npt.NDArray[np.generic], column: ColumnSpec) -> n
     lengths = columns_of.lengths(array.drop_null() if array.null_count else array)
     length = column.shape[0] if column.shape else 0
     if lengths is not None and len(lengths) and not lengths.min() == lengths.max() == length:
-        found = str(lengths.min()) if lengths.min() == lengths.max() else f"{lengths.min()} to {lengths.max()}"
+        actual = str(lengths.min()) if lengths.min() == lengths.max() else f"{lengths.min()} to {lengths.max()}"
         raise DataError(
-            f"Feature column {column.name!r} has rows of length {found}; the model was trained with rows of length "
+            f"Feature column {column.name!r} has rows of length {actual}; the model was trained with rows of length "
             f"{length}."
         )
     return columns_of.to_numpy(array, column, "the DataFrame").copy()
 
 
-def _predicted(
+def _predict(
     predictor: Predictor, columns: dict[str, npt.NDArray[np.generic]], rows: int, spec: PredictSpec
 ) -> list[pa.Array]:
-    """A column per output; one struct of chunks would be copied once more."""
+    """Return one array per output; a struct of chunks would have to be copied once more."""
     parts: list[list[pa.Array]] = [[pa.array([], kind)] for kind in spec.types]
     for start in range(0, rows, spec.batch_size):
         piece = {name: array[start : start + spec.batch_size] for name, array in columns.items()}
         predictions = predictor.predict(piece)
         if len(predictions) != len(spec.outputs):
             raise ModelOutputError(
-                f"There are {len(spec.outputs)} output columns {[column.name for column in spec.outputs]}, but "
-                f"{len(predictions)} outputs were predicted."
+                f"The model or prediction_fn returned {len(predictions)} outputs for {len(spec.outputs)} output "
+                f"columns {[column.name for column in spec.outputs]}. Set output_cols and output_types to match."
             )
         count = len(next(iter(piece.values())))
-        for place, (prediction, column, kind) in enumerate(zip(predictions, spec.outputs, spec.types, strict=True)):
+        for index, (prediction, column, kind) in enumerate(zip(predictions, spec.outputs, spec.types, strict=True)):
             array = encode_output(prediction, column, kind)
             if len(array) != count:
                 raise ModelOutputError(
                     f"Output column {column.name!r} has {len(array)} rows for {count} rows of the DataFrame; the first "
                     "dimension of an output must be the rows."
                 )
-            parts[place].append(array)
+            parts[index].append(array)
     return [pieces[1] if len(pieces) == 2 else pa.concat_arrays(pieces) for pieces in parts]
 
 
 def arrow_function(spec: PredictSpec) -> Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]]:
-    """``predict_batches`` as a function whose annotations tell Spark what it takes: all packed columns twice."""
+    """Return ``predict_batches`` with the annotations that Spark needs; it gets all packed columns twice."""
 
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         return predict_batches(spec, (batch[: spec.packing.count] for batch in batches))

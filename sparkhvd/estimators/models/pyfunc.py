@@ -1,6 +1,6 @@
-"""A trained model without Spark: a folder that gives predictions for pandas tables.
+"""A trained model without Spark: a folder that predicts for pandas tables.
 
-``write_folder`` makes one of a Transformer; MLflow loads it by ``_load_pyfunc``.
+``write_folder`` writes the folder of a Transformer, and MLflow loads it with ``_load_pyfunc``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _COLUMNS, _TYPES, _FUNCTION, _MODEL = "columns.json", "outputs.arrow", "predicti
 
 
 def write_folder(model: TrainedModel, folder: Path) -> None:
-    """Write what ``load`` reads into an empty folder."""
+    """Write the files that ``load`` reads into an empty folder."""
     from sparkhvd.estimators.models.model import pickle_function  # noqa: PLC0415  (that module needs pyspark)
 
     (folder / _MODEL).mkdir()
@@ -56,7 +56,7 @@ def write_folder(model: TrainedModel, folder: Path) -> None:
 
 
 def load(folder: Path) -> PandasModel:
-    """The model of ``write_folder``. Runs the code that was saved with it: open only what you trust."""
+    """Return the model that ``write_folder`` wrote; runs the code saved with it, so open only what you trust."""
     content = json.loads((folder / _COLUMNS).read_text())
     function = (folder / _FUNCTION).read_bytes()
     inference = Inference(function=cloudpickle.loads(function) if function else None)
@@ -71,21 +71,21 @@ def load(folder: Path) -> PandasModel:
 
 
 def _load_pyfunc(path: str) -> PandasModel:
-    """The entry that MLflow calls."""
+    """Load the model for MLflow, which calls this function by name."""
     return load(Path(path))
 
 
 @dataclass(frozen=True)
 class PandasModel:
-    """A trained model that takes and gives pandas tables.
+    """A trained model that predicts a pandas table from a pandas table.
 
     Attributes:
         predictor: the framework's model.
-        features: the columns as the table has them (``column.field`` is also found in a column of dicts or Rows), and
-            as the model knows them.
-        outputs: the columns that it gives.
-        types: their types in Arrow.
-        batch_size: rows that are predicted at once.
+        features: each column's name in the table (``column.field`` may also be in a column of dicts or Rows), and its
+            spec in the training.
+        outputs: the columns to return.
+        types: the Arrow types of the outputs.
+        batch_size: rows per prediction.
     """
 
     predictor: Predictor
@@ -95,91 +95,91 @@ class PandasModel:
     batch_size: int
 
     def predict(self, model_input: pd.DataFrame, params: Mapping[str, Any] | None = None) -> pd.DataFrame:  # noqa: ARG002
-        """What ``transform`` gives: a column per output, one per field of a struct; vectors are arrays of numpy's.
+        """Return what ``transform`` returns: a column per output, or per field of a struct; vectors are numpy arrays.
 
-        What a prediction function gives by names is there by them, also where no ``output_types`` name them.
+        Named values of a prediction function become columns, even if no ``output_types`` name them.
 
         Raises:
             SchemaError: a column is missing.
-            DataError: a column holds NULL, and the training had nothing to put there (``fill``).
+            DataError: a column holds NULL and has no ``fill`` from the training.
         """
         import pandas as pd  # noqa: PLC0415
 
-        arrays = {column.name: feature_array(_found(model_input, name), column) for name, column in self.features}
-        found: dict[str, list[Any]] = {}
+        arrays = {column.name: feature_array(_column(model_input, name), column) for name, column in self.features}
+        parts_by_title: dict[str, list[Any]] = {}
         for start in range(0, max(1, len(model_input)), self.batch_size):
             piece = {name: array[start : start + self.batch_size] for name, array in arrays.items()}
             for output, column, kind in zip(self.predictor.predict(piece), self.outputs, self.types, strict=True):
-                for title, values in _columns(output, column, kind).items():
-                    found.setdefault(title, []).append(values)
-        joined = {title: np.concatenate(parts) for title, parts in found.items()}
+                for title, values in _output_arrays(output, column, kind).items():
+                    parts_by_title.setdefault(title, []).append(values)
+        joined = {title: np.concatenate(parts) for title, parts in parts_by_title.items()}
         return pd.DataFrame({title: _series(array) for title, array in joined.items()}, index=model_input.index)
 
 
-def _found(table: pd.DataFrame, name: str) -> pd.Series[Any]:
-    """A column, or the field of a column of dicts or Rows.
+def _column(table: pd.DataFrame, name: str) -> pd.Series[Any]:
+    """Return a column, or the field of a column of dicts or Rows.
 
     Raises:
-        SchemaError: there is none.
+        SchemaError: the table has neither.
     """
     if name in table:
         return table[name]
-    for place in (place for place, letter in enumerate(name) if letter == "."):
-        if (top := name[:place]) in table:
-            return table[top].map(lambda value, field=name[place + 1 :], top=top: _field(value, field, top))
+    for dot in (index for index, letter in enumerate(name) if letter == "."):
+        if (top := name[:dot]) in table:
+            return table[top].map(lambda value, field=name[dot + 1 :], top=top: _field(value, field, top))
     raise SchemaError(f"There is no column {name!r}; the table has {list(table.columns)}.")
 
 
 def _field(value: Any, field: str, top: str) -> Any:
-    """The value of a field, which may lie in a struct inside; NULL of a struct that is NULL."""
+    """Return the value of a field, which may be in a nested struct; None if the struct is NULL."""
     if not hasattr(value, "keys") and not hasattr(value, "asDict"):
         return None
     fields = value if hasattr(value, "keys") else value.asDict()
     if field in fields:
         return fields[field]
-    for place in (place for place, letter in enumerate(field) if letter == "."):
-        if field[:place] in fields:
-            return _field(fields[field[:place]], field[place + 1 :], top)
+    for dot in (index for index, letter in enumerate(field) if letter == "."):
+        if field[:dot] in fields:
+            return _field(fields[field[:dot]], field[dot + 1 :], top)
     raise SchemaError(f"Column {top!r} has no field {field!r}; it has {list(fields)}.")
 
 
 def _tuples(content: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(each) if isinstance(each, list) else each for name, each in content.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
 
 
 def _arrow_type(column: OutputColumn) -> pa.DataType:
-    """The type of a column; those that no one asked for are known without Spark."""
+    """Return the Arrow type of a column; the default types are known without Spark."""
     known = {"double": pa.float64(), "float": pa.float32(), "array<double>": pa.list_(pa.float64())}
     if column.type in known:
         return known[column.type]
-    from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415  (where a model is written, not where it opens)
+    from pyspark.sql.pandas.types import to_arrow_type  # noqa: PLC0415  (needed to write a model, not to open one)
 
     return to_arrow_type(spark_type(column))
 
 
-def _columns(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict[str, npt.NDArray[Any]]:
-    """An output of some rows, as one array by name; several of a struct."""
+def _output_arrays(output: Predicted, column: OutputColumn, kind: pa.DataType) -> dict[str, npt.NDArray[Any]]:
+    """Return an output as arrays by column title; a struct has several."""
     if isinstance(output, Mapping) and not pa.types.is_struct(kind):
         arrays = {f"{column.name}.{field}": np.asarray(values) for field, values in output.items()}
         return {
             title: array.reshape(len(array)) if array.size == len(array) else array for title, array in arrays.items()
         }
-    found = encode_output(output, column, kind)
+    encoded = encode_output(output, column, kind)
     if pa.types.is_struct(kind):
-        return {f"{column.name}.{kind.field(i).name}": _numpy(found.field(i)) for i in range(kind.num_fields)}
-    return {column.name: _numpy(found)}
+        return {f"{column.name}.{kind.field(i).name}": _to_numpy(encoded.field(i)) for i in range(kind.num_fields)}
+    return {column.name: _to_numpy(encoded)}
 
 
 def table_columns(column: OutputColumn, kind: pa.DataType) -> list[tuple[str, pa.DataType]]:
-    """The columns of a table that an output becomes, with their types."""
+    """Return the titles and types of the table columns that an output becomes."""
     if pa.types.is_struct(kind):
         return [(f"{column.name}.{kind.field(i).name}", kind.field(i).type) for i in range(kind.num_fields)]
     return [(column.name, kind)]
 
 
-def _numpy(found: pa.Array) -> npt.NDArray[Any]:
-    """Rows of numbers as one block."""
-    sizes, element = [len(found)], found
+def _to_numpy(array: pa.Array) -> npt.NDArray[Any]:
+    """Return nested lists of numbers as one array."""
+    sizes, element = [len(array)], array
     while pa.types.is_list(element.type):
         element = element.flatten()
         sizes.append(len(element) // max(1, math.prod(sizes)))

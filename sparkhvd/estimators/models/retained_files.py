@@ -1,9 +1,9 @@
-"""The files of a model that was loaded as part of something larger, after what holds them was removed.
+"""Retain the files of a model that was loaded as part of a Pipeline after the Pipeline's folder is removed.
 
-Spark ML overwrites a Pipeline by removing its folder first, and then asks each stage to write itself: a model among
-them that was loaded from there would have nothing left to write. So its files are held when it is loaded: small ones in
-memory, large ones mapped. A mapped file of this machine costs nothing and stays readable without its name; others are
-copied to one that never had any.
+Spark ML overwrites a Pipeline by removing its folder first and then asking each stage to write itself. A model that was
+loaded from that folder would have nothing left to write, so its files are retained when it is loaded: small files in
+memory, large files as memory maps. A mapped local file costs nothing and stays readable after it is unlinked; other
+files are copied to an unnamed temporary file.
 """
 
 from __future__ import annotations
@@ -20,47 +20,49 @@ from sparkhvd.errors import StoreError
 from sparkhvd.estimators.training.job_files import PIECE_BYTES, StoredFile
 from sparkhvd.store import Store
 
-# The folders in which Spark ML's writers put the models that are parts of another.
+# The folders in which Spark ML's writers put the models that belong to another model.
 _PARTS = frozenset({"stages", "bestModel", "subModels"})
 # A mapped file takes a descriptor, and a search may bring hundreds of models.
 _SMALL_BYTES = 4 << 20
 
 
 class RetainedFiles:
-    """Files of a Store as they were; in another process those that are there then.
+    """The content that files of a Store had when they were loaded; in another process, their current content.
 
     Args:
-        store: where they are.
-        files: which.
+        store: the Store of the files.
+        files: the files to retain.
     """
 
     def __init__(self, store: Store, files: Sequence[StoredFile]) -> None:
         self.url = store.url
         self._store = store
-        self._held = {file.path: _held(store, file.path) for file in files}
+        self._contents = {file.path: _retain(store, file.path) for file in files}
 
     def open(self, path: str, mode: Literal["rb"]) -> BinaryIO:
-        """A file for reading.
+        """Open a file for reading.
 
         Raises:
-            StoreError: it is another one now, or was there once and is not kept here.
+            StoreError: the file has changed in place, or is not retained here and no longer exists.
         """
-        found = self._held.get(path)
-        if found is None:
+        content = self._contents.get(path)
+        if content is None:
             return self._store.open(path, mode)
-        if isinstance(found, bytes):
-            return io.BytesIO(found)
-        if found.size() != len(found):  # reading what was cut off would end the process
-            raise StoreError(f"{self.url}/{path} has been changed in place since the model was loaded; load it again.")
-        return cast("BinaryIO", io.BufferedReader(_MapReader(found)))
+        if isinstance(content, bytes):
+            return io.BytesIO(content)
+        if content.size() != len(content):  # reading a truncated mapping would kill the process
+            raise StoreError(
+                f"{self.url}/{path} has been changed in place since the model was loaded. Load the model again."
+            )
+        return cast("BinaryIO", io.BufferedReader(_MapReader(content)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Memory stays in its process."""
-        return {**self.__dict__, "_held": {}}
+        """Leave the contents out, because memory maps cannot leave the process."""
+        return {**self.__dict__, "_contents": {}}
 
 
 def is_pipeline_part(url: str) -> bool:
-    """Whether a model's folder is one within something larger of Spark ML's."""
+    """Return whether a model's folder belongs to a Pipeline or another composite object of Spark ML."""
     return not _PARTS.isdisjoint(url.split("/"))
 
 
@@ -68,19 +70,19 @@ class _MapReader(io.RawIOBase):
     def __init__(self, content: mmap.mmap) -> None:
         super().__init__()
         self._content = content
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        piece = self._content[self._at : self._at + len(buffer)]
+        piece = self._content[self._position : self._position + len(buffer)]
         buffer[: len(piece)] = piece
-        self._at += len(piece)
+        self._position += len(piece)
         return len(piece)
 
 
-def _held(store: Store, path: str) -> bytes | mmap.mmap:
+def _retain(store: Store, path: str) -> bytes | mmap.mmap:
     from pyarrow import fs  # noqa: PLC0415  (heavy)
 
     with store.open(path, "rb") as source:
@@ -89,13 +91,13 @@ def _held(store: Store, path: str) -> bytes | mmap.mmap:
             return start
         source.seek(0)
         if isinstance(store.arrow(path)[0], fs.LocalFileSystem):
-            with suppress(OSError):  # some file systems map nothing
-                return _map_of(source)
+            with suppress(OSError):  # some file systems do not support memory maps
+                return _map_file(source)
         with tempfile.TemporaryFile(prefix="sparkhvd-spare-") as copy:
             shutil.copyfileobj(source, copy, PIECE_BYTES)
             copy.flush()
-            return _map_of(cast("BinaryIO", copy))
+            return _map_file(cast("BinaryIO", copy))
 
 
-def _map_of(file: BinaryIO) -> mmap.mmap:
+def _map_file(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

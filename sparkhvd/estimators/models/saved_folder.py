@@ -1,14 +1,14 @@
-"""The folder of a saved object, which is replaced so that a reader finds the old object or the new one, always whole.
+"""The folder of a saved object, which is replaced atomically: a reader finds the whole old object or the whole new one.
 
-``metadata/part-00000`` makes a saved object of a folder, and a Store replaces one file at once. So it decides which
-files count: those beside it, or those in the folder ``content-...`` that it names. To replace an object,
+A folder is a saved object if it has ``metadata/part-00000``, and a Store replaces one file atomically. So the metadata
+decides which files count: those next to it, or those in the folder ``content-...`` that it names. To replace an object,
 
-1. the new files are written to a folder ``content-...`` beside the old ones,
-2. the metadata is replaced by one that names this folder: from here on the new object is there,
-3. the old files are removed, and the new ones copied to their place,
+1. the new files are written to a folder ``content-...`` next to the old ones,
+2. the metadata is replaced by one that names this folder, which commits the new object,
+3. the old files are removed, and the new ones are copied to their final paths,
 4. the metadata is replaced by one that names no folder, and the folder is removed.
 
-Whoever is killed in between leaves one whole object, and files that the next writer removes.
+A writer that is killed in between leaves one whole object, and files that the next writer removes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 METADATA = "metadata/part-00000"
 FORMAT, _FORMAT_ELSEWHERE = 1, 2
 _CONTENT = "content-"
-# Hadoop's checksum of the metadata that Spark wrote: with it, Spark would take other metadata for damaged.
+# Hadoop's checksum of the metadata that Spark wrote; while it exists, Spark takes replaced metadata for corrupt.
 _CHECKSUM = "metadata/.part-00000.crc"
 
 T = TypeVar("T")
@@ -38,15 +38,15 @@ Write = Callable[[Store, str], Metadata]  # writes the files of an object into a
 
 
 def write_new(store: Store, folder: str, write: Write) -> None:
-    """Write an object into a folder that is not there yet; the metadata last."""
+    """Write an object into a new folder, the metadata last."""
     store.publish(f"{folder}/{METADATA}", _to_json(write(store, folder), None))
 
 
 def overwrite(store: Store, folder: str, write: Write) -> None:
-    """Write an object in place of what is in a folder.
+    """Replace the object in a folder.
 
     Raises:
-        SparkHvdError: it cannot be written; what was there is still there.
+        SparkHvdError: the new object cannot be written; the old one is unchanged.
     """
     name = f"{_CONTENT}{uuid.uuid4().hex}"
     content = f"{folder}/{name}"
@@ -63,54 +63,54 @@ def overwrite(store: Store, folder: str, write: Write) -> None:
         if _is_named(store, folder, name):  # else another writer has saved its object since
             _replace(store, folder, _to_json(metadata, None))
         store.delete(content)
-    except (SparkHvdError, OSError) as error:  # it is saved
-        # As text: an error holds the frames that it came through, and a log may hold it for long.
-        logger.warning("%s/%s is saved, but with its files in %s: %s", store.url, folder, name, str(error))
+    except (SparkHvdError, OSError) as error:  # the object is saved all the same
+        # As text: a log record may live long, and an error keeps the frames of its traceback alive.
+        logger.warning("%s/%s is saved, but its files stay in the folder %s: %s", store.url, folder, name, str(error))
 
 
 def read(store: Store, folder: str, kind: str, load: Callable[[dict[str, Any], str], T]) -> T:
-    """Read a saved object, as a whole; where another writer replaces it meanwhile, from the start.
+    """Return a whole saved object; if a writer replaces it meanwhile, read it again from the start.
 
     Args:
-        store: where.
-        folder: of the object.
+        store: the Store of the folder.
+        folder: the object's folder.
         kind: the name of its class.
-        load: makes it of its metadata and the folder that holds its files.
+        load: makes the object from its metadata and the folder that holds its files.
 
     Raises:
-        StoreError: there is none.
-        ParamError: it is of another class, or of a later format.
+        StoreError: there is no saved object.
+        ParamError: the object has another class or a later format.
     """
     while True:
-        content = _metadata(store, folder)
-        if content is None:
+        metadata = _metadata(store, folder)
+        if metadata is None:
             raise StoreError(f"{store.url}/{folder} holds no saved {kind}: {METADATA} is missing.")
         try:
-            found = load(content, _place(store, folder, kind, content))
+            loaded = load(metadata, _content_folder(store, folder, kind, metadata))
         except SparkHvdError:
-            if _metadata(store, folder) == content:
+            if _metadata(store, folder) == metadata:
                 raise
         else:
-            if _metadata(store, folder) == content:
-                return found
+            if _metadata(store, folder) == metadata:
+                return loaded
 
 
-def _place(store: Store, folder: str, kind: str, content: Metadata) -> str:
-    """The folder that holds the files of an object with this metadata."""
-    found = content["class"].rpartition(".")[2]
-    if found != kind:
-        raise ParamError(f"{store.url}/{folder} holds a {found}, not a {kind}; load it with {found}.load.")
-    if (written := content["sparkhvd"]["format"]) > _FORMAT_ELSEWHERE:
+def _content_folder(store: Store, folder: str, kind: str, metadata: Metadata) -> str:
+    """Return the folder that holds the files of an object with this metadata."""
+    saved_kind = metadata["class"].rpartition(".")[2]
+    if saved_kind != kind:
+        raise ParamError(f"{store.url}/{folder} holds a {saved_kind}, not a {kind}; load it with {saved_kind}.load.")
+    if (saved_format := metadata["sparkhvd"]["format"]) > _FORMAT_ELSEWHERE:
         raise ParamError(
-            f"{store.url}/{folder} was saved in format {written}; this version reads up to {_FORMAT_ELSEWHERE}. "
+            f"{store.url}/{folder} was saved in format {saved_format}; this version reads up to {_FORMAT_ELSEWHERE}. "
             "Install a newer sparkhvd."
         )
-    elsewhere = content["sparkhvd"].get("content")
-    return folder if elsewhere is None else f"{folder}/{elsewhere}"
+    content = metadata["sparkhvd"].get("content")
+    return folder if content is None else f"{folder}/{content}"
 
 
 def is_transient(folder: str) -> bool:
-    """Whether the files of an object lie in a folder that its next writer removes."""
+    """Return whether an object's files are in a folder ``content-...``, which the next writer removes."""
     return folder.rpartition("/")[2].startswith(_CONTENT)
 
 
@@ -118,12 +118,12 @@ def _metadata(store: Store, folder: str) -> dict[str, Any] | None:
     path = f"{folder}/{METADATA}"
     try:
         with store.open(path, "rb") as file:
-            found: dict[str, Any] = json.loads(file.read())
+            metadata: dict[str, Any] = json.loads(file.read())
     except StoreError:
         if store.exists(path):
             raise
         return None
-    return found
+    return metadata
 
 
 def _to_json(metadata: Metadata, content: str | None) -> bytes:
@@ -139,7 +139,7 @@ def _replace(store: Store, folder: str, metadata: bytes) -> None:
 
 
 def _remove_unless_named(store: Store, folder: str, name: str) -> None:
-    """Remove the files of an object that was not saved; a write that failed may have arrived all the same."""
+    """Remove the files of an object that was not saved; a write may have succeeded although it raised an error."""
     try:
         if not _is_named(store, folder, name):
             store.delete(f"{folder}/{name}")
@@ -148,13 +148,13 @@ def _remove_unless_named(store: Store, folder: str, name: str) -> None:
 
 
 def _is_named(store: Store, folder: str, name: str) -> bool:
-    """Whether the metadata says that the files of the object lie in the folder ``name``."""
-    found = _metadata(store, folder)
-    return found is not None and found.get("sparkhvd", {}).get("content") == name
+    """Return whether the metadata names ``name`` as the folder of the object's files."""
+    metadata = _metadata(store, folder)
+    return metadata is not None and metadata.get("sparkhvd", {}).get("content") == name
 
 
 def _move_to_place(store: Store, folder: str, name: str, written: list[str]) -> None:
-    """Remove everything else from a folder, and copy the object's files to where they belong."""
+    """Remove everything else from a folder, and copy the object's files to their final paths."""
     content = f"{folder}/{name}"
     for path in store.list(folder):
         if path != f"{folder}/{METADATA}" and path not in written:

@@ -1,4 +1,4 @@
-"""What a trained model consists of, wherever it was trained."""
+"""The artifacts of a trained model, and those of a model that was trained elsewhere."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _SAMPLE_ROWS = 2
 
 @dataclass(frozen=True)
 class ModelArtifacts:
-    """What a training run left.
+    """What a training run leaves behind.
 
     Attributes:
-        store: where the model lies: a Store, or this process where it was trained without one.
-        files: its files.
+        store: where the files can be read: a Store, or this process for a model without one.
+        files: the model's files.
         schema: the columns that it was trained on; ``source`` says which features are fields of a struct.
-        outputs: what it gives, one per label column.
+        outputs: one per label column.
         history: one record per epoch.
     """
 
@@ -56,14 +56,14 @@ class ModelArtifacts:
 
 
 def output_spec(shape: tuple[int, ...], label: ColumnSpec | None) -> OutputSpec:
-    """A column of numbers for one value per row, of vectors for several or where the label is one."""
+    """Return a number for one value per row, or a vector for several values or a label that is not a scalar."""
     vector = math.prod(shape) != 1 or (label is not None and label.kind != "scalar")
     is_float = label is not None and label.dtype == "float32"
     return OutputSpec(shape, "float32" if is_float and not vector else "float64", vector)
 
 
 def output_specs(shapes: Sequence[tuple[int, ...]], labels: Sequence[ColumnSpec | None]) -> tuple[OutputSpec, ...]:
-    """One for every output and its label."""
+    """Return the spec of every output and its label."""
     return tuple(output_spec(shape, label) for shape, label in zip(shapes, labels, strict=True))
 
 
@@ -77,7 +77,7 @@ def wrap_model(  # noqa: PLR0917
     fill: Mapping[str, Fill],
     store: Store | None,
 ) -> ModelArtifacts:
-    """A model that was trained elsewhere; see ``TrainedModel.from_model``."""
+    """Return the artifacts of a model that was trained elsewhere; see ``TrainedModel.from_model``."""
     from pyspark.sql.types import StructType  # noqa: PLC0415
 
     spark_schema = rows if isinstance(rows, StructType) else rows.schema
@@ -92,8 +92,8 @@ def wrap_model(  # noqa: PLR0917
     )
     features, labels = DataSchema(tuple(selection.schema.of("feature"))), tuple(selection.schema.of("label"))
     if isinstance(rows, StructType) or rows.isStreaming:
-        samples = _made_up(features)
-        advice = " If it refuses rows of zeros and of ones for their values, pass a DataFrame with real rows."
+        samples = _synthetic_samples(features)
+        advice = " If it rejects rows of zeros and rows of ones for their values, pass a DataFrame with real rows."
     else:
         features, sample = read_sample(rows, Selection(features), _SAMPLE_ROWS)
         samples, advice = [sample], ""
@@ -112,37 +112,37 @@ def wrap_model(  # noqa: PLR0917
             raise ParamError(f"The model has {len(shapes)} outputs but label_cols has {len(labels)}: {label_cols}.")
         by_output = labels or (None,) * len(shapes)
         specs = output_specs(shapes, by_output)
-        source, files = _placed(Path(folder), store)
+        source, files = _save_files(Path(folder), store)
     return ModelArtifacts(source, files, with_sources(schema, feature_cols), specs, ())
 
 
 def _first_outputs(predictor: Callable[[], Predictor], samples: Sequence[Arrays]) -> Sequence[Any]:
-    """What the model makes of the first sample that it takes; the error about the first one where it takes none."""
+    """Return the outputs for the first sample that the model accepts, or raise the error about the first sample."""
     errors: list[Exception] = []
     for sample in samples:
-        writable = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is not
+        writable = {name: array.copy() for name, array in sample.items()}  # Arrow's memory is read-only
         try:
             return predictor().predict(writable)
-        except Exception as error:  # noqa: BLE001 - the user's model may raise anything; the first one is raised below
+        except Exception as error:  # noqa: BLE001 - the user's model may raise anything; the first error is raised below
             errors.append(error)
     raise errors[0]
 
 
-def _made_up(features: DataSchema) -> list[Arrays]:
-    """Rows of zeros and rows of ones: a model may refuse one or the other by their values."""
+def _synthetic_samples(features: DataSchema) -> list[Arrays]:
+    """Return rows of zeros and rows of ones: a model may reject the values of either."""
     unknown = [column.name for column in features.columns if column.shape is None]
     if unknown:
         raise ParamError(
-            f"Only the schema of the rows is given, which does not tell the length of {unknown[0]!r}. Pass a DataFrame "
-            "with at least one row (not a streaming one)."
+            f"The length of column {unknown[0]!r} is unknown because df is a schema or a streaming DataFrame. Pass a "
+            "DataFrame with at least one row that is not streaming."
         )
     zeros = {column.name: columns.blank(column, _SAMPLE_ROWS) for column in features.columns}
     return [zeros, rows_of_ones(zeros)]
 
 
-def _placed(folder: Path, store: Store | None) -> tuple[FileSource, tuple[StoredFile, ...]]:
+def _save_files(folder: Path, store: Store | None) -> tuple[FileSource, tuple[StoredFile, ...]]:
     if store is None:
-        files, kept = read_folder(folder)
-        return kept, files
+        files, in_memory = read_folder(folder)
+        return in_memory, files
     target = f"{layout.model_folder(f'wrapped-{uuid.uuid4().hex[:16]}')}"
     return store, write_folder(store, target, folder)

@@ -50,10 +50,10 @@ def test_what_was_asked_for_decides_the_type_of_the_column(kind, known, given, w
 @pytest.mark.parametrize(
     ("kind", "known", "message"),
     [
-        ("scalar", SCORES, r"is to be 'double', one value per row, but the output has rows of shape \[3\]"),
-        ("int", SCORES, r"'o' is to be 'int', one value per row, but the output has rows of shape \[3\]"),
-        ("label", SCORES, "knows no label column for it"),
-        ("auto", None, "prediction_fn makes more of the model's outputs"),
+        ("scalar", SCORES, r"has the type 'double', one value per row, but the output has rows of shape \[3\]"),
+        ("int", SCORES, r"'o' has the type 'int', one value per row, but the output has rows of shape \[3\]"),
+        ("label", SCORES, "has no label column for it"),
+        ("auto", None, "prediction_fn changes the model's outputs"),
     ],
 )
 def test_what_no_output_becomes_is_refused(kind, known, message):
@@ -137,17 +137,27 @@ def test_the_greatest_integers_stay_what_they_are():
 @pytest.mark.parametrize(
     ("values", "column", "arrow", "message"),
     [
-        (VALUES, OutputColumn("o", "double"), pa.float64(), r"has no place for rows of shape \[3\]"),
-        (VALUES, OutputColumn("o", "array<array<float>>"), pa.list_(pa.list_(pa.float32())), "has no place"),
-        (VALUES, OutputColumn("o", "struct<a float>"), pa.struct({"a": pa.float32()}), "has no place"),
-        (VALUES, OutputColumn("o", "float", shape=(1,)), pa.float32(), r"rows of shape \[3\]; they were \[1\]"),
+        (VALUES, OutputColumn("o", "double"), pa.float64(), r"cannot hold rows of shape \[3\]"),
+        (
+            VALUES,
+            OutputColumn("o", "array<array<float>>"),
+            pa.list_(pa.list_(pa.float32())),
+            "cannot hold rows of shape",
+        ),
+        (VALUES, OutputColumn("o", "struct<a float>"), pa.struct({"a": pa.float32()}), "cannot hold rows of shape"),
+        (
+            VALUES,
+            OutputColumn("o", "float", shape=(1,)),
+            pa.float32(),
+            r"rows of shape \[3\], but their shape was \[1\]",
+        ),
         (
             {"b": VALUES},
             OutputColumn("o", "struct<a float>"),
             pa.struct({"a": pa.float32()}),
-            r"gave the fields \['b'\]",
+            r"returned the fields \['b'\]",
         ),
-        ({"b": VALUES}, OutputColumn("o", "float"), pa.float32(), r"gave the fields \['b'\]"),
+        ({"b": VALUES}, OutputColumn("o", "float"), pa.float32(), r"returned the fields \['b'\]"),
     ],
 )
 def test_values_that_do_not_fit_the_type_are_refused(values, column, arrow, message):
@@ -163,6 +173,6 @@ def test_the_gpu_of_a_task_has_the_number_that_cuda_knows():
 
 
 def test_types_are_checked_as_far_as_outputs_and_labels_are_known():
-    with pytest.raises(ParamError, match="'p' is to be 'double', one value per row"):
+    with pytest.raises(ParamError, match="'p' has the type 'double', one value per row"):
         check_types(["o", "p"], ["auto", "double"], [NUMBER, SCORES], [label("int32")] * 2)
     check_types(["o", "p"], ["auto", "label"], [], [])
