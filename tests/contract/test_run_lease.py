@@ -14,7 +14,7 @@ import pytest
 
 from sparkhvd.errors import ParamError, StoreError
 from sparkhvd.estimators.runs import run_lease
-from sparkhvd.estimators.runs.run_lease import Fence, fence_of_rank, take
+from sparkhvd.estimators.runs.run_lease import Fence, acquire_lease, claim_fence
 from sparkhvd.estimators.training import checkpoint
 from sparkhvd.store import layout
 from tests.contract.test_store import create
@@ -29,9 +29,9 @@ from sparkhvd.estimators.training import checkpoint
 run_lease.machine = lambda: sys.argv[2]
 with open(sys.argv[1], "rb") as file:
     store = pickle.load(file)
-lease = run_lease.take(store, "r")
+lease = run_lease.acquire_lease(store, "r")
 hold = Hold(lease, look_seconds=0.05, renew_seconds=0.05)
-fence = run_lease.fence_of_rank(store, "r", lease.holder)
+fence = run_lease.claim_fence(store, "r", lease.holder)
 checkpoint.save(fence, checkpoint.Checkpoint(0, 1, (), b"of the holder"))
 print("HOLDS", flush=True)
 sys.stdin.readline()
@@ -95,26 +95,26 @@ def looked_before():
 def test_a_second_fit_is_refused_while_the_first_lives_and_takes_over_when_it_was_killed(store, tmp_path):
     with another_fit(store, tmp_path, run_lease.machine()) as process:
         with pytest.raises(ParamError, match=rf"Run 'r' is being trained by another fit \(process {process.pid} on"):
-            take(store, "r")
+            acquire_lease(store, "r")
         process.kill()
         process.wait(60)
-        lease = take(store, "r")
+        lease = acquire_lease(store, "r")
         assert latest(store).state == b"of the holder"
-        fence = fence_of_rank(store, "r", lease.holder)
+        fence = claim_fence(store, "r", lease.holder)
         saved(fence, 1, b"ours")
         assert latest(store).state == b"ours"
         assert len(store.list(layout.checkpoints_folder("r"))) == 1
         lease.release()
-        take(store, "r").release()
+        acquire_lease(store, "r").release()
 
 
 def test_a_fit_on_another_machine_that_shows_life_is_not_taken_over_and_a_suspended_one_is(store, tmp_path):
     with another_fit(store, tmp_path, "elsewhere") as process:
         with pytest.raises(ParamError, match="is being trained by another fit"):
-            take(store, "r")
+            acquire_lease(store, "r")
         process.send_signal(signal.SIGSTOP)
-        lease = take(store, "r", silent_seconds=1.0)
-        fence = fence_of_rank(store, "r", lease.holder)
+        lease = acquire_lease(store, "r", silent_seconds=1.0)
+        fence = claim_fence(store, "r", lease.holder)
         saved(fence, 1, b"ours")
         process.send_signal(signal.SIGCONT)
         process.stdin.write("\n")
@@ -128,12 +128,12 @@ def test_a_fit_on_another_machine_that_shows_life_is_not_taken_over_and_a_suspen
 
 
 def test_a_fit_that_fails_before_its_ranks_start_leaves_no_run_unless_an_earlier_fit_had_it(store):
-    take(store, "r").release()
+    acquire_lease(store, "r").release()
     assert store.list(layout.run_folder("r")) == []
-    lease = take(store, "r")
-    fence = fence_of_rank(store, "r", lease.holder)
+    lease = acquire_lease(store, "r")
+    fence = claim_fence(store, "r", lease.holder)
     lease.release()
-    take(store, "r").release()
+    acquire_lease(store, "r").release()
     with pytest.raises(StoreError, match="was taken over by another fit"):
         fence.check()
 
@@ -144,7 +144,7 @@ def test_of_fits_that_begin_at_once_exactly_one_gets_the_run(store):
     def begin():
         barrier.wait(30)
         with suppress(ParamError):
-            outcomes.append(take(store, "r"))
+            outcomes.append(acquire_lease(store, "r"))
 
     threads = [threading.Thread(target=begin) for _ in range(4)]
     for thread in threads:
@@ -157,12 +157,12 @@ def test_of_fits_that_begin_at_once_exactly_one_gets_the_run(store):
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_a_writer_that_was_suspended_between_its_look_and_its_write_changes_nothing(store):
-    first = take(store, "r")
-    old = fence_of_rank(store, "r", first.holder)
+    first = acquire_lease(store, "r")
+    old = claim_fence(store, "r", first.holder)
     saved(old, 3, b"first")
     first.release()
-    second = take(store, "r")
-    new = fence_of_rank(store, "r", second.holder)
+    second = acquire_lease(store, "r")
+    new = claim_fence(store, "r", second.holder)
     assert latest(store).state == b"first"
     with looked_before(), pytest.raises(StoreError, match="was taken over"):
         saved(old, 9, b"late")
@@ -178,16 +178,16 @@ def test_a_writer_that_was_suspended_between_its_look_and_its_write_changes_noth
     with pytest.raises(StoreError, match="was taken over by another fit"):
         old.check()
     with pytest.raises(StoreError, match="was taken over by another fit"):
-        fence_of_rank(store, "r", first.holder)
+        claim_fence(store, "r", first.holder)
     second.release()
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_ranks_that_start_again_fence_the_ranks_before_them(store):
-    lease = take(store, "r")
-    before = fence_of_rank(store, "r", lease.holder)
+    lease = acquire_lease(store, "r")
+    before = claim_fence(store, "r", lease.holder)
     saved(before, 1, b"before")
-    again = fence_of_rank(store, "r", lease.holder)
+    again = claim_fence(store, "r", lease.holder)
     with pytest.raises(StoreError, match="was taken over"):
         saved(before, 2, b"before")
     saved(again, 2, b"again")
@@ -198,13 +198,16 @@ def test_ranks_that_start_again_fence_the_ranks_before_them(store):
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_a_crash_between_the_two_files_of_a_claim_loses_nothing(store):
-    lease = take(store, "r")
-    saved(fence_of_rank(store, "r", lease.holder), 1, b"kept")
+    lease = acquire_lease(store, "r")
+    saved(claim_fence(store, "r", lease.holder), 1, b"kept")
     lease.release()
-    with mock.patch.object(run_lease, "belonging", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        take(store, "r")
+    with (
+        mock.patch.object(run_lease, "owned_checkpoints", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        acquire_lease(store, "r")
     assert latest(store).state == b"kept"
-    again = take(store, "r", silent_seconds=0.2)
+    again = acquire_lease(store, "r", silent_seconds=0.2)
     assert latest(store).state == b"kept"
     again.release()
 
@@ -212,18 +215,18 @@ def test_a_crash_between_the_two_files_of_a_claim_loses_nothing(store):
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_what_claims_leave_does_not_grow(store):
     for _ in range(5):
-        lease = take(store, "r")
-        fence_of_rank(store, "r", lease.holder)
+        lease = acquire_lease(store, "r")
+        claim_fence(store, "r", lease.holder)
         lease.release()
     assert len(store.list(layout.holders_folder("r"))) == 3
 
 
 @pytest.mark.parametrize("store", ["file"], indirect=True)
 def test_a_fit_that_could_not_release_its_run_does_not_keep_it_from_the_next_of_this_process(store):
-    lease = take(store, "r")
+    lease = acquire_lease(store, "r")
     with (
         mock.patch.object(run_lease.RunLease, "_beat", side_effect=StoreError("No space left on device.")),
         suppress(StoreError),
     ):
         lease.release()
-    take(store, "r").release()
+    acquire_lease(store, "r").release()

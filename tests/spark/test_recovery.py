@@ -253,15 +253,17 @@ def test_a_fit_finds_its_own_run_by_content(store, spark):
         estimator(store, **given, model=(model := network().apply(halved)), optimizer=sgd(model)),
         estimator(store, **given, model=(model := network()), optimizer=sgd(model)),
     ]
-    ids = {other._run_of(df) for other in others}
+    ids = {other._run_id_by_content(df) for other in others}
     assert len(ids) == len(others)
     assert first.getRunId() in ids
-    assert estimator(store, **given, verbose=1, epochs=7, output_cols=["z"])._run_of(df) == first.getRunId()
+    assert estimator(store, **given, verbose=1, epochs=7, output_cols=["z"])._run_id_by_content(df) == first.getRunId()
     model, optimizer = first.getModelAndOptimizer()
-    assert estimator(store, **given, model=model, optimizer=optimizer)._run_of(df) not in ids, "it is trained further"
+    assert estimator(store, **given, model=model, optimizer=optimizer)._run_id_by_content(df) not in ids, (
+        "it is trained further"
+    )
     with pytest.raises(ParamError, match="resume"):
         estimator(store, num_proc=1).fit(df, resume="yes")
-    assert estimator(store, **given)._run_of(df.where("a < 0.5")) not in ids
+    assert estimator(store, **given)._run_id_by_content(df.where("a < 0.5")) not in ids
     with pytest.raises(ParamError, match="identifies a run by its rows, but the content of these cannot be determined"):
         estimator(store, **given).fit(df.withColumn("a", functions.udf(lambda a: a, "double")("a")))
 

@@ -39,12 +39,12 @@ from sparkhvd.errors import ParamError, SparkHvdError
 from sparkhvd.estimators.api.description import description
 from sparkhvd.estimators.api.parquet_rows import existing_rows
 from sparkhvd.estimators.api.validation import (
-    cache_of,
     check,
-    check_alone,
-    check_existing,
+    check_fit_on_parquet,
+    check_monitored_metrics,
     check_outputs,
-    check_watched,
+    check_single_fit,
+    row_cache,
 )
 from sparkhvd.estimators.models.feature_matching import with_sources
 from sparkhvd.estimators.models.mlflow_tracking import active_run, cross_validation_part, track
@@ -56,9 +56,9 @@ from sparkhvd.estimators.params.backend import asked_tasks, reserve_ranks, run_r
 from sparkhvd.estimators.params.named_inputs import columns_of
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.plugin import TrainSpec
-from sparkhvd.estimators.runs.resume_check import check_continued
+from sparkhvd.estimators.runs.resume_check import check_resumable
 from sparkhvd.estimators.runs.run_identity import note_run, run_id_by_content
-from sparkhvd.estimators.runs.run_lease import held
+from sparkhvd.estimators.runs.run_lease import hold_run
 from sparkhvd.estimators.training import checkpoint, finished_runs, job_files
 from sparkhvd.estimators.training.checkpoint import Checkpoint
 from sparkhvd.estimators.training.progress import ProgressOutput, is_interactive
@@ -135,19 +135,19 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _fit(self, dataset: DataFrame) -> TrainedModel:
         params = self._checked_values_for(dataset)
-        check_alone(params["run_id"])
-        check_watched(params, held_out=bool(params["validation"]))
+        check_single_fit(params["run_id"])
+        check_monitored_metrics(params, held_out=bool(params["validation"]))
         selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
         spark = dataset.sparkSession
         if params["resume"] == "auto":
             params["store"] = told_by_spark(params["store"], spark)
-            params["run_id"] = self._run_of(dataset)
+            params["run_id"] = self._run_id_by_content(dataset)
             if (result := finished_runs.find(params["store"], params["run_id"], params["epochs"])) is not None:
                 return self._model(params, result)
         # A split by a seed that nobody chose is another one every time.
         keeps = params["random_seed"] is not None or not isinstance(selection.validation, float)
-        with self._settled(spark, params):
+        with self._with_defaults(spark, params):
             if params["data"] == "direct":
                 return self._fit_direct(dataset, selection, params)
             writing = Writing(
@@ -181,7 +181,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             DataError: they cannot be trained on.
         """
         params, plugin = self._checked_values_for(dataset), find_plugin(self.plugin)
-        check_watched(params, held_out=bool(params["validation"]))
+        check_monitored_metrics(params, held_out=bool(params["validation"]))
         selection = self._selection(dataset, params)
         self._check_schema(params, selection.schema)
         schema, arrays = read_sample(dataset, selection, rows)
@@ -248,7 +248,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             )
         from pyspark.sql import SparkSession  # noqa: PLC0415
 
-        check_existing(self.values())
+        check_fit_on_parquet(self.values())
         values = self._checked_values(data="files", **({} if reader is None else {"reader": reader}))
         reader = values["reader"]
         if values["resume"] is not None:
@@ -258,19 +258,19 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             )
         spark = SparkSession.active()
         any_type = self._any_type(values)
-        with self._settled(spark, values):
+        with self._with_defaults(spark, values):
             access = Access(values["store"], told=partial(told_by_spark, spark=spark))
             with existing_rows(
                 values, dataset_idx, path, validation_path, reader, access=access, any_type=any_type
             ) as files:
                 values["label_cols"] = tuple(column.name for column in files.manifest.schema.of("label"))
                 check_outputs(values)
-                check_watched(values, held_out=files.manifest.validation is not None)
+                check_monitored_metrics(values, held_out=files.manifest.validation is not None)
                 self._check_schema(values, files.manifest.schema)
                 return self._fit_rows(spark, values, files.store, files.manifest, reader)
 
     @contextmanager
-    def _settled(self, spark: SparkSession, params: dict[str, Any]) -> Iterator[None]:
+    def _with_defaults(self, spark: SparkSession, params: dict[str, Any]) -> Iterator[None]:
         """Fill in defaults (ranks, run and seed), and hold the run inside ``with``."""
         params["num_proc"] = reserve_ranks(params, spark)
         if params["store"] is not None:
@@ -280,10 +280,10 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         if params["store"] is not None:
             params["facts"] = find_plugin(self.plugin).facts(params)
         keeps_runs = params["store"] is not None and params["store"].save_runs
-        with held(params["store"], params["run_id"]) if keeps_runs else nullcontext() as params["lease"]:
+        with hold_run(params["store"], params["run_id"]) if keeps_runs else nullcontext() as params["lease"]:
             last = _last_checkpoint(params)
             if params["resume"] == "auto":
-                _refuse_longer(params, last)
+                _refuse_longer_run(params, last)
                 note_run(params["store"], params["run_id"])
             within = None if last is None else last.within
             params["division_proc"] = params["num_proc"] if within is None else within.num_proc
@@ -345,7 +345,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 raise ParamError(f"{type(self).__name__} needs {name}{hint}.")
         return params
 
-    def _run_of(self, dataset: DataFrame) -> str:
+    def _run_id_by_content(self, dataset: DataFrame) -> str:
         """The id of the run that fits with the content of this one share."""
         params = self._checked_values_for(dataset)
         selection = self._selection(dataset, params)
@@ -418,7 +418,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             spec=replace(_train_spec(params, schema), normalization=normalization, sample=sample and first_row(sample)),
             start_method=params["mp_start_method"],
             transformation=_pickled(params["transformation_fn"], "transformation_fn"),
-            data_module=_pickled(_loader_of_rows(params), "data_module"),
+            data_module=_pickled(_row_loader(params), "data_module"),
             progress=params["verbose"] > 0 and shows_output(params) and is_interactive(),
             holder=None if params["lease"] is None else params["lease"].holder,
         )
@@ -482,7 +482,7 @@ def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: S
         check_types(_output_names(params), params["output_types"], known, labels)
 
 
-def _loader_of_rows(params: Mapping[str, Any]) -> type[DataModule] | None:
+def _row_loader(params: Mapping[str, Any]) -> type[DataModule] | None:
     """What takes the place of the readers."""
     module = params["data_module"]
     return module if loads_rows(module) else None
@@ -511,11 +511,11 @@ def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:
         return None
     found = checkpoint.load(store, path)
     if found.model is not None:
-        check_continued(params["run_id"], f"{store.url}/{path}", found.model, params["facts"])
+        check_resumable(params["run_id"], f"{store.url}/{path}", found.model, params["facts"])
     return found
 
 
-def _refuse_longer(params: Mapping[str, Any], last: Checkpoint | None) -> None:
+def _refuse_longer_run(params: Mapping[str, Any], last: Checkpoint | None) -> None:
     """Raise ``ParamError`` where a run that ``resume="auto"`` found was trained for more epochs than are asked for."""
     trained = 0 if last is None else last.epoch + 1
     if trained > params["epochs"]:
@@ -537,8 +537,8 @@ def _train_spec(params: Mapping[str, Any], schema: DataSchema) -> TrainSpec:
         shuffle=params["shuffle"],
         train_steps_per_epoch=params["train_steps_per_epoch"],
         validation_steps_per_epoch=params["validation_steps_per_epoch"],
-        reading=Reading(cache=cache_of(params), threads=params["train_reader_num_workers"]),
-        val_reading=Reading(cache=cache_of(params), threads=params["val_reader_num_workers"]),
+        reading=Reading(cache=row_cache(params), threads=params["train_reader_num_workers"]),
+        val_reading=Reading(cache=row_cache(params), threads=params["val_reader_num_workers"]),
         early_stopping=params["early_stopping"],
         checkpoints=params["checkpoints"],
         terminate_on_nan=params["terminate_on_nan"],

@@ -12,7 +12,7 @@ from sparkhvd.data.loaders.user_loaders import loads_rows
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import check_backend
 from sparkhvd.estimators.params.params import EstimatorParams
-from sparkhvd.estimators.params.policies import watched
+from sparkhvd.estimators.params.policies import monitored_metrics
 from sparkhvd.estimators.params.shapes import counted
 
 _OF_PREPARATION = {
@@ -32,7 +32,7 @@ def check(params: Mapping[str, Any]) -> None:
         ParamError: the message names both, and what to do.
     """
     check_backend(params)
-    cache_of(params)
+    row_cache(params)
     if params["data"] != "files":  # in which a label may be a struct
         check_outputs(params)
     if params["store"] is None or not params["store"].save_runs:
@@ -65,7 +65,7 @@ def check_outputs(params: Mapping[str, Any]) -> None:
             )
 
 
-def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
+def check_monitored_metrics(params: Mapping[str, Any], *, held_out: bool) -> None:
     """Refuse to watch what is measured on validation rows where there are none.
 
     Raises:
@@ -73,7 +73,7 @@ def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
     """
     if held_out:
         return
-    for name, monitor in watched(params).items():
+    for name, monitor in monitored_metrics(params).items():
         if monitor.startswith("val_"):
             raise ParamError(
                 f"{name} monitors {monitor!r}, but this fit has no validation rows. Set validation=, or train on files "
@@ -81,7 +81,7 @@ def check_watched(params: Mapping[str, Any], *, held_out: bool) -> None:
             )
 
 
-def check_existing(params: Mapping[str, Any]) -> None:
+def check_fit_on_parquet(params: Mapping[str, Any]) -> None:
     """Refuse what says how rows are written or sent, where they are files already.
 
     Raises:
@@ -99,7 +99,7 @@ def check_existing(params: Mapping[str, Any]) -> None:
             )
 
 
-def check_alone(run_id: str | None) -> None:
+def check_single_fit(run_id: str | None) -> None:
     """Refuse to give one of several fits, possibly on different rows, the name of a run.
 
     Several fits are those of ``fit(df, [params, ...])`` and of Spark ML's tuning, whichever Pipelines are between.
@@ -184,7 +184,7 @@ def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
         )
 
 
-def cache_of(params: Mapping[str, Any]) -> str | None:
+def row_cache(params: Mapping[str, Any]) -> str | None:
     """Where ranks keep their rows after the first epoch.
 
     Raises:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.data.schema.spark_types import numbers_only
 from sparkhvd.errors import ModelOutputError, ParamError
-from sparkhvd.estimators.params.named_inputs import NamedInput, in_order, refuse_shapes
+from sparkhvd.estimators.params.named_inputs import NamedInput, ordered_inputs, refuse_input_shapes
 from sparkhvd.estimators.params.shapes import check_input_shapes, row_shape
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -220,7 +220,7 @@ def _plan_dense(
     known = _ends(model, "inputs")
     names = [column.name for column in columns]
     if named is not None:
-        refuse_shapes(shapes)
+        refuse_input_shapes(shapes)
         return _by_name(model, known, columns, named)
     if shapes is not None:
         check_input_shapes(shapes, names)
@@ -254,10 +254,10 @@ def _by_name(
     model: Any, known: Mapping[str, Any] | None, columns: Sequence[ColumnSpec], named: Mapping[str, NamedInput]
 ) -> Ports:
     if known is None:  # a subclass, which takes what it is given
-        found = in_order(named, list(named), len(named), columns)
+        found = ordered_inputs(named, list(named), len(named), columns)
         ports = [Port(name, given.columns, given.shape, given.dtype) for name, given, _ in found]
         return Ports(tuple(ports), "dict")
-    found = in_order(named, list(known), len(known), columns)
+    found = ordered_inputs(named, list(known), len(known), columns)
     ports = [
         Port(name, given.columns, given.shape or _static(known[name]), given.dtype or known[name].dtype)
         for name, given, _ in found

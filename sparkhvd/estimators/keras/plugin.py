@@ -25,8 +25,8 @@ from sparkhvd.estimators.keras import artifact
 from sparkhvd.estimators.keras.inputs import Ports, own_outputs, plan_inputs, plan_outputs
 from sparkhvd.estimators.normalization import Normalization
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
-from sparkhvd.estimators.params.policies import check_measured
+from sparkhvd.estimators.params.other_frameworks import estimator_hint
+from sparkhvd.estimators.params.policies import check_monitored
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.runs.canonical import AUTOMATIC_NUMBER
 from sparkhvd.estimators.runs.resume_check import ModelFacts
@@ -270,7 +270,7 @@ def _optimizer(params: Mapping[str, Any], model: Any) -> Any:
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ParamError(
             "KerasEstimator needs optimizer: an instance such as keras.optimizers.Adam(), or its name."
-            f"{belongs_elsewhere(optimizer, ('keras',))}"
+            f"{estimator_hint(optimizer, ('keras',))}"
         )
     return optimizer
 
@@ -280,7 +280,7 @@ def _refuse_losses_elsewhere(losses: Any) -> None:
 
     backend = keras.config.backend()
     for loss in keras.tree.flatten(losses):
-        if elsewhere := belongs_elsewhere(loss, ("keras", backend)):
+        if elsewhere := estimator_hint(loss, ("keras", backend)):
             name = getattr(loss, "__name__", type(loss).__name__)
             raise ParamError(
                 f"The loss {name} computes with other tensors than those of Keras on {backend}.{elsewhere}"
@@ -303,7 +303,7 @@ def _built(model: Any) -> Any:
     import keras  # noqa: PLC0415
 
     if not isinstance(model, keras.Model):
-        elsewhere = belongs_elsewhere(model, ("keras",))
+        elsewhere = estimator_hint(model, ("keras",))
         raise ParamError(f"model is a {type(model).__name__}; it must be a keras.Model.{elsewhere}")
     if not model.built:
         raise ParamError(
@@ -380,7 +380,7 @@ def _try_out(
         ) from error
     _check_numbers(metrics)
     if params is not None and not _steps_by_itself(model):
-        check_measured(params, metrics)
+        check_monitored(params, metrics)
     return [tuple(output.shape[1:]) for output in package.outputs.by_label(outputs)]
 
 

@@ -11,7 +11,7 @@ import keras
 
 from sparkhvd.config import scratch_folder
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.params.policies import Checkpoints, Mode, measured
+from sparkhvd.estimators.params.policies import Checkpoints, Mode, metric_value
 from sparkhvd.estimators.plugin import TrainHooks
 
 
@@ -75,7 +75,7 @@ class KeptFiles(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no
         callback.filepath = str(Path(self._folder.name, Path(callback.filepath).name))
         best = policy.best_epoch(hooks.history)
         if callback.save_best_only and best is not None and policy.best is not None:
-            callback.best = measured(hooks.history[best], policy.best)
+            callback.best = metric_value(hooks.history[best], policy.best)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
         """Keep what was saved within the epoch."""

@@ -22,8 +22,8 @@ from sparkhvd.estimators.lightning.package import LightningPackage
 from sparkhvd.estimators.lightning.trainer import LightningTrainer
 from sparkhvd.estimators.normalization import Normalization
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
-from sparkhvd.estimators.params.policies import Checkpoints, check_measured
+from sparkhvd.estimators.params.other_frameworks import estimator_hint
+from sparkhvd.estimators.params.policies import Checkpoints, check_monitored
 from sparkhvd.estimators.plugin import ON_CPU, Inference, TrainSpec
 from sparkhvd.estimators.runs.resume_check import ModelFacts
 from sparkhvd.estimators.torch.divisors import inexact_losses
@@ -76,7 +76,7 @@ class LightningPlugin:
         payload = self.pack({**params, "schema": schema})
         if flavour_of(params["model"]) is None:  # what a LightningModule logs is not known before it does
             objective = objective_of(params)
-            check_measured(params, objective.names())
+            check_monitored(params, objective.names())
             warn_of_divisors(inexact_losses(objective, schema))
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
@@ -173,7 +173,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     if not isinstance(model, torch.nn.Module):
         raise ParamError(
             f"model is a {type(model).__name__}; it must be a LightningModule or a torch.nn.Module."
-            f"{belongs_elsewhere(model, ())}"
+            f"{estimator_hint(model, ())}"
         )
     refuse_unsafe_model(model)
     flavour = flavour_of(model)

@@ -21,7 +21,7 @@ from sparkhvd.task import failure_report
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_OF_TRAINING = {
+_TRAINING_TERMS = {
     failure_report.STARTING: "before the training began",
     failure_report.IN_FN: "in training",
     failure_report.CONNECTED: "in training",
@@ -177,7 +177,7 @@ def reserve_ranks(params: Mapping[str, Any], spark: SparkSession) -> int:
     return int(params["backend"].num_processes()) if backend is None else backend.reserve(spark)
 
 
-def a_backend(name: str, value: Any) -> Backend | str:
+def backend_or_launcher(name: str, value: Any) -> Backend | str:
     """A launcher's name, or an object with ``run`` and ``num_processes``."""
     if isinstance(value, str) and value in LAUNCHERS:
         return value
@@ -233,13 +233,13 @@ def run_ranks(
     try:
         return list(backend.run(fn, args, None, env))
     except RankFailedError as error:
-        error.args = (of_training(str(error)),)
+        error.args = (in_training_terms(str(error)),)
         raise
 
 
-def of_training(message: str) -> str:
+def in_training_terms(message: str) -> str:
     """What says how far ``fn`` was, for somebody who gave none."""
     first, *rest = message.split("\n", 1)
-    for phase, said in _OF_TRAINING.items():
+    for phase, said in _TRAINING_TERMS.items():
         first = first.replace(f"({phase})", f"({said})")
     return "\n".join([first, *rest])

@@ -52,7 +52,7 @@ def columns_of(inputs: Mapping[str, NamedInput]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(column for each in inputs.values() for column in each.columns))
 
 
-def in_order(
+def ordered_inputs(
     inputs: Mapping[str, NamedInput], names: Sequence[str], needed: int, columns: Sequence[ColumnSpec]
 ) -> list[tuple[str, NamedInput, list[ColumnSpec]]]:
     """The inputs in the order of the model's own, each with its columns; of a struct, with all of its fields.
@@ -93,7 +93,7 @@ def _specs(names: Sequence[str], columns: Sequence[ColumnSpec]) -> list[ColumnSp
     return found
 
 
-def refuse_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:
+def refuse_input_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:
     """Refuse a second way to say how the inputs are shaped.
 
     Raises:

@@ -24,7 +24,7 @@ def framework_of(given: object) -> str | None:
     return next((package for package in packages if package in _FRAMEWORKS), None)
 
 
-def belongs_elsewhere(given: object, own: Collection[str]) -> str:
+def estimator_hint(given: object, own: Collection[str]) -> str:
     """A sentence that names the estimator for an object of a framework that is none of ``own``; else nothing."""
     framework = framework_of(given)
     if framework is None or framework in own:

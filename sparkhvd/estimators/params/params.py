@@ -8,13 +8,13 @@ from typing import Any
 
 from sparkhvd.data.loaders.user_loaders import DataModule, loads_rows
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.params.backend import Backend, a_backend
+from sparkhvd.estimators.params.backend import Backend, backend_or_launcher
 from sparkhvd.estimators.params.declarations import Declarations, Declared, declared
 from sparkhvd.estimators.params.named_inputs import named_inputs
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.store import Store, store_at
 
-DATA_WAYS = ("auto", "direct", "store")
+DATA_PATHS = ("auto", "direct", "store")
 READERS = ("native", "petastorm")
 START_METHODS = ("fork", "spawn", "forkserver")
 COMPRESSIONS = ("none", "fp16", "bf16")
@@ -88,7 +88,7 @@ def one_of(*choices: str) -> Callable[[str, Any], str]:
     return convert
 
 
-def a(kind: type, example: str) -> Callable[[str, Any], Any]:
+def instance_of(kind: type, example: str) -> Callable[[str, Any], Any]:
     """A converter that takes objects of one kind."""
 
     def convert(name: str, value: Any) -> Any:
@@ -100,14 +100,14 @@ def a(kind: type, example: str) -> Callable[[str, Any], Any]:
     return convert
 
 
-def a_function(name: str, value: Any) -> Any:
+def callable_object(name: str, value: Any) -> Any:
     """Something that can be called."""
     if not callable(value):
         raise ParamError(f"{name}={value!r} must be a function.")
     return value
 
 
-def a_data_module(name: str, value: Any) -> type[DataModule]:
+def data_module_class(name: str, value: Any) -> type[DataModule]:
     """A subclass of ``DataModule``."""
     if loads_rows(value):
         return value
@@ -215,7 +215,7 @@ def objects_or_named(name: str, value: Any) -> list[Any] | dict[Any, Any]:
     return list(value)
 
 
-def a_compression(name: str, value: Any) -> Any:
+def compression_or_name(name: str, value: Any) -> Any:
     """The name of a compression, or an object that compresses."""
     if isinstance(value, str):
         return one_of(*COMPRESSIONS)(name, value)
@@ -249,7 +249,7 @@ class EstimatorParams(Declarations):
     backend: Declared[Backend | str] = declared(
         "Who starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' (beside this "
         "process), or an object with run and num_processes, such as SparkBackend.",
-        a_backend,
+        backend_or_launcher,
         default="auto",
     )
     backend_env: Declared[Mapping[str, str | None] | None] = declared(
@@ -271,7 +271,7 @@ class EstimatorParams(Declarations):
     data: Declared[str] = declared(
         "How rows reach the ranks: through the Store ('store'), straight from Spark ('direct'), or through the Store "
         "where one is given ('auto').",
-        one_of(*DATA_WAYS),
+        one_of(*DATA_PATHS),
         default="auto",
     )
     feature_cols: Declared[Sequence[str] | None] = declared(
@@ -307,12 +307,12 @@ class EstimatorParams(Declarations):
     transformation_fn: Declared[Callable[..., Any] | None] = declared(
         "Function that makes a dict of numpy arrays by column, with the rows of a batch, into another one with as many "
         "rows, before they are trained on; called on the ranks, by reader threads.",
-        a_function,
+        callable_object,
         default=None,
     )
     data_module: Declared[Callable[..., Any] | None] = declared(
         "A subclass of sparkhvd.data.DataModule that loads the prepared rows in place of the readers, on every rank.",
-        a_data_module,
+        data_module_class,
         default=None,
     )
     reader: Declared[str] = declared(
@@ -378,7 +378,7 @@ class EstimatorParams(Declarations):
     )
     gradient_compression: Declared[Any] = declared(
         "What gradients travel as between the ranks: 'fp16', 'bf16', or a Compressor of hvd.Compression.",
-        a_compression,
+        compression_or_name,
         default=None,
     )
     terminate_on_nan: Declared[bool] = declared(
@@ -392,12 +392,12 @@ class EstimatorParams(Declarations):
     )
     early_stopping: Declared[EarlyStopping | None] = declared(
         "When the training ends before its last epoch; decided alike on all ranks.",
-        a(EarlyStopping, "EarlyStopping('val_loss', patience=3)"),
+        instance_of(EarlyStopping, "EarlyStopping('val_loss', patience=3)"),
         default=None,
     )
     checkpoints: Declared[Checkpoints] = declared(
         "Which states of the run are kept in the Store, and which epoch's model is returned.",
-        a(Checkpoints, "Checkpoints(every_steps=500, best='val_loss')"),
+        instance_of(Checkpoints, "Checkpoints(every_steps=500, best='val_loss')"),
         default=Checkpoints(),
     )
     run_id: Declared[str | None] = declared(
@@ -441,7 +441,7 @@ class ModelParams(Declarations):
     prediction_fn: Declared[Callable[..., Any] | None] = declared(
         "Function of (model, *inputs), with Keras of (model, inputs) as its models are called, that takes the place of "
         "the model's call and returns the outputs.",
-        a_function,
+        callable_object,
         default=None,
     )
     run_id: Declared[str | None] = declared("The run that trained the model.", text, default=None)

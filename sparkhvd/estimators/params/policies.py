@@ -94,13 +94,13 @@ def best_epoch(
     for index, record in enumerate(history):
         if index in gone:
             continue
-        found = measured(record, monitor) * (1 if mode == "min" else -1)
+        found = metric_value(record, monitor) * (1 if mode == "min" else -1)
         if found < value - min_delta or (best is None and not math.isnan(found)):
             best, value = index, found
     return best
 
 
-def measured(record: EpochRecord, monitor: str) -> float:
+def metric_value(record: EpochRecord, monitor: str) -> float:
     """The value of a metric in an epoch.
 
     Raises:
@@ -112,7 +112,7 @@ def measured(record: EpochRecord, monitor: str) -> float:
     return values[monitor]
 
 
-def watched(params: Mapping[str, Any]) -> dict[str, str]:
+def monitored_metrics(params: Mapping[str, Any]) -> dict[str, str]:
     """The metrics that the run looks at, by the parameter that says so."""
     by_callback = params.get("checkpoint_callback") is not None
     found = {
@@ -123,7 +123,7 @@ def watched(params: Mapping[str, Any]) -> dict[str, str]:
     return {name: monitor for name, monitor in found.items() if monitor is not None}
 
 
-def check_measured(params: Mapping[str, Any], names: Collection[str]) -> None:
+def check_monitored(params: Mapping[str, Any], names: Collection[str]) -> None:
     """Refuse to watch a metric that no epoch will report.
 
     Args:
@@ -134,7 +134,7 @@ def check_measured(params: Mapping[str, Any], names: Collection[str]) -> None:
         ParamError: the message names the nearest one.
     """
     known = [*names, *(f"val_{name}" for name in names)]
-    for parameter, monitor in watched(params).items():
+    for parameter, monitor in monitored_metrics(params).items():
         if monitor not in known:
             hint = f" {did_you_mean(monitor, known)}".rstrip()
             raise ParamError(f"{parameter} monitors {monitor!r}, but an epoch reports {', '.join(known)}.{hint}")

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.runs.function_globals import globals_of, imports_of, module_is_installed, names_in
+from sparkhvd.estimators.runs.function_globals import code_names, globals_of, imports_of, module_is_installed
 
 # Keras' at the end of a name, or of one in the path of a variable.
 AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
-def described(value: Any, name: str = "a parameter", *, weights: bool = False) -> Any:
+def canonical_form(value: Any, name: str = "a parameter", *, weights: bool = False) -> Any:
     """Return what JSON can say of a value, the same in every process.
 
     A model counts with its structure, code and plain attributes and the shapes of its weights; an optimizer also with
@@ -36,29 +36,29 @@ def described(value: Any, name: str = "a parameter", *, weights: bool = False) -
     Raises:
         ParamError: it holds something that cannot be told.
     """
-    return _Description(name, weights=weights).of(value)
+    return _CanonicalForm(name, weights=weights).of(value)
 
 
-class _Description:
+class _CanonicalForm:
     """One description; what comes in it a second time is named by its place."""
 
     def __init__(self, name: str, *, weights: bool) -> None:
-        self._name = name
+        self._parameter = name
         self._weights = weights
         self._seen: dict[int, int] = {}
-        self._alive: list[Any] = []  # an id is one object's own only while that lives
-        self._taken: set[tuple[int, str]] = set()  # names of the user's modules, by the module's id
+        self._kept_alive: list[Any] = []  # an id is one object's own only while that lives
+        self._seen_attributes: set[tuple[int, str]] = set()  # names of the user's modules, by the module's id
 
     def of(self, value: Any) -> Any:
         """The description of a value."""
         if value is None or isinstance(value, bool | int | float | str):
-            return value if type(value).__module__ == "builtins" else [_name(type(value)), str(value)]
+            return value if type(value).__module__ == "builtins" else [_qualified_name(type(value)), str(value)]
         if isinstance(value, np.generic | np.ndarray) or _is_tensor(value):
             return self._of_array(value)
         if id(value) in self._seen:
             return ["seen", self._seen[id(value)]]
         self._seen[id(value)] = len(self._seen)
-        self._alive.append(value)
+        self._kept_alive.append(value)
         for kind, describe in self._by_type.items():
             if isinstance(value, kind):
                 return describe(self, value)
@@ -71,8 +71,11 @@ class _Description:
         return ["mapping", content, *([] if factory is None else [self.of(factory)]), *self._of_own_kind(value)]
 
     def _of_set(self, value: set[Any]) -> Any:
-        # Each by itself: the order in which they come differs between processes.
-        return ["set", sorted(json.dumps(described(item, self._name, weights=self._weights)) for item in value)]
+        # Each item gets a form of its own, because the iteration order of a set differs between processes.
+        return [
+            "set",
+            sorted(json.dumps(canonical_form(item, self._parameter, weights=self._weights)) for item in value),
+        ]
 
     def _of_sequence(self, value: Sequence[Any]) -> Any:
         return [*(self.of(item) for item in value), *self._of_own_kind(value)]
@@ -129,12 +132,13 @@ class _Description:
             parts = by_table(value) if by_table is not None else value.__reduce_ex__(2)
         except Exception as error:
             raise ParamError(
-                f"resume='auto' identifies a run by its parameters, but {self._name} holds a {_name(type(value))}, "
-                f"whose content cannot be determined ({type(error).__name__}: {error}). Pass a run_id instead."
+                f"resume='auto' identifies a run by its parameters, but {self._parameter} holds a "
+                f"{_qualified_name(type(value))}, whose content cannot be determined ({type(error).__name__}: "
+                f"{error}). Pass a run_id instead."
             ) from error
         if isinstance(parts, str):
             wrapped = getattr(value, "__wrapped__", None)  # of a function with an lru_cache
-            return [_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
+            return [_qualified_name(type(value)), parts, *([] if wrapped is None else [self.of(wrapped)])]
         items = [list(part) if isinstance(part, Iterator) else part for part in parts]
         return [self.of(type(value)), self.of(items)]
 
@@ -158,9 +162,9 @@ class _Description:
         if not isinstance(value, ModuleType) or module_is_installed(value.__name__):
             return self.of(value)
         described_module = self.of(value)
-        named = [name for name in names_in(code) if name in vars(value)]
-        found = {name: vars(value)[name] for name in named if (id(value), name) not in self._taken}
-        self._taken |= {(id(value), name) for name in found}
+        named = [name for name in code_names(code) if name in vars(value)]
+        found = {name: vars(value)[name] for name in named if (id(value), name) not in self._seen_attributes}
+        self._seen_attributes |= {(id(value), name) for name in found}
         return [described_module, [(name, self._of_global(item, code)) for name, item in sorted(found.items())]]
 
     def _of_cell(self, cell: CellType) -> Any:
@@ -173,17 +177,17 @@ class _Description:
     def _of_class(self, value: type) -> Any:
         """The name of what is installed, the code of what the user wrote."""
         if module_is_installed(value.__module__):
-            return _name(value)
+            return _qualified_name(value)
         parts: list[Any] = []
         for name, item in sorted(vars(value).items()):
             found = [part for each in _ACCESSORS if (part := getattr(item, each, None)) is not None]
             for part in found if found and isinstance(item, _HOLDERS) else [item]:
                 if isinstance(part, FunctionType) or not name.startswith("__"):
-                    parts += [[name, told] for told in self._if_told(part)]
+                    parts += [[name, told] for told in self._if_describable(part)]
         kind = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
-        return [_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
+        return [_qualified_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
 
-    def _if_told(self, value: Any) -> list[Any]:
+    def _if_describable(self, value: Any) -> list[Any]:
         """The description of what lies beside: a lock or a cache that cannot be told does not count."""
         try:
             return [self.of(value)]
@@ -210,12 +214,12 @@ class _Description:
             if _is_tensor(item):
                 found[name] = self._of_tensor(item, exact=exact)
             elif name.startswith("_"):
-                found[name] = self._if_told(item)
+                found[name] = self._if_describable(item)
             else:
                 found[name] = self.of(item)
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             if hooks := list(getattr(module, name, {}).values()):
-                found[name] = [self._if_told(hook) for hook in hooks]
+                found[name] = [self._if_describable(hook) for hook in hooks]
         script = getattr(module, "code", None)
         forward = getattr(type(module), "forward", None)
         code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None
@@ -230,18 +234,19 @@ class _Description:
             config = value.get_config()
         except NotImplementedError as error:
             raise ParamError(
-                f"resume='auto' identifies a run by its parameters, but the content of the {_name(type(value))} in "
-                f"{self._name} cannot be determined: it has no get_config. Define get_config, or pass a run_id instead."
+                "resume='auto' identifies a run by its parameters, but the content of the "
+                f"{_qualified_name(type(value))} in {self._parameter} cannot be determined: it has no get_config. "
+                "Define get_config, or pass a run_id instead."
             ) from error
         own = vars(value)
         layers = [each for each in _layers(value) if each is not value]
         return [
             self.of(type(value)),
-            self.of(_numbered({"class_name": type(value).__name__, "config": config})),
+            self.of(_renumbered({"class_name": type(value).__name__, "config": config})),
             [self.of(own.get(name)) for name in ("fn", "_fn", "_fn_kwargs", "function")],
             [self.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
-            [[self.of(type(each)), self.of(vars(each).get("function")), self._of_written(each)] for each in layers],
-            self._of_written(value),
+            [[self.of(type(each)), self.of(vars(each).get("function")), self._of_user_code(each)] for each in layers],
+            self._of_user_code(value),
             self.of(getattr(own.get("_compile_metrics"), "_user_metrics", None)),
             [
                 (self._of_tensor(each, exact=self._weights), bool(each.trainable))
@@ -250,9 +255,9 @@ class _Description:
             *self._of_keras_state(value),
         ]
 
-    def _of_written(self, value: Any) -> list[Any]:
+    def _of_user_code(self, value: Any) -> list[Any]:
         """What the user wrote for an object of Keras, of which a configuration has the name at most."""
-        found = {name: item for name, item in sorted(vars(value).items()) if _is_written(item)}
+        found = {name: item for name, item in sorted(vars(value).items()) if _is_user_code(item)}
         if not module_is_installed(type(value).__module__):
             inner = _names_of_frameworks(type(value))
             found |= {
@@ -260,14 +265,14 @@ class _Description:
                 for name, item in sorted(vars(value).items())
                 if not name.startswith("_") and name not in inner and _is_plain(item)
             }
-        return [(name, self._if_told(item)) for name, item in sorted(found.items())]
+        return [(name, self._if_describable(item)) for name, item in sorted(found.items())]
 
     def _of_keras_state(self, value: Any) -> list[Any]:
         """The variables of an optimizer, once it has trained; nothing before."""
         trained = callable(getattr(value, "apply_gradients", None)) and int(value.iterations.numpy()) > 0
         return [[self._of_array(each) for each in value.variables]] if trained else []
 
-    _by_type: ClassVar[dict[Any, Callable[[_Description, Any], Any]]] = {
+    _by_type: ClassVar[dict[Any, Callable[[_CanonicalForm, Any], Any]]] = {
         (complex, range, slice, bytes, bytearray, type(...)): lambda _, value: repr(value),
         Mapping: _of_mapping,
         (set, frozenset): _of_set,
@@ -294,10 +299,10 @@ def _names_of_frameworks(kind: type) -> frozenset[str]:
         for base in kind.__mro__
         if module_is_installed(base.__module__) and isinstance(found := vars(base).get("__init__"), FunctionType)
     )
-    return frozenset(name for code in codes for name in (*names_in(code), *code.co_consts) if isinstance(name, str))
+    return frozenset(name for code in codes for name in (*code_names(code), *code.co_consts) if isinstance(name, str))
 
 
-def _numbered(config: Any) -> Any:
+def _renumbered(config: Any) -> Any:
     """A Keras configuration whose automatic names begin at 0: Keras counts on in a process."""
     names: dict[str, str] = {}
     counts: Counter[str] = Counter()
@@ -309,7 +314,7 @@ def _numbered(config: Any) -> Any:
     def put(part: Any) -> Any:
         if isinstance(part, Mapping):
             if part.get("class_name") == "__lambda__":
-                return "lambda"  # its bytes name the file and the line; the function itself is described beside it
+                return "lambda"  # its bytes name the file and the line; the function itself is part of the form as well
             return {key: put(item) for key, item in part.items()}
         if isinstance(part, list | tuple):
             return [put(item) for item in part]
@@ -335,14 +340,14 @@ def _attributes(value: Any) -> dict[str, Any]:
     return dict(getattr(value, "__dict__", {}))
 
 
-def _is_written(value: Any) -> bool:
+def _is_user_code(value: Any) -> bool:
     """Whether the user wrote the code of a value; a layer of Keras counts by itself."""
     if isinstance(value, functools.partial):
-        return _is_written(value.func)
+        return _is_user_code(value.func)
     if isinstance(value, list | tuple):
-        return any(map(_is_written, value))
+        return any(map(_is_user_code, value))
     if isinstance(value, dict):
-        return any(map(_is_written, value.values()))
+        return any(map(_is_user_code, value.values()))
     if isinstance(value, FunctionType | type):
         return not module_is_installed(value.__module__)
     return not module_is_installed(type(value).__module__) and not hasattr(value, "_flatten_layers")
@@ -377,5 +382,5 @@ def _is_tensor(value: Any) -> bool:
     return not isinstance(value, type) and all(hasattr(value, name) for name in ("numpy", "dtype", "shape"))
 
 
-def _name(kind: type) -> str:
+def _qualified_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"

@@ -11,7 +11,7 @@ from typing import Any
 from sparkhvd.driver.user_code.user_modules import codes, import_graph, imported_when_called, is_installed
 
 
-def names_in(code: CodeType) -> list[str]:
+def code_names(code: CodeType) -> list[str]:
     """All names in a function's code, also those of attributes."""
     return list(dict.fromkeys(name for each in codes(code) for name in each.co_names))
 

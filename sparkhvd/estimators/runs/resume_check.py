@@ -36,7 +36,7 @@ def facts_from_json(content: dict[str, Any]) -> ModelFacts:
     return ModelFacts(content["framework"], content["optimizer"], shapes)
 
 
-def check_continued(run_id: str, where: str, before: ModelFacts, now: ModelFacts) -> None:
+def check_resumable(run_id: str, where: str, before: ModelFacts, now: ModelFacts) -> None:
     """Refuse to go on from a checkpoint of another model.
 
     Args:

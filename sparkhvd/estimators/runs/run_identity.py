@@ -20,7 +20,7 @@ from sparkhvd.data.schema.selection import Selection
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.backend import SparkBackend
 from sparkhvd.estimators.params.policies import Checkpoints
-from sparkhvd.estimators.runs.canonical import described
+from sparkhvd.estimators.runs.canonical import canonical_form
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 
@@ -119,7 +119,7 @@ def run_id_by_content(
     counting = [name for name in sorted(params) if _counts(name, mapped)]
 
     def digest(*, weights: bool) -> str:
-        content = [(name, described(_counted(name, params[name]), name, weights=weights)) for name in counting]
+        content = [(name, canonical_form(_counted(name, params[name]), name, weights=weights)) for name in counting]
         identity = json.dumps([kind, rows.text, content])
         return hashlib.sha256(identity.encode()).hexdigest()[:32]
 

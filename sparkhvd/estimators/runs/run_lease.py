@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 60.0
 RENEW_SECONDS = 10.0
-_LOOK_SECONDS = 1.0
-_held_here: set[str] = set()  # the names of this process's fits that have not ended
+_POLL_SECONDS = 1.0
+_active_fits: set[str] = set()  # the names of this process's fits that have not ended
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,16 @@ class RunLease:
 
     def release(self) -> None:
         """Let the next fit begin at once."""
-        _held_here.discard(self.holder.name)  # also where the Store cannot be written now
+        _active_fits.discard(self.holder.name)  # also where the Store cannot be written now
         last = _last_token(self.store, self.run_id)
         if _holder(self.store, self.run_id, last) != self.holder:
             self.store.delete(layout.beat_path(self.run_id, self.holder.name))
-        elif last == self.token == 1 and self._left_nothing():
+        elif last == self.token == 1 and self._has_only_claims():
             self._forget()
         else:
             self._beat(_RELEASED)
 
-    def _left_nothing(self) -> bool:
+    def _has_only_claims(self) -> bool:
         """Whether the run consists of claims alone: the fit failed before its ranks started."""
         holders = f"{layout.holders_folder(self.run_id)}/"
         return all(path.startswith(holders) for path in self.store.list(layout.run_folder(self.run_id)))
@@ -148,14 +148,14 @@ _RELEASED = "released"
 
 
 @contextmanager
-def held(store: Store, run_id: str) -> Iterator[RunLease]:
+def hold_run(store: Store, run_id: str) -> Iterator[RunLease]:
     """Hold a run inside ``with``.
 
     Raises:
         ParamError: another fit trains it.
         StoreError: the Store cannot be read or written.
     """
-    lease = take(store, run_id)
+    lease = acquire_lease(store, run_id)
     hold = Hold(lease, look_seconds=RENEW_SECONDS, renew_seconds=RENEW_SECONDS)
     try:
         yield lease
@@ -163,17 +163,17 @@ def held(store: Store, run_id: str) -> Iterator[RunLease]:
         hold.close()
 
 
-def take(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -> RunLease:
-    """Hold a run that nobody holds, or whose holder is dead; see ``held``."""
+def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -> RunLease:
+    """Hold a run that nobody holds, or whose holder is dead; see ``hold_run``."""
     lease = RunLease(store, run_id, _this_process())
     lease._beat(uuid.uuid4().hex)  # noqa: SLF001  (of its own; a claim without a beat would look dead)
-    _held_here.add(lease.holder.name)
+    _active_fits.add(lease.holder.name)
     try:
         while True:
             last = _last_token(store, run_id)
             before = _holder(store, run_id, last)
             if before is not None:
-                _refuse_living(store, run_id, before, silent_seconds)
+                _refuse_active(store, run_id, before, silent_seconds)
             if _claim(store, run_id, last + 1, lease.holder):
                 return replace(lease, token=last + 1)
     except BaseException:
@@ -181,7 +181,7 @@ def take(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -
         raise
 
 
-def fence_of_rank(store: Store, run_id: str, holder: Holder) -> Fence:
+def claim_fence(store: Store, run_id: str, holder: Holder) -> Fence:
     """Claim a token for ranks that have just started, so that earlier ones of the same fit can publish nothing more.
 
     Raises:
@@ -195,7 +195,7 @@ def fence_of_rank(store: Store, run_id: str, holder: Holder) -> Fence:
             return Fence(store, run_id, last + 1)
 
 
-def belonging(store: Store, run_id: str, paths: list[str]) -> list[str]:
+def owned_checkpoints(store: Store, run_id: str, paths: list[str]) -> list[str]:
     """Those of a run's checkpoints that its present owner wrote or inherited."""
     noted = [path for path in store.list(layout.claims_folder(run_id)) if layout.is_inheritance(path)]
     if not noted:
@@ -215,7 +215,7 @@ def _claim(store: Store, run_id: str, token: int, holder: Holder) -> bool:
         if store.exists(path):
             return False
         raise
-    checkpoints = belonging(store, run_id, store.list(layout.checkpoints_folder(run_id)))
+    checkpoints = owned_checkpoints(store, run_id, store.list(layout.checkpoints_folder(run_id)))
     store.publish(layout.inheritance_path(run_id, token), json.dumps(checkpoints).encode())
     _forget_earlier(store, run_id, token, holder)
     return True
@@ -230,13 +230,13 @@ def _forget_earlier(store: Store, run_id: str, token: int, holder: Holder) -> No
             store.delete(path)
 
 
-def _lives(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> bool:
+def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> bool:
     """Whether the fit still runs; of one on another machine, whether it shows so in time."""
     first = _read(store, layout.beat_path(run_id, holder.name))
     if first in {None, _RELEASED}:
         return False
     if (holder.machine, holder.pid, holder.started) == _own_process():
-        return holder.name in _held_here
+        return holder.name in _active_fits
     if holder.machine == machine_id():
         return process_start(holder.pid) == holder.started
     logger.info(
@@ -244,7 +244,7 @@ def _lives(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> 
     )
     end = time.monotonic() + silent_seconds
     while time.monotonic() < end:
-        time.sleep(min(_LOOK_SECONDS, silent_seconds / 4))
+        time.sleep(min(_POLL_SECONDS, silent_seconds / 4))
         beat = _read(store, layout.beat_path(run_id, holder.name))
         if beat in {None, _RELEASED}:
             return False
@@ -253,8 +253,8 @@ def _lives(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> 
     return False
 
 
-def _refuse_living(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> None:
-    if _lives(store, run_id, holder, silent_seconds):
+def _refuse_active(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> None:
+    if _is_alive(store, run_id, holder, silent_seconds):
         raise ParamError(
             f"Run {run_id!r} is being trained by another fit ({holder}). Wait until it has ended, or choose another "
             "run_id."

@@ -12,7 +12,7 @@ from sparkhvd.estimators.api.estimator import DistributedEstimator
 from sparkhvd.estimators.models.model import TrainedModel
 from sparkhvd.estimators.params.declarations import Declared, declared
 from sparkhvd.estimators.params.params import (
-    a_function,
+    callable_object,
     flag_or_arguments,
     numbers,
     objects,
@@ -121,7 +121,7 @@ class TorchEstimator(DistributedEstimator):
     train_minibatch_fn: Declared[Callable[..., Any] | None] = declared(
         "Takes a training step instead of the estimator: a function of (model, optimizer, transform_outputs, loss_fn, "
         "inputs, labels, sample_weights, backward_passes_per_step, batch_idx) that returns (outputs, loss).",
-        a_function,
+        callable_object,
         default=None,
     )
     callbacks: Declared[Sequence[TorchCallback] | None] = declared(

@@ -29,7 +29,7 @@ import torch
 from sparkhvd.data.loaders.torch_data import sparse_tensor
 from sparkhvd.data.schema.data_schema import ColumnSpec
 from sparkhvd.errors import ParamError, SchemaError
-from sparkhvd.estimators.params.named_inputs import NamedInput, in_order, refuse_shapes
+from sparkhvd.estimators.params.named_inputs import NamedInput, ordered_inputs, refuse_input_shapes
 from sparkhvd.estimators.params.shapes import check_input_shapes, row_shape
 
 
@@ -78,7 +78,7 @@ def plan_inputs(
         SchemaError: columns of different kinds cannot be concatenated.
     """
     if named is not None:
-        refuse_shapes(input_shapes)
+        refuse_input_shapes(input_shapes)
         return _by_name(model, columns, named)
     dtypes = {column.name: _dtype(model, column) for column in columns}
     sparse = [column.name for column in columns if column.sparse]
@@ -123,7 +123,7 @@ def _by_name(
     arguments = _positional(model)
     needed = sum(argument.default is argument.empty for argument in arguments)
     found = []
-    for name, given, own in in_order(named, [argument.name for argument in arguments], needed, columns):
+    for name, given, own in ordered_inputs(named, [argument.name for argument in arguments], needed, columns):
         dtype = _dtype(model, own[0]) if given.dtype is None else _tensor_dtype(name, given.dtype)
         if len(own) == 1 and own[0].sparse:
             found.append(_own_input(own[0], dtype))

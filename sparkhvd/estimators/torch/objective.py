@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from sparkhvd.errors import DataError, ModelOutputError, ParamError
-from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
+from sparkhvd.estimators.params.other_frameworks import estimator_hint
 from sparkhvd.estimators.params.shapes import row_shape
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.training.user_errors import describe_error, is_tensor_error, with_full_stop
@@ -220,7 +220,7 @@ def objective_of(params: Mapping[str, object]) -> Objective:
     for loss in (*losses, *constructors):
         if not callable(loss):
             raise ParamError(f"loss={loss!r} is not callable; pass a function or module that takes (output, label).")
-        if elsewhere := belongs_elsewhere(loss, ("torch", "lightning", "pytorch_lightning")):
+        if elsewhere := estimator_hint(loss, ("torch", "lightning", "pytorch_lightning")):
             raise ParamError(f"The loss {name_of(loss)} does not compute with PyTorch tensors.{elsewhere}")
     for loss in losses:
         _refuse_class("loss", loss)

@@ -19,8 +19,8 @@ from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.errors import DataError, ModelOutputError, ParamError, SparkHvdError
 from sparkhvd.estimators.normalization import Normalization
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
-from sparkhvd.estimators.params.policies import check_measured
+from sparkhvd.estimators.params.other_frameworks import estimator_hint
+from sparkhvd.estimators.params.policies import check_monitored
 from sparkhvd.estimators.plugin import ON_CPU, Inference, Predicted, TrainSpec
 from sparkhvd.estimators.runs.resume_check import ModelFacts, Shape
 from sparkhvd.estimators.torch import artifact
@@ -59,7 +59,7 @@ class TorchPlugin:
         """
         _check_kinds(params)
         package = loads(self.pack({**params, "schema": schema}))
-        check_measured(params, package.objective.names())
+        check_monitored(params, package.objective.names())
         own_steps = package.stepping.minibatch_fn is not None
         warn_of_divisors(inexact_losses(package.objective, schema, own_steps=own_steps))
         check_schedule(package.schedule, package.optimizer, scaled=bool(params.get("scale_lr")))
@@ -204,7 +204,7 @@ def shapes_of(model: Any) -> dict[str, Shape]:
 def _check_kinds(params: Mapping[str, object]) -> None:
     model = params["model"]
     if not isinstance(model, torch.nn.Module):
-        elsewhere = belongs_elsewhere(model, ("torch",))
+        elsewhere = estimator_hint(model, ("torch",))
         raise ParamError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.{elsewhere}")
     check_optimizer(params["optimizer"], model)
     for callback in cast("Sequence[object]", params.get("callbacks") or ()):
@@ -235,7 +235,7 @@ def check_optimizer(optimizer: object, model: torch.nn.Module) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ParamError(
             f"optimizer is a {type(optimizer).__name__}; pass an instance such as torch.optim.Adam(model.parameters())."
-            f"{belongs_elsewhere(optimizer, ('torch',))}"
+            f"{estimator_hint(optimizer, ('torch',))}"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.params.policies import measured
+from sparkhvd.estimators.params.policies import metric_value
 from sparkhvd.estimators.reports import EpochRecord
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class RunningSchedule:
     def after_epoch(self, record: EpochRecord) -> None:
         """Advance a schedule of epochs at the end of an epoch."""
         if self._every == "epoch":
-            self._advance(() if self._monitor is None else (measured(record, self._monitor),))
+            self._advance(() if self._monitor is None else (metric_value(record, self._monitor),))
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for ``restore``."""

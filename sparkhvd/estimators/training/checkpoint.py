@@ -17,7 +17,7 @@ from sparkhvd.data.schema.manifest import Manifest
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.reports import EpochRecord
 from sparkhvd.estimators.runs.resume_check import ModelFacts, facts_from_json
-from sparkhvd.estimators.runs.run_lease import Fence, belonging
+from sparkhvd.estimators.runs.run_lease import Fence, owned_checkpoints
 from sparkhvd.estimators.training.history import record_from_json
 from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
@@ -107,7 +107,7 @@ def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[i
     ended = checkpoint.epoch if within is None else checkpoint.epoch - 1
     wanted = {*also, *range(ended - keep + 1, ended + 1)}
     there = store.list(layout.checkpoints_folder(run_id))
-    ours = set(belonging(store, run_id, there))
+    ours = set(owned_checkpoints(store, run_id, there))
     for other in _checkpoints(there):
         place = layout.checkpoint_position(other)
         is_wanted = other in ours and place is not None and place[1] == float("inf") and place[0] in wanted
@@ -166,7 +166,7 @@ def load(store: Store, path: str) -> Checkpoint:
 
 
 def _paths(store: Store, run_id: str) -> list[str]:
-    return belonging(store, run_id, store.list(layout.checkpoints_folder(run_id)))
+    return owned_checkpoints(store, run_id, store.list(layout.checkpoints_folder(run_id)))
 
 
 def _checkpoints(found: Sequence[str]) -> list[str]:

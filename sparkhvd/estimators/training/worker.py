@@ -30,7 +30,7 @@ from sparkhvd.data.schema.selection import Selection
 from sparkhvd.errors import DataError, ParamError, SparkHvdError
 from sparkhvd.estimators.plugin import FrameworkPlugin, TrainSpec
 from sparkhvd.estimators.reports import EpochRecord
-from sparkhvd.estimators.runs.run_lease import Holder, fence_of_rank
+from sparkhvd.estimators.runs.run_lease import Holder, claim_fence
 from sparkhvd.estimators.training import checkpoint, job_files
 from sparkhvd.estimators.training.hooks import RunHooks
 from sparkhvd.estimators.training.job_files import InMemoryFiles
@@ -168,7 +168,7 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
     trainer = find_plugin(job.plugin).trainer(payload, spec, communicator.world)
     fence = None
     if job.store is not None and job.holder is not None and communicator.world.rank == 0:
-        fence = fence_of_rank(job.store, job.run_id, job.holder)
+        fence = claim_fence(job.store, job.run_id, job.holder)
     token = 0 if fence is None else fence.token
     hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division, token)
     if hooks.resumed is not None:

@@ -6,8 +6,8 @@ import torch
 from sparkhvd import LightningEstimator
 from sparkhvd.data import DataModule
 from sparkhvd.errors import ConfigError, ParamError
-from sparkhvd.estimators.api.estimator import _loader_of_rows, _train_spec
-from sparkhvd.estimators.api.validation import cache_of, check, check_watched
+from sparkhvd.estimators.api.estimator import _row_loader, _train_spec
+from sparkhvd.estimators.api.validation import check, check_monitored_metrics, row_cache
 from sparkhvd.estimators.params.backend import SparkBackend, check_backend
 from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
@@ -181,7 +181,7 @@ def made_by_lightning(train, validation):
 def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place(tmp_path):
     given = {"model": object(), "feature_cols": ["x"], "label_cols": ["y"], "transformation_fn": len}
     values = LightningEstimator(**given, data_module=made_by_lightning)._checked_values()
-    assert _loader_of_rows(values) is None
+    assert _row_loader(values) is None
     assert values["data_module"] is made_by_lightning
     with pytest.raises(
         ParamError, match="data_module loads prepared rows, but this fit sends rows straight from Spark"
@@ -213,9 +213,9 @@ def test_validation_may_be_watched_where_the_files_have_validation_rows(given, m
     fixed = {"model": torch.nn.Linear(1, 1), "loss": len, "feature_cols": ["x"], "label_cols": ["y"]}
     optimizer = torch.optim.SGD(fixed["model"].parameters(), lr=0.1)
     values = TorchEstimator(**fixed, optimizer=optimizer, **given)._checked_values()
-    check_watched(values, held_out=True)
+    check_monitored_metrics(values, held_out=True)
     with pytest.raises(ParamError, match=message):
-        check_watched(values, held_out=False)
+        check_monitored_metrics(values, held_out=False)
 
 
 def test_what_the_ranks_are_told_is_what_was_given():
@@ -235,9 +235,9 @@ def test_what_the_ranks_are_told_is_what_was_given():
 def test_rows_can_be_cached_in_one_place_and_only_where_they_are_read(name):
     values = {**EstimatorParams(inmemory_cache_all=True, local_cache=True).values(), "data": "store"}
     with pytest.raises(ParamError, match="both cache the same rows"):
-        cache_of(values)
+        row_cache(values)
     with pytest.raises(ParamError, match=f"{name}=True caches rows that are read from a Store"):
-        cache_of({**EstimatorParams(**{name: True}).values(), "data": "direct"})
+        row_cache({**EstimatorParams(**{name: True}).values(), "data": "direct"})
 
 
 def test_several_fits_never_share_one_run():

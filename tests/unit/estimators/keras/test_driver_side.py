@@ -13,7 +13,7 @@ import torch
 import sparkhvd.keras as hvd
 from sparkhvd.data import DataSchema
 from sparkhvd.errors import ConfigError, ModelOutputError, ParamError, SchemaError
-from sparkhvd.estimators.api.validation import check_watched
+from sparkhvd.estimators.api.validation import check_monitored_metrics
 from sparkhvd.estimators.keras import KerasEstimator, artifact
 from sparkhvd.estimators.keras.names import check_names
 from sparkhvd.estimators.keras.plugin import PLUGIN
@@ -44,9 +44,9 @@ def test_the_trained_model_is_the_one_that_the_checkpoint_callback_wants():
 
 def test_a_checkpoint_callback_may_watch_the_validation_rows_of_files():
     values = values_with(BestModelCheckpoint())
-    check_watched(values, held_out=True)
+    check_monitored_metrics(values, held_out=True)
     with pytest.raises(ParamError, match="checkpoint_callback monitors 'val_loss', but this fit has no valid"):
-        check_watched(values, held_out=False)
+        check_monitored_metrics(values, held_out=False)
 
 
 @pytest.mark.parametrize(

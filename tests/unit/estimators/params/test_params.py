@@ -11,7 +11,7 @@ from pyspark.ml.tuning import ParamGridBuilder
 import sparkhvd.torch as hvd
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.lightning import LightningEstimator
-from sparkhvd.estimators.params.backend import of_training
+from sparkhvd.estimators.params.backend import in_training_terms
 from sparkhvd.estimators.params.declarations import Declarations, Declared, declared
 from sparkhvd.estimators.params.params import EstimatorParams, ModelParams, positive_integer
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
@@ -78,7 +78,7 @@ def test_a_table_of_pandas_is_refused_with_the_way_to_make_one_of_spark():
     ],
 )
 def test_how_far_a_rank_was_is_said_of_the_training(told, said):
-    assert of_training(f"Rank 1 on host a {told}").endswith(said)
+    assert in_training_terms(f"Rank 1 on host a {told}").endswith(said)
 
 
 def test_none_means_the_default():

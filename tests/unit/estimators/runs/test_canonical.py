@@ -18,12 +18,12 @@ from torch.optim.lr_scheduler import StepLR
 
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.params.policies import Checkpoints
-from sparkhvd.estimators.runs.canonical import described
+from sparkhvd.estimators.runs.canonical import canonical_form
 from sparkhvd.estimators.torch.schedule import LRSchedule
 
 SCRIPT = """
 import functools, json, re, torch
-from sparkhvd.estimators.runs.canonical import described
+from sparkhvd.estimators.runs.canonical import canonical_form
 from sparkhvd.estimators.torch.schedule import LRSchedule
 
 class Net(torch.nn.Module):
@@ -45,7 +45,7 @@ schedule = LRSchedule(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimize
 parts = [model, optimizer, words, torch.nn.functional.mse_loss, weighted(torch.ones(3)), weighted, schedule, torch.relu,
          functools.partial(weighted, 2.0), LRSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 3)),
          torch.nn.CrossEntropyLoss(weight=torch.ones(3)), {"b": 1, "a": ({1, 2, 3}, b"x", torch.float64, 1j)}]
-found = json.dumps(described(parts))
+found = json.dumps(canonical_form(parts))
 """
 
 
@@ -197,7 +197,7 @@ def written(code):
 @pytest.mark.parametrize("case", WRITTEN)
 def test_what_the_user_wrote_is_seen_wherever_it_stands(case):
     code, one, other = WRITTEN[case]
-    found = [described(written(code.replace("@", text))) for text in (one, one, other)]
+    found = [canonical_form(written(code.replace("@", text))) for text in (one, one, other)]
     assert found[0] == found[1]
     assert found[0] != found[2]
 
@@ -211,7 +211,7 @@ def test_each_method_counts_with_what_it_takes_from_a_module(monkeypatch):
         code = (
             "import own_helpers as h\nclass C:\n  def a(s):\n    return h.first(s)\n  def b(s):\n    return h.second(s)"
         )
-        return described(written(f"{code}\nmade = C()"))
+        return canonical_form(written(f"{code}\nmade = C()"))
 
     assert made(1) == made(1)
     assert made(1) != made(2)
@@ -227,7 +227,7 @@ def test_a_function_counts_with_all_that_it_imports_when_it_is_called(tmp_path, 
     def with_factor(factor):
         (tmp_path / "own_deep.py").write_text(f"factor = {factor}\n")
         importlib.invalidate_caches()
-        return described(written(code))
+        return canonical_form(written(code))
 
     assert with_factor(1) == with_factor(1)
     assert with_factor(1) != with_factor(2)
@@ -235,8 +235,8 @@ def test_a_function_counts_with_all_that_it_imports_when_it_is_called(tmp_path, 
 
 def test_what_cannot_be_told_in_a_class_does_not_count():
     code = "import threading\nclass C:\n  lock = threading.Lock()\n  factor = @\nmade = C()"
-    assert described(written(code.replace("@", "1"))) == described(written(code.replace("@", "1")))
-    assert described(written(code.replace("@", "1"))) != described(written(code.replace("@", "2")))
+    assert canonical_form(written(code.replace("@", "1"))) == canonical_form(written(code.replace("@", "1")))
+    assert canonical_form(written(code.replace("@", "1"))) != canonical_form(written(code.replace("@", "2")))
 
 
 def torch_optimizer(steps):
@@ -271,10 +271,10 @@ def keras_model(rate=0.1, factor=2, name=None):
 def test_what_matters_is_seen_and_the_same_made_twice_is_the_same(case):
     one, other = PAIRS[case]
     torch.manual_seed(1)
-    described_once = described(one())
+    described_once = canonical_form(one())
     torch.manual_seed(2)  # weights drawn anew are no other run
-    assert described(one()) == described_once
-    assert described(other()) != described_once
+    assert canonical_form(one()) == described_once
+    assert canonical_form(other()) != described_once
 
 
 MODULE = """
@@ -298,7 +298,7 @@ def test_what_a_function_takes_from_modules_counts(tmp_path, monkeypatch):
     def made(name="mse_loss", module="own_helpers_1", factor="torch.ones(2)", function="loss"):
         space = {"__name__": "own", "torch": torch}
         exec(MODULE.format(name=name, module=module, factor=factor), space)
-        return described(space[function])
+        return canonical_form(space[function])
 
     first = made()
     assert made() == first
@@ -319,26 +319,26 @@ def test_the_weights_of_a_model_count_where_they_are_asked_for():
         return kind()
 
     for kind in (lambda: torch.nn.Linear(2, 3), keras_model):
-        assert described(made(kind, 1), weights=True) == described(made(kind, 1), weights=True)
-        assert described(made(kind, 1), weights=True) != described(made(kind, 2), weights=True)
-        assert described(made(kind, 1)) == described(made(kind, 2))
+        assert canonical_form(made(kind, 1), weights=True) == canonical_form(made(kind, 1), weights=True)
+        assert canonical_form(made(kind, 1), weights=True) != canonical_form(made(kind, 2), weights=True)
+        assert canonical_form(made(kind, 1)) == canonical_form(made(kind, 2))
 
 
 def test_an_object_that_holds_itself_is_described():
     module = torch.nn.Linear(2, 3)
     module.compute = functools.partial(closure(1), module)
-    assert described(module) == described(module)
+    assert canonical_form(module) == canonical_form(module)
 
 
 def test_what_cannot_be_told_is_refused():
     with pytest.raises(
         ParamError, match=r"loss holds a _thread.lock, whose content cannot be determined.*a run_id instead"
     ):
-        described(closure(threading.Lock()), "loss")
+        canonical_form(closure(threading.Lock()), "loss")
 
     class Silent(keras.layers.Layer):
         def __init__(self, made_of):
             super().__init__()
 
     with pytest.raises(ParamError, match=r"Silent in model cannot be determined: it has no get_config"):
-        described(Silent(object()), "model")
+        canonical_form(Silent(object()), "model")

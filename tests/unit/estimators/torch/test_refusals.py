@@ -10,7 +10,7 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.lightning import plugin as lightning_plugin
-from sparkhvd.estimators.params.other_frameworks import belongs_elsewhere
+from sparkhvd.estimators.params.other_frameworks import estimator_hint
 from sparkhvd.estimators.params.policies import Checkpoints, EarlyStopping
 from sparkhvd.estimators.torch import LRSchedule, TorchEstimator
 from sparkhvd.estimators.torch.plugin import PLUGIN
@@ -114,7 +114,7 @@ class Module(lightning.LightningModule):
     ],
 )
 def test_what_another_framework_made_is_sent_to_its_estimator(given, own, sentence):
-    assert belongs_elsewhere(given, own) == sentence
+    assert estimator_hint(given, own) == sentence
 
 
 def test_what_keras_made_is_refused_with_the_estimator_for_it():
