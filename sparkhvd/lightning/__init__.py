@@ -1,10 +1,10 @@
 """Lightning on the ranks of a job: ``import sparkhvd.lightning``, then ``Trainer(strategy="sparkhvd")``.
 
-The import registers the strategy's name with the Lightning that is imported, ``lightning`` or ``pytorch_lightning``, or
-both; with none imported yet, with the one that is installed (``lightning`` where both are). It is the one module of
-sparkhvd whose import does something: Lightning knows strategies by name only when they are registered.
+The import registers the strategy with each imported Lightning, ``lightning`` or ``pytorch_lightning``; if none is
+imported yet, with the installed one (``lightning`` if both are). This is the only module of sparkhvd whose import has
+an effect, because Lightning finds only registered strategies by name.
 
-``SparkHvdStrategy(compression=..., ...)`` is the strategy as a class, for its options: ``Trainer(strategy=that)``.
+To set options, pass an instance: ``Trainer(strategy=SparkHvdStrategy(compression=...))``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["SparkHvdStrategy", "register", "strategy_class"]
 
 
 def register(flavour: FlavourName | None = None) -> None:
-    """Make ``Trainer(strategy="sparkhvd")`` known to a Lightning; the import of this module has done so already.
+    """Register ``Trainer(strategy="sparkhvd")`` with Lightning, as the import of this module does.
 
     Args:
-        flavour: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; None for each that is imported.
+        flavour: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; None for every imported one.
     """
     for name in [flavour] if flavour is not None else imported() or [chosen()]:
         strategies = package(name).strategies
@@ -39,7 +39,7 @@ def register(flavour: FlavourName | None = None) -> None:
 
 
 def strategy_class(flavour: FlavourName | None = None) -> Any:
-    """The strategy for one of the two Lightnings, the imported one by default."""
+    """Return the strategy for one of the two Lightnings, by default the imported one."""
     name = flavour or chosen()
     register(name)
     return package(name).strategies.StrategyRegistry[STRATEGY_NAME]["strategy"]

@@ -1,4 +1,4 @@
-"""The ranks of a job as Lightning's cluster environment, without the base class, of which Lightning has two."""
+"""The ranks of a job as Lightning's cluster environment, without the base class, which Lightning has twice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from sparkhvd.world import World
 
 
 class RankEnvironment:
-    """Says who is who. With one given, Lightning does not look for others; its search would start MPI."""
+    """Provides ranks and sizes. It also keeps Lightning from detecting environments, which would start MPI."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"

@@ -19,13 +19,13 @@ _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightn
 
 
 def imported() -> list[FlavourName]:
-    """The names under which this process has imported Lightning."""
+    """Return the names under which this process has imported Lightning."""
     # A package that is still being imported has no Trainer yet.
     return [name for name in NAMES if hasattr(sys.modules.get(name), "Trainer")]
 
 
 def chosen() -> FlavourName:
-    """The name to use: one that is imported already, else one that is installed, ``lightning`` before the other.
+    """Return the name to use: an imported one, else an installed one; ``lightning`` takes precedence.
 
     Raises:
         ConfigError: Lightning is not installed.
@@ -37,7 +37,7 @@ def chosen() -> FlavourName:
 
 
 def flavour_of(part: object) -> FlavourName | None:
-    """The name under which the classes of an object of Lightning were made; None for any other object."""
+    """Return the name of the Lightning that an object's class comes from; None for other objects."""
     kind = part if isinstance(part, type) else type(part)
     for base in kind.__mro__:
         for name in NAMES:
@@ -47,11 +47,11 @@ def flavour_of(part: object) -> FlavourName | None:
 
 
 def package(name: FlavourName) -> ModuleType:
-    """The package of this name, imported."""
+    """Import and return the package of this name."""
     keep_triton_from_tensorflow()
     return import_module(name)
 
 
 def fabric(name: FlavourName) -> ModuleType:
-    """What that Lightning is built on, imported."""
+    """Import and return the Fabric package that this Lightning is built on."""
     return import_module(_FABRIC[name])

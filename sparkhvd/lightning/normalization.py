@@ -1,4 +1,4 @@
-"""Batch normalization over the rows of all ranks; ``Trainer(sync_batchnorm=True)`` asks for it for a whole fit."""
+"""Batch normalization over the rows of all ranks, for ``Trainer(sync_batchnorm=True)``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparkhvd.torch import SyncBatchNorm
 
 
 class ReplacedNormalizations:
-    """Replaces every batch normalization in a module, until ``close()`` puts the user's own layers back."""
+    """Replaces every batch normalization in a module until ``close()`` restores the user's own layers."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._replaced: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
@@ -20,7 +20,7 @@ class ReplacedNormalizations:
                     setattr(parent, name, SyncBatchNorm.convert_sync_batchnorm(layer))
 
     def close(self) -> None:
-        """Put the layers back, with the statistics and weights of those that stood in for them."""
+        """Restore the layers, with the statistics and weights of their replacements."""
         for parent, name, layer in self._replaced:
             layer.load_state_dict(getattr(parent, name).state_dict())
             layer.train(getattr(parent, name).training)

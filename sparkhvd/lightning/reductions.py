@@ -1,4 +1,4 @@
-"""Values of all ranks, as Lightning and torchmetrics ask for them."""
+"""Reductions and gathers over the ranks for Lightning and torchmetrics."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _OPERATIONS = {
 
 
 def operation(wanted: object) -> ReduceOp:
-    """The operation for a name (``"mean"``, ``"sum"``, ...), a ``torch.distributed.ReduceOp``, or None for the mean.
+    """Return the operation for a name (``"mean"``, ...), a ``torch.distributed.ReduceOp``, or None for the mean.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: the reduction is unknown.
     """
     if isinstance(wanted, ReduceOp):
         return wanted
@@ -38,7 +38,7 @@ def operation(wanted: object) -> ReduceOp:
 
 
 def ranks_of(group: object) -> ProcessSet | None:
-    """The process set that a ``group`` argument names.
+    """Return the process set of a ``group`` argument.
 
     Raises:
         ConfigError: it is a group of torch.distributed, which this strategy does not use.
@@ -51,7 +51,7 @@ def ranks_of(group: object) -> ProcessSet | None:
 
 
 def reduced(tensor: torch.Tensor, wanted: object, group: object = None) -> torch.Tensor:
-    """The reduction over the ranks; the mean of whole numbers is a float."""
+    """Return the reduction over the ranks; the mean of integers is a float."""
     op, process_set = operation(wanted), ranks_of(group)
     tensor = tensor.detach()
     if tensor.dtype is torch.bool:
@@ -63,13 +63,13 @@ def reduced(tensor: torch.Tensor, wanted: object, group: object = None) -> torch
 
 
 def stacked(tensor: torch.Tensor, group: object = None, *, sync_grads: bool = False) -> torch.Tensor:
-    """The tensors of all ranks, which have one shape, along a new first dimension."""
+    """Return the tensors of all ranks, which have the same shape, along a new first dimension."""
     mine = tensor if sync_grads else tensor.detach()
     return hvd.allgather(mine.unsqueeze(0), process_set=ranks_of(group))
 
 
 def gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
-    """The tensors of all ranks, whatever their shapes, in rank order."""
+    """Return the tensors of all ranks, of any shapes, in rank order."""
     process_set = ranks_of(group)
     shapes = hvd.allgather_object(tuple(tensor.shape), name="shapes of a metric's state", process_set=process_set)
     together = hvd.allgather(tensor.detach().reshape(-1), process_set=process_set)
@@ -83,7 +83,7 @@ def there_are_others() -> bool:
 
 
 class SharedMetrics:
-    """Makes the torchmetrics in a module compute over all ranks' rows, until ``close()``."""
+    """Lets the torchmetrics in a module compute over the rows of all ranks until ``close()``."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
@@ -96,7 +96,7 @@ class SharedMetrics:
                 part.distributed_available_fn = there_are_others
 
     def close(self) -> None:
-        """Give the metrics back as they were."""
+        """Restore the metrics."""
         for metric, available in self._changed:
             metric.dist_sync_fn, metric.distributed_available_fn = None, available
         self._changed = []

@@ -1,8 +1,8 @@
-"""The strategy behind ``Trainer(strategy="sparkhvd")``, without the base class, of which Lightning has two.
+"""The strategy behind ``Trainer(strategy="sparkhvd")``, without the base class, which Lightning has twice.
 
-A rank is a process that was started by ``sparkhvd.run``, an estimator, ``sparkhvdrun`` or mpirun; the strategy starts
-none. Gradients are averaged parameter by parameter while backward still runs; where Lightning accumulates batches, only
-the last backward pass of a step exchanges.
+``sparkhvd.run``, an estimator, ``sparkhvdrun`` or mpirun starts the ranks; the strategy starts no processes. Gradients
+are averaged parameter by parameter while backward still runs. When Lightning accumulates batches, only the last
+backward pass of a step exchanges gradients.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ STRATEGY_NAME = "sparkhvd"
 
 
 class RankStrategy:
-    """What the strategy adds to ``ParallelStrategy``, which has to come after it among the bases.
+    """Mixin with the strategy's behaviour, which precedes ``ParallelStrategy`` in the bases.
 
     Args:
         compression: ``hvd.Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor`` of your own.
         groups: gradients that are sent together: a number of groups, or their parameters.
-        gradient_predivide_factor: divides gradients before they are added up, against overflow in small floats.
+        gradient_predivide_factor: divisor of the gradients before their sum, against overflow in small floats.
         sparse_as_dense: whether sparse gradients are made dense before they are sent.
-        **parts: of ``ParallelStrategy``.
+        **parts: arguments of ``ParallelStrategy``.
     """
 
     strategy_name: ClassVar[str] = STRATEGY_NAME
     environment_class: ClassVar[Any]
 
-    # Of Lightning's classes, which have their types twice.
+    # Attributes of Lightning's classes; their types differ between the two Lightnings.
     lightning_module: Any
     model: Any
     optimizers: Any
@@ -73,11 +73,11 @@ class RankStrategy:
         self._blocked = False
         self._fitting = False
 
-    # Who is who.
+    # Ranks and devices.
 
     @property
     def world(self) -> World:
-        """This process's place among the ranks; connects it if nobody has done so."""
+        """The ranks and sizes of this process; initializes sparkhvd if necessary."""
         session.init()
         return session.current().world
 
@@ -103,7 +103,7 @@ class RankStrategy:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning divides the rows of its loaders among ranks, and reduces what is logged for all."""
+        """Whether Lightning partitions the rows of its loaders among ranks, and reduces logged values."""
         return self.world.size > 1
 
     @property
@@ -112,30 +112,30 @@ class RankStrategy:
 
     @property
     def root_device(self) -> torch.device:
-        """The rank's own device: on a GPU host the one whose number is the local rank."""
+        """The rank's own device; on a GPU host the GPU with the index of the local rank."""
         first = self.parallel_devices[0]
         if first.type != "cuda" or self.world.local_size == 1:
             return torch.device(first)
         devices = self.parallel_devices
-        if len(devices) == 1:  # Trainer(devices=1) means one for each rank
+        if len(devices) == 1:  # Trainer(devices=1) means one device per rank
             devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
         return torch.device(devices[self.world.local_rank % len(devices)])
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning which process prints and writes; the Trainer calls it when it is made."""
+        """Set the rank that Lightning prints and writes by; the Trainer calls this when it is created."""
         from lightning_utilities.core import rank_zero  # noqa: PLC0415  (both Lightnings use this one)
 
         says: Any = rank_zero.rank_zero_only
         says.rank = self.world.rank
 
-    # Setting up and tearing down.
+    # Setup and teardown.
 
     def setup_environment(self) -> None:
         self.set_world_ranks()
         super().setup_environment()  # type: ignore[misc]
 
     def setup(self, trainer: Any) -> None:
-        """Give all ranks the parameters of rank 0, and begin to exchange gradients if this is a fit."""
+        """Broadcast the parameters of rank 0, and start to exchange gradients if this is a fit."""
         fitting = trainer.state.fn == "fit"
         if fitting and self._layer_sync is not None:  # Trainer(sync_batchnorm=True)
             self._normalizations = ReplacedNormalizations(self.lightning_module)
@@ -149,7 +149,7 @@ class RankStrategy:
             self._begin_exchange()
 
     def teardown(self) -> None:
-        """Take everything off the module that the strategy put on it; the ranks stay connected."""
+        """Undo all changes of the strategy to the module; the ranks stay connected."""
         self._fitting = False
         if self._exchange is not None:
             self._exchange.close()
@@ -181,11 +181,11 @@ class RankStrategy:
     # Gradients.
 
     def weight_of_pass(self) -> float:
-        """What the loss of the coming backward pass is multiplied by; with 0 the rank adds nothing but zeros."""
+        """Return the factor for the loss of the next backward pass; with 0 the rank contributes only zeros."""
         return 1.0
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute gradients and wait for those of all ranks, so that hooks and clipping see the combined ones."""
+        """Compute gradients and wait for all ranks, so that hooks and clipping see the averaged gradients."""
         weight = self.weight_of_pass()
         loss = closure_loss if weight == 1.0 else closure_loss * weight
         loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
@@ -197,18 +197,18 @@ class RankStrategy:
         return result
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Let the optimizer step, once nothing is on its way any more."""
+        """Run an optimizer step when no gradient exchange is pending."""
         return super().optimizer_step(  # type: ignore[misc]
             optimizer, partial(self._settled, closure), model, **kwargs
         )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within this block gradients are only added up on the rank."""
+        """Accumulate gradients on the rank within this block, without exchanging them."""
         if self._exchange is None:
             yield
             return
-        self._exchange.close()  # takes its hooks off the parameters
+        self._exchange.close()  # removes its hooks from the parameters
         self._blocked = True
         try:
             yield
@@ -230,7 +230,7 @@ class RankStrategy:
 
     @staticmethod
     def _synchronize(exchange: GradientExchange) -> None:
-        # Gradients that were set aside by Optimizer.toggle_model() are not this step's.
+        # Gradients of parameters that toggle_model() has frozen do not belong to this step.
         aside = [(p, p.grad) for p in exchange.parameters() if not p.requires_grad and p.grad is not None]
         exchange.synchronize()
         for parameter, gradient in aside:
@@ -239,57 +239,57 @@ class RankStrategy:
     # Buffers, such as running statistics.
 
     def weight_of_buffers(self) -> float:
-        """What this rank's buffers count in the mean over ranks."""
+        """Return the weight of this rank's buffers in the mean over ranks."""
         return 1.0
 
     def synchronize_buffers(self) -> None:
-        """Give all ranks the same buffers, so that what is validated is what is saved; collective."""
+        """Average the buffers over the ranks, so that the validated model is the saved one; collective."""
         if self._fitting and not self._is_ending():
             synchronize_buffers(self.lightning_module, self.weight_of_buffers())
 
     def on_validation_start(self) -> None:
-        """Validate the model that a checkpoint would hold."""
+        """Synchronize buffers, to validate the model that a checkpoint would contain."""
         super().on_validation_start()  # type: ignore[misc]
         self.synchronize_buffers()
 
     def on_train_end(self) -> None:
-        """Leave the same model on all ranks."""
+        """Synchronize buffers, so that all ranks have the same model."""
         super().on_train_end()  # type: ignore[misc]
         self.synchronize_buffers()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights for a checkpoint, which Lightning makes on all ranks."""
+        """Return the weights for a checkpoint; Lightning calls this on all ranks."""
         self.synchronize_buffers()
         return cast("dict[str, Any]", super().lightning_module_state_dict())  # type: ignore[misc]
 
-    # Values of all ranks.
+    # Collectives.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """The reduction of a tensor over the ranks; anything else comes back as it is."""
+        """Return the reduction of a tensor over the ranks; other values are returned unchanged."""
         return reduced(tensor, reduce_op, group) if isinstance(tensor, torch.Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  (Lightning's name)
-        """Whether all ranks, or any of them, say yes; this rank alone where an exception ends it."""
+        """Whether the decision is true on all ranks, or on any; only this rank's if an exception is ending it."""
         if self._is_ending():
             return decision
         yes = int(reduced(torch.tensor(int(decision)), "sum"))
         return yes == self.world.size if all else yes > 0
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """The tensors of all ranks along a new first dimension."""
+        """Return the tensors of all ranks along a new first dimension."""
         return stacked(tensor, group, sync_grads=sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank ``src``; of an exception's callbacks, this rank's."""
+        """Return the object of rank ``src``; this rank's own if an exception is ending it."""
         return obj if self._is_ending() else hvd.broadcast_object(obj, root_rank=src)
 
     def barrier(self, name: str | None = None) -> None:  # noqa: ARG002  (Lightning's signature)
-        """Return once every rank has called it; at once where an exception ends this rank."""
+        """Wait until every rank calls this; return at once if an exception is ending this rank."""
         if not self._is_ending():
             hvd.barrier()
 
     def _is_ending(self) -> bool:
-        """Whether an exception ends this rank, whose callbacks may save checkpoints; the others are elsewhere."""
+        """Whether an exception is ending this rank: its callbacks may save checkpoints, but other ranks do not join."""
         trainer = getattr(self.lightning_module, "_trainer", None)
         return trainer is not None and bool(trainer.interrupted)
 

@@ -1,6 +1,6 @@
 """``LightningEstimator``: train LightningModules on Spark DataFrames.
 
-The names resolve on first use (PEP 562): a rank imports its half of this package without pyspark.
+The names resolve on first use (PEP 562), so that a rank imports its half of this package without pyspark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HOME_OF = {
     "LightningModel": "sparkhvd.estimators.lightning.estimator",
 }
 
-# What a trained model has beside a torch model's files.
+# Files of a trained model in addition to those of a torch model.
 CHECKPOINT, LOGS = "lightning.ckpt", "logs.zip"
 
 __all__ = ["LightningEstimator", "LightningModel"]

@@ -1,4 +1,4 @@
-"""A rank's rows as Lightning takes them: an iterable of batches that knows how much of the global batch each one is."""
+"""Batches of a rank for Lightning: a loader that knows the share of each batch in its global batch."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from sparkhvd.estimators.torch.inputs import ModelInput, model_dtype, plan_input
 
 Columns = Mapping[str, npt.NDArray[np.generic]]
 
-_MADE_UP_ROWS = 2  # batch normalization refuses a single one
+_MADE_UP_ROWS = 2  # batch normalization refuses a single row
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How columns become what ``training_step`` is given.
+    """Conversion of columns to the batch that ``training_step`` receives.
 
     Attributes:
-        kind: ``"dict"`` gives tensors by column; ``"tuple"`` the features, the labels and, if there is a weight column,
-            the weights: each a tensor, or a tuple of them where there are several.
+        kind: ``"dict"`` for tensors by column; ``"tuple"`` for the features, the labels and, with a weight column, the
+            weights: each a tensor, or a tuple of several tensors.
         columns: one input per column, for ``"dict"``.
         features: the inputs of ``forward``, for ``"tuple"``.
         labels: names of the label columns.
@@ -43,7 +43,7 @@ class BatchForm:
     weights: tuple[str, ...]
 
     def __call__(self, columns: Columns) -> Any:
-        """The batch of some rows."""
+        """Return the batch of some rows."""
         rows = len(next(iter(columns.values())))
         tensors = {part.columns[0]: part.tensor(columns, rows) for part in self.columns}
         if self.kind == "dict":
@@ -63,7 +63,7 @@ def batch_form(
     input_shapes: Sequence[Sequence[int]] | None,
     label_shapes: Sequence[Sequence[int]] | None,
 ) -> BatchForm:
-    """The form for a model: floating point columns get its dtype, whole numbers become int64, the rest stays."""
+    """Return the form for a model: floats get its dtype, integers become int64, booleans stay."""
     features, labels, weights = schema.of("feature"), schema.of("label"), schema.of("weight")
     shapes = dict(zip([c.name for c in features], input_shapes or (), strict=False))
     shapes |= dict(zip([c.name for c in labels], label_shapes or (), strict=False))
@@ -87,14 +87,14 @@ def _of_column(column: ColumnSpec, floating: torch.dtype, shape: Sequence[int] |
 
 @dataclass
 class Share:
-    """What the batch that was given last is of its step.
+    """The share of the latest batch in its step.
 
     Attributes:
         rows: rows of this rank that count.
-        weight: what the gradient of their mean loss has to be multiplied by, before ranks are averaged and after
-            Lightning has divided the loss by the batches that it accumulates.
-        borrowed: whether the rank has no rows in this step, and the batch is another one that must leave no trace.
-        factors: of a plain module's losses, see ``factors_of``.
+        weight: factor for the gradient of their mean loss, which applies before ranks are averaged and after Lightning
+            has divided the loss by the number of batches that it accumulates.
+        borrowed: whether the rank has no rows in this step, so that the batch is a substitute without any effect.
+        factors: factors of a plain module's losses, see ``factors_of``.
     """
 
     rows: int = 0
@@ -106,13 +106,13 @@ class Share:
 class RankLoader:
     """The batches of one rank, epoch by epoch; a loader for a Lightning Trainer.
 
-    A rank without rows in a step gets a batch all the same, the one before or the rows of the sample, so that it takes
-    part in what the others do together in that step.
+    A rank without rows in a step receives a substitute, the previous batch or the rows of the sample, so that it takes
+    part in the collectives of that step.
 
     Attributes:
-        share: of the batch that was given last.
-        rows: rows given in the present epoch.
-        waited: seconds waited for them.
+        share: share of the latest batch in its step.
+        rows: rows returned in the current epoch.
+        waited: seconds spent waiting for them.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RankLoader:
         self.share, self.rows, self.waited, self.started = Share(), 0, 0.0, time.monotonic()
 
     def __len__(self) -> int:
-        """Steps per epoch, the same on every rank."""
+        """Return the number of steps per epoch, the same on every rank."""
         return self._source.steps()
 
     def __iter__(self) -> Iterator[Any]:
@@ -141,24 +141,24 @@ class RankLoader:
         return self._batches
 
     def begin_within(self, epoch: int, first_step: int, done: int) -> None:
-        """An epoch was begun before.
+        """Start an epoch that was interrupted in the middle.
 
         Args:
-            epoch: which one.
-            first_step: where the source goes on.
+            epoch: the epoch.
+            first_step: the step from which the source resumes.
             done: batches of the epoch that Lightning counts as done; they decide where optimizer steps end.
         """
         self._within = (epoch, first_step, done)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the run's checkpoint says where it goes on. With these two Lightning knows that it can."""
+        """Return an empty state: the run's checkpoint holds the position, but Lightning requires both methods."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See ``state_dict``."""
 
     def close(self) -> None:
-        """End the reading of the present epoch."""
+        """Stop reading the current epoch."""
         if (close := getattr(self._batches, "close", None)) is not None:
             close()
         self._batches = None
@@ -186,14 +186,14 @@ class RankLoader:
                 close()
 
     def _next(self, batches: Iterator[Batch], done: int) -> list[Batch]:
-        """The batches of one optimizer step; Lightning's steps end at multiples of its passes."""
+        """Return the batches of one optimizer step; Lightning's steps end at multiples of ``passes``."""
         before, passes = time.monotonic(), self.passes()
         group = list(islice(batches, passes - done % passes))
         self.waited += time.monotonic() - before
         return group
 
     def _stand_in(self) -> Columns:
-        """Real rows, at least two of them; made-up ones where nobody has found any."""
+        """Return at least two rows of the sample, or synthetic rows without a sample."""
         if self._sample is not None:
             rows = {name: np.concatenate([array, array]) for name, array in self._sample.items()}
             return {name: array[: max(_MADE_UP_ROWS, len(array) // 2)] for name, array in rows.items()}

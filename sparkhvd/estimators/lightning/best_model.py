@@ -1,7 +1,7 @@
-"""The best model by a user's ``ModelCheckpoint(monitor=...)``, also of a run that goes on in another process.
+"""The best model by a user's ``ModelCheckpoint(monitor=...)``, also for runs that resume in another process.
 
-Every process has a folder of its own, and Lightning forgets what it knows of files in another one. So the weights of
-the best model travel in the state of the run, and what ``ModelCheckpoint`` knows is said of the new folder.
+Every process has its own folder, and Lightning discards what it knows about files in another folder. The state of the
+run therefore contains the weights of the best model, and the state of ``ModelCheckpoint`` is moved to the new folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def best_file(callbacks: Sequence[Any]) -> Path | None:
-    """The file of the best model; None where the last one is returned."""
+    """Return the file of the best model; None to return the last model."""
     monitoring = _monitoring(callbacks)
     found = next((Path(each.best_model_path) for each in monitoring if Path(each.best_model_path).is_file()), None)
     if found is None and monitoring:
@@ -31,7 +31,7 @@ def best_file(callbacks: Sequence[Any]) -> Path | None:
 
 
 def packed(callbacks: Sequence[Any]) -> dict[str, Any] | None:
-    """What ``unpack`` needs of the best model so far; None where there is none."""
+    """Return the best model so far for ``unpack``; None if there is none."""
     for each in _monitoring(callbacks):
         if Path(each.best_model_path).is_file():
             return {"callback": each.state_key, "weights": weights_of(Path(each.best_model_path))}
@@ -39,15 +39,15 @@ def packed(callbacks: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def unpack(best: dict[str, Any] | None, callbacks: Sequence[Any], states: dict[str, Any], writes: bool) -> None:
-    """Change ``states`` of callbacks, before they are loaded, to the folders of this process.
+    """Move the ``states`` of callbacks to the folders of this process before Lightning loads them.
 
-    Nothing is changed without the best model or its callback: scores whose model is gone would only hinder others.
+    Without the best model or its callback nothing changes: a score without its model would only keep worse models out.
 
     Args:
-        best: what ``packed`` gave; its file is written where it is not there.
-        callbacks: those that make checkpoints.
-        states: of all callbacks, by their keys.
-        writes: whether this rank does.
+        best: the result of ``packed``; its file is written if it is missing.
+        callbacks: callbacks that write checkpoints.
+        states: states of all callbacks by key.
+        writes: whether this rank writes the file.
     """
     if best is None or best["callback"] not in {each.state_key for each in callbacks}:
         return
@@ -62,18 +62,18 @@ def unpack(best: dict[str, Any] | None, callbacks: Sequence[Any], states: dict[s
 
 
 def choosing(callbacks: Sequence[Any]) -> list[Any]:
-    """Those that look for the best model by a metric."""
+    """Return the callbacks that choose the best model by a metric."""
     monitoring = [each for each in callbacks if getattr(each, "monitor", None) is not None]
     return [each for each in monitoring if hasattr(each, "best_model_path")]
 
 
 def _monitoring(callbacks: Sequence[Any]) -> list[Any]:
-    """Those that look for the best model by a metric, and have found one."""
+    """Return the callbacks that have chosen a best model by a metric."""
     return [each for each in choosing(callbacks) if each.best_model_path]
 
 
 def _moved(state: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The state of a ``ModelCheckpoint``, with its files in ``folder``."""
+    """Return the state of a ``ModelCheckpoint`` with its files in ``folder``."""
 
     def place(path: str) -> str:
         inside = path and Path(path).is_relative_to(state["dirpath"])

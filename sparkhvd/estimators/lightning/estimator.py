@@ -26,21 +26,21 @@ Measure = Callable[..., torch.Tensor]
 
 
 def batch_format(name: str, value: Any) -> str:
-    """A form of batches."""
+    """Return a checked ``batch_format``."""
     if value not in _BATCH_FORMATS:
         raise ParamError(f"{name}={value!r} is unknown; expected one of {', '.join(map(repr, _BATCH_FORMATS))}.")
     return str(value)
 
 
 def trainer_arguments(name: str, value: Any) -> dict[str, Any]:
-    """Arguments by name."""
+    """Return checked arguments of the Trainer."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ParamError(f"{name}={value!r} must be a dict of Trainer arguments, such as {{'gradient_clip_val': 1.0}}.")
     return dict(value)
 
 
 def lightning_data(name: str, value: Any) -> Callable[..., Any]:
-    """A ``sparkhvd.data.DataModule`` class, or what makes a LightningDataModule."""
+    """Return a checked ``sparkhvd.data.DataModule`` class, or a function that creates a LightningDataModule."""
     if not callable(value):
         raise ParamError(
             f"{name}={value!r} must be a class or function that creates a LightningDataModule, or a subclass of "
@@ -56,34 +56,34 @@ class LightningModel(TrainedModel):
     plugin: ClassVar[str] = _PLUGIN
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802  (Horovod's name)
-        """The trained module in evaluation mode, every call gives another copy."""
+        """Return the trained module in evaluation mode; every call returns a new copy."""
         with local_copies(self._trained.store, self._trained.files) as folder:
             return artifact.load_model(folder)
 
     def getOptimizer(self) -> artifact.Optimizers:  # noqa: N802
-        """The optimizer as the training left it, over a copy of the module's parameters; a list where it has several.
+        """Return the optimizer, or a list of several, in its final state over a copy of the module's parameters.
 
-        Its learning rate is unscaled. To go on training take both from ``getModelAndOptimizer()``.
+        Its learning rate is unscaled. To continue training, take both from ``getModelAndOptimizer()``.
         """
         return self.getModelAndOptimizer()[1]
 
     def getModelAndOptimizer(self) -> tuple[torch.nn.Module, artifact.Optimizers]:  # noqa: N802
-        """The trained module and its optimizer, or a list of several, to go on training with another estimator.
+        """Return the trained module and its optimizer, or a list of several, to continue with another estimator.
 
         Raises:
-            ParamError: there is none.
+            ParamError: the model was saved without an optimizer.
         """
         with local_copies(self._trained.store, self._trained.files) as folder:
             model = artifact.load_model(folder)
             return model, artifact.load_optimizer(folder, model)
 
     def save_checkpoint(self, path: str) -> None:
-        """Write Lightning's checkpoint of the trained module, for ``MyModule.load_from_checkpoint(path)``."""
+        """Write a Lightning checkpoint of the trained module, for ``MyModule.load_from_checkpoint(path)``."""
         with local_copies(self._trained.store, self._trained.files) as folder:
             Path(path).write_bytes((folder / CHECKPOINT).read_bytes())
 
     def save_logs(self, folder: str) -> list[str]:
-        """Unpack what loggers with a relative folder wrote; returns the files' names within ``folder``."""
+        """Unpack the files of loggers with a relative folder; return their names within ``folder``."""
         with local_copies(self._trained.store, self._trained.files) as source:
             if not (source / LOGS).exists():
                 return []
@@ -95,12 +95,11 @@ class LightningModel(TrainedModel):
 class LightningEstimator(DistributedEstimator):
     """Trains a LightningModule on a Spark DataFrame, with one process per rank and Lightning's own Trainer in each.
 
-    ``training_step`` is given a dict of tensors by column, or ``(features, labels)`` with ``batch_format="tuple"``.
-    Floating point columns have the dtype of the module's parameters, whole numbers are int64. The gradient of a step is
-    the mean over the rows of all ranks, and what is logged for an epoch is over the rows of all ranks. The module is
-    copied, not changed.
+    ``training_step`` receives a dict of tensors by column, or ``(features, labels)`` with ``batch_format="tuple"``.
+    Floating point columns have the dtype of the module's parameters, integers are int64. The gradient of a step is the
+    mean over the rows of all ranks, and so are values that are logged for an epoch. The module is copied, not changed.
 
-    The model that comes back is that of the last epoch, or with a ``ModelCheckpoint(monitor=...)`` the best one.
+    ``fit`` returns the model of the last epoch, or with a ``ModelCheckpoint(monitor=...)`` the best one.
 
     Example:
         >>> estimator = LightningEstimator(
@@ -132,7 +131,7 @@ class LightningEstimator(DistributedEstimator):
         default=None,
     )
     batch_format: Declared[str] = declared(
-        "What training_step is given: 'dict' of tensors by column, or 'tuple' of features and labels (and weights).",
+        "The batch of training_step: 'dict' of tensors by column, or 'tuple' of features and labels (and weights).",
         batch_format,
         default="dict",
     )
@@ -147,9 +146,9 @@ class LightningEstimator(DistributedEstimator):
         default=None,
     )
     data_module: Declared[Callable[..., Any] | None] = declared(
-        "Class or function that makes a LightningDataModule on every rank; it is called with the rank's loaders of "
+        "Class or function that creates a LightningDataModule on every rank; it is called with the rank's loaders of "
         "training and validation batches (None without validation). Or a subclass of sparkhvd.data.DataModule that "
-        "loads the prepared rows in place of the readers.",
+        "loads the prepared rows instead of the readers.",
         lightning_data,
         default=None,
     )
@@ -160,19 +159,19 @@ class LightningEstimator(DistributedEstimator):
         "Shape of one row of every label column.", shapes, default=None
     )
     optimizer: Declared[torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None] = declared(
-        "Of a plain module: an optimizer over its parameters. Of a LightningModule, where wanted: the optimizers of an "
-        "earlier fit, with whose state and learning rates those of configure_optimizers begin.",
+        "For a plain module: an optimizer over its parameters. For a LightningModule, optionally: the optimizers of an "
+        "earlier fit, whose state and learning rates the optimizers of configure_optimizers take over.",
         default=None,
     )
     loss: Declared[Measure | Sequence[Measure] | None] = declared(
-        "Of a plain module: loss of (output, label) that is a mean over the rows; one, or a list with one per label.",
+        "For a plain module: loss of (output, label) that is a mean over the rows; one, or a list with one per label.",
         default=None,
     )
     loss_weights: Declared[Sequence[float] | None] = declared(
-        "Of a plain module: weights of the losses in their sum; by default all the same.", numbers, default=None
+        "For a plain module: weights of the losses in their sum; by default equal.", numbers, default=None
     )
     metrics: Declared[Sequence[Any] | Mapping[str, Measure] | None] = declared(
-        "Of a plain module: functions of (output, label) that are means over the rows.", objects_or_named, default=None
+        "For a plain module: functions of (output, label) that are means over the rows.", objects_or_named, default=None
     )
 
     def _pickled(self, objects: dict[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""What a user's step most likely got wrong about its batch."""
+"""Hints about the batch for errors in a user's step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def _is_key(value: object, batch: Mapping[Any, Any]) -> bool:
 
 
 def about_batch(step: str, error: Exception, batch: Any) -> str | None:
-    """Why a step may have failed: it took the batch for one of another form; None where there is no sign of it.
+    """Return a hint if a step seems to have expected a batch of the other format, else None.
 
     Args:
         step: the method's name.
-        error: what it raised.
-        batch: what it was given: tensors by column, or a tuple.
+        error: the error that it raised.
+        batch: its batch: tensors by column, or a tuple.
     """
     text = str(error)
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""Optimizers of an earlier fit, as whose continuation those of a LightningModule begin."""
+"""Start a LightningModule's optimizers with the state of an earlier fit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sparkhvd.estimators.torch.schedule import begin_anew
 def take_states(
     optimizers: Sequence[torch.optim.Optimizer], earlier: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
 ) -> None:
-    """Give optimizers the state, the learning rates and other numbers of earlier ones.
+    """Load the state, learning rates and other options of earlier optimizers.
 
-    Schedulers then begin as if they had been made for those, which is what they are with a plain module's optimizer.
+    Schedulers then start as if they had been created for the earlier optimizers, as with a plain module's optimizer.
 
     Args:
-        optimizers: those that ``configure_optimizers`` has just made.
-        earlier: those of the earlier fit, over the same parameters.
-        schedulers: of ``optimizers``.
+        optimizers: optimizers that ``configure_optimizers`` has just created.
+        earlier: optimizers of the earlier fit, over the same parameters.
+        schedulers: schedulers of ``optimizers``.
 
     Raises:
-        ParamError: they are of other kinds, or over other parameters.
+        ParamError: the optimizers differ in their kinds or parameters.
     """
     if [_identity(each) for each in optimizers] != [_identity(each) for each in earlier]:
         raise ParamError(
@@ -34,7 +34,7 @@ def take_states(
         )
     for optimizer, before in zip(optimizers, earlier, strict=True):
         state = before.state_dict()
-        made = optimizer.state_dict()["param_groups"]  # with what schedulers have put there
+        made = optimizer.state_dict()["param_groups"]  # including the values that schedulers have set
         groups = [{**own, **known} for own, known in zip(made, state["param_groups"], strict=True)]
         optimizer.load_state_dict({**state, "param_groups": groups})
     for scheduler in schedulers:

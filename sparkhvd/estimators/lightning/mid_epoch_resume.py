@@ -1,4 +1,4 @@
-"""Lightning's checkpoint of a run that was interrupted within an epoch."""
+"""Resuming a Lightning run that was interrupted within an epoch."""
 
 from __future__ import annotations
 
@@ -8,41 +8,40 @@ from typing import Any
 
 
 def validates_after(trainer: Any, batches: int) -> bool:
-    """Whether Lightning validates after so many batches of the epoch, by their number.
+    """Whether Lightning validates after this number of batches of the epoch.
 
-    A checkpoint is made before that. A run that goes on from it does not make up for the validation.
+    A checkpoint is made before such a validation, and a run that resumes from it would skip the validation.
     """
     every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
     if not trainer.enable_validation or every in (None, math.inf):
-        return False  # never, by the clock, or at the end of the epoch
+        return False  # never, by time, or at the end of the epoch
     if epochs is None:
         return (int(trainer.fit_loop.total_batch_idx) + 1) % int(every) == 0
     return (int(trainer.current_epoch) + 1) % int(epochs) == 0 and batches % int(every) == 0
 
 
 def begin_epoch_again(trainer: Any, call: ModuleType) -> None:
-    """Call the hooks of the epoch's start, which Lightning leaves out where a run goes on within an epoch.
+    """Call the hooks of the epoch's start, which Lightning skips when a run resumes within an epoch.
 
-    What they set in callbacks and the module was in the process that is gone.
+    Values that they set in callbacks and the module are lost with the interrupted process.
 
     Args:
-        trainer: Lightning's, after all hooks of ``on_train_start``.
-        call: how this Lightning calls hooks.
+        trainer: Lightning's Trainer, after all hooks of ``on_train_start``.
+        call: Lightning's module that calls hooks.
     """
-    if getattr(trainer.fit_loop, "restarted_mid_epoch", False):  # before Lightning 2.5 it calls them always
+    if getattr(trainer.fit_loop, "restarted_mid_epoch", False):  # Lightning before 2.5 always calls them
         call._call_callback_hooks(trainer, "on_train_epoch_start")  # noqa: SLF001
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")  # noqa: SLF001
 
 
 def go_on_after(checkpoint: dict[str, Any], done: int) -> None:
-    """Make a checkpoint of a batch's last hook, as it was loaded, one from which Lightning goes on with the next batch.
+    """Change a checkpoint from a batch's last hook so that Lightning resumes with the next batch.
 
-    Lightning counts a batch as completed after its hooks, and what it makes of one that is not differs among its
-    versions.
+    Lightning counts a batch as completed only after its hooks, and its versions treat an incomplete batch differently.
 
     Args:
-        checkpoint: changed in place, before Lightning restores its loops from it.
-        done: how many batches of the epoch Lightning is to count as done.
+        checkpoint: the loaded checkpoint, changed in place before Lightning restores its loops from it.
+        done: how many batches of the epoch Lightning shall count as done.
     """
     loop = checkpoint["loops"]["fit_loop"]
     progress = loop["epoch_loop.batch_progress"]

@@ -1,4 +1,4 @@
-"""The user's Lightning objects on their way to the ranks."""
+"""Pickles of the user's Lightning objects for the ranks, and the LightningModule around a plain module."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class LightningPackage:
 
     Attributes:
         model: a LightningModule; or a plain module, which then comes with an optimizer and ``objective``.
-        optimizers: over the parameters of the model: what trains a plain module, or what the optimizers of a
-            LightningModule begin as.
-        objective: of a plain module.
+        optimizers: optimizers over the model's parameters, which train a plain module, or whose state the optimizers of
+            a LightningModule take over.
+        objective: losses and metrics of a plain module.
         input_shapes: see the estimator's parameter.
         label_shapes: see the estimator's parameter.
         batch_format: see the estimator's parameter.
-        callbacks: of the Trainer.
-        logger: of the Trainer.
+        callbacks: callbacks of the Trainer.
+        logger: logger of the Trainer.
         trainer_args: further arguments of the Trainer.
-        data_module: makes a LightningDataModule of the ranks' loaders.
-        compression: what gradients travel as.
-        named_inputs: of a plain module: the estimator's ``inputs``.
+        data_module: creates a LightningDataModule from the ranks' loaders.
+        compression: compression of the gradients that ranks exchange.
+        named_inputs: for a plain module: the estimator's ``inputs``.
     """
 
     model: torch.nn.Module
@@ -56,22 +56,22 @@ class LightningPackage:
 
     @property
     def flavour(self) -> FlavourName:
-        """Under which of its names Lightning is used: that of the module's class, else of the callbacks'."""
+        """Return the name under which Lightning is used: by the module's class, else by the callbacks."""
         found = [flavour_of(part) for part in (self.model, *self.callbacks)]
         return next((name for name in found if name is not None), None) or chosen()
 
     @property
     def plain(self) -> bool:
-        """Whether the model is no LightningModule."""
+        """Whether the model is not a LightningModule."""
         return flavour_of(self.model) is None
 
     def inputs(self, schema: DataSchema) -> tuple[ModelInput, ...]:
-        """What ``forward`` is called with."""
+        """Return the inputs of ``forward``."""
         return plan_inputs(self.model, schema.of("feature"), self.input_shapes, self.named_inputs)
 
 
 def lightning_module(given: LightningPackage, inputs: Sequence[Any]) -> Any:
-    """The LightningModule to train: the user's own, or one around a plain module."""
+    """Return the LightningModule to train: the user's own, or one around a plain module."""
     if not given.plain:
         return given.model
     lightning = package(given.flavour)
@@ -80,13 +80,13 @@ def lightning_module(given: LightningPackage, inputs: Sequence[Any]) -> Any:
     module.model, module.given, module.inputs = given.model, given, tuple(inputs)
     module.measures = {} if given.objective is None else {stage: _fresh(given.objective) for stage in _STAGES}
     module.val_loss = None if given.objective is None else _counted_loss(given.objective.weights)
-    # Lightning moves and resets what it finds here; names of metrics may hold what those of modules may not.
+    # Lightning moves and resets submodules; a list, as a metric's name may not be a valid name of a submodule.
     module.kept_measures = torch.nn.ModuleList(part for kept in module.measures.values() for part in kept.values())
     return module
 
 
 class PlainSteps:
-    """A plain module's training, before ``LightningModule`` among the bases; batches are arrays by column."""
+    """Training steps of a plain module; precedes ``LightningModule`` in the bases. Batches are arrays by column."""
 
     model: torch.nn.Module
     given: LightningPackage
@@ -114,10 +114,10 @@ class PlainSteps:
 
         objective = self.given.objective
         if objective is None:
-            raise AssertionError("a plain module has an objective")
+            raise AssertionError("a plain module must have an objective")
         rows = len(next(iter(columns.values())))
         outputs = outputs_of(self.model(*(part.tensor(columns, rows).to(self.device) for part in self.inputs)))
-        # Labels are made of arrays and follow the outputs; 16 bits cannot hold each.
+        # Labels are created from arrays on the CPU in the outputs' dtype; 16 bits cannot hold every label.
         outputs = [output.cpu().float() if output.dtype in _HALF else output.cpu() for output in outputs]
         labels = objective.labels(outputs, columns)
         factors = self.trainer.strategy.feed.share("train").factors if stage == "train" else None
@@ -131,7 +131,7 @@ class PlainSteps:
             kept = measured[metric.name] = self.measures[stage][metric.name]
             kept.update(outputs[metric.output].detach().to(self.device), labels[metric.output].to(self.device))
         for name in objective.names():
-            if stage == "val":  # its own names: Lightning keeps one value for each
+            if stage == "val":  # separate names, because Lightning keeps one value per name
                 self.log(f"val_{name}", measured[name], on_step=False, on_epoch=True)
             elif name != "loss":
                 self.log(name, measured[name], on_step=False, on_epoch=True)
@@ -139,7 +139,7 @@ class PlainSteps:
 
 
 def _counted_loss(weights: Sequence[float]) -> Any:
-    """A metric of torchmetrics: the weighted sum of mean losses over all rows, each by what it divides by."""
+    """Return a torchmetrics metric: the weighted sum of mean losses over all rows, each with its divisor."""
     from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
 
     class CountedLoss(Metric):
@@ -161,7 +161,7 @@ def _counted_loss(weights: Sequence[float]) -> Any:
 
 
 def _fresh(objective: Objective) -> dict[str, Any]:
-    """The metrics of torchmetrics by name, without what they have seen."""
+    """Return copies of the torchmetrics by name, with their state reset."""
     found: dict[str, Any] = {metric.name: copy.deepcopy(metric.function) for metric in objective.stateful()}
     for metric in found.values():
         metric.reset()

@@ -1,4 +1,4 @@
-"""Lightning behind the estimators' plug-in protocol."""
+"""The estimators' plug-in protocol for Lightning."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from sparkhvd.world import World
 
 _MADE_UP_ROWS = 2
 _OF_PLAIN_MODULES = ("loss", "loss_weights", "metrics")
-# What the estimator tells the Trainer, and the parameter to use in its place.
+# Trainer arguments that the estimator sets, and the parameter to use instead.
 _OWN = {
     "strategy": "num_proc",
     "devices": "num_proc",
@@ -69,12 +69,11 @@ class LightningPlugin:
 
         Raises:
             ParamError: a parameter is of the wrong kind, or the objects cannot be sent to the ranks.
-            ModelOutputError: ``forward`` cannot take such rows, or gives another number of outputs than there are
-                labels.
+            ModelOutputError: ``forward`` cannot take such rows, or does not return one output per label.
         """
         _check_kinds(params)
         payload = self.pack({**params, "schema": schema})
-        if flavour_of(params["model"]) is None:  # what a LightningModule logs is not known before it does
+        if flavour_of(params["model"]) is None:  # a LightningModule's metrics are known only when it logs them
             objective = objective_of(params)
             check_monitored(params, objective.names())
             warn_of_divisors(inexact_losses(objective, schema))
@@ -88,16 +87,16 @@ class LightningPlugin:
         """See ``FrameworkPlugin.try_out``.
 
         Raises:
-            ModelOutputError: as ``check``.
+            ModelOutputError: see ``check``.
         """
         return _try_out(payload, schema, rows)
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
-        """Which columns go where, for the log."""
+        """Return the columns of each input and output, for the log."""
         return TORCH.mapping(params, schema)
 
     def pack(self, params: Mapping[str, object]) -> bytes:
-        """The model with all that the Trainer needs, in one pickle."""
+        """Return the model and everything that the Trainer needs in one pickle."""
         model: Any = params["model"]
         plain = flavour_of(model) is None
         given = LightningPackage(
@@ -132,13 +131,13 @@ class LightningPlugin:
         return replace(found, local=()) if given.get("sync_batchnorm") else found
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
-        """See ``FrameworkPlugin.facts``; a LightningModule makes its optimizers on the ranks."""
+        """See ``FrameworkPlugin.facts``; a LightningModule creates its optimizers on the ranks."""
         _check_kinds(params)
         plain = flavour_of(params["model"]) is None
         return ModelFacts("Lightning", type(params["optimizer"]).__name__ if plain else "", shapes_of(params["model"]))
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
-        """The trainer of one rank."""
+        """Return the trainer of one rank."""
         return LightningTrainer(_unpack(payload), spec, world)
 
     def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
@@ -146,7 +145,7 @@ class LightningPlugin:
         TORCH.export(params, schema, folder)
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> TorchPredictor:
-        """The model in a folder that ``LightningTrainer.export`` wrote, on the GPU if there is one for it."""
+        """Return the model from a folder that ``LightningTrainer.export`` wrote, on its GPU if it has one."""
         return TORCH.predictor(folder, inference)
 
 
@@ -163,7 +162,7 @@ def _optimizers(params: Mapping[str, object]) -> tuple[torch.optim.Optimizer, ..
 
 
 def _maker_of_data(params: Mapping[str, object]) -> Callable[..., Any] | None:
-    """What makes the LightningDataModule; a module that loads rows gives its batches through the rank's rows."""
+    """Return the function that creates the LightningDataModule; None for a module that replaces the readers."""
     given = params["data_module"]
     return None if loads_rows(given) else cast("Callable[..., Any] | None", given)
 
@@ -210,7 +209,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
 
 
 def _check_one_best(params: Mapping[str, object]) -> None:
-    """Refuse two opinions on which epoch's model is to be given back."""
+    """Refuse two settings that choose the epoch whose model is returned."""
     best = cast("Checkpoints", params["checkpoints"]).best
     choosing = best_model.choosing(cast("Sequence[Any]", params["callbacks"] or ()))
     if best is not None and choosing:
@@ -221,7 +220,7 @@ def _check_one_best(params: Mapping[str, object]) -> None:
 
 
 def _loggers(given: object) -> Sequence[object]:
-    """Loggers to send; the Trainer also takes True and False."""
+    """Return the logger objects; the Trainer also takes True and False."""
     parts = given if isinstance(given, list | tuple) else [given]
     return [part for part in parts if part is not None and not isinstance(part, bool)]
 
@@ -256,7 +255,7 @@ def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) 
 
 
 def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, made_up: bool = False) -> list[tuple[int, ...]]:
-    """The shapes of the outputs for some rows; nothing where only real rows can tell."""
+    """Return the shapes of the outputs for some rows; nothing if only real rows can show them."""
     given = _unpack(payload)
     sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
     outputs = _forward(given, schema, sample, made_up=made_up)
@@ -277,7 +276,7 @@ def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, made_up: bool 
 def _forward(
     given: LightningPackage, schema: DataSchema, sample: Arrays, *, made_up: bool
 ) -> list[torch.Tensor] | None:
-    """The outputs of ``forward`` for some rows; None where only real rows can tell."""
+    """Return the outputs of ``forward`` for some rows; None if only real rows can show them."""
     rows = len(next(iter(sample.values())))
     inputs = given.inputs(schema)
     tensors = [part.tensor(sample, rows) for part in inputs]

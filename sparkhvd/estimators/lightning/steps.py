@@ -1,4 +1,4 @@
-"""What an estimator's training adds to the strategy and to the user's module: N ranks are one big batch."""
+"""Additions of an estimator to the strategy and the user's module, by which N ranks train like one big batch."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
 from sparkhvd.torch.buffers import buffers_unchanged
 from sparkhvd.torch.sync_batch_norm import synchronized_layers
 
-# By Lightning's names of reductions other than the mean.
+# Neutral elements by Lightning's names of reductions other than the mean.
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 _OF_HYPERPARAMETERS = re.compile("hparams|hyper_parameters")
 
 
 @dataclass
 class Feed:
-    """What a rank is given in an epoch, and what comes of it.
+    """Rows and results of a rank in an epoch.
 
     Attributes:
-        train: the rows to train on.
-        validation: the rows to validate with.
-        sums: by stage, the sum over rows of the losses that steps returned, and these rows.
-        logged: by stage, the names that were logged for whole epochs.
+        train: the training rows.
+        validation: the validation rows.
+        sums: per stage, the sum over rows of the losses that steps returned, and the number of these rows.
+        logged: per stage, the names that were logged for whole epochs.
         communicated: seconds spent waiting for the other ranks' gradients.
         validated: whether there was a validation since the last report.
-        loss: that the present step returned; None where the rank has no rows in it. One that is no number is told also
-            where the step made its gradients itself and returned nothing.
-        alone: what ``logged`` is, of names that rank 0 alone logs.
-        within_epoch: whether the run goes on within an epoch.
-        rows_of_buffers: rows that have changed this rank's buffers since all ranks had the same.
+        loss: loss of the current step; None if the rank has no rows in it. With manual optimization, where a step may
+            return nothing, a NaN or infinite loss is recorded in ``backward``.
+        alone: per stage, the names that only rank 0 logs for whole epochs.
+        within_epoch: whether the run resumes within an epoch.
+        rows_of_buffers: rows that changed this rank's buffers since their last synchronization.
     """
 
     train: RankLoader
@@ -60,7 +60,7 @@ class Feed:
     rows_of_buffers: int = 0
 
     def share(self, stage: str) -> Share:
-        """The share of the present batch; a plain one where the rows are not ours, but of the user's own loader."""
+        """Return the share of the current batch; a plain share if the user's own loader provides the rows."""
         loader = self.train if stage == "train" else self.validation
         return loader.share if loader is not None and loader.used else Share(1)
 
@@ -70,7 +70,7 @@ class Feed:
 
 
 class EstimatorSteps:
-    """Comes before the strategy's class among the bases."""
+    """Mixin that precedes the strategy's class in the bases."""
 
     feed: Feed
     lr_scale: float
@@ -93,16 +93,16 @@ class EstimatorSteps:
         return self.feed.rows_of_buffers
 
     def synchronize_buffers(self) -> None:
-        """Nothing while only this rank saves a checkpoint, nor after the last epoch: rank 0's model is returned."""
+        """Do nothing while only this rank saves a checkpoint, or after the last epoch: rank 0's model is returned."""
         if not self.alone and not self.ended:
             super().synchronize_buffers()  # type: ignore[misc]
             self.feed.rows_of_buffers = 0
 
     def on_train_start(self) -> None:
-        """The last hook before the first epoch.
+        """Prepare to resume within an epoch; this is the last hook before the first epoch.
 
-        Lightning leaves out the first batch where it would validate after as many batches as are done: it takes that
-        one for done. So it is not to validate before there was one.
+        If a validation is due at the batch from which a run resumes, Lightning takes this batch for done and skips it.
+        Validation is therefore off until the first batch starts.
         """
         super().on_train_start()  # type: ignore[misc]
         if self.feed.within_epoch:
@@ -132,12 +132,12 @@ class EstimatorSteps:
             scale_lr(self.optimizers, schedulers, self.lr_scale)
 
     def barrier(self, name: str | None = None) -> None:
-        """Nothing while only this rank saves a checkpoint."""
+        """Do nothing while only this rank saves a checkpoint."""
         if not self.alone:
             super().barrier(name)  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], *rest: Any, **named: Any) -> None:
-        """Without hyperparameters where a run is to go on from it: they may be any objects, and the module has them."""
+        """Omit hyperparameters from a checkpoint to resume from: they may be any objects, and the module has them."""
         if self.resumable:
             kept = {name: part for name, part in checkpoint.items() if not _OF_HYPERPARAMETERS.search(name)}
             checkpoint = cast("Mapping[str, Any]", plain_numbers(kept))
@@ -181,9 +181,9 @@ class EstimatorSteps:
 
 @contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put back, at the end, what a step changes beside gradients: buffers, the states of torchmetrics, random numbers.
+    """Restore all that a step changes besides gradients: buffers, torchmetrics and random generators.
 
-    The statistics of all ranks' rows change here as on the other ranks; the rows of this one do not count in them.
+    Only synchronized statistics change, as on the other ranks; the rows of this rank do not count in them.
     """
     from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
 
@@ -203,7 +203,7 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
 
 
 class SharedLog:
-    """Stands in for ``LightningModule.log``: what is logged for a whole epoch is that of all ranks' rows."""
+    """Replaces ``LightningModule.log``, so that values for a whole epoch are over the rows of all ranks."""
 
     def __init__(self, module: Any, feed: Feed) -> None:
         self._module = module
@@ -214,7 +214,7 @@ class SharedLog:
     def __call__(self, name: str, value: Any, *rest: Any, **options: Any) -> None:
         trainer = self._module.trainer
         stage = "validation" if trainer.validating or trainer.sanity_checking else "train"
-        within_step = _within_step(self._module._current_fx_name or "")  # noqa: SLF001  (how Lightning decides too)
+        within_step = _within_step(self._module._current_fx_name or "")  # noqa: SLF001  (Lightning decides by it too)
         of_epoch = options.get("on_epoch")
         of_epoch = not (within_step and stage == "train") if of_epoch is None else of_epoch
         if of_epoch and options.get("rank_zero_only"):
@@ -228,24 +228,24 @@ class SharedLog:
         if within_step and share.borrowed:
             value = _neutral(value, options.get("reduce_fx", "mean"))
         elif within_step and options.get("batch_size") == 0:
-            value = _finite(value)  # a mean over nothing is NaN, and so is 0 times that
+            value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
         self._log(name, value, *rest, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Stay the same object: callbacks copy the module to average its weights."""
+        """Return the same object, because callbacks copy the module to average its weights."""
         return self
 
     def close(self) -> None:
-        """Give the module its own method back."""
+        """Restore the module's own method."""
         del self._module.log
 
 
 class BatchEnd:
-    """Stands in for ``LightningModule.on_train_batch_end``, the last hook of a batch.
+    """Replaces ``LightningModule.on_train_batch_end``, the last hook of a batch.
 
     Args:
-        module: whose hook it is.
-        then: called after it, with the number of the batch: a checkpoint then holds what every hook has changed.
+        module: the module.
+        then: called with the number of the batch after the hook, so that a checkpoint has the changes of all hooks.
     """
 
     def __init__(self, module: Any, then: Callable[[int], None]) -> None:
@@ -259,26 +259,26 @@ class BatchEnd:
         self._then(batch_idx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Stay the same object: callbacks copy the module to average its weights."""
+        """Return the same object, because callbacks copy the module to average its weights."""
         return self
 
     def close(self) -> None:
-        """Give the module its own method back."""
+        """Restore the module's own method."""
         del self._module.on_train_batch_end
 
 
 def _finite(value: Any) -> Any:
-    """A number, or a tensor of any type, with 0 for what is not finite."""
+    """Return a number or tensor with 0 for values that are not finite."""
     if isinstance(value, torch.Tensor):
         return torch.nan_to_num(value, 0.0, 0.0, 0.0)
     return 0.0 if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _neutral(value: Any, reduction: Any) -> Any:
-    """A value, of the same type, that changes nothing in what is reduced so over batches and ranks."""
+    """Return the neutral element of a reduction over batches and ranks, in the type of ``value``."""
     name = str(getattr(reduction, "__name__", reduction)).lower()
     if name not in _NEUTRAL or not isinstance(value, torch.Tensor | int | float):
-        return _finite(value)  # which counts for no rows
+        return _finite(value)  # its batch size is 0
     if not isinstance(value, torch.Tensor):
         return _NEUTRAL[name]
     dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
@@ -286,12 +286,12 @@ def _neutral(value: Any, reduction: Any) -> Any:
 
 
 def _within_step(hook: str) -> bool:
-    """Whether a hook of Lightning's belongs to one batch."""
+    """Whether a Lightning hook belongs to one batch."""
     return not hook.startswith("on_") or any(part in hook for part in ("batch", "backward", "zero_grad", "step"))
 
 
 def scale_lr(optimizers: Any, schedulers: Any, factor: float) -> None:
-    """Multiply the learning rates, and what schedulers compute them from."""
+    """Multiply the learning rates of optimizers and the base rates of schedulers."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for name in RATES:

@@ -1,4 +1,4 @@
-"""One rank's training of a LightningModule, by Lightning's own Trainer."""
+"""Training of a LightningModule on one rank, by Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sparkhvd.world import World
 
 logger = logging.getLogger(__name__)
 
-RUN = "sparkhvd"  # under which the state of the run's own callback lies in a checkpoint
+RUN = "sparkhvd"  # the key of the run callback's state in a checkpoint
 
 
 class LightningTrainer:
@@ -50,7 +50,7 @@ class LightningTrainer:
         self._spec = spec
         self._world = world
         self._inputs = given.inputs(spec.schema)
-        if not given.model.training:  # as it comes from a fit; Lightning leaves it so
+        if not given.model.training:  # a fitted model is in evaluation mode, which Lightning keeps
             given.model.train()
         self._module = lightning_module(given, self._inputs)
         self._lightning = package(given.flavour)
@@ -60,7 +60,7 @@ class LightningTrainer:
         self._logs: bytes | None = None
 
     def state(self) -> bytes:
-        """A checkpoint of Lightning's; called on rank 0 alone."""
+        """Return a Lightning checkpoint; called on rank 0 only."""
         with tempfile.TemporaryDirectory(prefix="sparkhvd-state-", dir=scratch_folder()) as folder:
             path = Path(folder) / CHECKPOINT
             with self._ends.keeping(best_model.packed(self._trainer.checkpoint_callbacks)):
@@ -69,13 +69,13 @@ class LightningTrainer:
             return path.read_bytes()
 
     def restore(self, state: bytes) -> None:
-        """Continue from ``state`` when ``fit`` begins; after ``fit``, take its weights and optimizers."""
+        """Resume from ``state`` when ``fit`` begins; after ``fit``, load its weights and optimizers."""
         self._resumed = state
         if self._trainer is not None:
             self._take(state)
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
-        """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or a callback ends it; collective."""
+        """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or callback stops it; collective."""
         form = dict if self._given.plain else self._batch_form()
         size = self._world.size
         validation = None if val is None else RankLoader(val, form, size, self._spec.sample)
@@ -105,10 +105,10 @@ class LightningTrainer:
             self._keep_results(trainer, Path(folder))
 
     def export(self, folder: Path) -> None:
-        """Write the model, and beside it Lightning's checkpoint and what loggers wrote."""
+        """Write the model, a Lightning checkpoint, and the files of loggers."""
         self._module.cpu().eval()
         self._save(folder / CHECKPOINT)
-        # Whoever trains on would scale the learning rate again.
+        # A further training would scale the learning rate again.
         optimizers, scale = self._trainer.optimizers, self._trainer.strategy.lr_scale
         scale_lr(optimizers, [], 1 / scale)
         try:
@@ -123,7 +123,7 @@ class LightningTrainer:
         try:
             artifact.save(folder, model, optimizers[0] if len(optimizers) == 1 else optimizers or None, inputs)
         except Exception as error:
-            if self._given.plain:  # it came here in a pickle
+            if self._given.plain:  # its optimizer was pickled before
                 raise
             logger.warning(
                 "The model is saved without its optimizers, because they cannot be pickled: %s", describe_error(error)
@@ -135,7 +135,7 @@ class LightningTrainer:
         return batch_form(given.batch_format, given.model, self._spec.schema, given.input_shapes, given.label_shapes)
 
     def _made(self, feed: Feed, hooks: TrainHooks, folder: Path) -> Any:
-        """The Trainer."""
+        """Return Lightning's Trainer for this run."""
         kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._given.flavour)), {})
         strategy = kind(**({} if self._given.compression is None else {"compression": self._given.compression}))
         strategy.feed = feed
@@ -145,7 +145,7 @@ class LightningTrainer:
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
         ends = self._ends = callback(self, feed, hooks, strategy.lr_scale, needs_own_rows=needs_own_rows)
-        over = hooks.first_epoch >= self._spec.epochs  # the run has ended, perhaps early: Lightning counts for itself
+        over = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
         own = {
             "strategy": strategy,
             "devices": 1,
@@ -177,16 +177,16 @@ class LightningTrainer:
             self._ends.batches_done = self._batches_done(feed, hooks)
             source["ckpt_path"] = str(path)
             if "weights_only" in inspect.signature(trainer.fit).parameters:
-                source["weights_only"] = True  # whoever can write to the Store must not make a rank run code
+                source["weights_only"] = True  # write access to the Store must not allow running code on a rank
         trainer.fit(self._module, **source)
 
     def _batches_done(self, feed: Feed, hooks: TrainHooks) -> int | None:
-        """How many batches of an epoch are done where the run goes on within it; the loader goes on there, too."""
+        """Return how many batches are done if the run resumes within an epoch, and move the loader there; else None."""
         left, done = hooks.first_epoch_batches, hooks.first_step
         if left is None and not done:
             return None
         if left is not None:
-            # Other ranks go on: what is left is to end when Lightning has counted as many batches as an epoch has.
+            # Another number of ranks resumes the epoch: Lightning's count must reach its length with the last batch.
             done = len(feed.train) - left
             if done < 0:
                 raise DataError(
@@ -217,7 +217,7 @@ class LightningTrainer:
         scale_lr(optimizers, [], self._trainer.strategy.lr_scale / content["callbacks"][RUN]["lr_scale"])
 
     def _keep_results(self, trainer: Any, folder: Path) -> None:
-        """On rank 0: the best model, where the user's ModelCheckpoint looks for it, and the files of loggers."""
+        """Keep, on rank 0, the best model by the user's ModelCheckpoint and the files of loggers."""
         if self._world.rank != 0:
             return
         best = best_model.best_file(trainer.checkpoint_callbacks)
@@ -237,7 +237,7 @@ class LightningTrainer:
 
 @contextlib.contextmanager
 def _alone(strategy: Any, resumable: bool) -> Iterator[None]:
-    """Within this block only this rank does something: it saves a checkpoint, and maybe one to go on from."""
+    """Mark that only this rank saves a checkpoint within the block; ``resumable`` if runs may resume from it."""
     strategy.alone, strategy.resumable = True, resumable
     try:
         yield
@@ -246,7 +246,7 @@ def _alone(strategy: Any, resumable: bool) -> Iterator[None]:
 
 
 class RunCallback:
-    """The last of all callbacks, before ``Checkpoint`` among the bases: so its checkpoint holds what others changed."""
+    """The last callback, so that its checkpoint has the changes of all others; precedes ``Checkpoint`` in the bases."""
 
     def __init__(
         self, owner: LightningTrainer, feed: Feed, hooks: TrainHooks, lr_scale: float, *, needs_own_rows: bool = False
@@ -256,13 +256,13 @@ class RunCallback:
         self._feed = feed
         self._hooks = hooks
         self._lr_scale = lr_scale
-        self.batches_done: int | None = None  # of the epoch within which the run goes on
+        self.batches_done: int | None = None  # of the epoch in which the run resumes
         self._loaded: dict[str, Any] = {}
         self._best: dict[str, Any] | None = None
-        self._metrics: dict[str, float] = {}  # at the end of the last epoch
+        self._metrics: dict[str, float] = {}  # metrics at the end of the last epoch
         self._needs_own_rows = needs_own_rows
-        self._batches = 0  # of the present epoch; 0 at its end
-        self._optimizer_steps = 0  # when the last batch ended
+        self._batches = 0  # batches done of the current epoch; 0 at its end
+        self._optimizer_steps = 0  # optimizer steps at the end of the last batch
         self._ended = 0.0
 
     @property
@@ -271,7 +271,7 @@ class RunCallback:
 
     @contextlib.contextmanager
     def keeping(self, best: dict[str, Any] | None) -> Iterator[None]:
-        """Checkpoints made within this block hold the best model, too."""
+        """Include the best model in checkpoints within this block."""
         self._best = best
         try:
             yield
@@ -299,12 +299,12 @@ class RunCallback:
         self._loaded = state
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Finish what the checkpoint was made before: schedulers that read a metric come after it in an epoch."""
+        """Complete a resumed epoch: schedulers that read a metric step only after the checkpoint is made."""
         self._optimizer_steps = int(trainer.global_step)
         if not self._loaded:
             return
         take_buffers(module, self._loaded.get("buffers", {}))
-        # Schedulers and callbacks may ask for what an epoch before this one logged.
+        # Schedulers and callbacks may read metrics of an earlier epoch.
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._loaded["metrics"].items()})
         batches = self._loaded.get("batches", 0)
         interval, done = ("step", batches) if batches else ("epoch", int(trainer.current_epoch))
@@ -322,7 +322,7 @@ class RunCallback:
         self._trainer = trainer
 
     def on_batch_end(self, batch: int) -> None:
-        """After all hooks of a batch: say how far the rank is; ends for a loss that is no number where asked for."""
+        """Report progress after all hooks of a batch; may raise for a NaN or infinite loss."""
         self._ended = time.monotonic()
         feed, trainer = self._feed, self._trainer
         if self._needs_own_rows and not feed.train.used:
@@ -331,7 +331,7 @@ class RunCallback:
                 "saved. Use the loader that data_module is called with, or leave every_steps out."
             )
         self._batches = batch + 1
-        # Gradients that no optimizer step has used are in no checkpoint.
+        # A checkpoint does not contain accumulated gradients, so it must follow an optimizer step.
         stepped, self._optimizer_steps = trainer.global_step > self._optimizer_steps, int(trainer.global_step)
         report = StepReport(
             int(trainer.current_epoch),
@@ -346,9 +346,9 @@ class RunCallback:
         self._hooks.on_step_end(report, self._owner)
 
     def on_validation_epoch_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
-        """Callbacks before this one may have put other weights into the module, such as averages over time."""
+        """Synchronize buffers: earlier callbacks may have set other weights, such as averages over time."""
         trainer.strategy.synchronize_buffers()
-        self._feed.sums.pop("validation", None)  # of an earlier validation in the epoch, by another model
+        self._feed.sums.pop("validation", None)  # from an earlier validation in the epoch, with other weights
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:  # noqa: ARG002
         self._feed.validated = not trainer.sanity_checking
@@ -357,13 +357,13 @@ class RunCallback:
         """Report the epoch; collective."""
         feed = self._feed
         feed.train.close()
-        trainer.strategy.synchronize_buffers()  # the checkpoint is made on rank 0 alone
+        trainer.strategy.synchronize_buffers()  # only rank 0 makes the checkpoint
         self._batches, self._metrics = 0, _numbers(trainer.callback_metrics)
         rows = max(1, feed.train.rows)
         train = {"loss": feed.sums.get("train", (0.0, 0)), **self._logged("train", rows)}
         validation = {}
         if feed.validated:
-            # The same names in the same order on every rank, also on one that had no rows to validate with.
+            # Every rank needs the same names in the same order, even without rows to validate with.
             validation = {"loss": feed.sums.get("validation", (0.0, 0)), **self._logged("validation", rows)}
         epoch = int(trainer.current_epoch)
         steps, wants_end = int(trainer.num_training_batches), _is_stopped(trainer)
@@ -376,11 +376,11 @@ class RunCallback:
         trainer.strategy.ended = True
 
     def _logged(self, stage: str, rows: int) -> dict[str, tuple[float, int]]:
-        """What was logged for the epoch: over all ranks already, so every rank reports the same mean."""
+        """Return the values logged for the epoch; they are over all ranks, so every rank reports the same mean."""
         shared, known = self._feed.logged[stage], self._metrics
         own = {name: known[name] for name in self._feed.alone[stage] - shared if name in known}
-        # Rank 0 may be the only one that knows even the names of what it logs alone.
-        own = objects.broadcast_object(session.current(), own, 0, name=f"what rank 0 logs in {stage}")
+        # Other ranks may not even know the names that only rank 0 logs.
+        own = objects.broadcast_object(session.current(), own, 0, name=f"values that only rank 0 logs in {stage}")
         values = own | {name: known[name] for name in shared if name in known}
         short = {name: name.removeprefix("val_") if stage == "validation" else name for name in sorted(values)}
         return {short[name]: (values[name] * rows, rows) for name in short}
@@ -392,7 +392,7 @@ class RunCallback:
 
 
 def _is_stopped(trainer: Any) -> bool:
-    """Whether a callback has ended the training, after an epoch that Lightning does not count yet."""
+    """Whether a callback has stopped the training, after an epoch that Lightning does not count yet."""
     epochs, steps = trainer.min_epochs or 0, trainer.min_steps or 0
     return bool(trainer.should_stop and trainer.current_epoch + 1 >= epochs and trainer.global_step >= steps)
 
