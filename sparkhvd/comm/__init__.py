@@ -1,4 +1,4 @@
-"""The communicator of a rank: ``init()``, collectives, process sets, and what detects that a rank does not come.
+"""The communicator of a rank: ``init()``, collectives, process sets, and the stall detector.
 
 Start with ``session`` (the communicator of this process) and ``communicator`` (its operations).
 """

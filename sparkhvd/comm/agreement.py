@@ -17,15 +17,15 @@ Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
-class _Outline:
-    """What a rank tells of one array; two equal outlines are two equal arrays.
+class _ArraySummary:
+    """What a rank publishes about one array; equal summaries mean equal arrays.
 
     Attributes:
-        shape: its shape.
+        shape: of the array.
         dtype: its type, as NumPy writes it.
         digest: of its content.
         has_mean: whether its mean over ranks makes sense.
-        mean: the name of the array whose variance it is; empty for none.
+        mean: for a variance, the name of the array of its means; else empty.
     """
 
     shape: tuple[int, ...]
@@ -36,14 +36,14 @@ class _Outline:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _AgreementPlan:
     """How the ranks agree on the arrays that differ.
 
     Attributes:
-        source: the rank whose arrays count where there is no mean.
+        source: the rank whose arrays are copied where there is no mean.
         averaged: names of arrays that become their weighted mean.
         copied: names of arrays that become those of ``source``.
-        means: for the averaged variances, the names of their means.
+        means: the name of the means of each averaged variance.
     """
 
     source: int
@@ -64,25 +64,25 @@ def agree(
     """Return the arrays that this rank must take over so that all ranks hold the same values; collective.
 
     A floating-point or complex array becomes the mean over ranks, weighted. A variance becomes that of all ranks'
-    values together, which also counts how far the ranks' means lie apart. An array of any other type, and one whose
+    values together, which includes the spread of the ranks' means. An array of any other type, and one whose
     shape or type differs among the ranks that count, becomes that of the first rank with a weight. Where no rank has a
-    weight, all count alike. Arrays that are equal on all ranks stay untouched, to the bit, and cost a digest.
+    weight, all count alike. Arrays that are equal on all ranks stay bit for bit as they are; only their digests travel.
 
     Args:
         communicator: the ranks that take part.
         arrays: the values of this rank by name; ranks may have different names.
-        weight: what this rank's values count in means, such as the rows behind them; 0 or more.
-        means_of_variances: for the names of variances, the names of their means.
+        weight: the weight of this rank's values in means, such as the number of rows behind them; 0 or more.
+        means_of_variances: maps the names of variances to the names of their means.
         never_averaged: names of floating-point arrays that are copied, such as unit vectors.
         name: the operation's name, equal on all ranks.
     """
     if communicator.world.size == 1:
         return {}
     means = means_of_variances or {}
-    outlines = {key: _outline(array, key not in never_averaged, means.get(key, "")) for key, array in arrays.items()}
-    told = objects.allgather_object(communicator, (float(weight), outlines), name=f"{name} outlines")
-    weights = _weights([each for each, _ in told])
-    plan = _planned(weights, [each for _, each in told])
+    summaries = {key: _summary(array, key not in never_averaged, means.get(key, "")) for key, array in arrays.items()}
+    gathered = objects.allgather_object(communicator, (float(weight), summaries), name=f"{name} outlines")
+    weights = _effective_weights([own_weight for own_weight, _ in gathered])
+    plan = _plan_agreement(weights, [of_rank for _, of_rank in gathered])
     if not plan.averaged and not plan.copied:
         return {}
     wanted = [*plan.averaged, *plan.copied]
@@ -100,33 +100,33 @@ def agree(
     return {**base, **{key: _shifted(base[key], shift) for key, shift in shifts.items()}}
 
 
-def _weights(told: Sequence[float]) -> list[float]:
-    return list(told) if sum(told) > 0 else [1.0] * len(told)
+def _effective_weights(weights: Sequence[float]) -> list[float]:
+    return list(weights) if sum(weights) > 0 else [1.0] * len(weights)
 
 
-def _outline(array: npt.NDArray[np.generic], has_mean: bool, mean: str) -> _Outline:
+def _summary(array: npt.NDArray[np.generic], has_mean: bool, mean: str) -> _ArraySummary:
     digest = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest()
-    return _Outline(array.shape, array.dtype.str, digest, has_mean and array.dtype.kind in "fc", mean)
+    return _ArraySummary(array.shape, array.dtype.str, digest, has_mean and array.dtype.kind in "fc", mean)
 
 
-def _planned(weights: Sequence[float], outlines: Sequence[Mapping[str, _Outline]]) -> _Plan:
-    """The plan from what all ranks told; a pure function."""
+def _plan_agreement(weights: Sequence[float], summaries: Sequence[Mapping[str, _ArraySummary]]) -> _AgreementPlan:
+    """Plan the agreement from the summaries of all ranks; a pure function."""
     counting = [rank for rank, weight in enumerate(weights) if weight > 0]
-    source = outlines[counting[0]]
-    differing = [key for key, outline in source.items() if any(each.get(key) != outline for each in outlines)]
+    source = summaries[counting[0]]
+    differing = [key for key, summary in source.items() if any(other.get(key) != summary for other in summaries)]
 
     def is_alike(key: str) -> bool:
-        others = [outlines[rank].get(key) for rank in counting]
-        return all(each and (each.shape, each.dtype) == (source[key].shape, source[key].dtype) for each in others)
+        others = [summaries[rank].get(key) for rank in counting]
+        return all(other and (other.shape, other.dtype) == (source[key].shape, source[key].dtype) for other in others)
 
     averaged = tuple(key for key in differing if source[key].has_mean and is_alike(key))
     copied = tuple(key for key in differing if key not in averaged)
     means = {key: source[key].mean for key in averaged if source[key].mean in averaged}
-    return _Plan(counting[0], averaged, copied, means)
+    return _AgreementPlan(counting[0], averaged, copied, means)
 
 
 def _numbers(array: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    """The array as float64, the two parts of complex numbers one after the other."""
+    """Return the array as float64, with the two parts of complex numbers one after the other."""
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind == "c":
         return flat.astype(np.complex128).view(np.float64)
@@ -138,7 +138,7 @@ def _zeros(like: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
 
 
 def _shift(array: npt.NDArray[np.generic], base: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-    """How far an array is from the base: 0 also where both are the same infinity or NaN."""
+    """Return the difference of an array from the base: 0 also where both are the same infinity or NaN."""
     own, other = _numbers(array), _numbers(base)
     with np.errstate(invalid="ignore"):
         return np.where((own == other) | (np.isnan(own) & np.isnan(other)), 0.0, own - other)

@@ -1,4 +1,4 @@
-"""One engine of the core: the way of a rank to the others of a group of ranks."""
+"""A channel: one engine of the core, which connects a rank to the others of a group of ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sparkhvd.errors import ConfigError, DeadlineExceededError
 T = TypeVar("T")
 
 
-# Open files per peer: the link, or what tunnels it where it is encrypted; on this host the link, the watch over the
-# peer and two to see its process end.
+# Open files per peer: the link, or its tunnel where it is encrypted; on this host the link, one that watches the peer
+# and two that report the end of its process.
 _FILES_OF_LINK, _FILES_OF_TUNNEL, _FILES_OF_NEIGHBOUR = 1, 3, 4
 
 
@@ -43,7 +43,7 @@ class Channel:
         ranks: the ranks of the job that these are.
         waits: how long its handles wait.
         on_devices: whether it takes memory of CUDA devices.
-        suggestion: to be made at the first CUDA tensor that is staged.
+        suggestion: logged at the first CUDA tensor that is staged.
     """
 
     engine: _core.Engine
@@ -55,18 +55,18 @@ class Channel:
 
     @property
     def size(self) -> int:
-        """How many ranks it connects."""
+        """Return how many ranks it connects."""
         return len(self.ranks)
 
     def named(self, kind: str, name: str | None) -> str:
-        """The name, made by counting where there is none."""
+        """Return the name, or one made by counting where it is None."""
         return f"{kind}.noname.{next(self.counts[kind])}" if name is None else name
 
     def engine_rank_of(self, rank: int) -> int:
-        """The engine's number of a rank of the job.
+        """Return the engine's number of a rank of the job.
 
         Raises:
-            ConfigError: it is not among the ranks.
+            ConfigError: the rank is not in this channel.
         """
         if rank in self.ranks:
             return self.ranks.index(rank)
@@ -74,20 +74,20 @@ class Channel:
         raise ConfigError(f"Root rank {rank} is not among {named}.")
 
     def handle(self, name: str, operation: PendingOperation, finish: Callable[[], T] | None = None) -> Handle[T]:
-        """The handle of a submitted operation, and what makes its result if it has one."""
+        """Return the handle of a submitted operation; ``finish`` makes its result if it has one."""
         return Handle(name, operation, self.waits, None, finish)
 
 
 class HasChannels(Protocol):
-    """What collectives are called on."""
+    """A communicator, as far as collectives use it."""
 
     def channel(self, process_set: ProcessSet | None = None) -> Channel:
-        """The way to the ranks of ``process_set``, to all by default."""
+        """Return the channel to the ranks of ``process_set``, to all by default."""
         ...
 
 
 def connect_rendezvous(context: LaunchContext, deadline: Deadline) -> RendezvousClient | None:
-    """The client of the job's rendezvous server; None for a job of one rank.
+    """Return a client of the job's rendezvous server; None for a job of one rank.
 
     Raises:
         ConfigError: the context of a larger job has no address.
@@ -96,14 +96,13 @@ def connect_rendezvous(context: LaunchContext, deadline: Deadline) -> Rendezvous
         return None
     if not context.rendezvous:
         raise ConfigError(
-            f"Rank {context.world.rank} of {context.world.size} knows no rendezvous address; "
-            "the launcher must give one."
+            f"Rank {context.world.rank} of {context.world.size} has no rendezvous address; the launcher must pass one."
         )
     return RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt)
 
 
 def processor_core_of(context: LaunchContext) -> int | None:
-    """The processor core that this rank's engines run on; None leaves that to the kernel.
+    """Return the processor core that this rank's engines run on; None leaves that to the kernel.
 
     Raises:
         ConfigError: cores are listed, but none for this rank.
@@ -140,17 +139,17 @@ def open_channel(
     tuned: bool = False,
     device_libraries: _core.DeviceLibraries | None = None,
 ) -> Channel:
-    """Connect ``ranks``, of which this rank is one; collective among them.
+    """Connect ``ranks``, which include this rank; collective among them.
 
     Args:
-        context: this rank's place in the job.
+        context: this rank's position in the job.
         ranks: ascending.
         rendezvous: where the ranks find each other.
         deadline: when to give up.
-        scope: tells apart the channels of a job; equal on all ranks.
-        label: stands in messages about failures.
-        recorded_with: the channel whose timeline is this one's, too, and what it is called there.
-        tuned: whether the configuration's autotuning is for this channel.
+        scope: distinguishes the channels of a job; equal on all ranks.
+        label: names the channel in error messages.
+        recorded_with: the channel whose timeline this one shares, and this one's label there.
+        tuned: whether the configuration's autotuning applies to this channel.
         device_libraries: for CUDA tensors, the same for all channels of a process; None stages them.
     """
     config = context.config

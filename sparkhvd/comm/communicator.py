@@ -38,8 +38,8 @@ class Communicator:
     given one is made by counting, so all ranks must then submit unnamed operations of a kind in the same order.
 
     Args:
-        context: the rank's place and the way to its peers.
-        scope: tells apart the communicators that the ranks of one job open one after the other; equal on all ranks.
+        context: the rank's position in the job, and how to reach its peers.
+        scope: distinguishes the communicators that the ranks of one job open one after the other; equal on all ranks.
 
     Raises:
         ConfigError: more than one rank but no rendezvous address.
@@ -89,37 +89,37 @@ class Communicator:
 
     @property
     def world(self) -> World:
-        """This rank's place in the job."""
+        """Return this rank's position in the job."""
         return self._world
 
     @property
     def closed(self) -> bool:
-        """Whether ``close()`` was called."""
+        """Return whether ``close()`` was called."""
         return self._closed
 
     @property
     def homogeneous(self) -> bool:
-        """Whether every host has the same number of ranks."""
+        """Return whether every host has the same number of ranks."""
         return self._homogeneous
 
     def counters(self, process_set: ProcessSet | None = None) -> dict[str, int]:
-        """Monotonic counts of what the core did among all ranks, or among those of ``process_set``, by name."""
+        """Return monotonic counts of what the core did among all ranks, or among those of ``process_set``, by name."""
         engine = self._engine if process_set is None else self.channel(process_set).engine
         with translated():
             return engine.counters()
 
     def tuning(self) -> dict[str, int]:
-        """The settings that autotuning may change, as they are in force on all ranks; process sets are not tuned.
+        """Return the settings in force that autotuning may change, equal on all ranks; process sets are not tuned.
 
         ``fusion_threshold`` and ``hierarchical_allreduce`` are as in ``Config``. ``small_allreduce`` is the number of
         bytes of all ranks together up to which an allreduce in shared memory takes one step, ``allreduce_chunk`` the
-        pieces in which a larger one goes. ``searching`` is 1 as long as any of them may change.
+        size of the pieces of a larger one. ``searching`` is 1 as long as any of them may change.
         """
         with translated():
             return self._engine.tuning()
 
     def local_ranks(self) -> list[int]:
-        """The ranks that this one shares memory with, itself included."""
+        """Return the ranks that this one shares memory with, itself included."""
         with translated():
             return self._engine.local_ranks()
 
@@ -131,11 +131,11 @@ class Communicator:
         ``sparkhvd.comm.timeline.merge_timelines``.
 
         Args:
-            path: the file; what it held before is replaced.
+            path: the file; existing content is replaced.
             mark_cycles: whether to show every cycle of the negotiation.
 
         Raises:
-            ConfigError: a recording is on already.
+            ConfigError: a recording is already running.
             CollectiveError: the file cannot be written.
         """
         recording = recording_name(self._context.token, self._scope, next(self._recordings))
@@ -143,7 +143,7 @@ class Communicator:
             self._engine.start_timeline(timeline_path(path, self._engine.host_ranks()), recording, mark_cycles)
 
     def stop_timeline(self) -> None:
-        """End the recording and complete its file; does nothing when none is on.
+        """End the recording and complete its file; does nothing when none is running.
 
         Raises:
             CollectiveError: not all events could be written.
@@ -152,12 +152,12 @@ class Communicator:
             self._engine.stop_timeline()
 
     def note_progress(self, text: str) -> None:
-        """Say how far this rank's data is, such as "epoch 2, step 17 of 40"; shown when others wait for this rank."""
+        """Publish this rank's progress, such as "epoch 2, step 17 of 40"; shown when other ranks wait for this one."""
         if self._stall_detector is not None:
             self._stall_detector.note_progress(text)
 
     def stall_report(self) -> StallReport | None:
-        """Who kept this rank waiting when a collective last took longer than ``stall_check_seconds``."""
+        """Return the latest report on a collective that took longer than ``stall_check_seconds``; None without one."""
         return None if self._stall_detector is None else self._stall_detector.last_report
 
     # Collectives on raw memory, for the framework adapters; see sparkhvd.comm.collectives.raw.
@@ -200,11 +200,11 @@ class Communicator:
     # Process sets.
 
     def process_sets(self) -> dict[int, list[int]]:
-        """The ranks of every process set, by its id."""
+        """Return the ranks of every process set, by its id."""
         return {number: list(ranks) for number, ranks in self._sets.items()}
 
     def channel(self, process_set: ProcessSet | None = None) -> Channel:
-        """The way to the ranks of ``process_set``, to all by default.
+        """Return the channel to the ranks of ``process_set``, to all by default.
 
         Raises:
             NotInitializedError: the communicator is closed, or the set is not registered.
@@ -225,12 +225,12 @@ class Communicator:
 
         Raises:
             MismatchError: on every rank, when they ask for different sets.
-            ConfigError: on every rank, when such a set exists already or a rank is not in the job.
+            ConfigError: on every rank, when the set already exists or one of its ranks is not in the job.
         """
         asked = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         with self._sets_lock:
             if asked.process_set_id is not None:
-                raise ConfigError(f"{asked} is registered already.")
+                raise ConfigError(f"{asked} is already registered.")
             proposals = self._exchange(asked.proposal(self._world.rank))
             mine: RegisteredSet | None = None
             if self._next_set == 1 and self._channels[0].on_devices:
@@ -250,7 +250,7 @@ class Communicator:
         """Disconnect a process set; what is pending on it fails. Collective over all ranks of the job.
 
         Returns:
-            Whether there was such a set; the set of all ranks stays.
+            Whether the set was registered; the set of all ranks stays.
 
         Raises:
             MismatchError: on every rank, when they remove different sets.
@@ -270,8 +270,6 @@ class Communicator:
                     channel.engine.shutdown(_CLOSE_SECONDS)
         return True
 
-    # The end.
-
     def abort(self, why: str) -> None:
         """End every pending and future operation, here and on all peers, with a ``PeerLostError`` that says ``why``."""
         with translated():
@@ -282,7 +280,7 @@ class Communicator:
         """Leave the job; peers that still need this rank get ``PeerLostError``. Closing twice is fine.
 
         Args:
-            timeout: seconds for the way out.
+            timeout: seconds to wait for the engine to end.
         """
         if self._closed:
             return
@@ -302,7 +300,7 @@ class Communicator:
                 self._stall_detector.close()
 
     def leave_to_parent(self) -> None:
-        """After a fork, in the child: close its copies of the links, without a word to the peers of the parent."""
+        """After a fork, in the child: close its copies of the links, without notifying the peers of the parent."""
         self._closed = True
         for channel in self._channels.values():
             channel.engine.close_copies()
@@ -332,17 +330,19 @@ class Communicator:
     def _refused_channel(self, process_set: ProcessSet | None) -> NoReturn:
         if self._process != os.getpid():
             raise NotInitializedError(
-                f"This process was forked from rank {self._world.rank} and is no rank itself; use collectives in the "
+                f"This process was forked from rank {self._world.rank} and is not a rank; use collectives in the "
                 "rank's own process only."
             )
         if self._closed:
-            raise NotInitializedError("This communicator is closed; open a new one (init() again) before a collective.")
+            raise NotInitializedError("This communicator is closed; call init() again before running collectives.")
         if process_set is None or process_set.process_set_id not in self._sets:
-            raise NotInitializedError(f"{process_set} is not registered with this communicator; add_process_set() it.")
+            raise NotInitializedError(
+                f"{process_set} is not registered with this communicator; pass it to add_process_set()."
+            )
         raise ConfigError(f"Rank {self._world.rank} is not in {process_set} and cannot run collectives on it.")
 
     def _exchange(self, own: Proposal) -> list[Proposal]:
-        """What every rank proposes."""
+        """Return the proposals of all ranks, in rank order."""
         content = np.array([own.split, *own.ranks], np.int64)
         gathered = self.gather_buffer(buffer_of(content, "The process set"), SubmitOptions("process_sets.add")).wait()
         numbers = np.frombuffer(gathered.content, np.int64)

@@ -1,4 +1,4 @@
-"""The one place where failures of the compiled core become the types of ``sparkhvd.errors``."""
+"""Translates failures of the compiled core into the types of ``sparkhvd.errors``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TYPE_OF: dict[str, type[SparkHvdError]] = {
 
 
 def translate(error: CoreError) -> SparkHvdError:
-    """The exception of ours that says all that the core's ``error`` says; unknown codes become ``CollectiveError``.
+    """Return our exception with the message of the core's ``error``; unknown codes become ``CollectiveError``.
 
     Raise it ``from None``: a traceback would begin with the core's error, which nobody needs to read first.
     """

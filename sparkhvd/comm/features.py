@@ -1,4 +1,4 @@
-"""What Horovod's users ask about the build before they rely on it, and what they switch on and off."""
+"""Horovod's queries about the build, and the switches of the timeline."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record what happens to every tensor from now on, as a Chrome trace; see ``Communicator.start_timeline``.
 
     Args:
-        file_path: the file; what it held before is replaced.
+        file_path: the file; existing content is replaced.
         mark_cycles: whether to show every cycle of the negotiation.
 
     Raises:
-        ConfigError: a recording is on already.
+        ConfigError: a recording is already running.
     """
     session.current().start_timeline(file_path, mark_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
-    """End the recording and complete its file; does nothing when none is on."""
+    """End the recording and complete its file; does nothing when none is running."""
     session.current().stop_timeline()
 
 
 def mpi_built() -> bool:
-    """Whether ``init()`` can take ranks from MPI: mpi4py is installed."""
+    """Return whether ``init()`` can take ranks from MPI: mpi4py is installed."""
     return mpi.available()
 
 
 def mpi_enabled() -> bool:
-    """Whether this job took its ranks from MPI."""
+    """Return whether this job took its ranks from MPI."""
     return session.uses_mpi()
 
 
 def mpi_threads_supported() -> bool:
-    """Whether mpi4py may be used beside the collectives, from any thread; the core itself makes no MPI calls."""
+    """Return whether any thread may use mpi4py beside the collectives; the core itself makes no MPI calls."""
     if not mpi.available():
         return False
     return mpi.has_threads() if session.uses_mpi() else True
@@ -52,7 +52,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """The version of the NCCL that is installed here, such as 22907 for 2.29.7; 0 where none is.
+    """Return the version of the installed NCCL, such as 22907 for 2.29.7; 0 where there is none.
 
     It is used where ``SPARKHVD_GPU_OPERATIONS=nccl``.
     """
@@ -70,10 +70,10 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether this host has a CUDA device; nothing of CUDA is needed to build."""
+    """Return whether this host has a CUDA device; the build needs no CUDA."""
     return nccl.has_cuda()
 
 
 def rocm_built() -> bool:
-    """Always False: the core has nothing for AMD's devices, torch copies tensors there for it."""
+    """Always False: the core has no support for AMD's devices; torch copies their tensors through the CPU."""
     return False

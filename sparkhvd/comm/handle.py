@@ -1,4 +1,4 @@
-"""The promise of an asynchronous collective."""
+"""The handle of an asynchronous collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GPU_SECONDS = 0.0001
 
 
 class PendingOperation(Protocol):
-    """What the core is doing."""
+    """An operation of the core."""
 
     def done(self) -> bool:
         """Whether ``wait()`` would return or raise at once."""
@@ -50,7 +50,7 @@ class PendingGroup:
         return all(operation.done() for operation in self.operations)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for all, also when one fails; raises what the first one that failed says."""
+        """Wait for all, also when one fails; raises the error of the first that failed."""
         deadline = Deadline.after(timeout_s)
         failure: CoreError | None = None
         for operation in self.operations:
@@ -77,7 +77,7 @@ class Waits:
 
     Attributes:
         timeout: seconds to wait for a result by default.
-        seconds: how long was waited for results so far; about so long where several threads wait at once.
+        seconds: total time waited for results so far; approximate where several threads wait at once.
     """
 
     timeout: float
@@ -86,13 +86,13 @@ class Waits:
 
 @dataclass(slots=True, eq=False)
 class Handle(Generic[T]):
-    """A submitted collective; ``wait()`` returns its result, as often as it is asked. Not to be changed.
+    """A submitted collective; ``wait()`` returns its result and may be called again. Do not modify it.
 
-    Thousands may wait at a time, so one costs as few objects as it can: a result that is known before the operation is
-    done, being memory of the caller, needs no function.
+    Thousands may wait at a time, so a handle consists of as few objects as possible: a result that is memory of the
+    caller, known before the operation is done, needs no function.
 
     Attributes:
-        name: what the ranks know the operation by.
+        name: by which the ranks match the operation.
     """
 
     name: str
@@ -130,16 +130,16 @@ class Handle(Generic[T]):
         return self._result()
 
     def __call__(self) -> T:
-        """The result, as of Horovod's handles of sparse tensors."""
+        """Return the result, like Horovod's handles of sparse tensors."""
         return self.wait()
 
     def then(self, step: Callable[[T], U]) -> Handle[U]:
-        """The same operation with ``step`` applied to its result by ``wait()``."""
+        """Return a handle whose ``wait()`` applies ``step`` to the result."""
         result = self._result
         return Handle(self.name, self.operation, self.waits, finish=lambda: step(result()))
 
     def behind(self, stream: Callable[[], int]) -> Handle[T]:
-        """The same operation on a CUDA device: ``wait()`` puts ``stream()`` behind it, and makes the result once."""
+        """Return a handle for a CUDA device: ``wait()`` orders ``stream()`` behind it, and makes the result once."""
 
         def finish() -> T:
             with translated():
@@ -149,14 +149,14 @@ class Handle(Generic[T]):
         return Handle(self.name, self.operation, self.waits, finish=cache(finish))
 
     def carried_out(self) -> Handle[T]:
-        """The same operation on a CUDA device; ``wait()`` waits for the device, too."""
+        """Return a handle for a CUDA device whose ``wait()`` also waits for the device."""
 
         def finish() -> T:
             deadline = Deadline.after(self.waits.timeout)
             while not self._is_carried_out():
                 if deadline.expired():
-                    said = f"The GPU did not carry out {self.name!r} within {self.waits.timeout:g} s."
-                    raise DeadlineExceededError(said)
+                    message = f"The GPU did not complete {self.name!r} within {self.waits.timeout:g} s."
+                    raise DeadlineExceededError(message)
                 time.sleep(_GPU_SECONDS)
             return self._result()
 
@@ -167,7 +167,7 @@ class Handle(Generic[T]):
             return self.operation.carried_out()
 
     def with_result(self, result: U) -> Handle[U]:
-        """The same operation with a result that is known already."""
+        """Return a handle of the same operation with a known result."""
         return Handle(self.name, self.operation, self.waits, result)
 
     def _result(self) -> T:

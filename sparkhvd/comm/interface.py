@@ -1,6 +1,6 @@
-"""What the modules of all frameworks have in common: the job and its ranks, process sets, reductions, the timeline.
+"""The interface that all frameworks share: the job and its ranks, process sets, reductions, the timeline.
 
-``sparkhvd.torch``, ``sparkhvd.tensorflow`` and ``sparkhvd.keras`` take over all of it, and add what is their own.
+``sparkhvd.torch``, ``sparkhvd.tensorflow`` and ``sparkhvd.keras`` re-export all of it and add their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where CUDA's driver and NCCL are, with which collectives work on CUDA tensors without copies through the CPU."""
+"""Finds CUDA's driver and NCCL, with which collectives work on CUDA tensors without copies through the CPU."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _log = logging.getLogger(__name__)
 
 
 def library() -> str:
-    """The NCCL of the wheel that torch brings along, else the name under which the system may have one."""
+    """Return the path of the NCCL that the torch wheel installs, else the name under which the system may have one."""
     namespace = find_spec("nvidia")
     folders = [] if namespace is None else namespace.submodule_search_locations or []
-    found = [str(path) for folder in folders if (path := Path(folder, "nccl", "lib", _NCCL)).is_file()]
-    return found[0] if found else _NCCL
+    paths = [str(path) for folder in folders if (path := Path(folder, "nccl", "lib", _NCCL)).is_file()]
+    return paths[0] if paths else _NCCL
 
 
 def libraries(config: Config) -> _core.DeviceLibraries | None:
-    """Both, loaded, where the settings ask for NCCL.
+    """Load both libraries where the settings ask for NCCL; return None where they do not.
 
     Raises:
-        ConfigError: they ask for it, and one of the two cannot be used here, or for encryption as well.
+        ConfigError: a library cannot be used here, or the settings ask for encryption, too.
     """
     if config.gpu_operations != "nccl":
         return None
     if config.encrypt:
         raise ConfigError(
-            "SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl exclude each other: NCCL's own connections are not "
-            "encrypted. Unset one of them; without NCCL, CUDA tensors go through the CPU and the links of the ranks."
+            "SPARKHVD_ENCRYPT and SPARKHVD_GPU_OPERATIONS=nccl exclude each other: NCCL does not encrypt its own "
+            "connections. Unset one of them; without NCCL, CUDA tensors go through the CPU and the links of the ranks."
         )
     restrict_nccl_to(config.network_interfaces)
     try:
@@ -53,7 +53,7 @@ def libraries(config: Config) -> _core.DeviceLibraries | None:
 
 
 def version() -> int:
-    """The version of NCCL, such as 22907 for 2.29.7; 0 where there is none that can be used."""
+    """Return the version of NCCL, such as 22907 for 2.29.7; 0 where no usable NCCL is installed."""
     try:
         return _core.nccl_version(library())
     except _core.CoreError:
@@ -61,9 +61,9 @@ def version() -> int:
 
 
 def has_cuda() -> bool:
-    """Whether there are NVIDIA's driver and a device that this process may see.
+    """Return whether NVIDIA's driver is installed and this process may see a device.
 
-    CUDA itself is not asked: a process that has initialized CUDA cannot use it in children that it forks.
+    This does not call CUDA: a process that has initialized CUDA cannot use it in children that it forks.
     """
     visible = visible_devices()
     if visible is not None and visible.strip() in {"", "-1"}:
@@ -75,7 +75,7 @@ def has_cuda() -> bool:
 
 
 def count_devices(management: ctypes.CDLL) -> int:
-    """Return how many devices NVIDIA's management library (NVML) knows; 0 where it does not work."""
+    """Return how many devices NVIDIA's management library (NVML) reports; 0 where it fails."""
     if management.nvmlInit_v2() != 0:
         return 0
     try:
@@ -87,19 +87,20 @@ def count_devices(management: ctypes.CDLL) -> int:
 
 @dataclass(slots=True)
 class Suggestion:
-    """One line, at the first CUDA tensor, on how it travels and how else it could.
+    """A suggestion logged once, at the first CUDA tensor: how to let NCCL move CUDA tensors.
 
     Attributes:
-        is_due: whether the line is still to be logged here.
+        is_due: whether the suggestion is still to be logged here.
     """
 
     is_due: bool = False
 
     def make(self) -> None:
-        """Log the line, once."""
+        """Log the suggestion, once."""
         if self.is_due:
             self.is_due = False
             _log.warning(
                 "CUDA tensors travel through the CPU. Set SPARKHVD_GPU_OPERATIONS=nccl on all ranks to let NCCL move "
-                "them from GPU to GPU, or SPARKHVD_GPU_OPERATIONS=staged to keep this way without this line."
+                "them from GPU to GPU, or SPARKHVD_GPU_OPERATIONS=staged to keep copying through the CPU without this "
+                "warning."
             )

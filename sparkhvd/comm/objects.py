@@ -1,6 +1,6 @@
-"""Python objects between the ranks of a job, pickled by cloudpickle.
+"""Collectives on Python objects, which cloudpickle serializes.
 
-Only for what the job's own ranks send each other: the links are authenticated, what arrives is unpickled.
+Received bytes are unpickled, so these are only for ranks of one job, whose links are authenticated.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def broadcast_object(
     name: str = "broadcast_object",
     process_set: ProcessSet | None = None,
 ) -> T:
-    """The object of rank ``root``, on every rank; what the other ranks pass is ignored.
+    """Return the object of rank ``root`` on every rank; the values of other ranks are ignored.
 
     Args:
         communicator: the ranks that take part.
         value: any object that cloudpickle takes.
-        root: the rank whose object counts.
+        root: the rank whose object is sent.
         name: the operation's name, equal on all ranks.
         process_set: the ranks that take part, all by default.
 
@@ -48,7 +48,7 @@ def broadcast_object(
     if problem is not None:
         raise CollectiveError(f"Rank {root} cannot broadcast a {type(value).__name__}: {problem}") from problem
     if announced == _NOT_PICKLED:
-        raise CollectiveError(f"Rank {root} could not pickle the object that it wanted to broadcast; see its error.")
+        raise CollectiveError(f"Rank {root} could not pickle the object to broadcast; see the error on that rank.")
     payload = np.frombuffer(pickled, np.uint8) if is_root else np.empty(announced, np.uint8)
     received = communicator.broadcast(payload, root, name=f"{name}.content", process_set=process_set)
     return value if is_root else _unpickled(received.tobytes())
@@ -57,7 +57,7 @@ def broadcast_object(
 def allgather_object(
     communicator: Communicator, value: T, *, name: str = "allgather_object", process_set: ProcessSet | None = None
 ) -> list[T]:
-    """The objects of all ranks, in rank order, on every rank.
+    """Return the objects of all ranks, in rank order, on every rank.
 
     Args:
         communicator: the ranks that take part.
@@ -75,14 +75,14 @@ def allgather_object(
     if problem is not None:
         raise CollectiveError(f"A {type(value).__name__} cannot be sent to other ranks: {problem}") from problem
     if silent := [rank for rank, size in enumerate(gathered.first_dims) if size == 0]:
-        raise CollectiveError(f"Ranks {silent} could not pickle the object that they wanted to send; see their errors.")
+        raise CollectiveError(f"Ranks {silent} could not pickle the objects to send; see the errors on those ranks.")
     ends = np.cumsum(gathered.first_dims).tolist()
     starts = [0, *ends[:-1]]
     return [_unpickled(bytes(gathered.content[start:end])) for start, end in zip(starts, ends, strict=True)]
 
 
 def _pickled(value: object) -> tuple[bytes, Exception | None]:
-    """The pickle of a value, or no bytes and the reason: the other ranks wait for an answer in either case."""
+    """Return the pickle of a value, or no bytes and the error: the other ranks wait for an answer in either case."""
     try:
         return cloudpickle.dumps(value), None
     except Exception as problem:  # noqa: BLE001  a user's __reduce__ may raise anything

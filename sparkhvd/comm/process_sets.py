@@ -11,20 +11,20 @@ from sparkhvd.errors import ConfigError, MismatchError, NotInitializedError
 
 @runtime_checkable
 class MpiCommunicator(Protocol):
-    """What is needed of an ``mpi4py.MPI.Comm``; a null communicator is false."""
+    """An ``mpi4py.MPI.Comm``, as far as process sets use it; a null communicator is false."""
 
     def allgather(self, sendobj: int) -> list[int]:
-        """The objects of all members."""
+        """Return the objects of all members."""
         ...
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The set that one rank asks for.
+    """The process set that one rank proposes.
 
     Attributes:
         ranks: ascending.
-        split: whether other ranks may ask for other sets at the same time, as after ``MPI.Comm.Split``.
+        split: whether other ranks may propose other sets at the same time, as after ``MPI.Comm.Split``.
     """
 
     ranks: tuple[int, ...]
@@ -33,7 +33,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class RegisteredSet:
-    """What a process set is once all ranks know it.
+    """A process set that all ranks know.
 
     Attributes:
         number: its id.
@@ -51,7 +51,7 @@ class ProcessSet:
 
     Args:
         ranks: ranks of the job, or an ``mpi4py`` communicator: the set is then the ranks that hold it. Ranks may come
-            with different communicators, as ``Split`` makes them; each becomes a set.
+            with different communicators, such as those of ``Split``; each becomes a set.
 
     Raises:
         ConfigError: no ranks, or one of them twice.
@@ -65,45 +65,47 @@ class ProcessSet:
         else:
             self._given = tuple(sorted(int(rank) for rank in ranks))
             if not self._given or len(set(self._given)) < len(self._given):
-                raise ConfigError(f"A process set has one rank at least and no rank twice, unlike {list(self._given)}.")
+                raise ConfigError(
+                    f"ProcessSet({list(self._given)}) is invalid: it needs at least one rank and no duplicates."
+                )
         self._registration: RegisteredSet | None = None
 
     @property
     def process_set_id(self) -> int | None:
-        """The set's number, 0 for the set of all ranks; None while it is not registered."""
+        """Return the set's number: 0 for the set of all ranks; None while it is not registered."""
         return None if self._registration is None else self._registration.number
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the job that are in it, ascending; those of a communicator are known once it is registered."""
+        """Return its ranks of the job, ascending; those of a communicator are known once it is registered."""
         return list(self._given if self._registration is None else self._registration.ranks)
 
     def size(self) -> int:
-        """How many ranks are in it."""
+        """Return how many ranks are in it."""
         return len(self._registered().ranks)
 
     def included(self) -> bool:
-        """Whether this process is in it."""
+        """Return whether this process is in it."""
         registration = self._registered()
         return registration.me in registration.ranks
 
     def rank(self) -> int:
-        """This process's number in the set.
+        """Return this process's number in the set.
 
         Raises:
-            ConfigError: it is not in it.
+            ConfigError: this process is not in the set.
         """
         registration = self._registered()
         if registration.me not in registration.ranks:
-            raise ConfigError(f"Rank {registration.me} is not in {self}; ask included() first.")
+            raise ConfigError(f"Rank {registration.me} is not in {self}; check included() first.")
         return registration.ranks.index(registration.me)
 
     def register(self, registration: RegisteredSet | None) -> None:
-        """Make it usable, or no longer; the communicator's business."""
+        """Make the set usable, or with None unusable; only the communicator calls this."""
         self._registration = registration
 
     def proposal(self, me: int) -> Proposal:
-        """What rank ``me`` asks for; collective among the members of an MPI communicator."""
+        """Return the proposal of rank ``me``; collective among the members of an MPI communicator."""
         if self._communicator is None:
             return Proposal(self._given)
         return Proposal(tuple(sorted(self._communicator.allgather(me))) if self._communicator else (), split=True)
@@ -122,33 +124,34 @@ class ProcessSet:
 def agreed_sets(
     proposals: Sequence[Proposal], known: Mapping[int, tuple[int, ...]], size: int
 ) -> list[tuple[int, ...]]:
-    """The sets that the ranks make together, in an order that is the same on all of them.
+    """Return the sets that the ranks propose together, in the same order on all of them.
 
     Args:
         proposals: by rank.
-        known: the sets there are.
+        known: the sets that are already registered.
         size: ranks in the job.
 
     Raises:
-        MismatchError: the ranks ask for different sets.
-        ConfigError: a rank is not in the job, the sets of a split overlap, or such a set exists already.
+        MismatchError: the ranks propose different sets.
+        ConfigError: a rank is not in the job, the sets of a split overlap, or a set is already registered.
     """
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
         if proposal.split != first.split or (proposal.ranks != first.ranks and not first.split):
             raise MismatchError(
-                f"All ranks must add the same process set: rank 0 added {_text(first)}, rank {rank} {_text(proposal)}."
+                f"All ranks must add the same process set: rank 0 added {_text(first)}, "
+                f"rank {rank} added {_text(proposal)}."
             )
     sets = sorted({proposal.ranks for proposal in proposals if proposal.ranks})
     members = [rank for ranks in sets for rank in ranks]
     if not sets or len(set(members)) < len(members):
-        raise ConfigError(f"Process sets that are made by one split must hold each rank once at most: {sets}.")
+        raise ConfigError(f"Process sets from one split must be non-empty and disjoint, got {sets}.")
     for ranks in sets:
         if ranks[0] < 0 or ranks[-1] >= size:
-            raise ConfigError(f"Process set {list(ranks)} has ranks outside of 0..{size - 1}.")
+            raise ConfigError(f"Process set {list(ranks)} has ranks outside 0..{size - 1}; use ranks of this job.")
         for number, others in known.items():
             if others == ranks:
-                raise ConfigError(f"Process set {number} has the ranks {list(ranks)} already; use that one.")
+                raise ConfigError(f"Process set {number} already has the ranks {list(ranks)}; use that one.")
     return sets
 
 

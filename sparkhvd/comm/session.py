@@ -1,6 +1,6 @@
-"""The communicator of this process: ``init()``, ``shutdown()``, ``current()``, and this process's place in its job.
+"""The communicator of this process: ``init()``, ``shutdown()``, ``current()``, and this process's position in its job.
 
-This holds the one mutable variable of the package, because ``hvd.init()`` and ``hvd.rank()`` are functions by contract.
+It holds the one mutable variable of the package, because ``hvd.init()`` and ``hvd.rank()`` are functions by contract.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 @dataclass
 class _Session:
     lock: Lock = field(default_factory=Lock)  # guards all writes below; readers of `communicator` take no lock
-    context: LaunchContext | None = None  # None: no launcher has said anything
-    joined: Callable[[], None] | None = None  # tells the launcher
+    context: LaunchContext | None = None  # None: no launcher has set one
+    joined: Callable[[], None] | None = None  # notifies the launcher
     communicator: Communicator | None = None
     everybody: ProcessSet = field(default_factory=lambda: ProcessSet([0]))  # registered while initialized
     server: RendezvousServer | None = None  # on rank 0 of a job that MPI has started
     from_mpi: bool = False
-    # How often the ranks of each choice met. All of them count alike, so it names the scope of their next meeting.
+    # How often each selection of ranks has connected. Their counts agree, so a count names the scope of the next time.
     inits: Counter[tuple[int, ...]] = field(default_factory=Counter)
     watches_forks: bool = False
     forked: bool = False  # this process is a child of the one that was initialized
 
 
-_ASK_SECONDS = 0.5  # for what the rendezvous knows or does not know
+_ASK_SECONDS = 0.5  # to look a key up in the rendezvous, which answers only once the key is set
 
 _session = _Session()
 
@@ -53,10 +53,10 @@ global_process_set = _session.everybody
 
 
 def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None = None) -> None:
-    """Tell the next ``init()`` how to find the other ranks; called by launchers before any user code.
+    """Set how the next ``init()`` finds the other ranks; called by launchers before any user code.
 
     Args:
-        context: the rank's place in the job.
+        context: the rank's position in the job.
         joined: called whenever ``init()`` has connected it.
 
     Raises:
@@ -64,7 +64,9 @@ def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None
     """
     with _session.lock:
         if _session.communicator is not None:
-            raise ConfigError("A launch context came after init(); call shutdown() before offering another one.")
+            raise ConfigError(
+                "This process is already initialized; call shutdown() before setting another launch context."
+            )
         _session.context = context
         _session.joined = joined
         _session.inits.clear()
@@ -72,7 +74,7 @@ def set_launch_context(context: LaunchContext, joined: Callable[[], None] | None
 
 
 def launch_context() -> LaunchContext:
-    """This process's place in its job as its launcher said it; that of a job of one rank where none did."""
+    """Return the launch context that the launcher set; without a launcher, that of a job of one rank."""
     return _session.context or LaunchContext(config=_own_config())
 
 
@@ -82,27 +84,27 @@ def init(
 ) -> None:
     """Connect this process to the other ranks of its job.
 
-    The launcher says who they are. Without one they are the processes that mpirun has started (mpi4py has to be
-    installed), else this process is a job of one rank.
+    The launcher provides their addresses. Without a launcher, the ranks are the processes that mpirun has started
+    (mpi4py has to be installed); without either, this process is a job of one rank.
 
     Collective: every rank must call it. Calling it again without ``shutdown()`` does nothing; after ``shutdown()`` the
-    ranks connect anew. A rank on which it failed may call it again: ranks that still wait, or come later, join
-    it there.
+    ranks connect anew. A rank on which it failed may call it again: it then connects with the ranks that still wait and
+    those that call later.
 
     Args:
-        comm: makes a job of its own of some ranks: a list of ranks of the launcher's job or of MPI's world, which
-            are numbered anew in this order, or a communicator of mpi4py. Only these call ``init``.
-        process_sets: sets of ranks to register, equal on all ranks. More may always be added by ``add_process_set()``,
-            so that Horovod's word "dynamic" means none here.
+        comm: makes some ranks a job of their own: a list of ranks of the launcher's job or of MPI's world, which
+            are renumbered in this order, or a communicator of mpi4py. Only these ranks call ``init``.
+        process_sets: sets of ranks to register, equal on all ranks. ``add_process_set()`` can always add more,
+            so Horovod's value "dynamic" means none here.
 
     Raises:
-        ConfigError: ``comm`` does not hold this rank, a process set cannot be registered, or this process was forked
+        ConfigError: ``comm`` does not include this rank, a process set cannot be registered, or this process was forked
             from a rank.
         DeadlineExceededError: not all ranks came within the configured ``start_timeout``.
         AuthenticationError: a peer doesn't know the job's secret.
     """
     if isinstance(process_sets, str) and process_sets != "dynamic":
-        raise ConfigError(f"process_sets={process_sets!r} is neither a list of process sets nor 'dynamic'.")
+        raise ConfigError(f"process_sets={process_sets!r} is invalid; pass a list of process sets or 'dynamic'.")
     sets = () if process_sets is None or isinstance(process_sets, str) else process_sets
     ranks = tuple(comm) if isinstance(comm, Sequence) else None
     with _session.lock:
@@ -113,10 +115,10 @@ def init(
         _session.from_mpi = _is_of_mpi(comm)
         if _session.forked and (_session.from_mpi or _session.context is not None):
             raise ConfigError(
-                "This process was forked from a rank, whose place in the job it cannot take. Call hvd.init() in the "
+                "This process was forked from a rank and cannot join the job in its stead. Call hvd.init() in the "
                 "rank's own process only."
             )
-        communicator, server = _connected_sometime(comm, ranks, sets)
+        communicator, server = _connect_with_retries(comm, ranks, sets)
         _session.communicator = communicator
         _session.everybody.register(communicator.everybody)
         _session.server = server
@@ -135,26 +137,26 @@ def _leave_to_parent() -> None:
         _session.communicator.leave_to_parent()
 
 
-def _connected_sometime(
+def _connect_with_retries(
     comm: Sequence[int] | MPI.Intracomm | None,
     ranks: tuple[int, ...] | None,
     sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
 ) -> tuple[Communicator, RendezvousServer | None]:
-    """The communicator of the next meeting of these ranks that does not fail before this rank comes."""
+    """Connect these ranks; an attempt that failed before this rank came is skipped for the next one."""
     whole = _session.context or LaunchContext()
-    place = whole.world.rank if ranks is None else (*ranks, whole.world.rank).index(whole.world.rank)
+    index = whole.world.rank if ranks is None else (*ranks, whole.world.rank).index(whole.world.rank)
     deadline = Deadline.after(whole.config.start_timeout)
     while True:
-        # Ranks that MPI brings together meet at a server of their own each time.
+        # MPI's ranks use a new rendezvous server each time.
         number = 1 if _session.from_mpi else _session.inits[ranks or ()] + 1
         scope, following = ("-".join(["init", str(n), *map(str, ranks or ())]) for n in (number, number + 1))
         try:
             if number > 1:
-                _tell(whole, f"{scope}/begun")
-            connected = _connected_once(comm, ranks, scope, sets)
+                _publish(whole, f"{scope}/begun")
+            connected = _connect_once(comm, ranks, scope, sets)
         except BaseException as error:
-            # A rank that failed before it came to the meeting is still awaited there.
-            if _session.from_mpi or not _is_known(whole, f"{scope}/address/{place}", f"{scope}/connect-failure"):
+            # The other ranks still wait for a rank that failed before it published its address.
+            if _session.from_mpi or not _is_known(whole, f"{scope}/address/{index}", f"{scope}/connect-failure"):
                 raise
             _session.inits[ranks or ()] = number
             if not isinstance(error, SparkHvdError) or deadline.expired() or not _is_known(whole, f"{following}/begun"):
@@ -164,7 +166,7 @@ def _connected_sometime(
             return connected
 
 
-def _tell(context: LaunchContext, key: str) -> None:
+def _publish(context: LaunchContext, key: str) -> None:
     if context.rendezvous:
         deadline = Deadline.after(context.config.start_timeout)
         with RendezvousClient(context.rendezvous, context.token, deadline, encrypt=context.config.encrypt) as store:
@@ -172,7 +174,7 @@ def _tell(context: LaunchContext, key: str) -> None:
 
 
 def _is_known(context: LaunchContext, *keys: str) -> bool:
-    """Whether the rendezvous has one of ``keys``."""
+    """Return whether the rendezvous has one of ``keys``."""
     if not context.rendezvous:
         return False
     deadline = Deadline.after(_ASK_SECONDS)
@@ -185,28 +187,28 @@ def _is_known(context: LaunchContext, *keys: str) -> bool:
                     continue
                 return True
     except SparkHvdError:
-        return False  # nobody can meet there
+        return False  # no rank can connect through it
     return False
 
 
-def _connected_once(
+def _connect_once(
     comm: Sequence[int] | MPI.Intracomm | None,
     ranks: tuple[int, ...] | None,
     scope: str,
     sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator],
 ) -> tuple[Communicator, RendezvousServer | None]:
-    context, server = _meet(comm, ranks, scope)
+    context, server = _join_job(comm, ranks, scope)
     try:
         if context.config.log_level is not None:
             logging.getLogger("sparkhvd").setLevel(context.config.log_level)
-        return _connected(context, scope, sets), server
+        return _open_communicator(context, scope, sets), server
     except BaseException:
         if server is not None:
             server.close()
         raise
 
 
-def _connected(
+def _open_communicator(
     context: LaunchContext, scope: str, sets: Sequence[ProcessSet | Iterable[int] | MpiCommunicator]
 ) -> Communicator:
     communicator = Communicator(context, scope=scope)
@@ -220,16 +222,16 @@ def _connected(
 
 
 def _is_of_mpi(comm: object) -> bool:
-    """Whether MPI says who the ranks are."""
+    """Return whether the ranks come from MPI."""
     if comm is not None and not isinstance(comm, Sequence):
         return True
     return _session.context is None and started_by_mpi()
 
 
-def _meet(
+def _join_job(
     comm: Sequence[int] | MPI.Intracomm | None, ranks: tuple[int, ...] | None, scope: str
 ) -> tuple[LaunchContext, RendezvousServer | None]:
-    """This process's place in the job, and the server that it owns in it, if any."""
+    """Return this process's launch context, and the rendezvous server that it owns, if any."""
     whole = _session.context or LaunchContext(config=_own_config())
     if not _session.from_mpi:
         if _session.context is None:
@@ -265,17 +267,17 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | MpiCommunicator) -
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a set of ranks out of use, see ``Communicator.remove_process_set``; collective over all ranks."""
+    """Disconnect a set of ranks, see ``Communicator.remove_process_set``; collective over all ranks."""
     return current().remove_process_set(process_set)
 
 
 def is_initialized() -> bool:
-    """Whether ``init()`` has been called and ``shutdown()`` has not."""
+    """Return whether ``init()`` has been called and ``shutdown()`` has not."""
     return _session.communicator is not None
 
 
 def uses_mpi() -> bool:
-    """Whether the ranks of this job come from MPI.
+    """Return whether the ranks of this job come from MPI.
 
     Raises:
         NotInitializedError: before ``init()`` or after ``shutdown()``.
@@ -284,7 +286,7 @@ def uses_mpi() -> bool:
 
 
 def current() -> Communicator:
-    """The communicator that ``init()`` opened.
+    """Return the communicator that ``init()`` opened.
 
     Raises:
         NotInitializedError: before ``init()`` or after ``shutdown()``.
@@ -298,45 +300,45 @@ def current() -> Communicator:
 
 
 def note_progress(text: str) -> None:
-    """Say how far this rank's data is, such as "epoch 2, step 17 of 40"; shown when others wait for this rank."""
+    """Publish this rank's progress, such as "epoch 2, step 17 of 40"; shown when other ranks wait for this one."""
     current().note_progress(text)
 
 
 def stall_report() -> StallReport | None:
-    """Who kept this rank waiting when a collective last took longer than ``stall_check_seconds``."""
+    """Return the latest report on a collective that took longer than ``stall_check_seconds``; None without one."""
     return current().stall_report()
 
 
 def rank() -> int:
-    """This process's number among all ranks, from 0."""
+    """Return this process's number among all ranks, from 0."""
     return current().world.rank
 
 
 def size() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return current().world.size
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host, from 0."""
+    """Return this process's number among the ranks of its host, from 0."""
     return current().world.local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this host."""
+    """Return the number of ranks on this host."""
     return current().world.local_size
 
 
 def cross_rank() -> int:
-    """This host's number among the hosts that have a rank with this local rank."""
+    """Return this host's number among the hosts that have a rank with this local rank."""
     return current().world.cross_rank
 
 
 def cross_size() -> int:
-    """The number of hosts that have a rank with this local rank."""
+    """Return the number of hosts that have a rank with this local rank."""
     return current().world.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
+    """Return whether every host has the same number of ranks."""
     return current().homogeneous

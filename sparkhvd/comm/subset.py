@@ -15,15 +15,15 @@ from sparkhvd.world import World, layout
 
 
 def subset(context: LaunchContext, ranks: Sequence[int], scope: str) -> LaunchContext:
-    """The place of this rank in the job of ``ranks``, numbered in the order given; collective over these.
+    """Return the launch context of this rank in the job of ``ranks``, numbered in this order; collective over them.
 
     Args:
-        context: the whole job's.
+        context: that of the whole job.
         ranks: ranks of the whole job.
-        scope: tells apart what the ranks of one job agree on one after the other; equal on all members.
+        scope: distinguishes the subsets that the ranks of one job form one after the other; equal on all members.
 
     Raises:
-        ConfigError: this rank is not among ``ranks``, or they are no ranks of the job.
+        ConfigError: this rank is not among ``ranks``, or some of them are not ranks of the job.
         DeadlineExceededError: not all members came in time.
     """
     require_member(context.world.rank, context.world.size, ranks)

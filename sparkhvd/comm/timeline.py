@@ -1,7 +1,7 @@
-"""Where the recording of a communicator goes, and how recordings of several hosts become one.
+"""The files of a communicator's timeline, and merging those of several hosts.
 
 A recording is a Chrome trace: open it in Perfetto (https://ui.perfetto.dev) or at chrome://tracing. The ranks of one
-host write one file together; the hosts' files can be opened side by side or joined by ``merge_timelines``.
+host write one file together; the hosts' files can be opened side by side or merged by ``merge_timelines``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sparkhvd.errors import ConfigError
 
 
 def timeline_path(path: str, host_ranks: Sequence[int]) -> str:
-    """The file that the ranks of one host write: ``path`` where rank 0 is, with the host's first rank in it elsewhere.
+    """Return the file of one host's ranks: ``path`` on rank 0's host, with the host's first rank in it elsewhere.
 
-    Hosts may share the folder through a file system over which appends of several hosts would mix.
+    Each host has its own file because appends of several hosts could mix in a shared folder.
     """
     first = min(host_ranks)
     target = Path(path)
@@ -27,7 +27,7 @@ def timeline_path(path: str, host_ranks: Sequence[int]) -> str:
 
 
 def recording_name(token: bytes, scope: str, number: int) -> str:
-    """Tells apart the recordings of all jobs, and is the same on all ranks of one; says nothing of ``token``."""
+    """Return a name that is unique among jobs and equal on all ranks of one; it does not reveal ``token``."""
     job = hmac.digest(token, b"timeline", hashlib.sha256).hex()[:16] if token else uuid.uuid4().hex
     return f"{job}/{scope}/{number}"
 
@@ -40,7 +40,7 @@ def merge_timelines(paths: Iterable[str | Path], target: str | Path) -> None:
         target: the file to write.
 
     Raises:
-        ConfigError: a file is no recording.
+        ConfigError: a file is not a recording.
     """
     with Path(target).open("w", encoding="utf-8") as merged:
         merged.write("[")
@@ -53,7 +53,7 @@ def merge_timelines(paths: Iterable[str | Path], target: str | Path) -> None:
 
 
 def read_timeline(path: str | Path) -> Iterator[dict[str, object]]:
-    """The events of a recording; a line that a killed rank could not finish is left out."""
+    """Return the events of a recording; a line that a killed rank could not finish is skipped."""
     with Path(path).open(encoding="utf-8", errors="replace") as lines:
         if next(lines, "").strip() != "[":
             raise ConfigError(f"{path} is not a timeline: its first line is not an opening bracket.")

@@ -116,7 +116,7 @@ _HANGING: dict[str, tuple[type[Exception], str]] = {
     "before registration": (StartTimeoutError, r"Rank \d on host \S+ was not ready for fn in time"),
     "at rendezvous": (
         RankFailedError,
-        _NAMED + r"did not come to init\(\): rank 0 waited start_timeout=6 s for rank 1 to come to init\(\)",
+        _NAMED + r"did not come to init\(\): rank 0 waited start_timeout=6 s for rank 1 to reach init\(\)",
     ),
     "in mid-training": (
         RankFailedError,

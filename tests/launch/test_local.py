@@ -156,7 +156,7 @@ def test_init_waits_for_the_start_timeout_of_the_call_and_names_the_missing_rank
             env={"SPARKHVD_STALL_CHECK_SECONDS": "1"},
             stdout=stdout,
         )
-    warning = r"Rank 0 has waited \d s for rank 1 to come to init\(\)\. It gives up after start_timeout=5 s\."
+    warning = r"Rank 0 has waited \d s for rank 1 to reach init\(\)\. It gives up after start_timeout=5 s\."
     assert re.search(warning, stdout.getvalue())
 
 

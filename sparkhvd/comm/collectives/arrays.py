@@ -1,11 +1,11 @@
 """Collectives on numpy arrays: methods of ``Communicator``.
 
 All take the keywords ``name``, ``process_set`` and ``with_waiter`` of ``options.SubmitOptions``, reductions also
-``prescale`` and ``postscale`` of ``Reduction``. Each comes in two forms: ``..._async`` returns a ``Handle``, the other
-one its result. Results raise
+``prescale`` and ``postscale`` of ``Reduction``. Each has two forms: ``..._async`` returns a ``Handle``, the other one
+its result. Waiting raises
 
 - ``MismatchError`` on every rank when the ranks disagree,
-- ``PeerLostError`` when a rank is gone,
+- ``PeerLostError`` when a rank has ended,
 - ``DeadlineExceededError`` when not all ranks took part in time.
 """
 
@@ -31,7 +31,7 @@ P = ParamSpec("P")
 
 
 def waited(start: Callable[Concatenate[C, P], Handle[T]]) -> Callable[Concatenate[C, P], T]:
-    """The collective that ``start`` starts ``with_waiter``, as a call that returns its result."""
+    """Return the blocking form of the collective that ``start`` starts."""
 
     @wraps(start)
     def call(me: C, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -85,7 +85,9 @@ def grouped_allreduce_async(
 def reducescatter_async(
     me: HasChannels, array: Array, op: ReduceOp = ReduceOp.AVERAGE, **options: Unpack[ReduceKeywords]
 ) -> Handle[Array]:
-    """Combine the arrays of all ranks; each rank gets some rows of the result, the first ranks one more if need be.
+    """Combine the arrays of all ranks; each rank gets its rows of the result.
+
+    Where the rows do not divide evenly, the first ranks get one more.
 
     Args:
         me: the communicator.
@@ -122,11 +124,11 @@ def allgather_async(
     array: Array,
     **options: Unpack[SubmitKeywords],
 ) -> Handle[Array]:
-    """Join the arrays of all ranks along the first dimension, in rank order.
+    """Concatenate the arrays of all ranks along the first dimension, in rank order.
 
     Args:
         me: the communicator.
-        array: the same dtype and shape on all ranks but for the first dimension.
+        array: the same dtype and shape on all ranks except for the first dimension.
     """
     array = _contiguous(array)
     handle = raw.gather_buffer(me, buffer_of(array, "The array to gather"), SubmitOptions(**options))
@@ -151,7 +153,7 @@ def alltoall_async(
     splits: Sequence[int] | None = None,
     **options: Unpack[SubmitKeywords],
 ) -> Handle[tuple[Array, tuple[int, ...]]]:
-    """Send some rows of the array to every rank; the result is what came from all, and how many rows from each.
+    """Send some rows of the array to every rank; the result is the received rows, and how many came from each rank.
 
     Args:
         me: the communicator.
@@ -172,12 +174,12 @@ def broadcast_async(
     out: Array | None = None,
     **options: Unpack[SubmitKeywords],
 ) -> Handle[Array]:
-    """The array of rank ``root``, on every rank; all ranks pass one of its shape and dtype.
+    """Send the array of rank ``root`` to every rank; all ranks pass one of its shape and dtype.
 
     Args:
         me: the communicator.
-        array: what the root sends.
-        root: a rank of the job, also where a process set is given.
+        array: the values to send on the root; elsewhere its shape and dtype count.
+        root: a rank of the job, also with a process set.
         out: receives the result, a new array by default; ``array`` itself works in place.
     """
     array = _contiguous(array)

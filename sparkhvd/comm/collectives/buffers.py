@@ -29,15 +29,15 @@ class ReduceOp(StrEnum):
 
 
 class Buffer(NamedTuple):
-    """Contiguous memory that a collective reads or writes; one is made for every tensor, so it has to cost little.
+    """Contiguous memory that a collective reads or writes; a named tuple, because every tensor needs one.
 
     Attributes:
         address: of the first element.
         shape: elements per dimension, row-major.
         dtype: one of ``DTYPES``.
-        owner: what keeps the memory alive; an operation holds it until nothing uses the memory any more.
-        device: where it is in the memory of a CUDA device the device's number, and the address of the stream whose work
-            makes it ready.
+        owner: keeps the memory alive; an operation holds it until nothing uses the memory.
+        device: for memory of a CUDA device, the device's number and the address of the stream whose work makes the
+            memory ready; None for memory of the host.
     """
 
     address: int
@@ -48,13 +48,13 @@ class Buffer(NamedTuple):
 
 
 def buffer_of(array: Array, what: str) -> Buffer:
-    """The memory of a C-contiguous array, without a copy.
+    """Return the memory of a C-contiguous array, without a copy.
 
     Raises:
-        ConfigError: the core has no such element type, or the array is not contiguous; ``what`` says which array.
+        ConfigError: the core does not support the element type, or the array is not contiguous. ``what`` names it.
     """
     if array.dtype.name not in DTYPES:
         raise ConfigError(f"{what} has dtype {array.dtype}; collectives take {', '.join(sorted(DTYPES))}.")
     if not array.flags.c_contiguous:
-        raise ConfigError(f"{what} of shape {array.shape} is not contiguous; pass numpy.ascontiguousarray(...) of it.")
+        raise ConfigError(f"{what} of shape {array.shape} is not contiguous; pass numpy.ascontiguousarray(array).")
     return Buffer(array.ctypes.data, array.shape, array.dtype.name, array)

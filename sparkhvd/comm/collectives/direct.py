@@ -23,11 +23,11 @@ def allreduce_now(
     out: Array | None = None,
     process_set: ProcessSet | None = None,
 ) -> Array:
-    """Combine the arrays of all ranks, like ``allreduce`` but with nothing around it: the fastest call there is.
+    """Combine the arrays of all ranks, like ``allreduce`` but without names and negotiation: the fastest call.
 
-    There is no name and no negotiation: the first call of a rank meets the first calls of the others, its second the
-    second ones, and so on, so every rank must make the same calls in the same order, one at a time. Where the ranks do
-    not all share memory it is an ``allreduce`` under a fixed name. It never waits for other collectives of this
+    The first call of a rank is matched with the first calls of the others, its second with their second, and so on, so
+    every rank must make the same calls in the same order, one at a time. Where the ranks do not
+    all share memory it is an ``allreduce`` under a fixed name. It never waits for other collectives of this
     communicator, nor they for it. It is not part of the timeline.
 
     Args:
@@ -41,9 +41,9 @@ def allreduce_now(
         The result, the same on every rank.
 
     Raises:
-        ConfigError: an array is not contiguous, or of a dtype that the core has not.
-        MismatchError: on every rank, when they disagree; the communicator goes on.
-        PeerLostError: a rank is gone, or left a call by an exception such as ``KeyboardInterrupt``.
+        ConfigError: an array is not contiguous, or the core does not support its dtype.
+        MismatchError: on every rank, when they disagree; the communicator stays usable.
+        PeerLostError: a rank has ended, or left a call by an exception such as ``KeyboardInterrupt``.
         DeadlineExceededError: not all ranks came in time; the communicator has ended.
     """
     engine = me.channel(process_set).engine
@@ -56,6 +56,6 @@ def allreduce_now(
         raise translate(error) from None
     except (BufferError, ValueError) as error:
         raise ConfigError(
-            f"The core cannot work on this memory: {error}. Pass contiguous arrays, out writable."
+            f"The core cannot use this memory: {error}. Pass contiguous arrays; out must be writable."
         ) from error
     return target

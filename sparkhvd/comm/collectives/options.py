@@ -1,4 +1,4 @@
-"""What is asked of a collective beside its tensors."""
+"""The options of a collective, beside its tensors."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NamedTuple, TypedDict, Unpack
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.process_sets import ProcessSet
 
-# These are made for every tensor that is submitted, and a named tuple takes a third of a frozen dataclass's time.
+# Every submitted tensor needs these; a named tuple takes a third of the time of a frozen dataclass.
 
 
 class SubmitOptions(NamedTuple):
-    """How an operation finds those of the other ranks, and when it begins.
+    """How an operation is matched with those of the other ranks, and when it begins.
 
     Attributes:
         name: by which the ranks match their submissions; made by counting when None.
         process_set: the ranks that take part, all by default.
-        with_waiter: begin when the handle is waited for, on the thread that waits, which saves handing the operation
-            over to another thread; for callers who wait at once.
+        with_waiter: begin when a thread waits for the handle, and run on that thread, which saves handing the operation
+            over to another one; for callers that wait at once.
     """
 
     name: str | None = None
@@ -25,16 +25,16 @@ class SubmitOptions(NamedTuple):
     with_waiter: bool = False
 
     def waiting(self) -> SubmitOptions:
-        """The same for a caller who waits at once."""
+        """Return these options for a caller that waits at once."""
         return SubmitOptions(self.name, self.process_set, True)
 
 
 class Reduction(NamedTuple):
-    """How the ranks' values are combined.
+    """How the values of the ranks are combined.
 
     Attributes:
         op: the operator.
-        prescale: multiplies this rank's values before; may differ among ranks.
+        prescale: multiplies this rank's values before the reduction; may differ among ranks.
         postscale: multiplies the result; equal on all ranks.
     """
 
@@ -44,7 +44,7 @@ class Reduction(NamedTuple):
 
 
 class SubmitKeywords(TypedDict, total=False):
-    """The same as ``SubmitOptions``, as keywords."""
+    """``SubmitOptions`` as keywords."""
 
     name: str | None
     process_set: ProcessSet | None
@@ -52,7 +52,7 @@ class SubmitKeywords(TypedDict, total=False):
 
 
 class ReduceKeywords(SubmitKeywords, total=False):
-    """The same as ``SubmitOptions`` and the scales of ``Reduction``, as keywords."""
+    """``SubmitOptions`` and the scales of ``Reduction`` as keywords."""
 
     prescale: float
     postscale: float
@@ -61,5 +61,5 @@ class ReduceKeywords(SubmitKeywords, total=False):
 def reduction_options(
     op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0, **options: Unpack[SubmitKeywords]
 ) -> tuple[Reduction, SubmitOptions]:
-    """What the operator and the keywords describe."""
+    """Return the reduction and the options that the operator and the keywords describe."""
     return Reduction(ReduceOp(op), prescale, postscale), SubmitOptions(**options)

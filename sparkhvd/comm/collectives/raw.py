@@ -27,12 +27,12 @@ _MEAN = Reduction()
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What an allgather or alltoall of raw memory brought.
+    """The result of an allgather or alltoall of raw memory.
 
     Attributes:
-        content: the bytes of all ranks in rank order; empty where they are on a device.
+        content: the bytes of all ranks in rank order; empty for memory of a device.
         first_dims: the first dimension of what came from each rank.
-        operation: brings what is on a device.
+        operation: holds the memory of a device.
     """
 
     content: memoryview
@@ -40,13 +40,13 @@ class Gathered:
     operation: Operation = field(repr=False)
 
     def move_to(self, address: int, stream: int) -> None:
-        """Copy what is on a device into its memory at ``address``, in the order of ``stream``; once."""
+        """Copy the result on a device to ``address`` of its memory, in the order of ``stream``; works once."""
         with translated():
             self.operation.move_output(address, stream)
 
 
 def rows_of(total: int, size: int) -> list[int]:
-    """How a reducescatter divides ``total`` rows among ``size`` ranks: the first ones get one more."""
+    """Return how a reducescatter divides ``total`` rows among ``size`` ranks: the first ones get one more."""
     return [total // size + (rank < total % size) for rank in range(size)]
 
 
@@ -72,7 +72,7 @@ def reduce_in_place(  # noqa: PLR0917  most tensors come through here: records w
     process_set: ProcessSet | None,
     with_waiter: bool,
 ) -> Handle[T]:
-    """Start an allreduce within some memory; the handle brings its owner.
+    """Start an allreduce in place; the result of the handle is the owner of the memory.
 
     The arguments are the fields of a ``Buffer``, a ``Reduction`` and a ``SubmitOptions``, one by one.
     """
@@ -162,7 +162,7 @@ def alltoall_buffer(
         if source.shape[0] % channel.size:
             raise ConfigError(
                 f"An alltoall of {source.shape[0]} rows cannot be divided evenly among {channel.size} ranks; "
-                "give splits."
+                "pass splits."
             )
         splits = [source.shape[0] // channel.size] * channel.size
     name = channel.named("alltoall", options.name)
@@ -206,7 +206,7 @@ def broadcast_buffer(
 def barrier_async(
     me: HasChannels, *, name: str | None = None, process_set: ProcessSet | None = None, with_waiter: bool = False
 ) -> Handle[None]:
-    """Start a barrier: done once every rank has come to it."""
+    """Start a barrier: done once every rank has reached it."""
     channel = me.channel(process_set)
     name = channel.named("barrier", name)
     with translated():
@@ -223,11 +223,12 @@ def join_async(
 ) -> Handle[int]:
     """Start waiting for all ranks to join; the result is the last rank that did.
 
-    Until then this rank takes part in what the others still do: it contributes zeros (the neutral element of a minimum,
-    maximum or product) to their allreduces and reducescatters, no rows to their allgathers, and takes part in their
-    barriers and in broadcasts of a root that has not joined. An average divides by the number of all ranks. Other
-    collectives fail with ``ConfigError`` on the ranks that call them, on devices reducescatter and broadcast, too.
-    ``device``, as in ``Buffer``, is where it takes part in what the others do on theirs.
+    Until then this rank takes part in the other ranks' collectives: it contributes zeros (the neutral element of a
+    minimum, maximum or product) to their allreduces and reducescatters, no rows to their allgathers, and takes part in
+    their barriers and in broadcasts of a root that has not joined. An average divides by the number of all ranks.
+    Other collectives fail with ``ConfigError`` on the ranks that call them, on devices reducescatter and broadcast,
+    too.
+    ``device``, as in ``Buffer``, is where it takes part in collectives on devices.
     """
     channel = me.channel(process_set)
     with translated():
@@ -278,7 +279,7 @@ def _require_same_form(source: Buffer, target: Buffer) -> None:
     if source.shape != target.shape or source.dtype != target.dtype:
         raise ConfigError(
             f"An allreduce of {source.dtype}{list(source.shape)} cannot go into "
-            f"{target.dtype}{list(target.shape)}; give both the same shape and dtype."
+            f"{target.dtype}{list(target.shape)}; pass buffers of the same shape and dtype."
         )
 
 
@@ -293,8 +294,8 @@ def _require_own_rows(channel: Channel, source: Buffer, target: Buffer) -> None:
     shape = (rows, *source.shape[1:])
     if target.shape != shape or target.dtype != source.dtype:
         raise ConfigError(
-            f"A reducescatter of {source.dtype}{list(source.shape)} brings this rank {source.dtype}{list(shape)}, "
-            f"which cannot go into {target.dtype}{list(target.shape)}."
+            f"A reducescatter of {source.dtype}{list(source.shape)} gives this rank {source.dtype}{list(shape)}, "
+            f"but the target is {target.dtype}{list(target.shape)}; pass one of the same shape and dtype."
         )
 
 

@@ -1,6 +1,6 @@
-"""A rank's place for a program that the rank starts: how ``hvd.init()`` works in ``sparkhvdrun ... python train.py``.
+"""The launch context for a program that a rank starts, so that ``hvd.init()`` works in ``sparkhvdrun python train.py``.
 
-The launch context lies in memory of the rank's worker process. The environment names it by a path below ``/proc`` that
+The context lies in memory of the rank's worker process. The environment names it by a path below ``/proc`` that
 only the same user can open and that is gone with the worker, so the job's secret is in no file and no environment.
 """
 
@@ -22,9 +22,9 @@ from sparkhvd.world import World
 
 @contextmanager
 def memory_file(content: bytes) -> Iterator[str]:
-    """Within this block, the path under which processes of the same user on this host find ``content``.
+    """Within this block, provide the path under which processes of the same user on this host find ``content``.
 
-    For secrets of child processes: their environment can be read as long as they live, and is inherited.
+    For secrets of child processes, whose environment can be read as long as they live and is inherited.
     """
     descriptor = os.memfd_create("sparkhvd-launch-context")
     try:
@@ -35,12 +35,12 @@ def memory_file(content: bytes) -> Iterator[str]:
 
 
 def context_file(context: LaunchContext) -> AbstractContextManager[str]:
-    """Within this block, the path under which child processes find ``context``."""
+    """Within this block, provide the path under which child processes find ``context``."""
     return memory_file(to_json(context))
 
 
 def inherited_context() -> LaunchContext | None:
-    """The context of the rank that this program is part of; None outside such a program.
+    """Return the context of the rank that started this program; None for other programs.
 
     Raises:
         LaunchError: the rank has ended.
@@ -52,7 +52,8 @@ def inherited_context() -> LaunchContext | None:
         return from_json(Path(path).read_bytes())
     except OSError as error:
         raise LaunchError(
-            f"This program was started as part of a rank that is gone ({error}); it cannot join that job any more."
+            f"The rank that started this program has ended ({error}), so the program cannot join its job. "
+            "Call hvd.init() while the rank runs."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What a launcher tells a rank so that ``init()`` can find the others."""
+"""The launch context: what ``init()`` needs to find the other ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from sparkhvd.world import World
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """One rank's place in a job and the way to its peers; the default is a job of one rank.
+    """One rank's position in a job and how to reach its peers; the default is a job of one rank.
 
     Attributes:
-        world: the rank's place.
+        world: the rank's position.
         rendezvous: addresses of the job's rendezvous server, tried in order; empty for one rank.
         token: the job's secret.
         host_key: equal for ranks that may share memory.
         bind_host: the local address at which peers may reach this rank best; unless it is a loopback, the rank offers
             the host's other addresses beside it.
         config: settings of the core.
-        members: the ranks of the launcher's job that are numbered anew here, in this order; empty for all of them.
+        members: the ranks of the launcher's job that are renumbered here, in this order; empty for all of them.
     """
 
     world: World = field(default_factory=World)
@@ -32,5 +32,5 @@ class LaunchContext:
     members: tuple[int, ...] = ()
 
     def rank_in_job(self, rank: int) -> int:
-        """The number of a rank in the launcher's job."""
+        """Return the number of a rank in the launcher's job."""
         return self.members[rank] if self.members else rank

@@ -1,6 +1,6 @@
-"""Ranks that MPI has started or grouped: it says who is who, and the core makes links of its own.
+"""Ranks that MPI has started or grouped: MPI numbers them, and the core connects them by links of its own.
 
-Nothing of MPI is used after ``meet()`` has returned, so a program may go on with mpi4py as it likes.
+Nothing of MPI is used after ``meet()`` has returned, so a program may use mpi4py freely.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-5, 1e-2
 
 
 def available() -> bool:
-    """Whether mpi4py is installed."""
+    """Return whether mpi4py is installed."""
     return find_spec("mpi4py") is not None
 
 
 def world_communicator() -> MPI.Intracomm:
-    """MPI's communicator of all processes.
+    """Return MPI's communicator of all processes.
 
     Raises:
         ConfigError: mpi4py is not installed.
@@ -42,24 +42,24 @@ def world_communicator() -> MPI.Intracomm:
         from mpi4py import MPI  # noqa: PLC0415  importing it initializes MPI
     except ImportError as error:
         raise ConfigError(
-            "mpirun started this process, but mpi4py, which tells its rank, cannot be imported. Install it with "
+            "mpirun started this process, but mpi4py, which provides its rank, cannot be imported. Install it with "
             "pip install 'sparkhvd[mpi]'."
         ) from error
     return MPI.COMM_WORLD
 
 
 def has_threads() -> bool:
-    """Whether MPI may be called from several threads at once."""
+    """Return whether several threads may call MPI at once."""
     from mpi4py import MPI  # noqa: PLC0415  importing it initializes MPI
 
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def of_ranks(ranks: Sequence[int]) -> MPI.Intracomm:
-    """A communicator of some ranks of MPI's world; collective over these alone.
+    """Return a communicator of some ranks of MPI's world; collective over these alone.
 
     Raises:
-        ConfigError: this process is none of them.
+        ConfigError: this process is not among them.
     """
     world = world_communicator()
     require_member(world.Get_rank(), world.Get_size(), ranks)
@@ -68,10 +68,10 @@ def of_ranks(ranks: Sequence[int]) -> MPI.Intracomm:
 
 def require_member(rank: int, size: int, ranks: Sequence[int]) -> None:
     """Raise ``ConfigError`` unless ``ranks`` are different ranks of a job of ``size``, with ``rank`` among them."""
-    if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= each < size for each in ranks):
-        raise ConfigError(f"comm={list(ranks)} are not different ranks of the {size} ranks 0..{size - 1}.")
+    if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= member < size for member in ranks):
+        raise ConfigError(f"comm={list(ranks)} must be distinct ranks of the {size} ranks 0..{size - 1}.")
     if rank not in ranks:
-        raise ConfigError(f"This is rank {rank}, which is not in comm={list(ranks)}; only those ranks call init().")
+        raise ConfigError(f"Rank {rank} is not in comm={list(ranks)}; only those ranks may call init().")
 
 
 def meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, RendezvousServer | None]:
@@ -82,14 +82,14 @@ def meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, Re
         config: settings of this process.
 
     Returns:
-        This rank's place and the way to its peers; and, on rank 0 of several, the server where they meet, which the
-        caller closes after the job.
+        This rank's launch context; and, on rank 0 of several, the rendezvous server, which the caller closes after
+        the job.
 
     Raises:
         DeadlineExceededError: not all ranks came within ``config.start_timeout``.
     """
     _wait_for_all(communicator, config.start_timeout)
-    own = communicator.Dup()  # keeps what is said here apart from what the program says
+    own = communicator.Dup()  # keeps these messages apart from those of the program
     try:
         return _meet(own, config)
     finally:
@@ -97,7 +97,7 @@ def meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, Re
 
 
 def _wait_for_all(communicator: MPI.Intracomm, seconds: float) -> None:
-    """Wait until all ranks of the communicator are here: MPI's own collectives wait without a limit."""
+    """Wait until all ranks of the communicator have called: MPI's own collectives wait without a limit."""
     deadline, pause = Deadline.after(seconds), _FIRST_PAUSE_SECONDS
     barrier = communicator.Ibarrier()
     while not barrier.Test():
@@ -105,8 +105,8 @@ def _wait_for_all(communicator: MPI.Intracomm, seconds: float) -> None:
             rank, size = communicator.Get_rank(), communicator.Get_size()
             raise DeadlineExceededError(
                 f"Rank {rank} waited start_timeout={seconds:g} s in init() for all {size} ranks that MPI "
-                "started, and at least one of them did not call it. See which rank does not print a line right after "
-                "init(), or raise SPARKHVD_START_TIMEOUT."
+                "started, but at least one of them did not call it. Print a line right after init() to find the rank "
+                "that does not reach it, or raise SPARKHVD_START_TIMEOUT."
             )
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -125,16 +125,16 @@ def _meet(communicator: MPI.Intracomm, config: Config) -> tuple[LaunchContext, R
     hosts: list[str] = communicator.allgather(own_host)
     bind_host = address_to_bind(own_host, hosts)
     token = secrets.token_bytes(_TOKEN_BYTES) if rank == 0 else b""
-    server, offered = None, None
+    server, published = None, None
     if rank == 0:
         try:
             server = RendezvousServer(token, bind_host, encrypt=config.encrypt)
-            offered = (bind_host, server.port, token, "")
+            published = (bind_host, server.port, token, "")
         except CollectiveError as error:
-            offered = (bind_host, 0, token, str(error))
-    address, port, token, problem = communicator.bcast(offered)
+            published = (bind_host, 0, token, str(error))
+    address, port, token, problem = communicator.bcast(published)
     if problem:
-        raise CollectiveError(f"Rank 0 on host {hosts[0]} cannot serve the rendezvous: {problem}")
+        raise CollectiveError(f"Rank 0 on host {hosts[0]} cannot start the rendezvous server: {problem}")
     context = LaunchContext(
         world=layout(host_keys)[rank],
         rendezvous=((address, port),),

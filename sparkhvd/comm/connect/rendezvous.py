@@ -15,10 +15,10 @@ class RendezvousServer(Closable):
     """Serves keys and values to holders of ``token``, from construction until ``close()``.
 
     Args:
-        token: the job's secret; a client that doesn't know it is turned away before anything it sends is parsed.
+        token: the job's secret; the server refuses a client that doesn't know it before parsing what it sends.
         host: the local address to bind.
         port: the port to bind, 0 for any free one.
-        encrypt: whether all that travels is encrypted; the clients follow.
+        encrypt: whether all traffic is encrypted; the clients follow.
 
     Raises:
         CollectiveError: the address cannot be bound, or OpenSSL is missing.
@@ -31,25 +31,25 @@ class RendezvousServer(Closable):
 
     @property
     def port(self) -> int:
-        """The port that clients connect to."""
+        """Return the port that clients connect to."""
         return self._port
 
     def set(self, key: str, value: bytes) -> None:
-        """Store ``value`` and wake everybody who waits for ``key``."""
+        """Store ``value`` and wake all who wait for ``key``."""
         with translated():
             self._open().set(key, value)
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        """The value of ``key``, waiting until somebody sets it.
+        """Return the value of ``key``, waiting until it is set.
 
         Raises:
-            DeadlineExceededError: nobody set it in time.
+            DeadlineExceededError: it was not set in time.
         """
         with translated():
             return self._open().get(key, deadline.remaining())
 
     def close(self) -> None:
-        """Stop serving; clients that wait are woken with an error. Closable twice is fine."""
+        """Stop serving; waiting clients get an error. Closing twice is fine."""
         server, self._core = self._core, None  # the core's object frees its last descriptor when it is dropped
         if server is not None:
             with translated():
@@ -65,10 +65,10 @@ class RendezvousClient(Closable):
     """Connection to a ``RendezvousServer``; several threads may use it at once.
 
     Args:
-        addresses: where the server may be reached, tried in order.
+        addresses: of the server, tried in order.
         token: the job's secret; the server has to know it too.
         deadline: when to give up connecting.
-        encrypt: whether a server that does not encrypt is refused.
+        encrypt: whether to refuse a server that does not encrypt.
 
     Raises:
         AuthenticationError: the other side doesn't know the secret, or does not encrypt.
@@ -83,21 +83,21 @@ class RendezvousClient(Closable):
             self.core = _core.RendezvousClient(list(addresses), token, deadline.remaining(), encrypt)
 
     def set(self, key: str, value: bytes, deadline: Deadline) -> None:
-        """Store ``value`` and wake everybody who waits for ``key``."""
+        """Store ``value`` and wake all who wait for ``key``."""
         with translated():
             self.core.set(key, value, deadline.remaining())
 
     def get(self, key: str, deadline: Deadline) -> bytes:
-        """The value of ``key``, waiting until somebody sets it.
+        """Return the value of ``key``, waiting until it is set.
 
         Raises:
-            DeadlineExceededError: nobody set it in time.
+            DeadlineExceededError: it was not set in time.
             PeerLostError: the server went away.
         """
         with translated():
             return self.core.get(key, deadline.remaining())
 
     def close(self) -> None:
-        """Leave the server. Closable twice is fine."""
+        """Disconnect from the server. Closing twice is fine."""
         with translated():
             self.core.close()

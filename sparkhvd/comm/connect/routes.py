@@ -1,4 +1,4 @@
-"""At which addresses a rank can be reached: a pure decision about this host's interfaces."""
+"""The addresses that a rank offers to its peers: a pure decision about this host's interfaces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LocalAddress = tuple[str, str, bool]
 
 
 def addresses_to_offer(chosen: str, interfaces: str, local: Sequence[LocalAddress]) -> list[str]:
-    """The local addresses that a rank binds and offers to its peers, the preferred one first.
+    """Return the local addresses that a rank binds and offers to its peers, the preferred one first.
 
     Args:
         chosen: the address that the launcher found; loopback when all ranks are on this host.
@@ -26,9 +26,9 @@ def addresses_to_offer(chosen: str, interfaces: str, local: Sequence[LocalAddres
     if names:
         offered = [host for name in names for interface, host, _ in local if interface == name]
         if not offered:
-            there = ", ".join(dict.fromkeys(interface for interface, _, _ in local))
+            available = ", ".join(dict.fromkeys(interface for interface, _, _ in local))
             raise ConfigError(
-                f"None of the network interfaces {', '.join(names)} has an address here; this host has {there}. "
+                f"None of the network interfaces {', '.join(names)} has an address here; this host has {available}. "
                 "Name one of them in SPARKHVD_NETWORK_INTERFACES, or leave it empty."
             )
         return offered

@@ -1,8 +1,8 @@
-"""Finds out why a collective does not end.
+"""The stall detector: finds out why a collective does not end.
 
-Every rank has a thread that answers a question posted in the rendezvous: what is pending there, what its threads are
-executing, who of its host lives. It answers also while the rank's main thread is busy in Python code. A rank on which a
-collective takes too long posts the question; all that wait then say what came out.
+Every rank has a thread that answers a question posted in the rendezvous: its pending collectives, the stacks of its
+threads, and which processes of its host are alive. It answers also while the rank's main thread is busy in Python code.
+A rank whose collective takes too long posts the question; all waiting ranks then log the report.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from sparkhvd.errors import DeadlineExceededError, SparkHvdError
 
 _log = logging.getLogger(__name__)
 
-# How often the thread looks up: also the longest that it holds up the end of a process that forgot to shut down.
+# How often the thread polls, and the longest that it delays the exit of a process that did not call shutdown().
 _GLANCE_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0
 _STORE_SECONDS = 10.0
-# How long before a collective is given up those who watch over the ranks learn who is waited for.
+# How long before the collective timeout the straggler is published for the job's supervisors.
 _BEFORE_SECONDS = 1.5
 
 
 @dataclass
 class _Watched:
-    """What only the thread writes and anybody reads."""
+    """State that any thread may read."""
 
     progress: str = ""
     report: StallReport | None = None
@@ -61,14 +61,14 @@ class WatchedChannel(Protocol):
 
 
 class StallDetector:
-    """One rank's part in finding out who keeps the others waiting; owns a thread from construction to ``close()``.
+    """One rank's part in finding stragglers; owns a thread from construction to ``close()``.
 
     Args:
         channels: whose collectives are watched, by the number of the process set; may change at any time.
         sets: the ranks of every process set; may change at any time.
         rendezvous: where questions and answers are posted; closing it wakes the thread.
-        context: the rank's place, and how long is too long.
-        scope: tells apart the communicators of a job.
+        context: the rank's position in the job, and the limits in its configuration.
+        scope: distinguishes the communicators of a job.
     """
 
     def __init__(
@@ -92,22 +92,22 @@ class StallDetector:
         self._next_report = self._patience
         self._operations, self._changed = 0, time.monotonic()
         self._stopping = threading.Event()
-        self._is_asked(0, 0.0)  # the question's connection is there from now on
+        self._is_asked(0, 0.0)  # opens the connection for questions
         self._rendezvous.set(self._key("who", self._world.rank), encode(own_identity()), self._soon())
         self._thread = threading.Thread(target=self._run, name="sparkhvd-stall-detector")
         self._thread.start()
 
     @property
     def last_report(self) -> StallReport | None:
-        """The latest report on this rank; None while no collective has taken too long."""
+        """Return the latest report on this rank; None while no collective has taken too long."""
         return self._watched.report
 
     def note_progress(self, text: str) -> None:
-        """What this rank says when it is asked how far its data is."""
+        """Set the progress that this rank reports when asked."""
         self._watched.progress = text
 
     def close(self) -> None:
-        """End the thread; call after the rendezvous was closed, which ends its wait. Closing twice is fine."""
+        """End the thread; call it after closing the rendezvous, which ends its wait. Closing twice is fine."""
         self._stopping.set()
         self._thread.join()
 
@@ -115,21 +115,21 @@ class StallDetector:
         try:
             question = 0
             glance = min(_GLANCE_SECONDS, self._patience / 4)
-            while not self._over():
+            while not self._is_over():
                 if self._is_asked(question, glance):
                     self._answer(question)
                     question += 1
                 self._look_for_stall(question)
         except SparkHvdError as error:
-            # Without a rendezvous there is nobody to ask, and the job is over or about to be.
-            _log.debug("The stall detector of rank %d leaves: %s", self._world.rank, error)
+            # Without the rendezvous no rank can be asked, and the job is over or about to be.
+            _log.debug("The stall detector of rank %d ends: %s", self._world.rank, error)
 
-    def _over(self) -> bool:
-        # An interpreter that ends waits for this thread, which therefore goes when the main thread has gone.
+    def _is_over(self) -> bool:
+        # The interpreter waits for this thread at exit, so it ends once the main thread has ended.
         return self._stopping.is_set() or not threading.main_thread().is_alive()
 
     def _is_asked(self, question: int, seconds: float) -> bool:
-        """Whether the question comes within so many seconds."""
+        """Return whether the question is posted within ``seconds``."""
         try:
             self._rendezvous.get(self._key("question", question), Deadline.after(seconds))
         except DeadlineExceededError:
@@ -146,37 +146,39 @@ class StallDetector:
         elif 0 < self._shutdown_after <= oldest:
             self._end_job()
         elif oldest >= self._timeout - _BEFORE_SECONDS:
-            self._tell(f"SPARKHVD_COLLECTIVE_TIMEOUT={self._timeout:g}")
+            self._publish_straggler(f"SPARKHVD_COLLECTIVE_TIMEOUT={self._timeout:g}")
         elif oldest >= self._next_report:
-            # Set by whoever is first; the others find it there.
+            # The first rank sets it; the others find it there.
             self._rendezvous.set(self._key("question", question), b"", self._soon())
 
     def _pending(self) -> tuple[PendingCollective, ...]:
-        """What this rank waits for, the longest wait first."""
-        found = [
+        """Return the collectives that this rank waits for, the longest wait first."""
+        collectives = [
             PendingCollective(title, age, number)
             for number, channel in list(self._channels.items())
             for title, age in channel.engine.pending()
         ]
-        return tuple(sorted(found, key=lambda one: -one.age))
+        return tuple(sorted(collectives, key=lambda collective: -collective.age))
 
     def _completed(self) -> int:
         return sum(channel.engine.counters()["operations"] for channel in list(self._channels.values()))
 
     def _oldest(self) -> float:
-        return max((one.age for one in self._pending()), default=0.0)
+        return max((collective.age for collective in self._pending()), default=0.0)
 
     def _answer(self, question: int) -> None:
         waits = self._oldest() >= self._patience / 2
-        self._rendezvous.set(self._key(f"answer/{question}", self._world.rank), encode(self._own()), self._soon())
+        self._rendezvous.set(
+            self._key(f"answer/{question}", self._world.rank), encode(self._own_condition()), self._soon()
+        )
         if waits:
             self._next_report = 2 * max(self._oldest(), self._patience / 2)
-            found = self._collect(question)
-            self._watched.report = found
-            if found.tensors:
-                _log.warning("%s", found)
+            latest = self._collect(question)
+            self._watched.report = latest
+            if latest.tensors:
+                _log.warning("%s", latest)
 
-    def _own(self) -> Condition:
+    def _own_condition(self) -> Condition:
         neighbours = self._channels[0].engine.host_ranks()
         problems = {rank: process_problem(identity) for rank, identity in self._identities(neighbours).items()}
         return Condition(
@@ -185,11 +187,11 @@ class StallDetector:
             idle=time.monotonic() - self._changed,
             progress=self._watched.progress,
             stacks=stacks(without=self._thread),
-            neighbours={rank: what for rank, what in problems.items() if what is not None},
+            neighbours={rank: problem for rank, problem in problems.items() if problem is not None},
         )
 
     def _collect(self, question: int) -> StallReport:
-        """The report, from all answers that come within a few seconds."""
+        """Return the report on all answers that arrive within a few seconds."""
         deadline = Deadline.after(_ANSWER_SECONDS)
         conditions: dict[int, Condition] = {}
         for rank in range(self._world.size):
@@ -203,32 +205,32 @@ class StallDetector:
 
     def _identities(self, ranks: list[int] | range) -> dict[int, Identity]:
         deadline = Deadline.after(_ANSWER_SECONDS)
-        found = {}
+        identities = {}
         for rank in ranks:
             try:
-                found[rank] = decode_identity(self._rendezvous.get(self._key("who", rank), deadline))
+                identities[rank] = decode_identity(self._rendezvous.get(self._key("who", rank), deadline))
             except DeadlineExceededError:
                 continue
-        return found
+        return identities
 
     def _end_job(self) -> None:
         known = self._watched.report
         what = known.headline() if known is not None and known.tensors else self._pending()[0]
-        _log.error("The job ends because it has stalled for %.0f s: %s.", self._shutdown_after, what)
-        self._tell(f"SPARKHVD_STALL_SHUTDOWN_SECONDS={self._shutdown_after:g}")
+        _log.error("Aborting the job, which has stalled for %.0f s: %s.", self._shutdown_after, what)
+        self._publish_straggler(f"SPARKHVD_STALL_SHUTDOWN_SECONDS={self._shutdown_after:g}")
         for channel in list(self._channels.values()):
             channel.engine.abort(f"stalled for more than {self._shutdown_after:g} s: {what}")
 
-    def _tell(self, limit: str) -> None:
-        """Let those who watch over the ranks know which one it is that the others wait for until this limit."""
+    def _publish_straggler(self, limit: str) -> None:
+        """Publish the rank that the others waited for until this limit."""
         known = self._watched.report
-        if known is None or not known.absent:
+        if known is None or not known.stragglers:
             return
-        rank = known.absent[0]
+        rank = known.stragglers[0]
         stack = next(iter(known.conditions.get(rank, Condition()).stacks.values()), "")
-        absent = Straggler(self._rank_in_job(rank), f"{known.headline()}, until {limit} ended the job", True, stack)
-        with suppress(SparkHvdError):  # the job ends all the same
-            publish_straggler(self._rendezvous, absent)
+        straggler = Straggler(self._rank_in_job(rank), f"{known.headline()}, until {limit} ended the job", True, stack)
+        with suppress(SparkHvdError):  # the job ends in any case
+            publish_straggler(self._rendezvous, straggler)
 
     def _key(self, what: str, number: int) -> str:
         return f"{self._scope}/doctor/{what}/{number}"

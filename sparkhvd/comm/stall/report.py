@@ -1,4 +1,4 @@
-"""What is said of a collective that does not end: a pure function of the ranks' answers."""
+"""The report on stalled collectives: a pure function of the ranks' answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MOST_RANKS = 16
 
 @dataclass(frozen=True)
 class StalledTensor:
-    """A collective that is not done.
+    """A stalled collective.
 
     Attributes:
-        title: such as ``allreduce 'grad/7'``, and of which process set where it is not among all ranks.
+        title: such as ``allreduce 'grad/7'``, with the process set unless that is all ranks.
         age: the longest that a rank has waited for it, in seconds.
         waiting: the ranks that have submitted it.
-        missing: the ranks that have not, as far as they answered.
-        silent: the ranks that did not answer, so that nobody knows.
+        missing: the ranks that have answered and not submitted it.
+        silent: the ranks that did not answer.
     """
 
     title: str
@@ -35,9 +35,9 @@ class StallReport:
     """Why collectives do not end; ``str()`` of it is what was logged.
 
     Attributes:
-        tensors: what is waited for, the longest wait first.
+        tensors: the stalled collectives, the longest wait first.
         conditions: the answers of the ranks, by rank.
-        silent: what is known of the ranks that did not answer, by rank.
+        silent: what is known about the ranks that did not answer, by rank.
         identities: the processes of the ranks, by rank, as far as they are known.
     """
 
@@ -48,20 +48,20 @@ class StallReport:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The ranks that keep the others waiting, as far as that is known."""
+        """Return the ranks that keep others waiting, silent ones included."""
         late = {rank for tensor in self.tensors for rank in tensor.missing}
         return tuple(sorted(late | set(self.silent)))
 
     @property
-    def absent(self) -> tuple[int, ...]:
-        """The ranks that keep those of the longest wait waiting, and wait for no other themselves."""
+    def stragglers(self) -> tuple[int, ...]:
+        """Return the ranks that the longest wait is for and that wait for no other rank themselves."""
         late = {rank for tensor in self.tensors[:1] for rank in (*tensor.missing, *tensor.silent)}
         return tuple(sorted(late - {rank for tensor in self.tensors for rank in tensor.waiting}))
 
     def headline(self) -> str:
-        """One sentence: the tensors and the ranks that have not come."""
+        """Return one sentence that names the longest wait and its missing ranks."""
         if not self.tensors:
-            return "no collective waits any more"
+            return "no collective is waiting"
         first = self.tensors[0]
         others = f" and {len(self.tensors) - 1} more" if len(self.tensors) > 1 else ""
         return f"{first.title}{others} not done after {first.age:.0f} s: {_who_is_missing(first)}"
@@ -87,11 +87,11 @@ class StallReport:
         pending = ", ".join(map(str, condition.pending[:_MOST_TENSORS])) or "nothing"
         facts = [
             f"waits for {pending}",
-            f"has completed {condition.operations} collectives, none for {condition.idle:.0f} s",
+            f"it has completed {condition.operations} collectives, none for {condition.idle:.0f} s",
         ]
         if condition.progress:
-            facts.append(f"its data: {condition.progress}")
-        lines = [f"{name} is alive, {'; '.join(facts)}"]
+            facts.append(f"its progress: {condition.progress}")
+        lines = [f"{name} is alive and {'; '.join(facts)}"]
         for thread, stack in condition.stacks.items():
             lines.append(f"    {thread}:")
             lines += [f"    {line}" for line in stack.rstrip().splitlines()]
@@ -105,24 +105,24 @@ def report(
     *,
     since: float,
 ) -> StallReport:
-    """Draw the conclusions.
+    """Draw the report from the answers.
 
     Args:
         conditions: the answers that came, by rank.
-        identities: of the ranks' processes, as far as they are known.
+        identities: those of the ranks' processes, as far as they are known.
         sets: the ranks of every process set, by its number; 0 is all.
         since: seconds from which on a wait counts as too long.
     """
     silent = {rank: _about_silent(rank, conditions, identities) for rank in sets[0] if rank not in conditions}
     waits: dict[str, dict[int, PendingCollective]] = {}
     for rank, condition in conditions.items():
-        for one in condition.pending:
-            if one.process_set in sets:  # and was not removed meanwhile
-                waits.setdefault(str(one), {})[rank] = one
+        for collective in condition.pending:
+            if collective.process_set in sets:  # it may have been removed in the meantime
+                waits.setdefault(str(collective), {})[rank] = collective
     tensors = [
         _stalled(title, by_rank, conditions, sets)
         for title, by_rank in waits.items()
-        if max(one.age for one in by_rank.values()) >= since
+        if max(collective.age for collective in by_rank.values()) >= since
     ]
     tensors.sort(key=lambda tensor: -tensor.age)
     return StallReport(tuple(tensors), conditions, silent, identities)
@@ -138,7 +138,7 @@ def _stalled(
     members = set(sets[first.process_set])
     return StalledTensor(
         title,
-        max(one.age for one in waiting.values()),
+        max(collective.age for collective in waiting.values()),
         tuple(sorted(waiting)),
         tuple(sorted((members & conditions.keys()) - waiting.keys())),
         tuple(sorted(members - conditions.keys())),
@@ -147,13 +147,13 @@ def _stalled(
 
 def _about_silent(rank: int, conditions: Mapping[int, Condition], identities: Mapping[int, Identity]) -> str:
     if rank not in identities:
-        return "it has not got as far as to say who it is"
+        return "it has not joined the stall check yet"
     for condition in conditions.values():
         if rank in condition.neighbours:
             return f"its process {condition.neighbours[rank]}"
     host = identities[rank].host
     if any(identities[other].host == host for other in conditions if other in identities):
-        return "its process lives, but executes code that lets no other thread run"
+        return "its process is alive but executes code that lets no other thread run"
     return f"no rank of its host {host} answers either"
 
 
@@ -164,7 +164,7 @@ def _who_is_missing(tensor: StalledTensor) -> str:
     if tensor.silent:
         parts.append(f"no answer from {_ranks(tensor.silent)}")
     if not parts:
-        return "all ranks have submitted it, the data does not come through"
+        return "all ranks have submitted it, but its data does not arrive"
     return f"{' and '.join(parts)}, while {_ranks(tensor.waiting)} waited"
 
 

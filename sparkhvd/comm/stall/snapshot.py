@@ -1,4 +1,4 @@
-"""What a process can say of itself and of its neighbours: where its threads stand, and who lives."""
+"""The state of a process and its neighbours: the stacks of its threads, and which processes are alive."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MEANING_OF_STATE = {"T": "is stopped by a signal", "t": "is stopped by a debugg
 
 @dataclass(frozen=True)
 class Identity:
-    """By which other processes of the host find a rank's process.
+    """How other processes of the host identify a rank's process.
 
     Attributes:
         host: name of the host.
         pid: within ``namespace``.
-        namespace: of process ids; where it differs the pid means nothing.
-        started: in the kernel's ticks, since pids are used again.
+        namespace: of process ids; in another one the pid means nothing.
+        started: start time in the kernel's ticks, because pids are reused.
     """
 
     host: str
@@ -43,7 +43,7 @@ class PendingCollective:
     Attributes:
         title: such as ``allreduce 'grad/7'``.
         age: seconds since it was submitted.
-        process_set: the number of the set of ranks among which it is; 0 is all.
+        process_set: the number of its process set; 0 is all ranks.
     """
 
     title: str
@@ -56,15 +56,15 @@ class PendingCollective:
 
 @dataclass(frozen=True)
 class Condition:
-    """A rank's answer to the question how it is.
+    """A rank's answer to the question of the stall detector.
 
     Attributes:
-        pending: what it waits for.
+        pending: the collectives that it waits for.
         operations: how many collectives it has completed.
         idle: seconds since that number changed last.
-        progress: how far its data is, in its own words; empty where nobody told.
+        progress: the text of ``note_progress()``; empty without one.
         stacks: what each thread is executing, by the thread's name, the main thread first.
-        neighbours: what is wrong with the processes of its host, by rank; not those in order.
+        neighbours: the problems of processes of its host, by rank; healthy ones are left out.
     """
 
     pending: tuple[PendingCollective, ...] = ()
@@ -76,14 +76,14 @@ class Condition:
 
 
 def own_identity() -> Identity:
-    """The identity of this process."""
+    """Return the identity of this process."""
     return Identity(socket.gethostname(), os.getpid(), _namespace(), _state_and_start(os.getpid())[1])
 
 
 def process_problem(process: Identity) -> str | None:
-    """What is wrong with a process of this host: "has ended", "is stopped by a signal"; None when nothing is.
+    """Return the problem of a process of this host: "has ended", "is stopped by a signal"; None for a healthy one.
 
-    None also for processes that cannot be seen from here.
+    Also None for processes that are not visible from here.
     """
     if process.host != socket.gethostname() or process.namespace != _namespace():
         return None
@@ -94,23 +94,23 @@ def process_problem(process: Identity) -> str | None:
 
 
 def stacks(without: threading.Thread | None = None) -> dict[str, str]:
-    """The Python stack of every thread by name, the main thread first; works while the others are busy."""
+    """Return the Python stack of every thread by name, the main thread first; works while the others are busy."""
     frames = sys._current_frames()  # noqa: SLF001 - documented, the only way to see other threads
     main = threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not main)
-    found: dict[str, str] = {}
+    stack_of: dict[str, str] = {}
     for thread in threads[:_MOST_THREADS]:
         frame = frames.get(thread.ident or 0)
         if frame is None or thread is without:
             continue
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_DEEPEST_FRAMES)
         summary.reverse()
-        found[thread.name] = "".join(summary.format())
-    return found
+        stack_of[thread.name] = "".join(summary.format())
+    return stack_of
 
 
 def encode(value: Identity | Condition) -> bytes:
-    """For the rendezvous: no rank executes or unpickles what another one says here."""
+    """Encode for the rendezvous, as JSON: no rank unpickles what another one publishes here."""
     return json.dumps(asdict(value)).encode()
 
 
@@ -123,7 +123,7 @@ def decode_identity(content: bytes) -> Identity:
     try:
         return Identity(**json.loads(content))
     except (ValueError, TypeError) as error:
-        raise CollectiveError(f"A rank described itself in a way that cannot be read: {error}") from error
+        raise CollectiveError(f"The identity that a rank published cannot be read: {error}") from error
 
 
 def decode_condition(content: bytes) -> Condition:
@@ -134,11 +134,11 @@ def decode_condition(content: bytes) -> Condition:
     """
     try:
         fields = json.loads(content)
-        fields["pending"] = tuple(PendingCollective(**each) for each in fields["pending"])
+        fields["pending"] = tuple(PendingCollective(**collective) for collective in fields["pending"])
         fields["neighbours"] = {int(rank): str(what) for rank, what in fields["neighbours"].items()}
         return Condition(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CollectiveError(f"A rank described its condition in a way that cannot be read: {error}") from error
+        raise CollectiveError(f"The condition that a rank published cannot be read: {error}") from error
 
 
 def _namespace() -> str:

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell those who watch over them: which rank it is that keeps the others waiting."""
+"""Stragglers: warnings and errors about ranks that keep others waiting, and their report to the job's supervisors."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _log = logging.getLogger(__name__)
 INIT = "init()"
 _KEY = "absent"
 _STORE_SECONDS = 10.0
-# For the rendezvous to answer that a key is set; that it is not shows in no answer.
+# To look a key up in the rendezvous, which answers only once the key is set.
 _LOOK_SECONDS = 1.0
 _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that does not come to the others, as they see it.
+    """A rank that keeps others waiting, as they see it.
 
     Attributes:
-        rank: its number in the job of the launcher.
+        rank: its number in the launcher's job.
         why: what the others waited for, and how long.
-        joined: whether it had come to ``init()``.
-        stack: what its main thread is executing; empty where nobody knows.
+        joined: whether it had reached ``init()``.
+        stack: what its main thread is executing; empty if unknown.
     """
 
     rank: int
@@ -42,13 +42,13 @@ class Straggler:
     stack: str = ""
 
 
-def publish_straggler(rendezvous: RendezvousClient, absent: Straggler) -> None:
-    """Let those who watch over the ranks know; who is first counts. Call it before the job ends for that."""
-    rendezvous.set(_KEY, json.dumps(asdict(absent)).encode(), Deadline.after(_STORE_SECONDS))
+def publish_straggler(rendezvous: RendezvousClient, straggler: Straggler) -> None:
+    """Publish the straggler for the job's supervisors; the first one counts. Call it before the job ends for it."""
+    rendezvous.set(_KEY, json.dumps(asdict(straggler)).encode(), Deadline.after(_STORE_SECONDS))
 
 
 def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
-    """What one of the ranks has told; None where they did not."""
+    """Return the straggler that a rank has published; None without one."""
     try:
         return Straggler(**json.loads(rendezvous.get(_KEY, Deadline.after(_LOOK_SECONDS))))
     except (DeadlineExceededError, ValueError, TypeError):
@@ -59,30 +59,30 @@ def published_straggler(rendezvous: RendezvousClient) -> Straggler | None:
 def warning_of_stragglers(
     rendezvous: RendezvousClient | None, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
 ) -> Iterator[None]:
-    """Within this block, log the ranks that have not come after ``stall_check_seconds``, then after twice the time...
+    """Within this block, log missing ranks after ``stall_check_seconds``, then after twice the time, and so on.
 
     Args:
-        rendezvous: where each rank that comes sets its key; None where nobody else comes.
+        rendezvous: where each rank sets its key when it arrives; None where no other rank takes part.
         context: of this rank.
-        keys: those of all of them.
-        ranks: whose keys these are.
-        what: they come to.
+        keys: one for each rank.
+        ranks: the ranks, in the order of ``keys``.
+        what: the name of the meeting point, such as ``init()``.
     """
     if rendezvous is None or len(ranks) == 1 or not context.config.stall_check:
         yield
         return
-    came = threading.Event()
+    all_came = threading.Event()
 
     def watch() -> None:
         index = ranks.index(context.world.rank)
         began, pause = time.monotonic(), max(context.config.stall_check_seconds, _LOOK_SECONDS)
-        while not came.wait(pause):
+        while not all_came.wait(pause):
             waited, pause = round(time.monotonic() - began), 2 * pause
-            with suppress(SparkHvdError):  # who waits gets the error, too
-                missing = _missing(rendezvous, keys, came)
-                if missing and not came.is_set() and should_warn(index, missing):
+            with suppress(SparkHvdError):  # the waiting thread gets the error, too
+                missing = _missing(rendezvous, keys, all_came)
+                if missing and not all_came.is_set() and should_warn(index, missing):
                     _log.warning(
-                        "Rank %d has waited %d s for %s to come to %s. It gives up after start_timeout=%g s.",
+                        "Rank %d has waited %d s for %s to reach %s. It gives up after start_timeout=%g s.",
                         *(ranks[index], waited, _named(missing, ranks), what, context.config.start_timeout),
                     )
 
@@ -91,12 +91,12 @@ def warning_of_stragglers(
     try:
         yield
     finally:
-        came.set()
+        all_came.set()
         watcher.join()
 
 
 def should_warn(index: int, missing: Sequence[int]) -> bool:
-    """Whether the rank at ``index`` is the one to warn: the first that waits, as far as ``missing`` tells."""
+    """Return whether the rank at ``index`` is the one to warn: the first that is not among ``missing``."""
     before = list(range(min(index, _MOST_NAMED)))
     return list(missing[: len(before)]) == before
 
@@ -104,33 +104,33 @@ def should_warn(index: int, missing: Sequence[int]) -> bool:
 def straggler_error(
     rendezvous: RendezvousClient, context: LaunchContext, keys: Sequence[str], ranks: Sequence[int], what: str
 ) -> DeadlineExceededError | None:
-    """The error for ranks that have not come in time, which are told; None where all have, or nobody knows.
+    """Return the error for ranks that did not arrive in time, and publish the first; None if all did or it is unknown.
 
     Args:
-        rendezvous: where each rank that comes sets its key.
+        rendezvous: where each rank sets its key when it arrives.
         context: of this rank.
-        keys: those of all of them.
-        ranks: whose keys these are.
-        what: it is that they come to.
+        keys: one for each rank.
+        ranks: the ranks, in the order of ``keys``.
+        what: the name of the meeting point, such as ``init()``.
     """
     own = context.world.rank
     try:
         missing = _missing(rendezvous, keys) if _is_set(rendezvous, keys[ranks.index(own)]) else []
         if not missing:
             return None
-        waited = (
-            f"waited start_timeout={context.config.start_timeout:g} s for {_named(missing, ranks)} to come to {what}"
-        )
+        waited = f"waited start_timeout={context.config.start_timeout:g} s for {_named(missing, ranks)} to reach {what}"
         publish_straggler(
             rendezvous, Straggler(context.rank_in_job(ranks[missing[0]]), f"rank {own} {waited}", joined=what != INIT)
         )
-    except SparkHvdError:  # the rendezvous is gone; the first error says more
+    except SparkHvdError:  # the rendezvous has ended; the first error says more
         return None
-    return DeadlineExceededError(f"Rank {own} {waited}. See what it does instead, or raise SPARKHVD_START_TIMEOUT.")
+    return DeadlineExceededError(
+        f"Rank {own} {waited}. Check what that rank is doing, or raise SPARKHVD_START_TIMEOUT."
+    )
 
 
 def _missing(rendezvous: RendezvousClient, keys: Sequence[str], stop: threading.Event | None = None) -> list[int]:
-    """The indices of the first keys that nobody has set; ``stop`` ends the search."""
+    """Return the indices of the first keys that are not set; ``stop`` ends the search."""
     missing: list[int] = []
     for index, key in enumerate(keys):
         if len(missing) == _MOST_NAMED or (stop is not None and stop.is_set()):

@@ -61,10 +61,10 @@ def test_objects_of_all_ranks_come_in_rank_order(group):
 def test_a_root_that_cannot_pickle_fails_every_rank(group):
     root, other = group.run(broadcast_what_cannot_be_pickled)
     assert root == "Rank 0 cannot broadcast a Unpicklable: holds a socket"
-    assert other == "Rank 0 could not pickle the object that it wanted to broadcast; see its error."
+    assert other == "Rank 0 could not pickle the object to broadcast; see the error on that rank."
 
 
 def test_a_rank_that_cannot_pickle_fails_every_rank_of_a_gather(group):
     other, failed = group.run(gather_what_cannot_be_pickled)
     assert failed == "A Unpicklable cannot be sent to other ranks: holds a socket"
-    assert other == "Ranks [1] could not pickle the object that they wanted to send; see their errors."
+    assert other == "Ranks [1] could not pickle the objects to send; see the errors on those ranks."

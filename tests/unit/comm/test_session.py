@@ -77,7 +77,7 @@ def test_threads_that_call_init_together_share_one_communicator():
 
 def test_a_context_cannot_be_offered_to_a_running_session():
     session.init()
-    with pytest.raises(ConfigError, match=r"call shutdown\(\) before offering"):
+    with pytest.raises(ConfigError, match=r"call shutdown\(\) before setting"):
         session.set_launch_context(LaunchContext())
 
 

@@ -88,7 +88,7 @@ def exchange_rows(dtype):
 def exchange_evenly():
     me = session.current()
     evenly, rows = me.alltoall(np.arange(6) + 10 * me.world.rank)
-    with pytest.raises(ConfigError, match="cannot be divided evenly among 3 ranks; give splits"):
+    with pytest.raises(ConfigError, match="cannot be divided evenly among 3 ranks; pass splits"):
         me.alltoall(np.arange(4))
     with pytest.raises(ConfigError, match="does not add up to the 4 rows"):
         me.alltoall(np.arange(4), [1, 1, 1])

@@ -119,5 +119,5 @@ def test_collectives_before_init_and_after_shutdown_name_the_next_step():
     session.init()
     kept = session.current()
     session.shutdown()
-    with pytest.raises(NotInitializedError, match=r"closed; open a new one \(init\(\) again\)"):
+    with pytest.raises(NotInitializedError, match=r"closed; call init\(\) again"):
         kept.allreduce(ONES)

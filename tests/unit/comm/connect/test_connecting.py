@@ -80,8 +80,8 @@ def test_a_rank_that_does_not_come_to_init_is_named_to_the_others_and_to_those_w
     with RankGroup(3, connect=False, start_timeout=1.0) as group:
         outcomes = [outcome.value for outcome in group.outcomes(come_without_the_third, comm)]
     for rank, (message, absent) in enumerate(outcomes[:2]):
-        waited = "waited start_timeout=1 s for rank 2 to come to init()"
-        assert message == f"Rank {rank} {waited}. See what it does instead, or raise SPARKHVD_START_TIMEOUT."
+        waited = "waited start_timeout=1 s for rank 2 to reach init()"
+        assert message == f"Rank {rank} {waited}. Check what that rank is doing, or raise SPARKHVD_START_TIMEOUT."
         assert absent.rank == 2
         assert not absent.joined
         assert absent.why in {f"rank {one} {waited}" for one in range(2)}

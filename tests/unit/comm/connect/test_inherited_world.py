@@ -33,5 +33,5 @@ def test_a_program_without_a_rank_has_no_place(monkeypatch):
 def test_a_program_that_outlives_its_rank_is_told(monkeypatch):
     with context_file(CONTEXT) as path:
         monkeypatch.setenv(INHERITED_CONTEXT, path)
-    with pytest.raises(LaunchError, match="part of a rank that is gone"):
+    with pytest.raises(LaunchError, match="rank that started this program has ended"):
         inherited_context()

@@ -63,7 +63,7 @@ def test_a_rendezvous_that_cannot_be_served_is_said_by_all_ranks(tmp_path):
     said = run_by_mpi(tmp_path, 2, script)
     assert said[0] == said[1]
     assert said[0].startswith("Rank 0 on host ")
-    assert said[0].endswith("cannot serve the rendezvous: no port is left")
+    assert said[0].endswith("cannot start the rendezvous server: no port is left")
 
 
 @needs_mpirun
@@ -130,9 +130,9 @@ def test_parts_of_mpis_world_become_jobs_of_their_own(tmp_path):
         report(found)
     """
     first, second, third, fourth = run_by_mpi(tmp_path, 4, script)
-    refusal = "This is rank 0, which is not in comm=[1]; only those ranks call init()."
+    refusal = "Rank 0 is not in comm=[1]; only those ranks may call init()."
     assert first == [[0, 2, 2.0], [1, 3, 5.0], refusal, 1, 6.0]
-    assert second == [[0, 2, 4.0], refusal.replace("[1]", "[2]").replace("rank 0", "rank 1"), 1, 6.0]
+    assert second == [[0, 2, 4.0], refusal.replace("[1]", "[2]").replace("Rank 0", "Rank 1"), 1, 6.0]
     assert third[:2] == [[1, 2, 2.0], [2, 3, 5.0]]
     assert fourth[:2] == [[1, 2, 4.0], [0, 3, 5.0]]
 
@@ -195,6 +195,6 @@ def test_some_ranks_of_a_launched_job_become_a_job_of_their_own():
 @pytest.mark.parametrize("ranks", [[], [0, 0], [0, 1], [-1]])
 def test_ranks_that_are_none_of_the_job_are_refused(ranks):
     session.set_launch_context(LaunchContext())
-    with pytest.raises(ValueError, match=r"are not different ranks of the 1 ranks 0\.\.0"):
+    with pytest.raises(ValueError, match=r"must be distinct ranks of the 1 ranks 0\.\.0"):
         session.init(ranks)
     assert not session.is_initialized()

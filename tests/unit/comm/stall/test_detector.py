@@ -186,8 +186,8 @@ def test_the_report_names_the_tensor_the_missing_rank_and_what_it_is_doing(group
         assert level == "WARNING"
         assert text.startswith("Stalled: allreduce 'gradient' not done after ")
         assert "not submitted by rank 1, while ranks 0, 2 waited" in text
-        assert "is alive, waits for nothing; has completed" in text
-        assert "its data: step 1 of 40" in text
+        assert "is alive and waits for nothing; it has completed" in text
+        assert "its progress: step 1 of 40" in text
         assert "while not path.exists():" in text
         assert "step 0 of 40" not in text, "those who wait need no description"
 
@@ -312,21 +312,21 @@ def test_silent_ranks_are_judged_by_what_others_see():
     found = report(conditions, identities, {0: tuple(range(5))}, since=30.0)
     assert found.silent == {
         1: "its process has ended",
-        2: "its process lives, but executes code that lets no other thread run",
+        2: "its process is alive but executes code that lets no other thread run",
         3: "no rank of its host two answers either",
-        4: "it has not got as far as to say who it is",
+        4: "it has not joined the stall check yet",
     }
     assert found.headline() == "barrier 'b' not done after 70 s: no answer from ranks 1, 2, 3, 4, while rank 0 waited"
 
 
-def test_absent_is_who_keeps_the_others_waiting_and_waits_for_none_of_them():
+def test_stragglers_keep_the_others_waiting_and_wait_for_none_of_them():
     sets = {0: (0, 1, 2)}
     waiting = {
         rank: Condition((PendingCollective(title, 70.0),)) for rank, title in enumerate(("barrier 'a'", "barrier 'b'"))
     }
-    assert report(waiting, {}, sets, since=30.0).absent == (2,), "it does not even answer"
-    assert report({**waiting, 2: Condition()}, {}, sets, since=30.0).absent == (2,)
-    assert report(waiting, {}, {0: (0, 1)}, since=30.0).absent == (), "each waits for the other"
+    assert report(waiting, {}, sets, since=30.0).stragglers == (2,), "it does not even answer"
+    assert report({**waiting, 2: Condition()}, {}, sets, since=30.0).stragglers == (2,)
+    assert report(waiting, {}, {0: (0, 1)}, since=30.0).stragglers == (), "each waits for the other"
 
 
 def test_the_longest_wait_comes_first_and_short_ones_not_at_all():
@@ -345,4 +345,4 @@ def test_the_longest_wait_comes_first_and_short_ones_not_at_all():
         ("allreduce 'b'", 90.0, ()),
         ("allreduce 'a'", 61.0, (1,)),
     ]
-    assert "allreduce 'b': 90 s; all ranks have submitted it, the data does not come through" in str(found)
+    assert "allreduce 'b': 90 s; all ranks have submitted it, but its data does not arrive" in str(found)
