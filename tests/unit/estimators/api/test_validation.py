@@ -193,7 +193,7 @@ def test_a_factory_of_lightning_data_modules_leaves_the_readers_in_place(tmp_pat
 
 def test_what_data_module_takes_depends_on_the_framework():
     assert LightningEstimator(data_module=Rows).getDataModule() is Rows
-    with pytest.raises(ParamError, match="must be a class or function that makes a LightningDataModule"):
+    with pytest.raises(ParamError, match="must be a class or function that creates a LightningDataModule"):
         LightningEstimator(data_module=3)
     with pytest.raises(ParamError, match=r"must be a subclass of sparkhvd\.data\.DataModule"):
         TorchEstimator(data_module=made_by_lightning)
