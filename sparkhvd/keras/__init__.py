@@ -1,7 +1,7 @@
 """Distributed Keras 3: ``import sparkhvd.keras as hvd``, on the TensorFlow or the PyTorch backend.
 
 Names and meanings follow Horovod's. The collectives are those of the backend that Keras runs on
-(``sparkhvd.tensorflow`` or ``sparkhvd.torch``) and resolve on first use.
+(``sparkhvd.tensorflow`` or ``sparkhvd.torch``); they are imported on first use.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import keras
 
 from sparkhvd.comm import interface
-from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
+from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import ConfigError
 from sparkhvd.keras import callbacks
 from sparkhvd.keras.callbacks import broadcast_variables
 from sparkhvd.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
 
-_OF_BACKEND = (
+_BACKEND_NAMES = (
     "Compression",
     "SyncBatchNormalization",
     "allgather",
@@ -37,8 +37,8 @@ _OF_BACKEND = (
     "join",
     "reducescatter",
 )
-# Those of one tensor, which Horovod's scripts call with numbers: hvd.allreduce(model.evaluate(...)).
-_OF_VALUES = frozenset({"allgather", "allreduce", "broadcast", "reducescatter"})
+# Collectives of one tensor, which Horovod scripts also call with numbers: hvd.allreduce(model.evaluate(...)).
+_ACCEPTS_NUMBERS = frozenset({"allgather", "allreduce", "broadcast", "reducescatter"})
 
 __all__ = [
     "DistributedOptimizer",
@@ -56,12 +56,12 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: Any = None,
 ) -> Any:
-    """A saved Keras model whose optimizer is distributed.
+    """Load a saved Keras model, and distribute its optimizer.
 
     Args:
         filepath: a ``.keras`` file.
-        custom_optimizers: classes of optimizers, known by their names.
-        custom_objects: classes and functions by the names that the file knows them by.
+        custom_optimizers: optimizer classes, which the file refers to by their names.
+        custom_objects: classes and functions, by the names that the file uses.
         compression: see ``DistributedOptimizer``.
     """
     objects = {kind.__name__: kind for kind in custom_optimizers or ()} | (custom_objects or {})
@@ -72,19 +72,22 @@ def load_model(
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_BACKEND:
-        raise AttributeError(missing("sparkhvd.keras", name, [*__all__, *_OF_BACKEND]))
+    if name not in _BACKEND_NAMES:
+        raise AttributeError(missing("sparkhvd.keras", name, [*__all__, *_BACKEND_NAMES]))
     backend = keras.config.backend()
     if backend not in {"tensorflow", "torch"}:
-        raise ConfigError(f"sparkhvd.keras has no collectives for the Keras backend {backend!r}.")
+        raise ConfigError(
+            f"sparkhvd.keras has no collectives for the Keras backend {backend!r}. Set KERAS_BACKEND to tensorflow or "
+            "torch before keras is imported."
+        )
     if name == "SyncBatchNormalization" and backend != "tensorflow":
         raise ConfigError(f"SyncBatchNormalization needs Keras' TensorFlow backend, but Keras runs on {backend!r}.")
     function = getattr(import_module(f"sparkhvd.{backend}"), name)
-    return _of_values(function) if backend == "torch" and name in _OF_VALUES else function
+    return _accepting_numbers(function) if backend == "torch" and name in _ACCEPTS_NUMBERS else function
 
 
-def _of_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a collective of PyTorch's take numbers, lists and arrays, as TensorFlow's do."""
+def _accepting_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a PyTorch collective accept numbers, lists and arrays, as the TensorFlow collectives do."""
 
     @wraps(function)
     def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,4 +97,4 @@ def _of_values(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_OF_BACKEND])
+    return sorted([*globals(), *_BACKEND_NAMES])

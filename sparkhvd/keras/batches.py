@@ -1,4 +1,4 @@
-"""What a batch is in a step: its weight, and the steps that are made of several batches."""
+"""Weights of batches, and optimizer steps that accumulate the gradients of several batches."""
 
 from __future__ import annotations
 
@@ -11,57 +11,55 @@ from sparkhvd.comm import session
 from sparkhvd.keras.exchange import scaled
 
 
-class Gathering:
+class GradientAccumulation:
     """Sums the gradients of batches until one ends the step.
 
-    Keras can do so too (``gradient_accumulation_steps``), but in steps of the same number of batches only, so that one
-    would go on from epoch to epoch; and it counts batches where its optimizers and schedules want to know steps.
+    Keras can accumulate, too (``gradient_accumulation_steps``), but only in steps with a constant number of batches, so
+    a step could continue into the next epoch. It also counts batches where its optimizers and schedules expect steps.
 
     Args:
-        ends: asked once per batch, whether it ends the step.
-        variables: that are trained; the sums are none of the optimizer's own variables, which are saved.
+        ends_step: returns whether the batch ends the step; called once per batch.
+        variables: the trained variables. The sums do not belong to the optimizer's own variables, which are saved.
     """
 
-    def __init__(self, ends: Callable[[], bool], variables: Sequence[Any]) -> None:
-        self._ask = ends
-        self._ends: Any = True  # of the batch that is being computed, or traced
-        self._sums = {
-            id(each): keras.Variable(keras.ops.zeros(each.shape, each.dtype), trainable=False) for each in variables
-        }
+    def __init__(self, ends_step: Callable[[], bool], variables: Sequence[Any]) -> None:
+        self._ask = ends_step
+        self._ends_step: Any = True  # of the batch that is being computed or traced
+        self._sums = {id(v): keras.Variable(keras.ops.zeros(v.shape, v.dtype), trainable=False) for v in variables}
 
     def begin_batch(self, gradients: Sequence[Any]) -> None:
-        """Find out whether this batch ends the step."""
+        """Determine whether this batch ends the step."""
         if keras.config.backend() == "tensorflow":
             import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-            self._ends = tf.py_function(lambda *_: self._ask(), _first_number(gradients), tf.bool)
-            self._ends.set_shape([])
+            self._ends_step = tf.py_function(lambda *_: self._ask(), _dependency_on(gradients), tf.bool)
+            self._ends_step.set_shape([])
         else:
-            self._ends = self._ask()
+            self._ends_step = self._ask()
 
-    def steps_left_out(self, dtype: str) -> Any:
-        """1 where this batch takes no step, else 0."""
-        return 1 - keras.ops.cast(self._ends, dtype)
+    def skipped_steps(self, dtype: str) -> Any:
+        """Return 1 where this batch takes no step, else 0."""
+        return 1 - keras.ops.cast(self._ends_step, dtype)
 
-    def gather(self, gradients: Sequence[Any], variables: Sequence[Any], take_step: Callable[..., None]) -> None:
-        """Add up the gradients; at the end of the step, take it with the sums."""
+    def accumulate(self, gradients: Sequence[Any], variables: Sequence[Any], take_step: Callable[..., None]) -> None:
+        """Add the gradients to the sums; at the end of a step, call ``take_step`` with the sums and reset them."""
         sums = [self._sums[id(variable)] for variable in variables]
         added = [keras.ops.add(sums[index], gradient) for index, gradient in enumerate(gradients)]
 
         def end() -> None:
             take_step(added, variables)
-            for each in sums:
-                each.assign(keras.ops.zeros(each.shape, each.dtype))
+            for total in sums:
+                total.assign(keras.ops.zeros(total.shape, total.dtype))
 
-        def go_on() -> None:
-            for each, value in zip(sums, added, strict=True):
-                each.assign(value)
+        def keep() -> None:
+            for total, value in zip(sums, added, strict=True):
+                total.assign(value)
 
-        keras.ops.cond(self._ends, end, go_on)
+        keras.ops.cond(self._ends_step, end, keep)
 
 
 def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
-    """Gradients, or a loss, times what makes the plain mean over the ranks the mean over all rows."""
+    """Scale gradients, or a loss, such that the mean over the ranks is the mean over all rows."""
 
     def factor() -> float:
         return share() * session.current().world.size
@@ -69,17 +67,17 @@ def weighted(gradients: list[Any], share: Callable[[], float]) -> list[Any]:
     if keras.config.backend() == "tensorflow":
         import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-        # Asked at every run of the graph, once the step has gradients: before, the step might not have its rows yet.
-        number: Any = tf.stop_gradient(tf.py_function(lambda *_: factor(), _first_number(gradients), tf.float32))
+        # Called at every run of the graph, after the gradients are computed. Before, the step may lack its rows.
+        number: Any = tf.stop_gradient(tf.py_function(lambda *_: factor(), _dependency_on(gradients), tf.float32))
         number.set_shape([])
         return [None if g is None else scaled(g, tf.cast(number, g.dtype)) for g in gradients]
     number = factor()
     return [scaled(gradient, number) for gradient in gradients]
 
 
-def _first_number(gradients: Sequence[Any]) -> list[Any]:
-    """What an operation can depend on that has to wait for the gradients, or the loss."""
+def _dependency_on(gradients: Sequence[Any]) -> list[Any]:
+    """Return an input that makes an operation wait for the gradients or the loss."""
     import tensorflow as tf  # noqa: PLC0415  (only the backend in use is imported)
 
-    found = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
-    return [tf.stop_gradient(tf.reshape(each, [-1])[:1]) for each in found[:1]]
+    tensors = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    return [tf.stop_gradient(tf.reshape(tensor, [-1])[:1]) for tensor in tensors[:1]]

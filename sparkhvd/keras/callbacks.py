@@ -1,4 +1,4 @@
-"""Callbacks for ``model.fit`` on every rank; names and meanings are Horovod's."""
+"""Callbacks for ``model.fit`` on every rank, with the names and meanings of Horovod."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """Starts all ranks from the weights and the optimizer of ``root_rank``; what is local to a rank stays.
+    """Starts all ranks from the weights and the optimizer state of ``root_rank``; variables local to a rank stay.
 
-    They are broadcast before the first step. A model that gets its variables from its first batch (a ``Sequential``
+    The variables are broadcast before the first step. A model that is built by its first batch (a ``Sequential``
     without an ``Input``, a subclass that has not been called) has none by then: its ranks continue from the state of
     ``root_rank`` after the first step.
 
     Args:
-        root_rank: the rank whose variables count.
+        root_rank: the rank whose variables are sent.
     """
 
     def __init__(self, root_rank: int = 0) -> None:
@@ -39,7 +39,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Broadcast after the first step what was built in it."""
+        """Broadcast after the first step, if the model was built in it."""
         if not self._done:
             self._broadcast()
 
@@ -49,25 +49,25 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         variables = [*self.model.variables, *(optimizer.variables if optimizer is not None else [])]
-        plain = getattr(optimizer, "inner_optimizer", optimizer)
-        local = plain.local_variables() if isinstance(plain, ExchangingOptimizer) else []
-        own = {id(variable) for variable in local}
-        broadcast_variables([variable for variable in variables if id(variable) not in own], self._root_rank)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        local = inner.local_variables() if isinstance(inner, ExchangingOptimizer) else []
+        local_ids = {id(variable) for variable in local}
+        broadcast_variables([variable for variable in variables if id(variable) not in local_ids], self._root_rank)
 
 
 def _is_built(model: Any) -> bool:
-    # A subclass may say that it is built while its layers are not.
-    return all(layer.built for layer in model._flatten_layers())  # noqa: SLF001  (no public way to walk)
+    # A subclassed model may report that it is built although its layers are not.
+    return all(layer.built for layer in model._flatten_layers())  # noqa: SLF001  (no public way to list nested layers)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Replaces the metrics in the logs of an epoch by their means over the ranks.
+    """Replaces the metrics in the logs of an epoch with their means over the ranks.
 
-    Place it before callbacks that read them (checkpoints, early stopping, TensorBoard).
+    Place it before callbacks that read the logs (checkpoints, early stopping, TensorBoard).
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Average; collective."""
+        """Average the logs over the ranks; collective."""
         names = sorted(logs or {})
         if not names or logs is None:
             return
@@ -83,11 +83,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         initial_lr: the learning rate that is multiplied.
         multiplier: a number, or a function of the epoch, which is fractional without ``staircase``.
         start_epoch: the first epoch of the range.
-        end_epoch: the end of the range, exclusive; None is for ever.
+        end_epoch: the end of the range, exclusive; None for no end.
         staircase: whether the rate changes once per epoch instead of every batch.
         momentum_correction: has no effect, because the momentum of a Keras 3 optimizer is a constant of its compiled
-            step; taken so that existing calls work.
-        steps_per_epoch: batches per epoch; found out by Keras when None.
+            step; accepted so that existing calls work.
+        steps_per_epoch: batches per epoch; None uses the number that Keras reports.
     """
 
     def __init__(  # noqa: PLR0917  the order of the arguments is Horovod's
@@ -102,7 +102,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     ) -> None:
         super().__init__()
         if initial_lr is None:
-            raise ConfigError("initial_lr is needed: the learning rate that the schedule multiplies.")
+            raise ConfigError("initial_lr must be set: it is the learning rate that the schedule multiplies.")
         if momentum_correction:
             logger.info("momentum_correction has no effect with Keras 3.")
         self._initial_lr = initial_lr
@@ -111,39 +111,39 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._staircase = staircase or not callable(multiplier)
         self._steps = steps_per_epoch
         self._epoch = 0
-        self._done, self._of = 0, None  # type: int, int | None
+        self._done, self._epoch_batches = 0, None  # type: int, int | None
 
     def begin_within(self, done: int, of: int | None) -> None:
-        """Take the batches that come for the rest of epochs.
+        """Treat the next batches as the rest of an epoch, for a training that resumes within it.
 
         Args:
-            done: batches of an epoch that were trained before.
-            of: batches of a whole epoch; None for those that Keras knows of.
+            done: batches of the epoch that are already trained.
+            of: batches of a whole epoch; None for the number that Keras reports.
         """
-        self._done, self._of = done, of
+        self._done, self._epoch_batches = done, of
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Set the rate of an epoch."""
+        """Set the learning rate of the epoch."""
         self._epoch = epoch
         if self._staircase:
             self._adjust(float(epoch))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Set the rate of a batch."""
+        """Set the learning rate of the batch."""
         if self._staircase:
             return
-        steps = self._of or self._steps or (self.params or {}).get("steps")
+        steps = self._epoch_batches or self._steps or (self.params or {}).get("steps")
         if not steps:
-            raise ConfigError("Keras does not know the number of batches per epoch; give steps_per_epoch.")
-        self._adjust(self._at(self._done + batch, steps))
+            raise ConfigError("Keras does not know the number of batches per epoch; pass steps_per_epoch.")
+        self._adjust(self._epoch_at(self._done + batch, steps))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Show the rate among the metrics."""
+        """Add the learning rate to the logs."""
         if logs is not None:
             logs["lr"] = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
 
-    def _at(self, batch: int, steps: int) -> float:
-        """Where a batch stands, in epochs."""
+    def _epoch_at(self, batch: int, steps: int) -> float:
+        """Return the position of a batch in the training, in epochs."""
         return self._epoch + batch / steps
 
     def _adjust(self, epoch: float) -> None:
@@ -157,11 +157,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017, section 2.2.
 
     Args:
-        initial_lr: the rate at the end of the warmup: the one of a single process times the number of ranks.
-        warmup_epochs: how long it takes.
+        initial_lr: the rate at the end of the warmup: the rate of a single process times the number of ranks.
+        warmup_epochs: length of the warmup in epochs.
         momentum_correction: see ``LearningRateScheduleCallback``.
-        steps_per_epoch: batches per epoch; found out by Keras when None.
-        verbose: 1 says when the warmup is over.
+        steps_per_epoch: batches per epoch; None uses the number that Keras reports.
+        verbose: 1 logs the end of the warmup.
     """
 
     def __init__(
@@ -183,9 +183,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         """Say when the warmup is over."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and self._end is not None and epoch == int(self._end) - 1:
-            logger.info("Warmup is over after epoch %d; the learning rate is %g.", epoch + 1, self._initial_lr)
+            logger.info("The warmup ended after epoch %d; the learning rate is %g.", epoch + 1, self._initial_lr)
 
-    def _at(self, batch: int, steps: int) -> float:
+    def _epoch_at(self, batch: int, steps: int) -> float:
         return self._epoch + (batch + 1) / steps  # so that the last batch of the warmup has the full rate
 
 
@@ -193,9 +193,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     """Keeps the model of the best epoch, on rank 0; place it after ``MetricAverageCallback``.
 
     Args:
-        filepath: where, a ``.keras`` file; in an estimator it is set for you.
-        monitor: the metric that decides.
-        verbose: 1 says when a model was saved.
+        filepath: the ``.keras`` file to write; an estimator sets it for you.
+        monitor: the metric that selects the best epoch.
+        verbose: 1 reports when a model is saved.
         mode: ``min``, ``max`` or ``auto``.
     """
 
@@ -211,20 +211,20 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 
 
 def broadcast_variables(variables: list[Any], root_rank: int = 0) -> None:
-    """Overwrite Keras variables with those of ``root_rank``, in any backend.
+    """Overwrite Keras variables with those of ``root_rank``, on any backend.
 
     Args:
         variables: the same on all ranks in the same order.
-        root_rank: the rank whose values count.
+        root_rank: the rank whose values are sent.
     """
     communicator = session.current()
     handles = []
     for index, variable in enumerate(variables):
         value = np.require(keras.ops.convert_to_numpy(variable), requirements="C")
-        if value.dtype == np.uint32:  # the state of random seeds, a type that collectives do not have
+        if value.dtype == np.uint32:  # the dtype of random seeds, which collectives do not support
             value = value.view(np.int32)
         handles.append((variable, communicator.broadcast_async(value, root_rank, name=f"keras_variable.{index}")))
     for variable, handle in handles:
         received = handle.wait()
-        known = keras.ops.convert_to_numpy(variable).dtype
-        variable.assign(received.view(known) if received.dtype != known else received)
+        dtype = keras.ops.convert_to_numpy(variable).dtype
+        variable.assign(received.view(dtype) if received.dtype != dtype else received)

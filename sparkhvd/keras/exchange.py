@@ -1,4 +1,4 @@
-"""The exchange of gradients in whichever backend Keras runs on."""
+"""The exchange of gradients on the backend that Keras runs on."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def gradient_exchange(  # noqa: PLR0917
     predivide: float,
     process_set: ProcessSet | None = None,
 ) -> Exchange:
-    """A function from this rank's gradients to those of all ranks, in the same order; None stays None.
+    """Return a function that combines this rank's gradients with those of all ranks, in order; None stays None.
 
     Raises:
         ConfigError: the settings contradict each other, or Keras runs on a backend other than TensorFlow and PyTorch.
     """
     backend = keras.config.backend()
-    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:  # Adasum combines steps, which is for sparkhvd.torch only
+    if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:  # Adasum combines steps; only sparkhvd.torch supports it
         raise ConfigError(f"Gradients can be combined with op=Average or op=Sum, not {op}.")
     if backend == "tensorflow":
         from sparkhvd.tensorflow.compression import Compression  # noqa: PLC0415  (only the backend in use is imported)
@@ -40,13 +40,13 @@ def gradient_exchange(  # noqa: PLR0917
     if backend == "torch":
         return _torch_exchange(name, compression, op, predivide, process_set)
     raise ConfigError(
-        f"Keras runs on {backend!r}; sparkhvd.keras works with the backends tensorflow and torch. Set KERAS_BACKEND "
-        "before keras is imported."
+        f"Keras runs on {backend!r}, but sparkhvd.keras supports the backends tensorflow and torch only. Set "
+        "KERAS_BACKEND before keras is imported."
     )
 
 
 def scaled(gradient: Any, factor: Any) -> Any:
-    """A gradient times a number; None stays None, and the gradient of an embedding keeps its rows."""
+    """Multiply a gradient by a number; None stays None, and the gradient of an embedding stays sparse."""
     if gradient is None:
         return None
     if keras.config.backend() == "tensorflow":

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparkhvd.comm import interface
-from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
+from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 from sparkhvd.tensorflow.compression import Compression
 from sparkhvd.tensorflow.gradients import DistributedGradientTape, PartialDistributedGradientTape
@@ -49,12 +49,12 @@ __all__ = [
 __all__ += interface.__all__
 
 
-if not TYPE_CHECKING:  # for a type checker every name would exist then
+if not TYPE_CHECKING:  # with it, every name would exist for a type checker
 
     def __getattr__(name: str) -> object:
         if name in {"DistributedOptimizer", "PartialDistributedOptimizer"}:
             raise AttributeError(
-                f"The optimizers of TensorFlow 2 are Keras' own: use sparkhvd.keras.{name}, or DistributedGradientTape "
-                "with any other optimizer."
+                f"sparkhvd.tensorflow has no {name}, because the optimizers of TensorFlow 2 are those of Keras. Use "
+                f"sparkhvd.keras.{name}, or DistributedGradientTape with any other optimizer."
             )
         raise AttributeError(missing("sparkhvd.tensorflow", name, __all__))

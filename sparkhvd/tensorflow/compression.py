@@ -1,4 +1,4 @@
-"""Smaller numbers on the wire."""
+"""Compressors, which make tensors smaller for transfer between the ranks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import tensorflow as tf
 
 
 class Compressor(Protocol):
-    """How a tensor travels; users may pass their own class or object with these two methods."""
+    """Compresses tensors for transfer; users may pass their own class or object with these two methods."""
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """What is sent, and what ``decompress`` needs to know."""
+        """Return the tensor to send, and the context that ``decompress`` needs."""
 
     def decompress(self, tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        """The result in the form of the original."""
+        """Return the received tensor in the dtype and form of the original."""
 
 
 class NoneCompressor:
-    """Sends tensors as they are."""
+    """Sends tensors uncompressed."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, None]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: None) -> tf.Tensor:  # noqa: ARG004
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
@@ -36,29 +36,29 @@ class _CastingCompressor:
 
     @classmethod
     def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
-        """Floating point tensors in the smaller type, others as they are."""
+        """Cast a floating-point tensor to the smaller dtype; leave others unchanged."""
         return (tf.cast(tensor, cls.dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: tf.DType) -> tf.Tensor:
-        """The tensor in its original type."""
+        """Cast the tensor back to its original dtype."""
         return tf.cast(tensor, context)
 
 
 class FP16Compressor(_CastingCompressor):
-    """Sends floating point tensors as float16."""
+    """Sends floating-point tensors as float16."""
 
     dtype: ClassVar[tf.DType] = tf.float16
 
 
 class BF16Compressor(_CastingCompressor):
-    """Sends floating point tensors as bfloat16."""
+    """Sends floating-point tensors as bfloat16."""
 
     dtype: ClassVar[tf.DType] = tf.bfloat16
 
 
 class Compression:
-    """The compressors to choose from."""
+    """The available compressors."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""Says that there is no elastic training yet."""
+"""Raises ``ImportError``: sparkhvd has no elastic training yet."""
 
 from __future__ import annotations
 

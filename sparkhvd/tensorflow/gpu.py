@@ -1,6 +1,7 @@
-"""TensorFlow's tensors in the memory of a GPU, which NCCL reduces where they are.
+"""Allreduce of TensorFlow tensors in GPU memory, with NCCL.
 
-TensorFlow keeps its CUDA streams to itself. So the host waits for its work before NCCL begins, and for NCCL afterwards.
+TensorFlow does not expose its CUDA streams. Therefore the host waits for TensorFlow's work before NCCL starts, and for
+NCCL afterwards.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from sparkhvd.comm.collectives.buffers import Buffer, ReduceOp
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.process_sets import ProcessSet
 
-# TensorFlow has the integers of a GPU in the memory of the host, as they tell shapes.
-_TAKEN = frozenset({"float16", "bfloat16", "float32", "float64"})
+# Only floating-point dtypes: TensorFlow keeps the integer tensors of a GPU in host memory, because they often hold
+# shapes.
+_NCCL_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 _CUDA = 2  # kDLCUDA
 _NO_STREAM = 0
 
 
 class _DLTensor(ctypes.Structure):
-    """The beginning of what a capsule of DLPack holds (github.com/dmlc/dlpack, dlpack.h)."""
+    """The leading fields of ``DLManagedTensor`` in a DLPack capsule (github.com/dmlc/dlpack, dlpack.h)."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -43,14 +45,17 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 
 def by_nccl(tensors: Sequence[tf.Tensor], op: ReduceOp, process_set: ProcessSet | None) -> bool:
-    """Whether NCCL reduces these eager tensors. Ranks whose tensors are on the same kinds of devices decide alike."""
-    if op is ReduceOp.ADASUM or not all(":GPU:" in each.device for each in tensors):
+    """Return whether NCCL reduces these eager tensors.
+
+    Ranks whose tensors are on the same kinds of devices reach the same decision.
+    """
+    if op is ReduceOp.ADASUM or not all(":GPU:" in tensor.device for tensor in tensors):
         return False
     channel = session.current().channel(process_set)
     if not channel.on_devices:
         channel.suggestion.make()
         return False
-    return all(each.dtype.name in _TAKEN for each in tensors) and (len({each.device for each in tensors}) == 1)
+    return all(tensor.dtype.name in _NCCL_DTYPES for tensor in tensors) and len({t.device for t in tensors}) == 1
 
 
 def allreduce(  # noqa: PLR0917
@@ -61,10 +66,11 @@ def allreduce(  # noqa: PLR0917
     names: Sequence[str | None],
     process_set: ProcessSet | None,
 ) -> list[tf.Tensor]:
-    """The reduced tensors, as new ones where the given ones are; for tensors of which ``by_nccl`` is true."""
+    """Return the reduced tensors as new tensors on the same GPU; call it only where ``by_nccl`` returns true."""
     communicator = session.current()
-    # In new memory also where that is 1: TensorFlow's tensors do not change, but what nobody else knows may.
-    reduced = [each * prescale for each in tensors]
+    # Multiply also where prescale is 1: it allocates new memory, which NCCL may overwrite. TensorFlow's own tensors
+    # must not change.
+    reduced = [tensor * prescale for tensor in tensors]
     tf.test.experimental.sync_devices()
     handles = []
     for tensor, name in zip(reduced, names, strict=True):
@@ -73,13 +79,13 @@ def allreduce(  # noqa: PLR0917
         handles.append(handle.carried_out())
     for handle in handles:
         handle.wait()
-    return reduced if postscale == 1.0 else [each * postscale for each in reduced]
+    return reduced if postscale == 1.0 else [tensor * postscale for tensor in reduced]
 
 
 def memory_of(tensor: tf.Tensor) -> Buffer:
-    """Where the values of an eager tensor are, which have been computed."""
+    """Return the memory of an eager tensor whose values have been computed."""
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
-    found = ctypes.cast(_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents
-    device = (found.device_id, _NO_STREAM) if found.device_type == _CUDA else None
-    address = (found.data or 0) + found.byte_offset
+    header = ctypes.cast(_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents
+    device = (header.device_id, _NO_STREAM) if header.device_type == _CUDA else None
+    address = (header.data or 0) + header.byte_offset
     return Buffer(address, tuple(tensor.shape), tensor.dtype.name, (tensor, capsule), device)

@@ -1,4 +1,4 @@
-"""The exchange of gradients: one call into the core for all gradients of a step."""
+"""The exchange of gradients, with one call into the core for all gradients of a step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow.compression import Compression, Compressor
 from sparkhvd.tensorflow.operations import grouped_allreduce, reduce_slices
-from sparkhvd.tensorflow.tensors import as_written
+from sparkhvd.tensorflow.tensors import without_autograph
 
 
 @dataclass(frozen=True)
 class GradientExchange:
-    """How the gradients of a step are combined over the ranks.
+    """Combines the gradients of a step over the ranks.
 
     Attributes:
-        name: tells several exchanges of one program apart; equal on all ranks.
-        compression: what gradients travel as.
-        sparse_as_dense: whether ``tf.IndexedSlices`` are made dense; otherwise their rows are gathered.
+        name: distinguishes several exchanges of one program; equal on all ranks.
+        compression: compresses dense gradients for transfer.
+        sparse_as_dense: whether ``tf.IndexedSlices`` are converted to dense tensors; otherwise their rows are gathered.
         op: ``Average`` or ``Sum``.
         predivide: with ``Average``, divides before the sum and multiplies after it.
         process_set: the ranks that take part, all by default.
@@ -42,17 +42,19 @@ class GradientExchange:
         if self.op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
             raise ConfigError(f"Gradients can be combined with op=Average or op=Sum, not {self.op}.")
         if not self.predivide > 0:
-            raise ConfigError(f"gradient_predivide_factor={self.predivide} is not positive.")
+            raise ConfigError(f"gradient_predivide_factor must be positive, got {self.predivide}.")
         if self.predivide != 1.0 and self.op is not ReduceOp.AVERAGE:
             raise ConfigError(f"gradient_predivide_factor={self.predivide} needs op=Average, not {self.op}.")
 
-    @as_written
+    @without_autograph
     def reduce(self, gradients: Sequence[Any]) -> list[Any]:
-        """The combined gradients, in the same order; None stays None."""
+        """Return the combined gradients in the same order; None stays None."""
         if self.sparse_as_dense:
             gradients = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in gradients]
         reduced = list(gradients)
-        dense = [index for index, gradient in enumerate(gradients) if tf.is_tensor(gradient) and not _sparse(gradient)]
+        dense = [
+            index for index, gradient in enumerate(gradients) if tf.is_tensor(gradient) and not _is_sparse(gradient)
+        ]
         results = grouped_allreduce(
             [gradients[index] for index in dense],
             compression=self.compression,
@@ -64,11 +66,11 @@ class GradientExchange:
         )
         for index, result in zip(dense, results, strict=True):
             reduced[index] = result
-        slices = [index for index, gradient in enumerate(gradients) if _sparse(gradient)]
-        joined = reduce_slices(
+        slices = [index for index, gradient in enumerate(gradients) if _is_sparse(gradient)]
+        reduced_slices = reduce_slices(
             [gradients[index] for index in slices], self.op, 1.0, f"{self.name}.sparse", self.process_set
         )
-        for index, result in zip(slices, joined, strict=True):
+        for index, result in zip(slices, reduced_slices, strict=True):
             reduced[index] = result
         return reduced
 
@@ -82,20 +84,20 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
     process_set: ProcessSet | None = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """A tape like ``gradtape`` whose ``gradient()`` gives the gradients of all ranks.
+    """Make ``gradtape.gradient()`` return the combined gradients of all ranks, and return the tape.
 
-    The result has a method ``register_local_source(variable)``: the gradient of such a variable stays this rank's own,
-    as for the part of a model that each rank has for itself.
+    The result has a method ``register_local_source(variable)``. The gradient of such a variable is not exchanged: use
+    it for a part of the model that is local to each rank.
 
     Args:
         gradtape: the tape to wrap; use only the result afterwards.
-        compression: what gradients travel as.
-        sparse_as_dense: whether the gradients of embeddings are made dense first.
+        compression: compresses dense gradients for transfer.
+        sparse_as_dense: whether the gradients of embeddings are converted to dense tensors first.
         op: ``Average`` or ``Sum``.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         process_set: the ranks that take part, all by default.
-        scale_local_gradients: whether gradients of local variables are divided by the number of ranks, as they are in
-            the gradient of the mean of all ranks' losses.
+        scale_local_gradients: whether gradients of local variables are divided by the number of ranks, which makes them
+            the gradients of the mean of all ranks' losses.
 
     Example:
         >>> with tf.GradientTape() as tape:
@@ -106,39 +108,43 @@ def DistributedGradientTape(  # noqa: N802, PLR0917  the name and the order are 
     exchange = GradientExchange(
         "gradient_tape", compression, sparse_as_dense, op, gradient_predivide_factor, process_set
     )
-    plain = type(gradtape)
-    local: dict[int, Any] = {}
+    tape_class = type(gradtape)
+    local_sources: dict[int, Any] = {}
 
-    @as_written
+    @without_autograph
     def gradient(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        found = plain.gradient(self, target, sources, *args, **kwargs)
-        flat = tf.nest.flatten(found, expand_composites=False)
-        own = [_key(source) in local for source in tf.nest.flatten(sources)]
-        reduced = exchange.reduce([None if mine else each for each, mine in zip(flat, own, strict=True)])
+        gradients = tape_class.gradient(self, target, sources, *args, **kwargs)
+        flat = tf.nest.flatten(gradients, expand_composites=False)
+        is_local = [_key(source) in local_sources for source in tf.nest.flatten(sources)]
+        reduced = exchange.reduce([None if local else grad for grad, local in zip(flat, is_local, strict=True)])
         factor = 1.0 / session.current().channel(process_set).engine.size if scale_local_gradients else 1.0
-        kept = [
-            tf.math.scalar_mul(factor, each) if mine and each is not None else other
-            for each, other, mine in zip(flat, reduced, own, strict=True)
+        results = [
+            tf.math.scalar_mul(factor, grad) if local and grad is not None else combined
+            for grad, combined, local in zip(flat, reduced, is_local, strict=True)
         ]
-        return tf.nest.pack_sequence_as(found, kept)
+        return tf.nest.pack_sequence_as(gradients, results)
 
     def register_local_source(_: tf.GradientTape, source: Any) -> None:
-        local[_key(source)] = source
+        local_sources[_key(source)] = source
 
-    methods = {"gradient": gradient, "register_local_source": register_local_source, "__module__": plain.__module__}
-    gradtape.__class__ = type(plain.__name__, (plain,), methods)
+    methods = {
+        "gradient": gradient,
+        "register_local_source": register_local_source,
+        "__module__": tape_class.__module__,
+    }
+    gradtape.__class__ = type(tape_class.__name__, (tape_class,), methods)
     return gradtape
 
 
 def PartialDistributedGradientTape(  # noqa: N802  the name is Horovod's
     gradtape: tf.GradientTape, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> tf.GradientTape:
-    """``DistributedGradientTape``, but for the variables of ``local_layers``, whose gradients stay this rank's own.
+    """Return a ``DistributedGradientTape`` that keeps the gradients of ``local_layers`` local to each rank.
 
     Args:
         gradtape: the tape to wrap; use only the result afterwards.
         args: see ``DistributedGradientTape``.
-        local_layers: a Keras layer or several.
+        local_layers: one Keras layer or several.
         kwargs: see ``DistributedGradientTape``.
 
     Raises:
@@ -152,9 +158,9 @@ def PartialDistributedGradientTape(  # noqa: N802  the name is Horovod's
 
 
 def _key(source: Any) -> int:
-    """Tells variables apart: a Keras variable and TensorFlow's inside of it are the same."""
+    """Identify a variable; a Keras variable and the TensorFlow variable inside it have the same key."""
     return id(getattr(source, "handle", source))
 
 
-def _sparse(gradient: object) -> bool:
+def _is_sparse(gradient: object) -> bool:
     return isinstance(gradient, tf.IndexedSlices)

@@ -1,6 +1,6 @@
 """Collectives on TensorFlow tensors, in eager mode and inside ``tf.function``, with gradients.
 
-Every function starts all its operations before it waits for the first, so that the core can fuse them.
+Every function submits all its operations before it waits for the first one, so that the core can fuse them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.tensorflow import gpu
 from sparkhvd.tensorflow.compression import Compression, Compressor
-from sparkhvd.tensorflow.tensors import array_of, as_written, graph_name, outside_graph
+from sparkhvd.tensorflow.tensors import array_of, graph_name, outside_graph, without_autograph
 
 
 def reduction(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """The reduction that the arguments ask for: the mean unless they say otherwise.
+    """Return the reduction that the arguments select, ``Average`` by default.
 
     Raises:
-        ConfigError: both are given.
+        ConfigError: both arguments are set.
     """
     if average is None:
         return ReduceOp.AVERAGE if op is None else ReduceOp(op)
     if op is not None:
-        raise ConfigError(f"average={average} and op={op} were both given; give op alone, average is deprecated.")
+        raise ConfigError(f"average={average} and op={op} are both set. Pass op only; average is deprecated.")
     warnings.warn("average= is deprecated; pass op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-@as_written
+@without_autograph
 def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensor: Any,
     average: bool | None = None,
@@ -51,19 +51,19 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     The gradient of a sum or mean is the sum or mean of the ranks' gradients; the other reductions have none.
 
     Args:
-        tensor: a dense tensor with the same shape and dtype on all ranks, or ``tf.IndexedSlices``, which are gathered
-            (for ``Average`` and ``Sum``) because their rows differ among ranks.
+        tensor: a dense tensor with the same shape and dtype on all ranks; or ``tf.IndexedSlices``, which are gathered
+            (for ``Average`` and ``Sum``), because their rows differ between ranks.
         average: deprecated, use ``op``.
-        compression: what the tensor travels as.
+        compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
-        name: what the ranks know the operation by; made by counting (in a graph, from the tensor's name) when None.
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
         process_set: the ranks that take part, all by default.
 
     Raises:
-        ConfigError: slices with another reduction than a sum or mean, or a dtype that collectives do not have.
-        MismatchError: the ranks disagree.
+        ConfigError: slices with a reduction other than a sum or mean, or a dtype that collectives do not support.
+        MismatchError: the ranks disagree on shape, dtype or reduction.
     """
     op = reduction(average, op)
     if isinstance(tensor, tf.IndexedSlices):
@@ -79,7 +79,7 @@ def allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     )[0]
 
 
-@as_written
+@without_autograph
 def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -90,7 +90,7 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> list[tf.Tensor]:
-    """``allreduce`` of several dense tensors at once; see there."""
+    """Combine several dense tensors in one operation; see ``allreduce`` for the arguments."""
     if not tensors:
         return []
     op = reduction(average, op)
@@ -102,19 +102,19 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     def reduce(values: Sequence[tf.Tensor], suffix: str) -> list[tf.Tensor]:
         def run(*eager: tf.Tensor) -> Sequence[Array | tf.Tensor]:
             communicator = session.current()
-            ids = [each and each + suffix for each in names]
+            full_names = [name and name + suffix for name in names]
             if gpu.by_nccl(eager, op, process_set):
-                return gpu.allreduce(eager, op, prescale_factor, postscale_factor, ids, process_set)
+                return gpu.allreduce(eager, op, prescale_factor, postscale_factor, full_names, process_set)
             handles = [
                 communicator.allreduce_async(
-                    array_of(value, f"Tensor {each or ''}".rstrip()),
+                    array_of(value, f"Tensor {full_name or ''}".rstrip()),
                     op,
-                    name=each,
+                    name=full_name,
                     prescale=prescale_factor,
                     postscale=postscale_factor,
                     process_set=process_set,
                 )
-                for value, each in zip(eager, ids, strict=True)
+                for value, full_name in zip(eager, full_names, strict=True)
             ]
             return [handle.wait() for handle in handles]
 
@@ -133,16 +133,16 @@ def grouped_allreduce(  # noqa: PLR0917  the order of the arguments is Horovod's
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
 
 
-@as_written
+@without_autograph
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> tf.Tensor:
-    """The tensor of ``root_rank``, as a new tensor on every rank.
+    """Return the tensor of ``root_rank``, as a new tensor on every rank.
 
-    The gradient on the root is the mean of the ranks' gradients, elsewhere zero.
+    The gradient is the mean of the ranks' gradients on the root, and zero elsewhere.
 
     Args:
         tensor: the same shape and dtype on all ranks.
-        root_rank: the rank whose tensor counts.
-        name: what the ranks know the operation by; made by counting (in a graph, from the tensor's name) when None.
+        root_rank: the rank whose tensor is sent, numbered in the whole job.
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
         process_set: the ranks that take part, all by default.
     """
     tensor = tf.convert_to_tensor(tensor)
@@ -163,54 +163,55 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, process_set:
     return differentiable(tensor)
 
 
-@as_written
+@without_autograph
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet | None = None) -> tf.Tensor:
-    """Join the tensors of all ranks along the first dimension, in rank order.
+    """Concatenate the tensors of all ranks along the first dimension, in rank order.
 
     The gradient is this rank's part of the mean of the ranks' gradients.
 
     Args:
-        tensor: the same dtype and shape on all ranks but for the first dimension.
-        name: what the ranks know the operation by; made by counting (in a graph, from the tensor's name) when None.
+        tensor: the same dtype and shape on all ranks, except for the first dimension.
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
         process_set: the ranks that take part, all by default.
     """
     return grouped_allgather([tensor], name, process_set)[0]
 
 
-@as_written
+@without_autograph
 def grouped_allgather(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[tf.Tensor]:
-    """Join each of several tensors with those of the other ranks, in one go; see ``allgather``."""
+    """Gather several tensors in one operation; see ``allgather``."""
     if not tensors:
         return []
     values = [tf.convert_to_tensor(tensor) for tensor in tensors]
-    named = graph_name("allgather", name, values[0])
+    full_name = graph_name("allgather", name, values[0])
 
     def run(*eager: tf.Tensor) -> Sequence[Any]:
         communicator = session.current()
         arrays = [array_of(value, "The tensor to gather") for value in eager]
-        handle = communicator.grouped_allgather_async(arrays, name=named, process_set=process_set)
+        handle = communicator.grouped_allgather_async(arrays, name=full_name, process_set=process_set)
         rows = np.array([[len(array) if array.ndim else 0 for array in arrays]])
-        return [*handle.wait(), communicator.allgather(rows, name=named and f"{named}.rows", process_set=process_set)]
+        rows_name = full_name and f"{full_name}.rows"
+        return [*handle.wait(), communicator.allgather(rows, name=rows_name, process_set=process_set)]
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(*given: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        like = [(value.dtype, _with_any_rows(value)) for value in given]
-        *joined, rows = outside_graph(run, given, [*like, (tf.int64, tf.TensorShape([None, len(given)]))])
+    def differentiable(*own: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        like = [(value.dtype, _with_any_rows(value)) for value in own]
+        *joined, rows = outside_graph(run, own, [*like, (tf.int64, tf.TensorShape([None, len(own)]))])
 
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            means = grouped_allreduce(upstream, name=named and f"{named}.gradient", process_set=process_set)
-            me = session.current().channel(process_set).engine.rank
-            starts = tf.reduce_sum(rows[:me], axis=0)
-            return [mean[starts[i] : starts[i] + rows[me, i]] for i, mean in enumerate(means)]
+            means = grouped_allreduce(upstream, name=full_name and f"{full_name}.gradient", process_set=process_set)
+            rank = session.current().channel(process_set).engine.rank
+            starts = tf.reduce_sum(rows[:rank], axis=0)
+            return [mean[starts[i] : starts[i] + rows[rank, i]] for i, mean in enumerate(means)]
 
         return joined, gradient
 
     return list(differentiable(*values))
 
 
-@as_written
+@without_autograph
 def reducescatter(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensor: Any,
     compression: Compressor = Compression.none,
@@ -220,16 +221,16 @@ def reducescatter(  # noqa: PLR0917  the order of the arguments is Horovod's
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Combine the tensors of all ranks element by element, and leave each rank with its part of the rows.
+    """Combine the tensors of all ranks element by element, and return this rank's part of the rows.
 
-    The first dimension is divided as evenly as possible; the first ranks have one row more. The gradient of a mean is
-    the ranks' gradients joined, that of a sum the number of ranks times as large.
+    The first dimension is split as evenly as possible; the first ranks get one more row. The gradient of a mean is
+    the concatenation of the ranks' gradients; that of a sum is larger by a factor of the number of ranks.
 
     Args:
         tensor: the same shape and dtype on all ranks, of at least one dimension.
-        compression: what the tensor travels as.
+        compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
-        name: what the ranks know the operation by; made by counting (in a graph, from the tensor's name) when None.
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
         process_set: the ranks that take part, all by default.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
@@ -239,7 +240,7 @@ def reducescatter(  # noqa: PLR0917  the order of the arguments is Horovod's
     )[0]
 
 
-@as_written
+@without_autograph
 def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horovod's
     tensors: Sequence[Any],
     compression: Compressor = Compression.none,
@@ -249,57 +250,57 @@ def grouped_reducescatter(  # noqa: PLR0917  the order of the arguments is Horov
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Do what ``reducescatter`` does with each of several tensors, in one go."""
+    """Reduce and scatter several tensors in one operation; see ``reducescatter``."""
     if not tensors:
         return []
     packed, contexts = zip(*(compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors), strict=True)
-    named = graph_name("reducescatter", name, packed[0])
+    full_name = graph_name("reducescatter", name, packed[0])
 
     def run(*eager: tf.Tensor) -> Sequence[Array]:
         arrays = [array_of(value, "The tensor to reduce") for value in eager]
         options: Any = {"prescale": prescale_factor, "postscale": postscale_factor}
-        return session.current().grouped_reducescatter(arrays, op, name=named, process_set=process_set, **options)
+        return session.current().grouped_reducescatter(arrays, op, name=full_name, process_set=process_set, **options)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def differentiable(*given: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+    def differentiable(*values: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
             if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
                 raise ConfigError(f"A reducescatter with op={op} has no gradient; use Average or Sum.")
             ranks = session.current().channel(process_set).size if op is ReduceOp.SUM else 1
             scale = ranks * prescale_factor * postscale_factor
-            scaled = [each * tf.cast(scale, each.dtype) for each in upstream]
-            return grouped_allgather(scaled, named and f"{named}.gradient", process_set)
+            scaled = [grad * tf.cast(scale, grad.dtype) for grad in upstream]
+            return grouped_allgather(scaled, full_name and f"{full_name}.gradient", process_set)
 
-        return outside_graph(run, given, [(value.dtype, _with_any_rows(value)) for value in given]), gradient
+        return outside_graph(run, values, [(value.dtype, _with_any_rows(value)) for value in values]), gradient
 
     results = differentiable(*packed)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
 
 
-@as_written
+@without_autograph
 def alltoall(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet | None = None
 ) -> tf.Tensor | tuple[tf.Tensor, tf.Tensor]:
-    """Send a part of the tensor to every rank, and join what came from each, in rank order.
+    """Send a part of the tensor to every rank, and concatenate the parts received from all ranks, in rank order.
 
-    With ``splits`` the result is a pair: what came, and a tensor of how many rows came from each rank. The gradient is
-    every rank's gradient of what it got from here.
+    With ``splits`` the result is a pair: the received rows, and a tensor with the number of rows from each rank. For
+    the gradient, every rank returns the gradient of the rows that it received from this rank.
 
     Args:
         tensor: rows for all ranks, in rank order; the same dtype and shape on all ranks but for the first dimension.
-        splits: how many rows go to each rank, a list or a tensor of integers; equal numbers when None.
-        name: what the ranks know the operation by; made by counting (in a graph, from the tensor's name) when None.
+        splits: the number of rows for each rank, a list or a tensor of integers; equal numbers when None.
+        name: the operation's name, equal on all ranks; None numbers it (in a graph, derives it from the tensor's name).
         process_set: the ranks that take part, all by default.
     """
     tensor = tf.convert_to_tensor(tensor)
-    named = graph_name("alltoall", name, tensor)
-    given = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int64)]
+    full_name = graph_name("alltoall", name, tensor)
+    split_tensors = [] if splits is None else [tf.cast(tf.convert_to_tensor(splits), tf.int64)]
 
     def run(value: tf.Tensor, *rows: tf.Tensor) -> Sequence[Any]:
         content, received = session.current().alltoall(
             array_of(value, "The tensor to send"),
             rows[0].numpy().tolist() if rows else None,
-            name=named,
+            name=full_name,
             process_set=process_set,
         )
         return [content, np.array(received, np.int64)]
@@ -307,10 +308,10 @@ def alltoall(
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def differentiable(value: tf.Tensor) -> tuple[tuple[tf.Tensor, tf.Tensor], Any]:
         like = [(value.dtype, _with_any_rows(value)), (tf.int64, tf.TensorShape([None]))]
-        content, received = outside_graph(run, [value, *given], like)
+        content, received = outside_graph(run, [value, *split_tensors], like)
 
-        def gradient(upstream: tf.Tensor, _of_rows: Any) -> tf.Tensor:
-            return alltoall(upstream, received, named and f"{named}.gradient", process_set)[0]
+        def gradient(upstream: tf.Tensor, _rows_gradient: Any) -> tf.Tensor:
+            return alltoall(upstream, received, full_name and f"{full_name}.gradient", process_set)[0]
 
         return (content, received), gradient
 
@@ -318,9 +319,9 @@ def alltoall(
     return content if splits is None else (content, received)
 
 
-@as_written
+@without_autograph
 def barrier(process_set: ProcessSet | None = None) -> None:
-    """Return once every rank of the process set, all ranks by default, has called it; inside a graph, at every run."""
+    """Return once every rank of the process set (all ranks by default) has called it; inside a graph, at every run."""
 
     def run() -> Sequence[tf.Tensor]:
         session.current().barrier(process_set=process_set)
@@ -329,13 +330,13 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     outside_graph(run, [], [(tf.bool, tf.TensorShape([]))])
 
 
-@as_written
+@without_autograph
 def join(process_set: ProcessSet | None = None) -> tf.Tensor:
-    """Tell that this rank has no more data, and wait until all ranks have; the rank that joined last.
+    """Announce that this rank has no more data, wait until all ranks have joined, and return the last rank to join.
 
-    Until then it takes part in the others' allreduces and reducescatters with zeros (an average still divides by the
-    number of all ranks), in their allgathers without rows, in their barriers, and in broadcasts of a root that has not
-    joined; other collectives fail.
+    While it waits, this rank takes part in the other ranks' allreduces and reducescatters with zeros (an average still
+    divides by the number of all ranks), in their allgathers without rows, in their barriers, and in broadcasts of a
+    root that has not joined. Other collectives fail.
     """
 
     def run() -> Sequence[tf.Tensor]:
@@ -347,15 +348,17 @@ def join(process_set: ProcessSet | None = None) -> tf.Tensor:
 def reduce_slices(
     slices: Sequence[tf.IndexedSlices], op: ReduceOp, scale: float, name: str | None, process_set: ProcessSet | None
 ) -> list[tf.IndexedSlices]:
-    """The rows of all ranks side by side, which is their sum once they are applied; all in one call."""
+    """Concatenate the rows of all ranks, which adds them up once they are applied; one call for all slices."""
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-        raise ConfigError(f"tf.IndexedSlices can be averaged or summed, not combined with op={op}; make them dense.")
+        raise ConfigError(
+            f"tf.IndexedSlices can be averaged or summed, not combined with op={op}; convert them to dense first."
+        )
     factor = scale / session.current().channel(process_set).size if op is ReduceOp.AVERAGE else scale
-    parts = [part for each in slices for part in (each.values, each.indices)]
+    parts = [part for item in slices for part in (item.values, item.indices)]
     gathered = grouped_allgather(parts, name, process_set)
     return [
-        tf.IndexedSlices(values * tf.cast(factor, values.dtype), indices, dense_shape=each.dense_shape)
-        for each, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
+        tf.IndexedSlices(values * tf.cast(factor, values.dtype), indices, dense_shape=item.dense_shape)
+        for item, values, indices in zip(slices, gathered[::2], gathered[1::2], strict=True)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Variables and Python objects from one rank to the others."""
+"""Broadcast and gather of variables and Python objects."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import tensorflow as tf
 from sparkhvd.comm import objects, session
 from sparkhvd.comm.collectives.buffers import Array
 from sparkhvd.comm.process_sets import ProcessSet
-from sparkhvd.tensorflow.tensors import array_of, as_written, outside_graph
+from sparkhvd.tensorflow.tensors import array_of, outside_graph, without_autograph
 
 T = TypeVar("T")
 
 
-@as_written
+@without_autograph
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet | None = None) -> None:
     """Overwrite variables with those of ``root_rank``; inside a graph, at every run.
 
     Args:
         variables: TensorFlow or Keras variables, the same on all ranks in the same order.
-        root_rank: the rank whose values count.
+        root_rank: the rank whose values are sent.
         process_set: the ranks that take part, all by default.
     """
-    targets = [_native(variable) for variable in variables]
+    targets = [_native_variable(variable) for variable in variables]
 
     def run(*values: tf.Tensor) -> list[Array]:
         communicator = session.current()
@@ -46,11 +46,11 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, process_se
 
 
 def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None) -> T:
-    """The object of ``root_rank``, on every rank; what the other ranks pass is ignored.
+    """Return the object of ``root_rank`` on every rank; the objects of the other ranks are ignored.
 
     Args:
-        obj: any object that cloudpickle takes.
-        root_rank: the rank whose object counts.
+        obj: any object that cloudpickle can pickle.
+        root_rank: the rank whose object is sent.
         name: the operation's name, equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
@@ -61,16 +61,16 @@ def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, proces
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet | None = None) -> list[T]:
-    """The objects of all ranks, in rank order, on every rank.
+    """Return the objects of all ranks, in rank order, on every rank.
 
     Args:
-        obj: any object that cloudpickle takes.
+        obj: any object that cloudpickle can pickle.
         name: the operation's name, equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
     return objects.allgather_object(session.current(), obj, name=name or "allgather_object", process_set=process_set)
 
 
-def _native(variable: Any) -> tf.Variable:
-    """The TensorFlow variable inside a Keras one."""
+def _native_variable(variable: Any) -> tf.Variable:
+    """Return the TensorFlow variable inside a Keras variable."""
     return variable if isinstance(variable, tf.Variable) else variable.value

@@ -1,4 +1,4 @@
-"""TensorFlow tensors as the memory that the core reads and writes, in eager mode and inside ``tf.function``."""
+"""Access to the memory of TensorFlow tensors for the core, in eager mode and inside ``tf.function``."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 EagerFunction = Callable[..., Sequence[Any]]  # eager tensors in, arrays or tensors out
 
 
-def as_written(function: Function) -> Function:
-    """Keep AutoGraph, which rewrites what a ``tf.function`` calls, from a function that has nothing to rewrite."""
-    kept: Function = tf.autograph.experimental.do_not_convert(function)
-    return kept
+def without_autograph(function: Function) -> Function:
+    """Exempt a function from AutoGraph, which would otherwise rewrite it when a ``tf.function`` calls it."""
+    exempt: Function = tf.autograph.experimental.do_not_convert(function)
+    return exempt
 
 
 def array_of(tensor: tf.Tensor, what: str) -> Array:
-    """The values of an eager tensor; shares the memory of one on the CPU, so that it must not be written to.
+    """Return the values of an eager tensor. The array shares the memory of a CPU tensor, so it must not be written to.
 
     Raises:
-        ConfigError: collectives have no such element type; ``what`` says which tensor has it.
+        ConfigError: collectives do not support the dtype; ``what`` names the tensor in the message.
     """
     if tensor.dtype.name not in DTYPES:
         raise ConfigError(f"{what} has dtype {tensor.dtype.name}; collectives take {', '.join(sorted(DTYPES))}.")
-    # TensorFlow refuses to show a scalar as an array without a copy.
+    # TensorFlow cannot expose a scalar as an array without a copy.
     values = np.asarray(tensor if tensor.shape.rank else tensor.numpy())
     return np.require(values, requirements="C")
 
@@ -39,7 +39,7 @@ def outside_graph(
 ) -> list[tf.Tensor]:
     """Call ``function`` with eager tensors: at once in eager mode, at every run of the graph inside ``tf.function``.
 
-    The functions of one graph run one after the other in program order, so all ranks meet in the same order.
+    The functions of one graph run one after another in program order, so all ranks call collectives in the same order.
 
     Args:
         function: takes the tensors, returns one array or tensor per entry of ``like``.
@@ -47,7 +47,8 @@ def outside_graph(
         like: dtype and static shape of every result.
 
     Raises:
-        ConfigError: the graph is one of TensorFlow 1, whose sessions run operations in no order that ranks share.
+        ConfigError: the graph is a TensorFlow 1 graph, whose sessions run operations in an order that differs between
+            ranks.
     """
     if tf.executing_eagerly():
         return [tf.convert_to_tensor(result) for result in function(*tensors)]
@@ -67,9 +68,9 @@ def outside_graph(
 
 
 def graph_name(kind: str, name: str | None, tensor: tf.Tensor) -> str | None:
-    """What the ranks know an operation by: the given name, or inside a graph the tensor's, which ranks have in common.
+    """Return an operation's name: ``name`` if set; inside a graph, one made from the tensor's name, equal on all ranks.
 
-    None in eager mode, where operations are counted. A name that comes back every step is negotiated only once.
+    Return None in eager mode, where operations are numbered. A name that is used in every step is negotiated only once.
     """
     if name is not None or tf.executing_eagerly():
         return name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from sparkhvd.comm import interface
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.handle import Handle
-from sparkhvd.comm.interface import *  # noqa: F403  it says itself what it gives
+from sparkhvd.comm.interface import *  # noqa: F403  its __all__ lists the names
 from sparkhvd.compat.horovod import missing
 from sparkhvd.errors import MismatchError, PeerLostError
 from sparkhvd.torch.compression import Compression, Compressor
@@ -95,7 +95,7 @@ __all__ = [
 __all__ += interface.__all__
 
 
-if not TYPE_CHECKING:  # for a type checker every name would exist then
+if not TYPE_CHECKING:  # with it, every name would exist for a type checker
 
     def __getattr__(name: str) -> object:
         raise AttributeError(missing("sparkhvd.torch", name, __all__))

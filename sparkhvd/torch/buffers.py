@@ -1,4 +1,4 @@
-"""The buffers of a module, which every rank changes for itself: the same on all ranks."""
+"""Synchronization of a module's buffers, which every rank changes on its own."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from sparkhvd.comm import session
 from sparkhvd.comm.agreement import agree
 
-# NumPy has no such types; these hold all their values.
+# NumPy lacks these dtypes; the larger ones represent all their values.
 _AS_NUMPY = {torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 
 
 @torch.no_grad()
 def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buffers") -> None:
-    """Give all ranks the same buffers; collective.
+    """Make the buffers of a module equal on all ranks; collective.
 
-    Running statistics become the mean over ranks, and other types those of one rank: see ``comm.agreement.agree``.
-    Buffers that cannot be written as arrays (sparse, quantized, uninitialized) stay each rank's own.
+    Running statistics become the mean over the ranks, and buffers of other dtypes become those of one rank: see
+    ``comm.agreement.agree``. Buffers without an array form (sparse, quantized, uninitialized) are not synchronized.
 
     Args:
         module: the model, with the same submodules on every rank.
-        weight: what this rank's buffers count, such as the rows that changed them.
+        weight: the weight of this rank's buffers, such as the number of rows that changed them.
         name: the operation's name, equal on all ranks.
     """
     buffers = {key: buffer for key, buffer in module.named_buffers() if _is_plain(buffer)}
-    found = agree(
+    agreed = agree(
         session.current(),
         {key: _array(buffer) for key, buffer in buffers.items()},
         weight,
@@ -40,27 +40,27 @@ def synchronize_buffers(module: torch.nn.Module, weight: float, name: str = "buf
         never_averaged=_unit_vectors(module),
         name=name,
     )
-    take_buffers(module, {key: torch.from_numpy(array) for key, array in found.items()})
+    take_buffers(module, {key: torch.from_numpy(array) for key, array in agreed.items()})
 
 
 def buffers_beside(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that ``module.state_dict()`` leaves out."""
+    """Return the buffers that ``module.state_dict()`` omits."""
     saved = module.state_dict().keys()
     return {key: buffer for key, buffer in module.named_buffers(remove_duplicate=False) if key not in saved}
 
 
 @torch.no_grad()
 def take_buffers(module: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Overwrite buffers, in place where they have the shape, with these of the same names."""
+    """Overwrite buffers with the values of the same names, in place where the shapes are equal."""
     buffers = dict(module.named_buffers(remove_duplicate=False))
     for key, value in values.items():
-        _take_over(module, key, buffers.get(key), value)
+        _overwrite(module, key, buffers.get(key), value)
 
 
 @contextmanager
 def buffers_unchanged(module: torch.nn.Module, but: Collection[torch.nn.Module] = ()) -> Iterator[None]:
-    """Put back, at the end, the buffers that are changed or replaced in this block, except those of some layers."""
-    kept = [
+    """Restore, after this block, the buffers that it changed or replaced, except those of the layers in ``but``."""
+    saved = [
         (part, name, buffer, buffer.clone())
         for part in module.modules()
         if part not in but
@@ -70,9 +70,9 @@ def buffers_unchanged(module: torch.nn.Module, but: Collection[torch.nn.Module] 
     try:
         yield
     finally:
-        for part, name, buffer, before in kept:
+        for part, name, buffer, before in saved:
             if not torch.equal(buffer, before):
-                buffer.data.copy_(before)  # unseen by autograd, which may still need the buffer for gradients
+                buffer.data.copy_(before)  # bypasses autograd, which may still need the buffer for gradients
             if getattr(part, name) is not buffer:
                 setattr(part, name, buffer)
 
@@ -91,30 +91,30 @@ def _array(buffer: torch.Tensor) -> npt.NDArray[np.generic]:
 
 
 def _means_of_variances(buffers: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The running variances of normalization layers, and their means."""
+    """Return the running mean that belongs to each running variance, by the names of the buffers."""
     pairs = {key: f"{key.removesuffix('running_var')}running_mean" for key in buffers if key.endswith("running_var")}
     return {variance: mean for variance, mean in pairs.items() if mean in buffers}
 
 
 def _unit_vectors(module: torch.nn.Module) -> set[str]:
-    """The vectors of spectral normalizations: a mean of two is shorter than either."""
-    found: set[str] = set()
+    """Return the vectors of spectral normalizations, which must not be averaged: a mean of unit vectors is shorter."""
+    vectors: set[str] = set()
     for path, part in module.named_modules():
         names = ["_u", "_v"] if isinstance(part, parametrizations._SpectralNorm) else []  # noqa: SLF001
         hooks = [hook for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]  # noqa: SLF001
         names += [f"{hook.name}{end}" for hook in hooks for end in ("_u", "_v")]
-        found.update(f"{path}.{name}" if path else name for name in names)
-    return found
+        vectors.update(f"{path}.{name}" if path else name for name in names)
+    return vectors
 
 
-def _take_over(module: torch.nn.Module, key: str, buffer: torch.Tensor | None, value: torch.Tensor) -> None:
+def _overwrite(module: torch.nn.Module, key: str, buffer: torch.Tensor | None, value: torch.Tensor) -> None:
     if buffer is not None and buffer.shape == value.shape and 0 not in buffer.stride():
         buffer.copy_(value)
         return
     path, _, name = key.rpartition(".")
     owner: Any = module.get_submodule(path)
-    device = next((each.device for each in (*owner.buffers(), *module.parameters())), torch.device("cpu"))
-    if name in owner._buffers:  # noqa: SLF001  (torch has no public way to replace one that is None)
+    device = next((tensor.device for tensor in (*owner.buffers(), *module.parameters())), torch.device("cpu"))
+    if name in owner._buffers:  # noqa: SLF001  (torch has no public way to replace a buffer that is None)
         owner._buffers[name] = value.to(device, None if buffer is None else buffer.dtype)  # noqa: SLF001
     else:
         owner.register_buffer(name, value.to(device))

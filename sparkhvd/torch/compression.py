@@ -1,4 +1,4 @@
-"""Smaller forms of tensors for their way between the ranks."""
+"""Compressors, which make tensors smaller for transfer between the ranks."""
 
 from __future__ import annotations
 
@@ -8,64 +8,64 @@ import torch
 
 
 class Compressor(Protocol):
-    """Makes a tensor smaller before a reduction and large again after it; write your own with these two methods.
+    """Compresses a tensor before a reduction and decompresses the result; write your own with these two methods.
 
-    The reduction runs on what ``compress`` returns, so sums of compressed tensors must mean compressed sums, and all
-    ranks must return the same shape and dtype. A class with two static methods is as good as an instance.
+    The reduction runs on what ``compress`` returns: a sum of compressed tensors must be the compressed sum, and all
+    ranks must return the same shape and dtype. A class with two static methods works as well as an instance.
     """
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor to reduce, and what ``decompress`` needs to know; must leave ``tensor`` unchanged."""
+        """Return the tensor to reduce, and the context that ``decompress`` needs; must not change ``tensor``."""
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """The reduced tensor in the form that ``compress`` was given."""
+        """Return the reduced tensor in the dtype and form of the tensor passed to ``compress``."""
 
 
 class NoneCompressor:
-    """Leaves tensors as they are."""
+    """Sends tensors uncompressed."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, _context: None = None) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
 class CastCompressor:
-    """Sends floating point tensors in another floating point type; leaves all others, and smaller ones, as they are.
+    """Sends floating-point tensors in a smaller floating-point dtype; other tensors are sent unchanged.
 
     Args:
-        dtype: the type on the way.
+        dtype: the dtype for transfer.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """The tensor in the type of the way, and its own type."""
-        return tensor.to(self.on_the_way(tensor.dtype)), tensor.dtype
+        """Return the tensor in the dtype for transfer, and its original dtype."""
+        return tensor.to(self.wire_dtype(tensor.dtype)), tensor.dtype
 
     def decompress(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor in the type that it had."""
+        """Return the tensor in its original dtype."""
         return tensor.to(dtype)
 
-    def on_the_way(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which a tensor of ``dtype`` is sent."""
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a tensor of ``dtype`` is sent."""
         return self.dtype if dtype.is_floating_point and dtype.itemsize > self.dtype.itemsize else dtype
 
 
 class Compression:
-    """The compressions that come along.
+    """The built-in compressors.
 
     Attributes:
-        none: tensors travel as they are.
-        fp16: floats travel with 16 bits: 11 bits of precision, up to 65504 in size. ``gradient_predivide_factor`` keeps
-            sums in that range.
-        bf16: floats travel as bfloat16: 8 bits of precision, float32's range.
+        none: sends tensors uncompressed.
+        fp16: sends floats as float16, with 11 bits of precision and values up to 65504. ``gradient_predivide_factor``
+            keeps sums in that range.
+        bf16: sends floats as bfloat16, with 8 bits of precision and the range of float32.
     """
 
     none = NoneCompressor

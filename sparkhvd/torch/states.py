@@ -1,4 +1,4 @@
-"""Parameters, optimizer states and Python objects from one rank to the others."""
+"""Broadcast and gather of parameters, optimizer states and Python objects."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None) -> T:
-    """The object of ``root_rank``, on every rank; what the other ranks pass is ignored.
+    """Return the object of ``root_rank`` on every rank; the objects of the other ranks are ignored.
 
     Args:
-        obj: any object that cloudpickle takes.
-        root_rank: the rank whose object counts.
+        obj: any object that cloudpickle can pickle.
+        root_rank: the rank whose object is sent.
         name: the operation's name, equal on all ranks.
         process_set: the ranks that take part, all by default.
 
@@ -36,10 +36,10 @@ def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, proces
 
 
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet | None = None) -> list[T]:
-    """The objects of all ranks, in rank order, on every rank.
+    """Return the objects of all ranks, in rank order, on every rank.
 
     Args:
-        obj: any object that cloudpickle takes.
+        obj: any object that cloudpickle can pickle.
         name: the operation's name, equal on all ranks.
         process_set: the ranks that take part, all by default.
 
@@ -59,19 +59,19 @@ def broadcast_parameters(
     Args:
         params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``, with the same names or
             in the same order on all ranks.
-        root_rank: the rank whose values count.
+        root_rank: the rank whose values are sent.
         process_set: the ranks that take part, all by default.
 
     Raises:
         ConfigError: an entry is not a tensor; the message names it.
     """
     pairs: list[tuple[str, torch.Tensor]] = []
-    for place, entry in enumerate(params.items() if isinstance(params, Mapping) else params):
-        pair = (str(place), entry) if isinstance(entry, torch.Tensor) else entry
+    for index, entry in enumerate(params.items() if isinstance(params, Mapping) else params):
+        pair = (str(index), entry) if isinstance(entry, torch.Tensor) else entry
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[1], torch.Tensor):
             raise ConfigError(
-                f"broadcast_parameters got {_shown(pair)}; pass a state_dict() of tensors or parameters, and other "
-                "objects through broadcast_object()."
+                f"broadcast_parameters() takes tensors only, got {_description(pair)}. Pass a state_dict() of tensors, "
+                "or parameters; send other objects with broadcast_object()."
             )
         pairs.append((pair[0], pair[1]))
     _overwrite([(f"broadcast_parameters.{name}", tensor) for name, tensor in pairs], root_rank, process_set)
@@ -80,23 +80,23 @@ def broadcast_parameters(
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: ProcessSet | None = None
 ) -> None:
-    """Give an optimizer the state and the options of that of ``root_rank``.
+    """Overwrite the state and the options of an optimizer with those of ``root_rank``.
 
     Works for every optimizer with a ``state_dict``, also where only the root has taken steps.
 
     Args:
-        optimizer: over the same parameters, in the same groups, on all ranks.
-        root_rank: the rank whose optimizer counts.
+        optimizer: has the same parameters, in the same groups, on all ranks.
+        root_rank: the rank whose optimizer state is sent.
         process_set: the ranks that take part, all by default.
 
     Raises:
-        ValueError: the groups of this rank's optimizer differ from those of the root's.
+        ValueError: the parameter groups of this rank's optimizer differ from those of the root.
     """
     is_root = session.current().world.rank == root_rank
-    mine: list[torch.Tensor] = []
-    outline = _outlined(optimizer.state_dict(), mine) if is_root else None
+    own: list[torch.Tensor] = []
+    outline = _outline(optimizer.state_dict(), own) if is_root else None
     outline = broadcast_object(outline, root_rank, "broadcast_optimizer_state.outline", process_set)
-    tensors = mine if is_root else [torch.empty(slot.shape, dtype=slot.dtype) for slot in _slots(outline)]
+    tensors = own if is_root else [torch.empty(slot.shape, dtype=slot.dtype) for slot in _slots(outline)]
     named = [(f"broadcast_optimizer_state.{index}", tensor) for index, tensor in enumerate(tensors)]
     _overwrite(named, root_rank, process_set)
     if not is_root:
@@ -104,7 +104,7 @@ def broadcast_optimizer_state(
 
 
 def _overwrite(named: Sequence[tuple[str, torch.Tensor]], root: int, process_set: ProcessSet | None) -> None:
-    """Broadcast tensors of any strides and element types in place, all at once."""
+    """Broadcast tensors of any strides and dtypes in place, all at once."""
     calls = [
         Call(Broadcast(tensor, root, SubmitOptions(name, process_set), any_memory=True), every)
         for name, tensor in named
@@ -122,20 +122,20 @@ class _Slot:
     dtype: torch.dtype
 
 
-def _outlined(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """``value`` with its tensors replaced by slots and collected in ``tensors``."""
+def _outline(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return ``value`` with its tensors replaced by slots, and append the tensors to ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return _Slot(len(tensors) - 1, tuple(value.shape), value.dtype)
     if isinstance(value, dict):
-        return {key: _outlined(entry, tensors) for key, entry in value.items()}
+        return {key: _outline(entry, tensors) for key, entry in value.items()}
     if type(value) in {list, tuple}:
-        return type(value)(_outlined(entry, tensors) for entry in value)
+        return type(value)(_outline(entry, tensors) for entry in value)
     return value
 
 
 def _slots(outline: Any) -> list[_Slot]:
-    """The slots of an outline, in the order of their tensors."""
+    """Return the slots of an outline, in the order of their tensors."""
     if isinstance(outline, _Slot):
         return [outline]
     if isinstance(outline, dict):
@@ -146,7 +146,7 @@ def _slots(outline: Any) -> list[_Slot]:
 
 
 def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
-    """The outline with its tensors put back."""
+    """Return the outline with its slots replaced by tensors."""
     if isinstance(outline, _Slot):
         return tensors[outline.index]
     if isinstance(outline, dict):
@@ -156,7 +156,7 @@ def _filled(outline: Any, tensors: list[torch.Tensor]) -> Any:
     return outline
 
 
-def _shown(pair: object) -> str:
+def _description(pair: object) -> str:
     if isinstance(pair, tuple) and len(pair) == 2:
         return f"{pair[0]!r} of type {type(pair[1]).__name__}"
     return f"an entry of type {type(pair).__name__}"

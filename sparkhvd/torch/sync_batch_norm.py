@@ -14,17 +14,17 @@ from sparkhvd.torch.ops.operations import allgather, allreduce
 
 
 class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  torch's own layers derive from it
-    """Takes the place of ``torch.nn.BatchNorm1d``, ``2d`` and ``3d``; statistics are those of all ranks' rows together.
+    """Replaces ``torch.nn.BatchNorm1d``, ``2d`` and ``3d``, with statistics over the rows of all ranks.
 
-    Ranks may have different numbers of rows. In training mode every rank has to run the layer as often as the others;
-    in evaluation mode it works alone. Gradients are exact where the ranks' losses count alike, as under
+    Ranks may have different numbers of rows. In training mode all ranks must run the layer equally often; in evaluation
+    mode the layer does not communicate. Gradients are exact where the ranks' losses have equal weight, as under
     ``DistributedOptimizer`` with ``op=Average``.
 
     Args:
         num_features: channels, the second dimension of the input.
         eps: added to the variance.
         momentum: weight of a step in the running statistics; None for the plain mean of all steps.
-        affine: whether there are a weight and a bias per channel.
+        affine: whether the layer has a weight and a bias per channel.
         track_running_stats: whether running statistics are kept and used in evaluation mode.
         process_set: the ranks that take part, all by default.
     """
@@ -40,20 +40,22 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  tor
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        self.counts_rows = True  # False where the rows of this rank only stand in for rows that it does not have
-        self._name: str | None = None  # by which the ranks know the layer: a fixed one, so that it is cached
+        self.counts_rows = True  # False where the rows of this rank are placeholders and must not be counted
+        self._name: str | None = None  # of the layer's operations; it never changes, so that it is cached
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_set: ProcessSet | None = None) -> torch.nn.Module:
-        """``module`` with every batch normalization in it replaced; weights and statistics are taken over."""
+        """Replace every batch normalization in ``module``, keep its weights and statistics, and return the module."""
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
-            return cls._taking_over(module, process_set)
+            return cls._replacement_of(module, process_set)
         for name, child in module.named_children():
             module.add_module(name, cls.convert_sync_batchnorm(child, process_set))
         return module
 
     @classmethod
-    def _taking_over(cls, old: torch.nn.modules.batchnorm._BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:
+    def _replacement_of(
+        cls, old: torch.nn.modules.batchnorm._BatchNorm, process_set: ProcessSet | None
+    ) -> SyncBatchNorm:
         new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, process_set)
         new.weight, new.bias = old.weight, old.bias
         new.running_mean, new.running_var = old.running_mean, old.running_var
@@ -89,24 +91,25 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001  tor
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ValueError(
-                f"SyncBatchNorm takes (rows, {self.num_features} channels, ...), but got shape {tuple(input.shape)}."
+                f"SyncBatchNorm needs an input of shape (rows, {self.num_features} channels, ...), "
+                f"got {tuple(input.shape)}."
             )
 
 
 def synchronized_layers(module: torch.nn.Module) -> list[SyncBatchNorm]:
-    """The layers that every rank has to go through, forwards and backwards, because they exchange on the way."""
+    """Return the layers that all ranks must run, forward and backward, because they communicate."""
     return [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
 
 
 class _Normalization(torch.autograd.Function):
-    """Normalize by the statistics of all ranks, which are outputs too.
+    """Normalizes by the statistics of all ranks, which are outputs, too.
 
-    The ranks' means and sums of squared deviations are joined as by Chan, Golub, LeVeque (1979), which does not lose
-    digits where the mean is large beside the deviation.
+    The ranks' means and sums of squared deviations are combined by the formulas of Chan, Golub and LeVeque (1979),
+    which keep their precision where the mean is much larger than the deviation.
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0917  autograd knows positions only
+    def forward(  # noqa: PLR0917  autograd passes arguments by position
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -118,47 +121,47 @@ class _Normalization(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         mean, variance, count = _statistics(x, name, process_set, counts_rows)
         inverse = torch.rsqrt(variance + eps)
-        normal = (x.to(mean.dtype) - _spread(mean, x)) * _spread(inverse, x)
-        ctx.save_for_backward(normal, inverse, weight, count)
+        normalized = (x.to(mean.dtype) - _expanded(mean, x)) * _expanded(inverse, x)
+        ctx.save_for_backward(normalized, inverse, weight, count)
         ctx.arguments = (name, process_set, x.dtype, counts_rows)
-        output = normal if weight is None else normal * _spread(weight.to(mean.dtype), x)
-        output = output if bias is None else output + _spread(bias.to(mean.dtype), x)
+        output = normalized if weight is None else normalized * _expanded(weight.to(mean.dtype), x)
+        output = output if bias is None else output + _expanded(bias.to(mean.dtype), x)
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        normal, inverse, weight, count = ctx.saved_tensors
+        normalized, inverse, weight, count = ctx.saved_tensors
         name, process_set, dtype, counts_rows = ctx.arguments
-        gradient = gradient.to(normal.dtype)
-        over = _all_but_channels(normal)
-        of_bias, of_weight = gradient.sum(over), (gradient * normal).sum(over)
-        of_input = None
+        gradient = gradient.to(normalized.dtype)
+        dims = _all_but_channels(normalized)
+        bias_gradient, weight_gradient = gradient.sum(dims), (gradient * normalized).sum(dims)
+        input_gradient = None
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([of_bias, of_weight])
+            sums = torch.stack([bias_gradient, weight_gradient])
             sums = allreduce(sums, name=f"{name}.gradient", op=ReduceOp.SUM, process_set=process_set) / count
             factor = inverse if weight is None else inverse * weight.to(inverse.dtype)
-            if counts_rows:  # then the rows are behind the statistics, too
-                gradient = gradient - _spread(sums[0], normal) - normal * _spread(sums[1], normal)
-            of_input = (gradient * _spread(factor, normal)).to(dtype)
+            if counts_rows:  # then the statistics depend on this rank's rows
+                gradient = gradient - _expanded(sums[0], normalized) - normalized * _expanded(sums[1], normalized)
+            input_gradient = (gradient * _expanded(factor, normalized)).to(dtype)
         if weight is None:
-            return of_input, None, None, None, None, None, None
-        return of_input, of_weight.to(weight.dtype), of_bias.to(weight.dtype), None, None, None, None
+            return input_gradient, None, None, None, None, None, None
+        return input_gradient, weight_gradient.to(weight.dtype), bias_gradient.to(weight.dtype), None, None, None, None
 
 
-# torch leaves `Function.apply` without types.
+# torch does not annotate `Function.apply`.
 _apply: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = _Normalization.apply
 
 
 def _statistics(
     x: torch.Tensor, name: str, process_set: ProcessSet | None, counts_rows: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean and variance per channel, and the number of values behind them, over the rows of all ranks."""
+    """Return mean and variance per channel over the rows of all ranks, and the number of values per channel."""
     dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    over, channels = _all_but_channels(x), x.shape[1]
+    dims, channels = _all_but_channels(x), x.shape[1]
     rows = x.numel() // channels if counts_rows else 0
     if rows:
-        variance, mean = torch.var_mean(x.to(dtype), over, correction=0)
+        variance, mean = torch.var_mean(x.to(dtype), dims, correction=0)
     else:
         variance = mean = torch.zeros(channels, dtype=dtype, device=x.device)
     own = torch.cat([mean, variance, torch.full((1,), float(rows), dtype=dtype, device=x.device)])
@@ -167,7 +170,7 @@ def _statistics(
     total = counts.sum()
     if total <= 1:
         raise ValueError(
-            f"SyncBatchNorm needs more than 1 value per channel to train, all ranks together have {total}."
+            f"SyncBatchNorm needs more than 1 value per channel in training mode, but all ranks together have {total}."
         )
     shares = counts / total
     means, variances = parts[:, :channels], parts[:, channels:-1]
@@ -179,5 +182,5 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
     return [0, *range(2, x.dim())]
 
 
-def _spread(of_channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return of_channels.reshape(1, -1, *[1] * (like.dim() - 2))
+def _expanded(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return channels.reshape(1, -1, *[1] * (like.dim() - 2))

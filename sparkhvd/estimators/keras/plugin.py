@@ -209,12 +209,12 @@ def _package(params: Mapping[str, Any]) -> Package:
 
     from sparkhvd.estimators.keras.names import check_names  # noqa: PLC0415
     from sparkhvd.estimators.keras.package import Package, bytes_of, custom_objects_of, frozen  # noqa: PLC0415
-    from sparkhvd.keras.optimizer import refuse_several  # noqa: PLC0415
+    from sparkhvd.keras.optimizer import reject_multi_optimizer  # noqa: PLC0415
 
     model = _built(params["model"])
     check_names(params["optimizer"], params["loss"], params["metrics"])
     optimizer = _optimizer(params, model)
-    refuse_several(optimizer)
+    reject_multi_optimizer(optimizer)
     _refuse_losses_elsewhere(params["loss"])
     _refuse_other_reductions(params["loss"], weighted=params.get("sample_weight_col") is not None)
     for callback in params["callbacks"] or ():

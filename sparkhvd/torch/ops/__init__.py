@@ -1,1 +1,1 @@
-"""Collectives on torch tensors, and the tensors' way to the core."""
+"""Collectives on torch tensors, and the access of the core to the tensors' memory."""

@@ -1,4 +1,4 @@
-"""Every collective described once, with the parameters that users give; ``operations`` makes the forms from it."""
+"""One description of every collective, with the user's parameters; ``operations`` builds the public forms from it."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def allreduce(
     Args:
         tensor: the same shape and dtype on all ranks.
         average: deprecated, use ``op``.
-        name: what the ranks know the operation by; made by counting when None.
-        compression: the form of the tensor on its way.
+        name: the operation's name, equal on all ranks; numbered automatically when None.
+        compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(chosen(average, op), prescale_factor, postscale_factor)
-    return Call(Allreduce((tensor,), asked, SubmitOptions(name, process_set), compression), first)
+    reduction = Reduction(reduction_op(average, op), prescale_factor, postscale_factor)
+    return Call(Allreduce((tensor,), reduction, SubmitOptions(name, process_set), compression), first)
 
 
 def grouped_allreduce(
@@ -58,20 +58,23 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Call[list[torch.Tensor]]:
-    """Combine each of several tensors of all ranks, in one go: all of them when all ranks have all, or none.
+    """Combine several tensors of all ranks in one operation, which runs once all ranks have submitted all tensors.
 
     Args:
-        tensors: as many, of the same shapes and dtypes, on all ranks.
+        tensors: the same number of tensors, with the same shapes and dtypes, on all ranks.
         average: deprecated, use ``op``.
-        name: what the ranks know the group by; made by counting when None.
-        compression: the form of the tensors on their way.
+        name: the group's name, equal on all ranks; numbered automatically when None.
+        compression: compresses the tensors for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the results; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(chosen(average, op), prescale_factor, postscale_factor)
-    return Call(Allreduce(_some(tensors), asked, SubmitOptions(name, process_set), compression, grouped=True), as_list)
+    reduction = Reduction(reduction_op(average, op), prescale_factor, postscale_factor)
+    return Call(
+        Allreduce(_checked_group(tensors), reduction, SubmitOptions(name, process_set), compression, grouped=True),
+        as_list,
+    )
 
 
 def reducescatter(
@@ -84,23 +87,23 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Call[torch.Tensor]:
-    """Combine the tensors of all ranks element by element, and leave each rank with its part of the rows.
+    """Combine the tensors of all ranks element by element, and return this rank's part of the rows.
 
-    The first dimension is divided as evenly as possible; the first ranks have one row more. The gradient of a mean is
-    the ranks' gradients joined, that of a sum the number of ranks times as large, so that an allgather of the result
-    has the gradient of an allreduce.
+    The first dimension is split as evenly as possible; the first ranks get one more row. The gradient of a mean is
+    the concatenation of the ranks' gradients; that of a sum is larger by a factor of the number of ranks, so that an
+    allgather of the result has the gradient of an allreduce.
 
     Args:
         tensor: the same shape and dtype on all ranks, of at least one dimension.
-        name: what the ranks know the operation by; made by counting when None.
-        compression: the form of the tensor on its way.
+        name: the operation's name, equal on all ranks; numbered automatically when None.
+        compression: compresses the tensor for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the result; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(chosen(None, op), prescale_factor, postscale_factor)
-    return Call(Reducescatter((tensor,), asked, SubmitOptions(name, process_set), compression), first)
+    reduction = Reduction(reduction_op(None, op), prescale_factor, postscale_factor)
+    return Call(Reducescatter((tensor,), reduction, SubmitOptions(name, process_set), compression), first)
 
 
 def grouped_reducescatter(
@@ -113,33 +116,34 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Call[list[torch.Tensor]]:
-    """Do what ``reducescatter`` does with each of several tensors, in one go.
+    """Reduce and scatter several tensors in one operation; see ``reducescatter``.
 
     Args:
-        tensors: as many, of the same shapes and dtypes, on all ranks.
-        name: what the ranks know the group by; made by counting when None.
-        compression: the form of the tensors on their way.
+        tensors: the same number of tensors, with the same shapes and dtypes, on all ranks.
+        name: the group's name, equal on all ranks; numbered automatically when None.
+        compression: compresses the tensors for transfer.
         op: ``Average`` (the default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor: multiplies the values before the reduction.
         postscale_factor: multiplies the results; equal on all ranks.
         process_set: the ranks that take part, all by default.
     """
-    asked = Reduction(chosen(None, op), prescale_factor, postscale_factor)
+    reduction = Reduction(reduction_op(None, op), prescale_factor, postscale_factor)
     return Call(
-        Reducescatter(_some(tensors), asked, SubmitOptions(name, process_set), compression, grouped=True), as_list
+        Reducescatter(_checked_group(tensors), reduction, SubmitOptions(name, process_set), compression, grouped=True),
+        as_list,
     )
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> Call[torch.Tensor]:
-    """Join the tensors of all ranks along the first dimension, in rank order.
+    """Concatenate the tensors of all ranks along the first dimension, in rank order.
 
     The gradient is this rank's part of the mean of the ranks' gradients.
 
     Args:
-        tensor: the same dtype and shape on all ranks but for the first dimension.
-        name: what the ranks know the operation by; made by counting when None.
+        tensor: the same dtype and shape on all ranks, except for the first dimension.
+        name: the operation's name, equal on all ranks; numbered automatically when None.
         process_set: the ranks that take part, all by default.
     """
     return Call(Allgather((tensor,), SubmitOptions(name, process_set)), first)
@@ -148,27 +152,27 @@ def allgather(
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> Call[list[torch.Tensor]]:
-    """Join each of several tensors with those of the other ranks, in one go.
+    """Gather several tensors in one operation; see ``allgather``.
 
     Args:
-        tensors: as many on all ranks; of the same dtypes and shapes but for the first dimensions.
-        name: what the ranks know the group by; made by counting when None.
+        tensors: the same number on all ranks, with the same dtypes, and the same shapes except for the first dimension.
+        name: the group's name, equal on all ranks; numbered automatically when None.
         process_set: the ranks that take part, all by default.
     """
-    return Call(Allgather(_some(tensors), SubmitOptions(name, process_set), grouped=True), as_list)
+    return Call(Allgather(_checked_group(tensors), SubmitOptions(name, process_set), grouped=True), as_list)
 
 
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> Call[torch.Tensor]:
-    """The tensor of ``root_rank`` on every rank.
+    """Return the tensor of ``root_rank`` on every rank.
 
-    The gradient on the root is the mean of the ranks' gradients, elsewhere zero.
+    The gradient is the mean of the ranks' gradients on the root, and zero elsewhere.
 
     Args:
         tensor: the same shape and dtype on all ranks.
-        root_rank: the rank whose tensor counts, as numbered in the whole job.
-        name: what the ranks know the operation by; made by counting when None.
+        root_rank: the rank whose tensor is sent, numbered in the whole job.
+        name: the operation's name, equal on all ranks; numbered automatically when None.
         process_set: the ranks that take part, all by default.
     """
     return Call(Broadcast(tensor, root_rank, SubmitOptions(name, process_set)), first)
@@ -181,36 +185,38 @@ def alltoall(
     *,
     process_set: ProcessSet | None = None,
 ) -> Call[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
-    """Send a part of the tensor to every rank, and join what came from each, in rank order.
+    """Send a part of the tensor to every rank, and concatenate the parts received from all ranks, in rank order.
 
-    With ``splits`` the result is a pair: what came, and a tensor of how many rows came from each rank. The gradient is
-    every rank's gradient of what it got from here.
+    With ``splits`` the result is a pair: the received rows, and a tensor with the number of rows from each rank. For
+    the gradient, every rank returns the gradient of the rows that it received from this rank.
 
     Args:
         tensor: rows for all ranks, in rank order; the same dtype and shape on all ranks but for the first dimension.
-        splits: how many rows go to each rank; equal numbers when None.
-        name: what the ranks know the operation by; made by counting when None.
+        splits: the number of rows for each rank; equal numbers when None.
+        name: the operation's name, equal on all ranks; numbered automatically when None.
         process_set: the ranks that take part, all by default.
     """
     if splits is None:
         return Call(Alltoall(tensor, None, SubmitOptions(name, process_set)), first)
-    given = tuple(splits.tolist() if isinstance(splits, torch.Tensor) else splits)
-    if any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 0 for rows in given):
-        raise ConfigError(f"splits={list(given)} holds something that is not a number of rows; give one per rank.")
-    return Call(Alltoall(tensor, given, SubmitOptions(name, process_set)), lambda outputs, _: (outputs[0], outputs[1]))
+    row_counts = tuple(splits.tolist() if isinstance(splits, torch.Tensor) else splits)
+    if any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 0 for rows in row_counts):
+        raise ConfigError(f"splits must hold one number of rows, at least 0, per rank, got {list(row_counts)}.")
+    return Call(
+        Alltoall(tensor, row_counts, SubmitOptions(name, process_set)), lambda outputs, _: (outputs[0], outputs[1])
+    )
 
 
-def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """The reduction that the arguments ask for: the mean unless they say otherwise."""
+def reduction_op(average: bool | None, op: ReduceOp | None) -> ReduceOp:
+    """Return the reduction that the arguments select, ``Average`` by default."""
     if average is None:
         return ReduceOp.AVERAGE if op is None else op if type(op) is ReduceOp else ReduceOp(op)
     if op is not None:
-        raise ConfigError(f"average={average} and op={op} were both given; give op alone, average is deprecated.")
+        raise ConfigError(f"average={average} and op={op} are both set. Pass op only; average is deprecated.")
     warnings.warn("average= is deprecated; pass op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=4)
     return ReduceOp.AVERAGE if average else ReduceOp.SUM
 
 
-def _some(tensors: Sequence[torch.Tensor]) -> Tensors:
+def _checked_group(tensors: Sequence[torch.Tensor]) -> Tensors:
     if isinstance(tensors, torch.Tensor) or not tensors:
         raise ConfigError("A grouped collective takes a list of at least one tensor; pass a list.")
     return tuple(tensors)

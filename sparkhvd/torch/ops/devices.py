@@ -1,4 +1,4 @@
-"""CUDA tensors that NCCL moves between the ranks, in the order of CUDA streams."""
+"""Transfer of CUDA tensors between the ranks by NCCL, in the order of CUDA streams."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ T = TypeVar("T")
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int32, torch.int64})
-_MOVED = _FLOATS | _INTEGERS | {torch.bool, torch.int16, torch.uint16}
+_TRANSFERABLE = _FLOATS | _INTEGERS | {torch.bool, torch.int16, torch.uint16}
 
 
 def by_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op: ReduceOp | None = None) -> bool:
-    """Whether NCCL moves the tensors, which run together and are reduced with ``op`` if there is one.
+    """Return whether NCCL transfers a group of tensors, and reduces it with ``op`` if that is set.
 
-    All others are staged through the CPU. Ranks whose tensors are on the same kinds of devices decide alike.
+    All other tensors are staged through the CPU. Ranks whose tensors are on the same kinds of devices reach the same
+    decision.
     """
     if not tensors[0].is_cuda:
         return False
@@ -35,41 +36,42 @@ def by_nccl(tensors: Sequence[torch.Tensor], process_set: ProcessSet | None, op:
         return False
     first = tensors[0].device
     return all(
-        tensor.device == first and tensor.layout is torch.strided and nccl_takes(tensor.dtype, op) for tensor in tensors
+        tensor.device == first and tensor.layout is torch.strided and nccl_supports(tensor.dtype, op)
+        for tensor in tensors
     )
 
 
 def reduced_by_nccl(
     tensors: Sequence[torch.Tensor], reduction: Reduction, options: SubmitOptions, compression: Compressor
 ) -> bool:
-    """Whether NCCL reduces the tensors; what a user's own compression makes of them is staged.
+    """Return whether NCCL reduces the tensors; with a user's own compressor they are staged through the CPU.
 
-    The ones that come along turn floats into floats, so that they change nothing about what NCCL takes.
+    The built-in compressors convert floats to floats, so the dtypes that NCCL supports stay the same.
     """
-    known = compression is NoneCompressor or isinstance(compression, CastCompressor)
-    return known and by_nccl(tensors, options.process_set, reduction.op)
+    built_in = compression is NoneCompressor or isinstance(compression, CastCompressor)
+    return built_in and by_nccl(tensors, options.process_set, reduction.op)
 
 
-def nccl_takes(dtype: torch.dtype, op: ReduceOp | None) -> bool:
-    """Whether NCCL reduces elements of the type with ``op``; without one, whether they may be moved."""
+def nccl_supports(dtype: torch.dtype, op: ReduceOp | None) -> bool:
+    """Return whether NCCL reduces the dtype with ``op``; without ``op``, whether it transfers the dtype."""
     if op is None:
-        return dtype in _MOVED
-    # NCCL rounds means of integers in its own way.
+        return dtype in _TRANSFERABLE
+    # NCCL rounds means of integers differently from the core.
     return op is not ReduceOp.ADASUM and (dtype in _FLOATS or (dtype in _INTEGERS and op is not ReduceOp.AVERAGE))
 
 
-def in_order(handle: Handle[T], device: torch.device) -> Handle[T]:
-    """The same operation; the stream that is current where its result is waited for first comes behind it."""
+def in_stream_order(handle: Handle[T], device: torch.device) -> Handle[T]:
+    """Make the stream that is current at the first wait for the result wait for the operation, too."""
     return handle.behind(lambda: stream_of(device))
 
 
 def stream_of(device: torch.device) -> int:
-    """The address of this thread's current stream."""
+    """Return the address of this thread's current stream."""
     return torch.cuda.current_stream(device).cuda_stream
 
 
 def scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers in double, cut off after the point, as the core does it."""
+    """Multiply in place. Integers are multiplied as float64 and truncated, as in the core."""
     if factor == 1.0:
         return
     with torch.no_grad():
@@ -80,7 +82,7 @@ def scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """The product as a new tensor; the tensor itself where the factor is 1."""
+    """Return the product as a new tensor, or the tensor itself if the factor is 1."""
     if factor == 1.0:
         return tensor
     product = tensor.clone()
@@ -88,12 +90,12 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return product
 
 
-def of_joining(channel: Channel, device: int | None) -> tuple[int, int] | None:
-    """The device with which a rank that joins takes part in what others do on theirs, and a stream there.
+def join_device(channel: Channel, device: int | None) -> tuple[int, int] | None:
+    """Return the device and the stream that a joined rank uses for the other ranks' operations on CUDA tensors.
 
     Args:
-        channel: the way to the other ranks.
-        device: the device's number; the current one where it is None or negative.
+        channel: the connection to the other ranks.
+        device: the device's number; None or a negative number selects the current device.
     """
     if not channel.on_devices or not torch.cuda.is_available():
         return None

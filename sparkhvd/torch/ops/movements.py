@@ -1,4 +1,4 @@
-"""Allgather, broadcast and alltoall on torch tensors: rows change places, nothing is computed."""
+"""Allgather, broadcast and alltoall on torch tensors, which move rows without computing."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.collectives.raw import Gathered
 from sparkhvd.comm.handle import Handle
-from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, of_gradient
-from sparkhvd.torch.ops.devices import by_nccl, in_order
+from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
+from sparkhvd.torch.ops.devices import by_nccl, in_stream_order
 from sparkhvd.torch.ops.reductions import Allreduce
-from sparkhvd.torch.ops.tensors import buffer_of, bytes_of, called, has_dtype, require_contiguous, stage, tensor_of
+from sparkhvd.torch.ops.tensors import buffer_of, bytes_of, has_dtype, label_of, require_contiguous, stage, tensor_of
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Allgather:
-    """Each of the tensors joined with those of the other ranks; ``grouped`` ones run together or not at all."""
+    """An allgather of tensors; if ``grouped``, they run together or not at all."""
 
     tensors: Tensors
     options: SubmitOptions
     grouped: bool = False
 
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
-        """Submit it."""
+        """Submit the collective and return its handle."""
         del in_place
-        what = called("Tensor", self.options.name)
+        what = label_of("Tensor", self.options.name)
         on_device = by_nccl(self.tensors, self.options.process_set)
         sources = [buffer_of(stage(tensor, what, on_device=on_device).memory, what) for tensor in self.tensors]
         communicator, options = session.current(), self.options.waiting() if waits else self.options
         if self.grouped:
-            together = communicator.gather_buffers(sources, options)
-            result = together.then(lambda gathered: finish(*self._joined(gathered)))
+            group = communicator.gather_buffers(sources, options)
+            result = group.then(lambda gathered: finish(*self._joined(gathered)))
         else:
-            alone = communicator.gather_buffer(sources[0], options)
-            result = alone.then(lambda gathered: finish(*self._joined([gathered])))
-        return in_order(result, self.tensors[0].device) if on_device else result
+            single = communicator.gather_buffer(sources[0], options)
+            result = single.then(lambda gathered: finish(*self._joined([gathered])))
+        return in_stream_order(result, self.tensors[0].device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
-        """This rank's rows of the mean of the ranks' gradients."""
-        means = Call(Allreduce(gradients, Reduction(), of_gradient(self.options), grouped=self.grouped), every).run()
-        me = session.current().channel(self.options.process_set).engine.rank
-        return tuple(each.narrow(0, sum(of[:me]), of[me]) for each, of in zip(means, rows, strict=True))
+        """Return this rank's rows of the mean of the ranks' gradients."""
+        means = Call(Allreduce(gradients, Reduction(), for_gradient(self.options), grouped=self.grouped), every).run()
+        rank = session.current().channel(self.options.process_set).engine.rank
+        return tuple(mean.narrow(0, sum(counts[:rank]), counts[rank]) for mean, counts in zip(means, rows, strict=True))
 
     def _joined(self, gathered: Sequence[Gathered]) -> tuple[Tensors, Rows]:
         pairs = zip(gathered, self.tensors, strict=True)
-        joined = tuple(tensor_of(each, like.detach()) for each, like in pairs)
-        return joined, tuple(each.first_dims for each in gathered)
+        joined = tuple(tensor_of(output, like.detach()) for output, like in pairs)
+        return joined, tuple(output.first_dims for output in gathered)
 
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The tensor of one rank on all of them.
+    """A broadcast of the root's tensor.
 
-    With ``any_memory`` it may have any strides and element type, and be on another device than the others'; it is then
+    With ``any_memory`` the tensor may have any strides and dtype, and be on a different device on every rank; it is
     overwritten.
     """
 
@@ -70,12 +70,12 @@ class Broadcast:
 
     @property
     def tensors(self) -> Tensors:
-        """The one input."""
+        """Return the only input."""
         return (self.tensor,)
 
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
-        """Submit it."""
-        what = called("Tensor", self.options.name)
+        """Submit the collective and return its handle."""
+        what = label_of("Tensor", self.options.name)
         if in_place and not self.any_memory:
             require_contiguous(self.tensor, what)
         on_device = not self.any_memory and by_nccl(self.tensors, self.options.process_set)
@@ -89,18 +89,18 @@ class Broadcast:
         )
         device = self.tensor.device
         received = handle.then(lambda _: finish((staged.write_back() if in_place else result.to(device),), ()))
-        return in_order(received, device) if on_device else received
+        return in_stream_order(received, device) if on_device else received
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
-        """On the root the mean of the ranks' gradients, elsewhere zero."""
+        """Return the mean of the ranks' gradients on the root, and zero elsewhere."""
         del rows
-        (reduced,) = Call(Allreduce(gradients, Reduction(), of_gradient(self.options)), every).run()
+        (reduced,) = Call(Allreduce(gradients, Reduction(), for_gradient(self.options)), every).run()
         return (reduced if session.current().world.rank == self.root else torch.zeros_like(reduced),)
 
 
 @dataclass(frozen=True)
 class Alltoall:
-    """A part of the tensor to every rank; the outputs are what came from all, and how many rows from each."""
+    """An alltoall of a tensor; the outputs are the received rows, and the number of rows from each rank."""
 
     tensor: torch.Tensor
     splits: tuple[int, ...] | None
@@ -108,13 +108,13 @@ class Alltoall:
 
     @property
     def tensors(self) -> Tensors:
-        """The one input."""
+        """Return the only input."""
         return (self.tensor,)
 
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
-        """Submit it."""
+        """Submit the collective and return its handle."""
         del in_place
-        what = called("Tensor", self.options.name)
+        what = label_of("Tensor", self.options.name)
         on_device = by_nccl(self.tensors, self.options.process_set)
         source = buffer_of(stage(self.tensor, what, on_device=on_device).memory, what)
         handle = session.current().alltoall_buffer(
@@ -127,9 +127,9 @@ class Alltoall:
             return finish((tensor_of(gathered, like), torch.tensor(rows)), (rows,))
 
         result = handle.then(received)
-        return in_order(result, like.device) if on_device else result
+        return in_stream_order(result, like.device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
-        """Every rank's gradients of what came from this one, sent back."""
-        back = Alltoall(gradients[0], rows[0], of_gradient(self.options))
+        """Send the gradients of the received rows back to their ranks."""
+        back = Alltoall(gradients[0], rows[0], for_gradient(self.options))
         return Call(back, lambda outputs, _: outputs[:1]).run()

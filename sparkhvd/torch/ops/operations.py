@@ -1,4 +1,4 @@
-"""Collectives on torch tensors, each in the forms that make sense for it; ``collectives`` describes them."""
+"""The public collectives on torch tensors, built from the descriptions in ``collectives``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.ops import collectives, plain
 from sparkhvd.torch.ops.calls import asynchronous, asynchronous_in_place, blocking, in_place
-from sparkhvd.torch.ops.devices import of_joining
+from sparkhvd.torch.ops.devices import join_device
 from sparkhvd.torch.ops.sparse import SparseSum
-from sparkhvd.torch.ops.tensors import buffer_of, called
+from sparkhvd.torch.ops.tensors import buffer_of, label_of
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ def sparse_allreduce(
     *,
     process_set: ProcessSet | None = None,
 ) -> torch.Tensor:
-    """The sum or mean of the ranks' sparse (COO) tensors, coalesced; see ``sparse_allreduce_async``."""
+    """Return the coalesced sum or mean of the ranks' sparse (COO) tensors; see ``sparse_allreduce_async``."""
     return sparse_allreduce_async(tensor, name, op, process_set=process_set).wait()
 
 
@@ -67,52 +67,53 @@ def sparse_allreduce_async(
     *,
     process_set: ProcessSet | None = None,
 ) -> Handle[torch.Tensor]:
-    """Start adding up the ranks' sparse (COO) tensors; ``synchronize(handle)`` returns the result.
+    """Start to add up the ranks' sparse (COO) tensors; ``synchronize(handle)`` returns the result.
 
-    Every rank's entries go to all ranks and are added up there. Autograd passes it by.
+    All ranks receive the entries of all ranks and add them up. Autograd does not record it.
 
     Args:
-        tensor: of the same dtype and shape on all ranks; numbers of entries may differ.
-        name: what the ranks know the operation by; made by counting when None.
+        tensor: the same dtype and shape on all ranks; the numbers of entries may differ.
+        name: the operation's name, equal on all ranks; numbered automatically when None.
         op: ``Average`` or ``Sum``.
         process_set: the ranks that take part, all by default.
     """
-    what = called("Tensor", name)
+    what = label_of("Tensor", name)
     if tensor.layout is not torch.sparse_coo:
-        raise ConfigError(f"{what} has layout {tensor.layout}, not torch.sparse_coo; use allreduce().")
+        raise ConfigError(f"{what} has layout {tensor.layout}, but must have torch.sparse_coo; use allreduce().")
     if op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
-        raise ConfigError(f"{what} is sparse, which op={op} cannot combine; use Average or Sum.")
+        raise ConfigError(f"{what} is sparse and cannot be combined with op={op}; use Average or Sum.")
     communicator = session.current()
     total = SparseSum(tensor.detach(), op, communicator.channel(process_set).ranks, what)
-    content = buffer_of(total.packed(tensor), what)
-    return communicator.gather_buffer(content, SubmitOptions(name, process_set)).then(total.summed)
+    content = buffer_of(total.pack(tensor), what)
+    return communicator.gather_buffer(content, SubmitOptions(name, process_set)).then(total.combine)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
-    """Return once every rank of the process set, all ranks by default, has called it."""
+    """Return once every rank of the process set (all ranks by default) has label_of it."""
     session.current().barrier(process_set=process_set)
 
 
 def join(device: int | None = None, process_set: ProcessSet | None = None) -> int:
-    """Tell that this rank has no more data, and wait until all ranks have.
+    """Announce that this rank has no more data, and wait until all ranks have joined.
 
-    Until then it takes part in the others' allreduces and reducescatters with zeros (an average still divides by the
-    number of all ranks), in their allgathers without rows, in their barriers, and in broadcasts of a root that has not
-    joined; other collectives fail.
+    While it waits, this rank takes part in the other ranks' allreduces and reducescatters with zeros (an average still
+    divides by the number of all ranks), in their allgathers without rows, in their barriers, and in broadcasts of a
+    root that has not joined. Other collectives fail.
 
     Args:
-        device: with NCCL the CUDA device that this rank uses for the others' tensors, the current one by default.
+        device: with NCCL, the CUDA device that this rank uses for the other ranks' operations; by default the current
+            device.
         process_set: the ranks that take part, all by default.
 
     Returns:
         The rank that joined last.
     """
     communicator = session.current()
-    return communicator.join(process_set=process_set, device=of_joining(communicator.channel(process_set), device))
+    return communicator.join(process_set=process_set, device=join_device(communicator.channel(process_set), device))
 
 
 def poll(handle: Handle[T]) -> bool:
-    """Whether ``synchronize(handle)`` would return at once."""
+    """Return whether ``synchronize(handle)`` would return at once."""
     return _checked(handle).done()
 
 
@@ -121,13 +122,13 @@ def synchronize(handle: Handle[T]) -> T:
 
     Raises:
         MismatchError: the ranks disagree on shape, dtype, operation or root.
-        PeerLostError: a rank that takes part is gone.
-        DeadlineExceededError: not all ranks took part in time.
+        PeerLostError: a participating rank is lost.
+        DeadlineExceededError: some ranks did not take part in time.
     """
     return _checked(handle).wait()
 
 
 def _checked(handle: Handle[T]) -> Handle[T]:
     if not isinstance(handle, Handle):
-        raise ConfigError(f"{handle!r} is not a handle; pass what an *_async function returned.")
+        raise ConfigError(f"{handle!r} is not a handle; pass the return value of an *_async function.")
     return handle

@@ -1,8 +1,8 @@
-"""Allreduce within the memory of a tensor, the short way.
+"""A fast path for in-place allreduces.
 
-Programs submit thousands of small tensors one by one, and then describing each costs more than reducing it. These forms
-go straight to the core with tensors that need nothing else, which are most; all others, wrong ones among them, take the
-way of their description.
+Programs submit thousands of small tensors one by one, where describing a tensor costs more than reducing it. These
+forms pass tensors that need no conversion, which are most, directly to the core. All other tensors, including invalid
+ones, go through their description.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def start_allreduce(
     process_set: ProcessSet | None = None,
     waits: bool = False,
 ) -> Handle[torch.Tensor]:
-    """Start ``collectives.allreduce`` in place; ``waits`` says that the caller waits for it at once."""
+    """Start ``collectives.allreduce`` in place; set ``waits`` if the caller waits for the result at once."""
     dtype = plain_dtype(tensor) if average is None and compression is NoneCompressor else None
     if dtype is not None:
-        # By position: keywords would cost a tenth of the call.
+        # Arguments by position: keywords would cost a tenth of the call's time.
         return session.current().reduce_in_place(
             tensor.data_ptr(),
             tensor.shape,
             dtype,
             tensor,
-            op if type(op) is ReduceOp else collectives.chosen(None, op),
+            op if type(op) is ReduceOp else collectives.reduction_op(None, op),
             prescale_factor,
             postscale_factor,
             name,
@@ -63,5 +63,5 @@ def start_allreduce(
 def run_allreduce(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, **options: Any
 ) -> torch.Tensor:
-    """Do ``collectives.allreduce`` in place."""
+    """Run ``collectives.allreduce`` in place."""
     return start_allreduce(tensor, average, name, waits=True, **options).wait()

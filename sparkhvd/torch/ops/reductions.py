@@ -1,4 +1,4 @@
-"""Allreduce on torch tensors, and what it has in common with other reductions."""
+"""Allreduce on torch tensors, and helpers for all reductions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
-from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, of_gradient
-from sparkhvd.torch.ops.devices import in_order, reduced_by_nccl, scale, scaled
-from sparkhvd.torch.ops.tensors import buffer_of, called, plain_buffer, require_contiguous, stage
+from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
+from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale, scaled
+from sparkhvd.torch.ops.tensors import buffer_of, label_of, plain_buffer, require_contiguous, stage
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def require_gradient(reduction: Reduction, what: str) -> None:
 
 
 class Part(NamedTuple):
-    """One tensor of a reduction on its way: what is sent, where the result comes, and how it is taken from there."""
+    """One tensor of a reduction: the buffer to send, the buffer for the result, and the function that unpacks it."""
 
     source: Buffer
     target: Buffer
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Allreduce(NamedTuple):
-    """The sum, mean and so on of each of the tensors; ``grouped`` ones run together or not at all."""
+    """An allreduce of tensors; if ``grouped``, they run together or not at all."""
 
     tensors: Tensors
     reduction: Reduction
@@ -46,10 +46,10 @@ class Allreduce(NamedTuple):
     grouped: bool = False
 
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
-        """Submit it."""
+        """Submit the collective and return its handle."""
         options = self.options.waiting() if waits else self.options
         if in_place and self.grouped and self.compression is NoneCompressor:
-            # The short way of most groups: nothing to convert, nothing to bring back.
+            # The fast path of most groups: nothing to convert before, nothing to copy after.
             buffers = [plain_buffer(tensor) for tensor in self.tensors]
             if None not in buffers:
                 pairs = [(own, own) for own in buffers if own is not None]
@@ -66,16 +66,16 @@ class Allreduce(NamedTuple):
         else:
             handle = session.current().reduce_buffer(parts[0].source, parts[0].target, self.reduction, options)
         result = handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
-        return in_order(result, self.tensors[0].device) if on_device else result
+        return in_stream_order(result, self.tensors[0].device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
-        """Those of a sum or mean are the sums or means of the ranks' gradients."""
+        """Return the sums or means of the ranks' gradients."""
         del rows
         require_gradient(self.reduction, "An allreduce")
-        return Call(self._replace(tensors=gradients, options=of_gradient(self.options)), every).run()
+        return Call(self._replace(tensors=gradients, options=for_gradient(self.options)), every).run()
 
     def _part(self, tensor: torch.Tensor, *, in_place: bool, on_device: bool) -> Part:
-        what, compression = called("Tensor", self.options.name), self.compression
+        what, compression = label_of("Tensor", self.options.name), self.compression
         if in_place:
             require_contiguous(tensor, what)
         compressed, context = compression.compress(tensor.detach())
@@ -83,7 +83,7 @@ class Allreduce(NamedTuple):
         if on_device:
             memory = scaled(memory, self.reduction.prescale)
         source = buffer_of(memory, what)
-        # A copy may be overwritten, the user's own memory only where that is asked for.
+        # A copy may be overwritten; the user's own memory only in an in-place collective.
         shared = memory.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
         result = torch.empty_like(memory) if shared and not in_place else memory
 

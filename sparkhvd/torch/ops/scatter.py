@@ -13,17 +13,17 @@ from sparkhvd.comm.collectives.raw import rows_of
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import Compressor, NoneCompressor
-from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, of_gradient
-from sparkhvd.torch.ops.devices import in_order, reduced_by_nccl, scale, scaled
+from sparkhvd.torch.ops.calls import Call, Finish, Rows, Tensors, every, for_gradient
+from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale, scaled
 from sparkhvd.torch.ops.movements import Allgather
 from sparkhvd.torch.ops.reductions import Part, require_gradient
-from sparkhvd.torch.ops.tensors import buffer_of, called, stage
+from sparkhvd.torch.ops.tensors import buffer_of, label_of, stage
 
 T = TypeVar("T")
 
 
 class Reducescatter(NamedTuple):
-    """This rank's rows of the sum or mean of each of the tensors; ``grouped`` ones run together or not at all."""
+    """A reducescatter of tensors; if ``grouped``, they run together or not at all."""
 
     tensors: Tensors
     reduction: Reduction
@@ -32,7 +32,7 @@ class Reducescatter(NamedTuple):
     grouped: bool = False
 
     def start(self, finish: Finish[T], *, in_place: bool, waits: bool) -> Handle[T]:
-        """Submit it."""
+        """Submit the collective and return its handle."""
         del in_place
         options = self.options.waiting() if waits else self.options
         on_device = self.tensors[0].is_cuda and reduced_by_nccl(self.tensors, self.reduction, options, self.compression)
@@ -44,22 +44,24 @@ class Reducescatter(NamedTuple):
         else:
             handle = communicator.reducescatter_buffer(parts[0].source, parts[0].target, self.reduction, options)
         result = handle.then(lambda _: finish(tuple(part.receive() for part in parts), ()))
-        return in_order(result, self.tensors[0].device) if on_device else result
+        return in_stream_order(result, self.tensors[0].device) if on_device else result
 
     def gradients(self, gradients: Tensors, rows: Rows) -> Tensors:
-        """Those of a mean are the ranks' gradients joined; a sum's are the number of ranks times as large."""
+        """Concatenate the ranks' gradients; those of a sum are larger by a factor of the number of ranks."""
         del rows
-        asked, options = self.reduction, self.options
-        require_gradient(asked, "A reducescatter")
-        ranks = session.current().channel(options.process_set).size if asked.op is ReduceOp.SUM else 1
-        scale = ranks * asked.prescale * asked.postscale
+        reduction, options = self.reduction, self.options
+        require_gradient(reduction, "A reducescatter")
+        ranks = session.current().channel(options.process_set).size if reduction.op is ReduceOp.SUM else 1
+        scale = ranks * reduction.prescale * reduction.postscale
         scaled = gradients if scale == 1.0 else tuple(gradient * scale for gradient in gradients)
-        return Call(Allgather(scaled, of_gradient(options), self.grouped), every).run()
+        return Call(Allgather(scaled, for_gradient(options), self.grouped), every).run()
 
     def _part(self, tensor: torch.Tensor, *, on_device: bool) -> Part:
-        what, compression = called("Tensor", self.options.name), self.compression
+        what, compression = label_of("Tensor", self.options.name), self.compression
         if not tensor.dim():
-            raise ConfigError(f"{what} is a scalar; a reducescatter divides the first dimension, reshape it to (1,).")
+            raise ConfigError(
+                f"{what} is a scalar, but a reducescatter splits the first dimension; reshape it to (1,)."
+            )
         compressed, context = compression.compress(tensor.detach())
         memory = stage(compressed, what, on_device=on_device).memory
         if on_device:

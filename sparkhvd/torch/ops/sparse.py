@@ -1,7 +1,7 @@
-"""Sums of sparse (COO) tensors over the ranks: every rank's entries go to all, and each rank adds them up.
+"""Sums of sparse (COO) tensors: all ranks receive the entries of all ranks, and each rank adds them up.
 
-A rank's entries travel as bytes: a header (number of entries, sparse dimensions, length of what follows), what the rank
-is doing in words, the indices, the values. A rank with nothing to add may send nothing at all.
+A rank's entries travel as bytes: a header (number of entries, number of sparse dimensions, length of the description),
+a description of the operation in words, the indices, the values. A rank without entries may send no bytes at all.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from sparkhvd.errors import MismatchError
 _HEADER_BYTES = 24
 
 
-def nothing() -> torch.Tensor:
-    """What a rank sends that has no entries, and perhaps does not even know how many dimensions are sparse."""
+def no_bytes() -> torch.Tensor:
+    """Return the content of a rank without entries, which may not know the number of sparse dimensions."""
     return torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class SparseSum:
-    """One sum over ranks, as one of them sees it.
+    """This rank's view of one sum over the ranks.
 
     Attributes:
-        like: a dense or sparse tensor of the result's shape, dtype and device.
+        like: a dense or sparse tensor with the result's shape, dtype and device.
         op: ``AVERAGE`` or ``SUM``.
-        ranks: those that take part, ascending.
-        what: says in errors which tensor it is.
+        ranks: the participating ranks, ascending.
+        what: names the tensor in error messages.
     """
 
     like: torch.Tensor
@@ -40,23 +40,23 @@ class SparseSum:
     what: str
 
     @property
-    def kind(self) -> str:
-        """What has to be the same on all ranks, in words."""
+    def description(self) -> str:
+        """Describe the operation, which must be the same on all ranks."""
         return f"{self.op} of {self.like.dtype} {list(self.like.shape)}"
 
-    def packed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The entries of a sparse tensor as contiguous bytes on the CPU; entries with the same index are added up."""
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the entries of a sparse tensor as contiguous bytes on the CPU; duplicate indices are added up."""
         entries = tensor.detach().coalesce().cpu()
         indices, values = entries.indices(), entries.values()
-        kind = torch.frombuffer(bytearray(self.kind, "utf-8"), dtype=torch.uint8)
-        header = torch.tensor([values.shape[0], indices.shape[0], len(kind)])
-        return torch.cat([_bytes_of(header), kind, _bytes_of(indices), _bytes_of(values)])
+        description = torch.frombuffer(bytearray(self.description, "utf-8"), dtype=torch.uint8)
+        header = torch.tensor([values.shape[0], indices.shape[0], len(description)])
+        return torch.cat([_bytes_of(header), description, _bytes_of(indices), _bytes_of(values)])
 
-    def summed(self, gathered: Gathered) -> torch.Tensor:
-        """What the ranks packed, combined to a coalesced sparse tensor.
+    def combine(self, gathered: Gathered) -> torch.Tensor:
+        """Combine the packed entries of all ranks into a coalesced sparse tensor.
 
         Raises:
-            MismatchError: the ranks' tensors are of different types or shapes, or they combine them in different ways.
+            MismatchError: the ranks disagree on dtype, shape or reduction.
         """
         bounds = pairwise([0, *accumulate(gathered.first_dims)])
         parts = [
@@ -68,7 +68,7 @@ class SparseSum:
             return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device, layout=torch.sparse_coo)
         dimensions = [indices.shape[0] for indices, _ in parts]
         if len(set(dimensions)) > 1:
-            raise MismatchError(f"{self.what} has {dimensions} sparse dimensions on the ranks that have it.")
+            raise MismatchError(f"{self.what} has different numbers of sparse dimensions on the ranks: {dimensions}.")
         indices = torch.cat([indices for indices, _ in parts], 1)
         values = torch.cat([values for _, values in parts])
         scale = 1.0 / len(self.ranks) if self.op is ReduceOp.AVERAGE else 1.0
@@ -79,20 +79,22 @@ class SparseSum:
         received = torch.frombuffer(content, dtype=torch.uint8)
         count, dimensions, length = _view(received[:_HEADER_BYTES], torch.int64, (3,)).tolist()
         first = _HEADER_BYTES + length
-        kind = bytes(content[_HEADER_BYTES:first]).decode()
-        if kind != self.kind:
-            raise MismatchError(f"{self.what}: rank {rank} calls for the {kind}, this rank for the {self.kind}.")
+        requested = bytes(content[_HEADER_BYTES:first]).decode()
+        if requested != self.description:
+            raise MismatchError(
+                f"{self.what}: rank {rank} requests the {requested}, but this rank requests the {self.description}."
+            )
         split = first + 8 * count * dimensions
         indices = _view(received[first:split], torch.int64, (dimensions, count))
         return indices, _view(received[split:], self.like.dtype, (count, *self.like.shape[dimensions:]))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else nothing()
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else no_bytes()
 
 
 def _view(content: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A copy of bytes as a tensor: what lies after the indices of a part has the address that it happens to have."""
+    """Return a copy of bytes as a tensor; it is copied because the bytes may not be aligned for the dtype."""
     if not content.numel():
         return torch.empty(*shape, dtype=dtype)
     return content.clone().view(dtype).reshape(*shape)

@@ -1,4 +1,4 @@
-"""Torch tensors as the memory that the core reads and writes."""
+"""Access to the memory of torch tensors for the core."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ _STRIDED = torch.strided
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A tensor and the contiguous memory that stands for it in a collective.
+    """A tensor, and the contiguous memory that represents it in a collective.
 
     Attributes:
-        tensor: where results belong.
-        memory: the tensor's own memory where that is contiguous and in the right place, else a copy. The right place is
-            the CPU, pinned memory for CUDA, or for NCCL the tensor's device.
+        tensor: the tensor for the result.
+        memory: the tensor's own memory if that is contiguous and on the right device, else a copy. NCCL needs the
+            memory on the tensor's device; all others need it on the CPU, pinned for CUDA tensors.
     """
 
     tensor: torch.Tensor
     memory: torch.Tensor
 
     def write_back(self) -> torch.Tensor:
-        """Bring a result from the memory into the tensor; no copy where they are the same."""
+        """Copy the result from the memory to the tensor, unless they share their memory; return the tensor."""
         if self.memory.data_ptr() != self.tensor.data_ptr():
             with torch.no_grad():
-                # From pinned memory in the order of the device's stream, elsewhere at once.
+                # Copies from pinned memory run in the order of the device's stream, all others at once.
                 self.tensor.copy_(self.memory, non_blocking=True)
         return self.tensor
 
 
-def called(what: str, name: str | None) -> str:
-    """How errors name a tensor."""
+def label_of(what: str, name: str | None) -> str:
+    """Return the label of a tensor in error messages."""
     return f"{what} {name!r}" if name else f"The {what.lower()}"
 
 
 def stage(tensor: torch.Tensor, what: str, *, on_device: bool = False) -> Staged:
-    """Contiguous memory with the values of ``tensor``: of the CPU, or where it is.
+    """Return contiguous memory with the values of ``tensor``: on the tensor's device if ``on_device``, else on the CPU.
 
     Raises:
-        ConfigError: the tensor is sparse or has no memory; ``what`` says which one.
+        ConfigError: the tensor is sparse or has no memory; ``what`` names it in the message.
     """
     if tensor.layout is not torch.strided:
-        raise ConfigError(f"{what} has layout {tensor.layout}; collectives take dense tensors, call to_dense() first.")
+        raise ConfigError(f"{what} has layout {tensor.layout}; collectives take dense tensors; call to_dense() first.")
     if tensor.is_meta:
         raise ConfigError(f"{what} is on the meta device and has no values; materialize it first.")
     if tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
@@ -74,7 +74,7 @@ def stage(tensor: torch.Tensor, what: str, *, on_device: bool = False) -> Staged
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in pinned memory, there once everything that was queued on the current stream before is done."""
+    """Return a copy in pinned memory, after waiting for the work queued on the current stream."""
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     memory.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
@@ -82,20 +82,20 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_dtype(tensor: torch.Tensor) -> str | None:
-    """The element type of a tensor whose own memory is what the core reads and writes; None for any other tensor."""
+    """Return the dtype of a tensor if the core can read and write its own memory, else None."""
     if tensor.is_cpu and tensor.layout is _STRIDED and tensor.is_contiguous():
         return _NAME_OF.get(tensor.dtype)
     return None
 
 
 def plain_buffer(tensor: torch.Tensor) -> Buffer | None:
-    """The own memory of a tensor that has a ``plain_dtype``; None for any other tensor."""
+    """Return the memory of a tensor if it has a ``plain_dtype``, else None."""
     dtype = plain_dtype(tensor)
     return None if dtype is None else Buffer(tensor.data_ptr(), tensor.shape, dtype, tensor)
 
 
 def require_contiguous(tensor: torch.Tensor, what: str) -> None:
-    """Raise ``ConfigError`` when an in-place collective could not write into the tensor's memory."""
+    """Raise ``ConfigError`` if an in-place collective could not write into the tensor's memory."""
     if not tensor.is_contiguous():
         raise ConfigError(
             f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; an in-place "
@@ -104,10 +104,10 @@ def require_contiguous(tensor: torch.Tensor, what: str) -> None:
 
 
 def buffer_of(memory: torch.Tensor, what: str) -> Buffer:
-    """The address, shape, element type and device of a contiguous tensor.
+    """Return the address, shape, dtype and device of a contiguous tensor.
 
     Raises:
-        ConfigError: collectives have no such element type; ``what`` says which tensor has it.
+        ConfigError: collectives do not support the dtype; ``what`` names the tensor in the message.
     """
     name = _NAME_OF.get(memory.dtype)
     if name is None:
@@ -118,12 +118,12 @@ def buffer_of(memory: torch.Tensor, what: str) -> Buffer:
 
 
 def bytes_of(memory: torch.Tensor) -> Buffer:
-    """The memory of a contiguous CPU tensor of any element type, as bytes: enough where nothing is computed."""
+    """Return the memory of a contiguous CPU tensor of any dtype as bytes, for collectives that do not compute."""
     return Buffer(memory.data_ptr(), (memory.numel() * memory.element_size(),), "uint8", memory)
 
 
 def tensor_of(gathered: Gathered, like: torch.Tensor) -> torch.Tensor:
-    """What has come from all ranks, as rows of the shape, dtype and device of those of ``like``."""
+    """Return the rows gathered from all ranks as a tensor with the row shape, dtype and device of ``like``."""
     shape = (sum(gathered.first_dims), *like.shape[1:])
     if not gathered.content.nbytes:  # there are no bytes, or they are on the device
         result = torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -134,5 +134,5 @@ def tensor_of(gathered: Gathered, like: torch.Tensor) -> torch.Tensor:
 
 
 def has_dtype(memory: torch.Tensor) -> bool:
-    """Whether collectives have the tensor's element type."""
+    """Return whether collectives support the tensor's dtype."""
     return memory.dtype in _NAME_OF

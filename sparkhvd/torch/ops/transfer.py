@@ -1,4 +1,4 @@
-"""One gradient on its way: submitted in the form that the settings ask for, received into the form that it had."""
+"""The transfer of one gradient: compressed by the settings when it is submitted, and restored when it is received."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from sparkhvd.comm.process_sets import ProcessSet
 from sparkhvd.errors import ConfigError
 from sparkhvd.torch.compression import CastCompressor, Compressor, NoneCompressor
 from sparkhvd.torch.ops import sparse
-from sparkhvd.torch.ops.devices import in_order, reduced_by_nccl, scale
+from sparkhvd.torch.ops.devices import in_stream_order, reduced_by_nccl, scale
 from sparkhvd.torch.ops.tensors import buffer_of, plain_dtype, stage
 
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """How gradients are combined.
+    """Settings for the combination of gradients.
 
     Attributes:
         op: the reduction of unweighted steps.
         passes: backward passes that are summed on the rank before the exchange.
         predivide: divides gradients before the reduction and multiplies the result, against overflow in small floats.
-        compression: the form of dense gradients on their way.
-        sparse_as_dense: whether sparse gradients are made dense before they are sent.
+        compression: compresses dense gradients for transfer.
+        sparse_as_dense: whether sparse gradients are converted to dense tensors before they are sent.
         process_set: the ranks whose gradients are combined, all by default.
     """
 
@@ -38,18 +38,18 @@ class ExchangeSettings:
     sparse_as_dense: bool = False
     process_set: ProcessSet | None = None
 
-    def dtype_on_the_way(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which a gradient of ``dtype`` most likely travels."""
-        return self.compression.on_the_way(dtype) if isinstance(self.compression, CastCompressor) else dtype
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a gradient of ``dtype`` most likely travels."""
+        return self.compression.wire_dtype(dtype) if isinstance(self.compression, CastCompressor) else dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a step does to this rank's gradients.
+    """The weight of this rank's gradients in a step.
 
     Attributes:
         op: how the ranks' gradients are combined.
-        share: multiplies this rank's.
+        share: factor of this rank's gradients.
     """
 
     op: ReduceOp
@@ -58,12 +58,12 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A gradient on its way.
+    """A submitted gradient.
 
     Attributes:
         gradient: the ``grad`` of the parameter when it was submitted.
-        handle: brings the combined gradient: ``gradient`` itself where that is dense.
-        sparse: whether it travels as a sparse tensor.
+        handle: returns the combined gradient; it is ``gradient`` itself if that is dense.
+        sparse: whether the gradient travels as a sparse tensor.
     """
 
     gradient: torch.Tensor | None
@@ -75,7 +75,7 @@ def send(parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeS
     """Submit the gradient of a parameter."""
     gradient = parameter.grad
     if gradient is None:
-        raise AssertionError(f"{name!r} has no gradient to send")
+        raise AssertionError(f"Parameter {name!r} has no gradient to send.")
     if gradient.layout is torch.sparse_coo:
         if not settings.sparse_as_dense:
             return _send_sparse(gradient, parameter, name, weight, settings)
@@ -83,10 +83,10 @@ def send(parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeS
     return _send_dense(gradient, name, weight, settings)
 
 
-def send_nothing(
+def send_zeros(
     parameter: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings, *, as_sparse: bool
 ) -> Transfer:
-    """Submit that this rank has nothing to add to the gradient that others have of a parameter."""
+    """Submit a zero gradient for a parameter for which only other ranks have a gradient."""
     if as_sparse:
         return _send_sparse(None, parameter, name, weight, settings)
     parameter.grad = torch.zeros_like(parameter, requires_grad=False)
@@ -94,33 +94,33 @@ def send_nothing(
 
 
 def _send_dense(gradient: torch.Tensor, name: str, weight: Weight, settings: ExchangeSettings) -> Transfer:
-    asked = Reduction(weight.op, weight.share / settings.predivide, settings.predivide)
+    reduction = Reduction(weight.op, weight.share / settings.predivide, settings.predivide)
     options = SubmitOptions(name, settings.process_set)
     dtype = plain_dtype(gradient) if settings.compression is NoneCompressor else None
     if dtype is not None:
         handle = session.current().reduce_in_place(
-            gradient.data_ptr(), gradient.shape, dtype, gradient, *asked, *options
+            gradient.data_ptr(), gradient.shape, dtype, gradient, *reduction, *options
         )
         return Transfer(gradient, handle, sparse=False)
     what = f"The gradient {name!r}"
     compressed, context = settings.compression.compress(gradient)
-    on_device = gradient.is_cuda and reduced_by_nccl((gradient,), asked, options, settings.compression)
+    on_device = gradient.is_cuda and reduced_by_nccl((gradient,), reduction, options, settings.compression)
     staged = stage(compressed, what, on_device=on_device)
     if on_device:
-        scale(staged.memory, asked.prescale)
+        scale(staged.memory, reduction.prescale)
     sent = buffer_of(staged.memory, what)
 
     def receive(_: None) -> torch.Tensor:
         if on_device:
-            scale(staged.memory, asked.postscale)
+            scale(staged.memory, reduction.postscale)
         reduced = staged.write_back()
         if reduced is not gradient:
             with torch.no_grad():
                 gradient.copy_(settings.compression.decompress(reduced, context))
         return gradient
 
-    handle = session.current().reduce_buffer(sent, sent, asked, options).then(receive)
-    return Transfer(gradient, in_order(handle, gradient.device) if on_device else handle, sparse=False)
+    handle = session.current().reduce_buffer(sent, sent, reduction, options).then(receive)
+    return Transfer(gradient, in_stream_order(handle, gradient.device) if on_device else handle, sparse=False)
 
 
 def _send_sparse(
@@ -128,14 +128,14 @@ def _send_sparse(
 ) -> Transfer:
     if settings.op not in {ReduceOp.AVERAGE, ReduceOp.SUM}:
         raise ConfigError(
-            f"The gradient {name!r} is sparse, which op={settings.op} cannot combine; pass sparse_as_dense=True or use "
-            "Average or Sum."
+            f"The gradient {name!r} is sparse and cannot be combined with op={settings.op}; pass sparse_as_dense=True, "
+            "or use Average or Sum."
         )
     communicator = session.current()
     ranks = communicator.channel(settings.process_set).ranks
     total = sparse.SparseSum(parameter.detach(), weight.op, ranks, f"The gradient {name!r}")
-    content = sparse.nothing() if gradient is None else total.packed(gradient * weight.share)
+    content = sparse.no_bytes() if gradient is None else total.pack(gradient * weight.share)
     handle = communicator.gather_buffer(buffer_of(content, name), SubmitOptions(name, settings.process_set)).then(
-        total.summed
+        total.combine
     )
     return Transfer(gradient, handle, sparse=True)

@@ -1,1 +1,1 @@
-"""``DistributedOptimizer``: gradients that are averaged while the backward pass runs."""
+"""``DistributedOptimizer``, which averages gradients while the backward pass runs."""

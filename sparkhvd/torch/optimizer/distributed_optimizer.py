@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: an optimizer whose gradients are those of all ranks."""
+"""``DistributedOptimizer``: an optimizer that applies the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from sparkhvd.torch.optimizer.exchange import ExchangingOptimizer
 from sparkhvd.torch.optimizer.gradients import GradientExchange
 from sparkhvd.torch.optimizer.parameters import (
     checked_passes,
-    chosen_groups,
-    given_names,
     members_of,
+    named_by_user,
     names_by_position,
+    select_groups,
 )
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -38,26 +38,26 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
     sparse_as_dense: bool = False,
     process_set: ProcessSet | None = None,
 ) -> ExchangingOptimizer:
-    """An optimizer like ``optimizer`` whose ``step()`` applies the gradients of all ranks.
+    """Wrap ``optimizer`` so that ``step()`` applies the gradients of all ranks.
 
     The result is an instance of the optimizer's own class (of a subclass with its name) and shares its ``param_groups``
-    and ``state``; make learning rate schedulers from the result. The exchange of a gradient starts as soon as backward
-    has computed it.
+    and ``state``. Create learning rate schedulers from the result. The exchange of a gradient starts as soon as
+    backward has computed it.
 
     Args:
         optimizer: the optimizer to wrap; use only the result afterwards.
-        named_parameters: ``model.named_parameters()``, for the names of the gradients; by position when None.
+        named_parameters: ``model.named_parameters()``, which names the gradients; None names them by position.
         compression: ``Compression.none``, ``.fp16``, ``.bf16`` or a ``Compressor`` of your own, for dense gradients.
         backward_passes_per_step: backward passes that are summed on the rank before gradients are exchanged. The sum is
-            not divided: divide the loss where you want the mean.
+            not divided: divide the loss if you want the mean.
         op: how the ranks' gradients are combined: ``Average``, ``Sum``, ``Min``, ``Max`` or ``Product``. With
             ``Adasum`` every rank takes a step from its own gradients, and the steps are combined.
         gradient_predivide_factor: with ``Average``, divides before the sum and multiplies after it.
         num_groups: deprecated, use ``groups``.
-        groups: gradients that are sent together once all of a group are there: a number of groups of neighbours, or
-            lists of parameters; what is in no list is sent alone.
-        sparse_as_dense: make sparse gradients dense before they are sent. Otherwise the entries of all ranks go to all
-            and are added up there.
+        groups: gradients that are sent together once the whole group is computed: a number of groups of neighbouring
+            parameters, or lists of parameters. A parameter in no list is sent alone.
+        sparse_as_dense: convert sparse gradients to dense tensors before they are sent. Otherwise all ranks receive the
+            entries of all ranks and add them up.
         process_set: the ranks whose gradients are combined, all by default.
 
     Raises:
@@ -68,24 +68,24 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
         >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
         >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
-    _refuse_what_cannot_work(optimizer, op, gradient_predivide_factor)
-    groups = chosen_groups(num_groups, groups)
+    _check_settings(optimizer, op, gradient_predivide_factor)
+    groups = select_groups(num_groups, groups)
     names = names_by_position(optimizer.param_groups)
     if named_parameters is not None:
-        names = given_names(optimizer.param_groups, list(named_parameters))
+        names = named_by_user(optimizer.param_groups, list(named_parameters))
     passes = checked_passes(backward_passes_per_step)
     if op is ReduceOp.ADASUM:
         if groups:
             raise ConfigError(
-                "groups= sends gradients together, but op=Adasum sends steps, each by itself; leave it out."
+                "groups= sends gradients together, but op=Adasum sends the step of each parameter alone; remove groups."
             )
-        stepping = _wrapped(optimizer, DeltaOptimizer)
-        stepping.begin(names, DeltaSettings(compression, process_set))
-        return stepping
+        adasum_optimizer = _wrap(optimizer, DeltaOptimizer)
+        adasum_optimizer.begin(names, DeltaSettings(compression, process_set))
+        return adasum_optimizer
     settings = ExchangeSettings(
         ReduceOp(op), passes, gradient_predivide_factor, compression, sparse_as_dense, process_set
     )
-    wrapped = _wrapped(optimizer, ExchangingOptimizer)
+    wrapped = _wrap(optimizer, ExchangingOptimizer)
     wrapped._skip = False  # noqa: SLF001
     wrapped._exchange = GradientExchange(settings)  # noqa: SLF001
     wrapped._exchange.track(names)  # noqa: SLF001
@@ -93,23 +93,24 @@ def DistributedOptimizer(  # noqa: N802, PLR0917  the name and the order of the 
     return wrapped
 
 
-def _refuse_what_cannot_work(optimizer: torch.optim.Optimizer, op: ReduceOp, predivide: float) -> None:
+def _check_settings(optimizer: torch.optim.Optimizer, op: ReduceOp, predivide: float) -> None:
     if isinstance(optimizer, ExchangingOptimizer):
-        raise ConfigError("This optimizer is distributed already; wrap the plain one.")
+        raise ConfigError("This optimizer is already distributed; wrap the original optimizer instead.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            "LBFGS decides from its rank's own loss how often to evaluate, so ranks would part; use another."
+            "LBFGS decides from its rank's own loss how often to evaluate, so the ranks would diverge; use another "
+            "optimizer."
         )
     if predivide != 1.0 and op is not ReduceOp.AVERAGE:
         raise ConfigError(f"gradient_predivide_factor={predivide} needs op=Average, not {op}.")
     if not predivide > 0:
-        raise ConfigError(f"gradient_predivide_factor={predivide} is not positive.")
+        raise ConfigError(f"gradient_predivide_factor must be positive, got {predivide}.")
 
 
-def _wrapped(optimizer: torch.optim.Optimizer, addition: type[O]) -> O:
-    """An optimizer of the same name and state whose class is ``addition`` before that of ``optimizer``."""
+def _wrap(optimizer: torch.optim.Optimizer, mixin: type[O]) -> O:
+    """Return an optimizer with the same class name and state, whose class adds ``mixin`` to that of ``optimizer``."""
     kind = type(optimizer)
-    wrapped = cast("O", object.__new__(type(kind.__name__, (addition, kind), {"__module__": kind.__module__})))
-    # A scheduler that was made before has put its own `step` on the plain optimizer, which would bypass ours.
+    wrapped = cast("O", object.__new__(type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})))
+    # An earlier scheduler has set its own `step` on the original optimizer, which would bypass the step of `mixin`.
     wrapped.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
     return wrapped

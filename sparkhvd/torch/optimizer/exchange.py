@@ -1,4 +1,4 @@
-"""The optimizer that exchanges gradients: what ``DistributedOptimizer`` adds to the class that it wraps."""
+"""The mixin with which ``DistributedOptimizer`` extends the class of the optimizer that it wraps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ExchangingOptimizer(torch.optim.Optimizer):
     _skip: bool
 
     def weight_next(self, share: float) -> None:
-        """Weight the next backward pass by this rank's part of the global batch.
+        """Weight the next backward pass by this rank's share of the global batch.
 
         The gradients of that pass, of the *mean* loss over this rank's rows, are multiplied by ``share`` and summed
         over the ranks instead of averaged, so that the step's gradient is the mean over all rows of the global batch.
-        Call it before every backward pass of a step, on every rank; with several passes per step the shares of all
-        ranks' passes sum to 1. A rank without rows calls ``contribute_nothing()`` in place of its backward pass.
+        Call it on every rank before every backward pass of a step. With several passes per step, the shares of all
+        passes of all ranks sum to 1. A rank without rows calls ``contribute_nothing()`` instead of its backward pass.
 
         Args:
             share: rows of this pass / rows of the whole step over all ranks, from 0 to 1.
@@ -42,7 +42,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         self._exchange.weight(share)
 
     def contribute_nothing(self) -> None:
-        """Take part in a weighted step without rows: stands for one backward pass whose gradients are zero."""
+        """Take part in a weighted step without rows, as one backward pass whose gradients are zero."""
         self._exchange.require_idle("contribute_nothing() was called")
         self._exchange.skip_pass()
 
@@ -52,7 +52,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within this block ``step()`` takes the gradients as they are, after an explicit ``synchronize()``."""
+        """Make ``step()`` in this block use the gradients without an exchange, after an explicit ``synchronize()``."""
         self._skip = True
         try:
             yield
@@ -64,14 +64,14 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         self._exchange.set_passes(checked_passes(passes))
 
     def close(self) -> None:
-        """Take the hooks off the parameters; the optimizer then must not be used any more."""
+        """Remove the hooks from the parameters; the optimizer must not be used afterwards."""
         self._exchange.close()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for the gradients of all ranks, then do what the wrapped optimizer does.
+        """Wait for the gradients of all ranks, then take the step of the wrapped optimizer.
 
         Args:
-            closure: computes the loss and its gradients anew; they are exchanged after it.
+            closure: recomputes the loss and its gradients, which are exchanged afterwards.
         """
         if self._skip:
             self._exchange.require_idle("step() was called inside skip_synchronize()")
@@ -80,7 +80,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
             self._synchronize_once()
             result = super().step()
         else:
-            result = super().step(self._synchronized(closure))
+            result = super().step(self._with_synchronization(closure))
         self._exchange.synchronized = False
         return result
 
@@ -88,14 +88,14 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         """Reset the gradients.
 
         Raises:
-            AssertionError: between ``backward()`` and ``step()``, while they are on their way to the other ranks.
+            AssertionError: between ``backward()`` and ``step()``, while the gradients are being exchanged.
         """
         self._exchange.require_idle("optimizer.zero_grad() was called")
         self._exchange.reset()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; the ranks know their gradients by position."""
+        """Add parameters, whose gradients are named by their positions."""
         super().add_param_group(param_group)
         self._exchange.track(names_by_position(self.param_groups, only=len(self.param_groups) - 1))
 
@@ -103,7 +103,7 @@ class ExchangingOptimizer(torch.optim.Optimizer):
         if not self._exchange.synchronized:
             self._exchange.synchronize()
 
-    def _synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _with_synchronization(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             loss = closure()
             self._synchronize_once()

@@ -1,4 +1,4 @@
-"""The exchange of one optimizer's gradients: started during backward, finished before the step."""
+"""The exchange of one optimizer's gradients, which starts during backward and ends before the step."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ from sparkhvd.comm.collectives.options import Reduction, SubmitOptions
 from sparkhvd.comm.handle import Handle
 from sparkhvd.errors import ConfigError, DeadlineExceededError, SparkHvdError
 from sparkhvd.torch.ops.tensors import buffer_of
-from sparkhvd.torch.ops.transfer import ExchangeSettings, Transfer, Weight, send, send_nothing
+from sparkhvd.torch.ops.transfer import ExchangeSettings, Transfer, Weight, send, send_zeros
 
 
 @dataclass(slots=True, eq=False)
-class _Tracked:
-    """What the exchange knows of one parameter within a step."""
+class _TrackedParameter:
+    """The state of one parameter within a step."""
 
     name: str
     parameter: torch.Tensor
     hooks: list[RemovableHandle] = field(default_factory=list)
     passes: int = 0
     transfer: Transfer | None = None
-    group: list[_Tracked] = field(default_factory=list)  # those that are sent together with it, itself included
+    group: list[_TrackedParameter] = field(default_factory=list)  # sent together; includes the parameter itself
 
     @property
     def ready(self) -> bool:
-        """Whether all passes of the step are done, or it has no part in them."""
+        """Return whether the parameter has had all passes of the step, or takes no part in them."""
         return self.passes >= 0 or not self.parameter.requires_grad
 
 
 class GradientExchange:
     """Submits each gradient as soon as backward has accumulated it, and waits for all of them in ``synchronize()``.
 
-    Beside the gradients the ranks reduce one small vector, of which parameters have a gradient, and of which layout. It
-    is submitted right before the last gradient, with its dtype, operation and scale, so that it travels in the same
-    fused buffer and costs no exchange of its own. From it a rank that lacks gradients learns which ones the others
-    wait for; what no rank has a gradient for is not sent.
+    In addition to the gradients, the ranks reduce one small presence vector: which parameters have a dense gradient,
+    and which have a sparse one. It is submitted right before the last gradient, with the same dtype, operation and
+    scale, so that it travels in the same fusion buffer and needs no exchange of its own. It shows a rank that lacks a
+    gradient whether other ranks wait for it. A parameter for which no rank has a gradient is not sent.
 
-    The hooks on the parameters hold only a weak reference to the exchange: they do nothing once its optimizer is gone.
+    The hooks on the parameters hold a weak reference to the exchange: they do nothing once its optimizer is gone.
     """
 
     def __init__(self, settings: ExchangeSettings) -> None:
         self._settings = settings
-        self._tracked: dict[torch.Tensor, _Tracked] = {}
-        self._share: float | None = None  # of the coming backward pass; None in an unweighted step
-        self._lock = threading.Lock()  # guards what a step changes: backward runs hooks in one thread per device
-        self._unsent = 0  # parameters that backward still has to reach, as far as counted when the step began
+        self._tracked: dict[torch.Tensor, _TrackedParameter] = {}
+        self._share: float | None = None  # of the next backward pass; None in an unweighted step
+        self._lock = threading.Lock()  # guards the state of a step: backward runs hooks in one thread per device
+        self._unsent = 0  # parameters not sent yet, counted at the beginning of the step
         self._presence: Handle[None] | None = None
         self._flags = torch.empty(0)
         self.synchronized = False
 
     def track(self, names: Mapping[torch.Tensor, str]) -> None:
-        """Take up parameters, each under the name by which the ranks know its gradient."""
+        """Register parameters under the operation names of their gradients, which are equal on all ranks."""
         for parameter, name in names.items():
-            tracked = _Tracked(name, parameter)
+            tracked = _TrackedParameter(name, parameter)
             tracked.group.append(tracked)
             self._tracked[parameter] = tracked
         self.reset()
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters whose gradients are exchanged."""
+        """Return the parameters whose gradients are exchanged."""
         return list(self._tracked)
 
     def group(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
-        """Send the gradients of each group together, once all of them are there."""
+        """Send the gradients of each group together, once all of them are computed."""
         for members in groups:
             together = [self._tracked[parameter] for parameter in members]
             for tracked in together:
                 tracked.group = together
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for tracked in self._tracked.values():
             for hook in tracked.hooks:
                 hook.remove()
@@ -93,17 +93,20 @@ class GradientExchange:
         self.reset()
 
     def weight(self, share: float) -> None:
-        """Multiply the gradients of the coming backward pass by ``share`` and sum over ranks instead of averaging."""
+        """Multiply the gradients of the next backward pass by ``share``; sum over the ranks instead of averaging."""
         if not math.isfinite(share) or not 0 <= share <= 1:
-            raise ConfigError(f"A share of the global batch lies between 0 and 1, not {share}.")
+            raise ConfigError(f"share must be a part of the global batch between 0 and 1, got {share}.")
         if self._settings.op is not ReduceOp.AVERAGE:
-            raise ConfigError(f"Shares weight a mean, but the optimizer was made with op={self._settings.op}.")
+            raise ConfigError(
+                f"weight_next() and contribute_nothing() need op=Average, but the optimizer was created with "
+                f"op={self._settings.op}."
+            )
         self._share = share
         self.synchronized = False
         self._attach()
 
     def skip_pass(self) -> None:
-        """Count a backward pass to which this rank has nothing to add."""
+        """Count a backward pass in which this rank has no rows."""
         self.weight(0.0)
         for tracked in self._tracked.values():
             if tracked.parameter.requires_grad and tracked.parameter.grad is not None:
@@ -112,8 +115,8 @@ class GradientExchange:
     def synchronize(self) -> None:
         """Wait until every parameter's ``grad`` is the combined gradient of all ranks.
 
-        A gradient that was not submitted yet is submitted now. Where this rank has none and others have, it adds zeros.
-        A parameter for which no rank has a gradient ends without one, as it would in one process.
+        Gradients that were not submitted yet are submitted now. Where only other ranks have a gradient, this rank adds
+        zeros. A parameter for which no rank has a gradient ends without one, as in a single process.
         """
         try:
             with self._lock:
@@ -123,7 +126,7 @@ class GradientExchange:
                         self._send(tracked)
                 presence = self._presence or self._submit_presence(())
             try:
-                self._join_the_others(presence)
+                self._send_missing(presence)
             finally:
                 self._receive_all(presence)
         finally:
@@ -131,7 +134,7 @@ class GradientExchange:
         self.synchronized = True
 
     def reset(self) -> None:
-        """Forget the passes of the step so far."""
+        """Reset the state of the step."""
         for tracked in self._tracked.values():
             tracked.passes, tracked.transfer = -self._settings.passes, None
         self._presence = None
@@ -139,16 +142,16 @@ class GradientExchange:
         self.synchronized = False
         self._attach()
 
-    def require_idle(self, what_happened: str) -> None:
-        """Raise ``AssertionError`` while gradients are on their way."""
+    def require_idle(self, event: str) -> None:
+        """Raise ``AssertionError`` while gradients are being exchanged."""
         if any(tracked.transfer for tracked in self._tracked.values()):
             raise AssertionError(
-                f"{what_happened} after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
-                "while the gradients are on their way to the other ranks; call one of these first."
+                f"{event} after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
+                "while the gradients are being exchanged with the other ranks; call one of the two first."
             )
 
-    def incoming(self, tracked: _Tracked, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What is accumulated in place of ``gradient``; None leaves it."""
+    def incoming(self, tracked: _TrackedParameter, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient to accumulate instead of ``gradient``; None keeps it."""
         if tracked.passes >= 0:
             raise AssertionError(
                 f"The gradient of {tracked.name!r} was computed more than backward_passes_per_step="
@@ -157,27 +160,28 @@ class GradientExchange:
         self.synchronized = False
         if self._share is None or self._settings.passes == 1:
             return None
-        return gradient * self._share  # before the passes, which differ in their shares, are summed
+        return gradient * self._share  # passes differ in their shares, so they are scaled before they are summed
 
-    def accumulated(self, tracked: _Tracked) -> None:
-        """Count a pass; after the last one submit the gradient, with those of its group once all are there."""
+    def accumulated(self, tracked: _TrackedParameter) -> None:
+        """Count a pass; after the last one, submit the gradients of the group once all of them are computed."""
         with self._lock:
             tracked.passes += 1
-            if tracked.passes == 0 and all(each.ready for each in tracked.group):
-                for each in tracked.group:
-                    if each.transfer is None and each.parameter.grad is not None:
-                        self._send(each)
+            if tracked.passes == 0 and all(member.ready for member in tracked.group):
+                for member in tracked.group:
+                    if member.transfer is None and member.parameter.grad is not None:
+                        self._send(member)
 
     def _attach(self) -> None:
-        """Put hooks on the parameters that need them by now: requires_grad may change between steps."""
-        me = weakref.ref(self)
+        """Add hooks to the parameters that need them and have none: requires_grad may change between steps."""
+        exchange = weakref.ref(self)
         self._unsent = 0
         for parameter, tracked in self._tracked.items():
             if not parameter.requires_grad:
                 continue
             self._unsent += tracked.transfer is None
             if not tracked.hooks:
-                before, after = partial(_before_accumulation, me, tracked), partial(_after_accumulation, me, tracked)
+                before = partial(_before_accumulation, exchange, tracked)
+                after = partial(_after_accumulation, exchange, tracked)
                 tracked.hooks = [
                     parameter.register_hook(before),  # type: ignore[no-untyped-call]
                     parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
@@ -186,28 +190,28 @@ class GradientExchange:
     def _weight(self) -> Weight:
         if self._share is None:
             return Weight(self._settings.op)
-        # With several passes their shares are in the sum already.
+        # With several passes, the sum already contains the shares.
         return Weight(ReduceOp.SUM, self._share if self._settings.passes == 1 else 1.0)
 
-    def _send(self, tracked: _Tracked) -> None:
+    def _send(self, tracked: _TrackedParameter) -> None:
         self._unsent -= 1
         if self._unsent <= 0 and self._presence is None and self._is_last(tracked):
             self._submit_presence((tracked,))
         tracked.transfer = send(tracked.parameter, tracked.name, self._weight(), self._settings)
 
-    def _is_last(self, tracked: _Tracked) -> bool:
+    def _is_last(self, tracked: _TrackedParameter) -> bool:
         return all(
-            each.transfer or each is tracked or not each.parameter.requires_grad for each in self._tracked.values()
+            other.transfer or other is tracked or not other.parameter.requires_grad for other in self._tracked.values()
         )
 
-    def _submit_presence(self, about_to_go: Sequence[_Tracked]) -> Handle[None]:
-        """Start to tell all ranks which dense and which sparse gradients this one has."""
+    def _submit_presence(self, about_to_send: Sequence[_TrackedParameter]) -> Handle[None]:
+        """Submit the presence vector: which dense and which sparse gradients this rank has."""
         first = next(iter(self._tracked.values()))
-        layouts = [self._layout(each, about_to_go) for each in self._tracked.values()]
+        layouts = [self._layout(tracked, about_to_send) for tracked in self._tracked.values()]
         flags = [layout is torch.strided for layout in layouts] + [layout is torch.sparse_coo for layout in layouts]
-        self._flags = torch.tensor(flags, dtype=self._settings.dtype_on_the_way(first.parameter.dtype))
+        self._flags = torch.tensor(flags, dtype=self._settings.wire_dtype(first.parameter.dtype))
         op = self._weight().op
-        own = buffer_of(self._flags, "The vector of what is there")
+        own = buffer_of(self._flags, "The presence vector of the gradients")
         self._presence = session.current().reduce_buffer(
             own,
             own,
@@ -218,41 +222,41 @@ class GradientExchange:
         )
         return self._presence
 
-    def _layout(self, tracked: _Tracked, about_to_go: Sequence[_Tracked]) -> torch.layout | None:
+    def _layout(self, tracked: _TrackedParameter, about_to_send: Sequence[_TrackedParameter]) -> torch.layout | None:
         if tracked.transfer is not None:
             return torch.sparse_coo if tracked.transfer.sparse else torch.strided
         gradient = tracked.parameter.grad
-        if tracked not in about_to_go or gradient is None:
+        if tracked not in about_to_send or gradient is None:
             return None
         return torch.strided if self._settings.sparse_as_dense else gradient.layout
 
-    def _anywhere(self) -> list[tuple[bool, bool]]:
-        """Whether any rank has a dense or a sparse gradient, for each parameter; once the vector has come."""
-        found = self._flags.ne(0).tolist()
-        return list(zip(found[: len(self._tracked)], found[len(self._tracked) :], strict=True))
+    def _present(self) -> list[tuple[bool, bool]]:
+        """Return, per parameter, whether any rank has a dense or a sparse gradient; valid after the reduction."""
+        flags = self._flags.ne(0).tolist()
+        return list(zip(flags[: len(self._tracked)], flags[len(self._tracked) :], strict=True))
 
-    def _join_the_others(self, presence: Handle[None]) -> None:
-        """Submit what this rank has nothing for and others wait for."""
+    def _send_missing(self, presence: Handle[None]) -> None:
+        """Submit zeros for the parameters for which only other ranks have a gradient."""
         if all(tracked.transfer for tracked in self._tracked.values()):
             return
         presence.wait()
-        for tracked, (dense, sparse) in zip(self._tracked.values(), self._anywhere(), strict=True):
+        for tracked, (dense, sparse) in zip(self._tracked.values(), self._present(), strict=True):
             if tracked.transfer is None and (dense or sparse):
-                tracked.transfer = send_nothing(
+                tracked.transfer = send_zeros(
                     tracked.parameter, tracked.name, self._weight(), self._settings, as_sparse=not dense
                 )
 
     def _receive_all(self, presence: Handle[None]) -> None:
         sent = [tracked for tracked in self._tracked.values() if tracked.transfer is not None]
-        results = _settle([*(tracked.transfer.handle for tracked in sent if tracked.transfer), presence])
+        results = _wait_for_all([*(tracked.transfer.handle for tracked in sent if tracked.transfer), presence])
         for tracked, result in zip(sent, results, strict=False):
             _deliver(tracked, result)
-        for tracked, (dense, sparse) in zip(self._tracked.values(), self._anywhere(), strict=True):
+        for tracked, (dense, sparse) in zip(self._tracked.values(), self._present(), strict=True):
             if not (dense or sparse):
                 tracked.parameter.grad = None
 
 
-def _deliver(tracked: _Tracked, result: torch.Tensor | None) -> None:
+def _deliver(tracked: _TrackedParameter, result: torch.Tensor | None) -> None:
     if tracked.transfer is None:
         return
     if tracked.parameter.grad is not tracked.transfer.gradient:
@@ -264,8 +268,8 @@ def _deliver(tracked: _Tracked, result: torch.Tensor | None) -> None:
         tracked.parameter.grad = result
 
 
-def _settle(handles: Sequence[Handle[torch.Tensor] | Handle[None]]) -> list[torch.Tensor | None]:
-    """Wait for all, then raise the first failure: what stayed in flight would be in the way of the next step."""
+def _wait_for_all(handles: Sequence[Handle[torch.Tensor] | Handle[None]]) -> list[torch.Tensor | None]:
+    """Wait for all handles, then raise the first failure: pending operations would disturb the next step."""
     failure: SparkHvdError | None = None
     results: list[torch.Tensor | None] = []
     for handle in handles:
@@ -279,13 +283,15 @@ def _settle(handles: Sequence[Handle[torch.Tensor] | Handle[None]]) -> list[torc
 
 
 def _before_accumulation(
-    exchange: weakref.ref[GradientExchange], tracked: _Tracked, gradient: torch.Tensor
+    exchange: weakref.ref[GradientExchange], tracked: _TrackedParameter, gradient: torch.Tensor
 ) -> torch.Tensor | None:
     alive = exchange()
     return None if alive is None else alive.incoming(tracked, gradient)
 
 
-def _after_accumulation(exchange: weakref.ref[GradientExchange], tracked: _Tracked, _parameter: torch.Tensor) -> None:
+def _after_accumulation(
+    exchange: weakref.ref[GradientExchange], tracked: _TrackedParameter, _parameter: torch.Tensor
+) -> None:
     alive = exchange()
     if alive is not None:
         alive.accumulated(tracked)

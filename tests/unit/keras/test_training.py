@@ -272,7 +272,7 @@ def test_collectives_are_those_of_the_backend(group):
 def test_settings_that_cannot_work_are_refused():
     wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
     for make, message in [
-        (lambda: hvd.DistributedOptimizer(wrapped), "distributed already"),
+        (lambda: hvd.DistributedOptimizer(wrapped), "already distributed"),
         (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Max), "Average or op=Sum"),
         (lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=0), "at least 1"),
         (lambda: hvd.DistributedOptimizer("sgd"), "not a Keras optimizer"),

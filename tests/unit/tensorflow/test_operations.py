@@ -283,7 +283,7 @@ def test_the_gradients_of_local_layers_stay_the_ranks_own(group, in_graph):
 
 
 def test_the_name_of_an_optimizer_says_where_there_is_one():
-    with pytest.raises(AttributeError, match=r"use sparkhvd\.keras\.DistributedOptimizer, or DistributedGradientTape"):
+    with pytest.raises(AttributeError, match=r"Use sparkhvd\.keras\.DistributedOptimizer, or DistributedGradientTape"):
         hvd.DistributedOptimizer  # noqa: B018
 
 

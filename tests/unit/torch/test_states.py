@@ -133,7 +133,7 @@ def test_objects_are_broadcast_and_gathered(group):
 
 
 def test_an_entry_that_is_no_tensor_is_named(alone):
-    with pytest.raises(ValueError, match=r"got 'extra' of type dict; pass a state_dict\(\) of tensors"):
+    with pytest.raises(ValueError, match=r"got 'extra' of type dict\. Pass a state_dict\(\) of tensors"):
         hvd.broadcast_parameters({"weight": torch.ones(2), "extra": {}})
     with pytest.raises(ValueError, match="an entry of type list"):
         hvd.broadcast_parameters([[torch.ones(2)]])

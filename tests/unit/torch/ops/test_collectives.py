@@ -200,7 +200,7 @@ def add_sparse():
     ):
         with pytest.raises(hvd.MismatchError) as raised:
             hvd.sparse_allreduce(*((odd, kind, op) if hvd.rank() == 2 else (mine, kind, hvd.Sum)))
-        where = "this rank for" if hvd.rank() == 2 else "rank 2 calls for"
+        where = "this rank requests" if hvd.rank() == 2 else "rank 2 requests"
         assert f"{where} the {kind}" in str(raised.value)
         assert " the sum of torch.float32 [4, 3]" in str(raised.value)
 
@@ -355,11 +355,11 @@ def test_what_is_built_can_be_asked(alone):
     [
         (lambda: hvd.grouped_allreduce([]), "takes a list of at least one tensor"),
         (lambda: hvd.grouped_allreduce(torch.ones(2)), "takes a list of at least one tensor"),
-        (lambda: hvd.reducescatter(torch.tensor(1.0), name="x"), "Tensor 'x' is a scalar; a reducescatter divides"),
-        (lambda: hvd.alltoall(torch.ones(2), [1.5]), "holds something that is not a number of rows"),
-        (lambda: hvd.alltoall(torch.ones(2), [-2]), "holds something that is not a number of rows"),
-        (lambda: hvd.sparse_allreduce(torch.ones(2)), "has layout torch.strided, not torch.sparse_coo"),
-        (lambda: hvd.sparse_allreduce(torch.eye(2).to_sparse(), op=hvd.Max), "which op=max cannot combine"),
+        (lambda: hvd.reducescatter(torch.tensor(1.0), name="x"), "Tensor 'x' is a scalar, but a reducescatter splits"),
+        (lambda: hvd.alltoall(torch.ones(2), [1.5]), "must hold one number of rows, at least 0, per rank"),
+        (lambda: hvd.alltoall(torch.ones(2), [-2]), "must hold one number of rows, at least 0, per rank"),
+        (lambda: hvd.sparse_allreduce(torch.ones(2)), "has layout torch.strided, but must have torch.sparse_coo"),
+        (lambda: hvd.sparse_allreduce(torch.eye(2).to_sparse(), op=hvd.Max), "cannot be combined with op=max"),
         (lambda: hvd.reducescatter(torch.ones(2, requires_grad=True), op=hvd.Min).sum().backward(), "has no gradient"),
     ],
 )

@@ -10,7 +10,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.connect.launch_context import LaunchContext
 from sparkhvd.config import Config
 from sparkhvd.errors import ConfigError
-from sparkhvd.torch.ops.devices import by_nccl, nccl_takes, scale, scaled
+from sparkhvd.torch.ops.devices import by_nccl, nccl_supports, scale, scaled
 from tests.ranks import RankGroup
 
 _BY_NCCL = Config(gpu_operations="nccl")
@@ -38,14 +38,14 @@ def on_device() -> int:
 
 
 def test_what_nccl_takes_depends_on_element_type_and_operator_alone():
-    assert all(nccl_takes(dtype, hvd.Average) for dtype in (torch.float16, torch.bfloat16, torch.float64))
-    assert nccl_takes(torch.int64, hvd.Max)
-    assert not nccl_takes(torch.int64, hvd.Average)
-    assert not nccl_takes(torch.int16, hvd.Sum)
-    assert not nccl_takes(torch.bool, hvd.Sum)
-    assert not nccl_takes(torch.float32, hvd.Adasum)
-    assert nccl_takes(torch.bool, None)
-    assert not nccl_takes(torch.complex64, None)
+    assert all(nccl_supports(dtype, hvd.Average) for dtype in (torch.float16, torch.bfloat16, torch.float64))
+    assert nccl_supports(torch.int64, hvd.Max)
+    assert not nccl_supports(torch.int64, hvd.Average)
+    assert not nccl_supports(torch.int16, hvd.Sum)
+    assert not nccl_supports(torch.bool, hvd.Sum)
+    assert not nccl_supports(torch.float32, hvd.Adasum)
+    assert nccl_supports(torch.bool, None)
+    assert not nccl_supports(torch.complex64, None)
 
 
 def test_tensors_of_the_cpu_are_not_for_nccl(alone):

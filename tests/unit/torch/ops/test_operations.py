@@ -194,7 +194,7 @@ def test_a_job_of_one_needs_no_launcher(alone):
 def test_average_is_deprecated_but_works(alone):
     with pytest.warns(DeprecationWarning, match=r"pass op=hvd\.Average or op=hvd\.Sum"):
         assert hvd.allreduce(torch.ones(2), average=False).tolist() == [1.0, 1.0]
-    with pytest.raises(ValueError, match="were both given"):
+    with pytest.raises(ValueError, match="are both set"):
         hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
 
 

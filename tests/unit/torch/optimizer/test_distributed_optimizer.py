@@ -458,17 +458,17 @@ def test_gradients_cannot_be_exchanged_after_shutdown():
             r"does not name 1 parameters of the optimizer \(group 0, position 0, shape \(2,\)\); its names are \['b'\]",
         ),
         (lambda w, o: hvd.DistributedOptimizer(o, [w]), r"not a \(name, parameter\)"),
-        (lambda w, o: hvd.DistributedOptimizer(hvd.DistributedOptimizer(o)), "distributed already"),
+        (lambda w, o: hvd.DistributedOptimizer(hvd.DistributedOptimizer(o)), "already distributed"),
         (lambda w, o: hvd.DistributedOptimizer(torch.optim.LBFGS([w])), "LBFGS decides from its rank's own loss"),
-        (lambda w, o: hvd.DistributedOptimizer(o, backward_passes_per_step=0), "backward_passes_per_step=0 is not"),
+        (lambda w, o: hvd.DistributedOptimizer(o, backward_passes_per_step=0), "must be at least 1, got 0"),
         (
             lambda w, o: hvd.DistributedOptimizer(o, op=hvd.Sum, gradient_predivide_factor=2.0),
             "gradient_predivide_factor=2.0 needs op=Average, not sum",
         ),
-        (lambda w, o: hvd.DistributedOptimizer(o, gradient_predivide_factor=0.0), "=0.0 is not positive"),
-        (lambda w, o: hvd.DistributedOptimizer(o).weight_next(1.5), "lies between 0 and 1, not 1.5"),
-        (lambda w, o: hvd.DistributedOptimizer(o).weight_next(float("nan")), "not nan"),
-        (lambda w, o: hvd.DistributedOptimizer(o, op=hvd.Sum).weight_next(0.5), "made with op=sum"),
+        (lambda w, o: hvd.DistributedOptimizer(o, gradient_predivide_factor=0.0), "must be positive, got 0.0"),
+        (lambda w, o: hvd.DistributedOptimizer(o).weight_next(1.5), "between 0 and 1, got 1.5"),
+        (lambda w, o: hvd.DistributedOptimizer(o).weight_next(float("nan")), "got nan"),
+        (lambda w, o: hvd.DistributedOptimizer(o, op=hvd.Sum).weight_next(0.5), "created with op=sum"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(alone, make, message):

@@ -206,7 +206,7 @@ def refuse_sparse_maximum():
     table = torch.nn.Embedding(10, 2, sparse=True)
     plain = torch.optim.SGD(table.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(plain, [("table", table.weight)], op=hvd.Max)
-    with pytest.raises(ValueError, match=r"'gradient\.table' is sparse, which op=max cannot combine"):
+    with pytest.raises(ValueError, match=r"'gradient\.table' is sparse and cannot be combined with op=max"):
         table(torch.tensor([1])).sum().backward()
     optimizer.close()
 
@@ -400,9 +400,9 @@ def test_a_saved_state_trains_on_alike(group):
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        (-1, "groups=-1 is negative"),
-        ([[torch.zeros(7)]], r"holds tensors of shapes \[\(7,\)\] that are not parameters of the optimizer"),
-        ("twice", r"groups holds \['gradient.0.0'\] more than once"),
+        (-1, "groups must be at least 0, got -1"),
+        ([[torch.zeros(7)]], r"contains tensors of shapes \[\(7,\)\] that are not parameters of the optimizer"),
+        ("twice", r"groups contains \['gradient.0.0'\] more than once"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(alone, groups, message):
