@@ -24,7 +24,7 @@ from sparkhvd.driver.host_process import SshOptions
 from sparkhvd.driver.hosts import parse_hosts
 from sparkhvd.driver.launcher import Launcher, LaunchHandle, LaunchRequest, choose, launcher_for
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.spark.encryption import readable_secret
+from sparkhvd.driver.spark.encryption import unencrypted_spark
 from sparkhvd.driver.spark.resources import TaskResources
 from sparkhvd.driver.user_code.importable import importable_here, importable_nowhere, importable_on
 from sparkhvd.driver.user_code.payload import pickle_call
@@ -221,8 +221,8 @@ def run_with(  # noqa: PLR0917
     warn_ignored_variables(environment)
     if config.encrypt and launcher != "local":
         require_encryption(socket.gethostname())
-        if launcher != "ssh" and (said := readable_secret(request.session())):
-            logger.warning(said)
+        if launcher != "ssh" and (warning := unencrypted_spark(request.session())):
+            logger.warning(warning)
     payload = pickle_call(fn, args, kwargs or {}, _importable(launcher, request, options))
     deadline = Deadline.after(config.start_timeout)
     job = Job(

@@ -28,18 +28,18 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert found["places"] == [[0, 2], [1, 2]]
     assert {"[0]<stdout>:hello", "[1]<stdout>:hello"} <= set(done.stdout.splitlines())
     assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", found["failure"])
-    assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
+    assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
     assert "a Spark Connect client is none. Use launcher='barrier'" in found["mpi"]
     assert sorted(found["gpus"]) == [["0"], ["1"]]
     assert [sorted(names) for names in found["gpus of as many ranks as there is room for"]] == [["0", "1"]]
-    assert "the cluster has 1 slots" in found["slots for GPUs"]
+    assert "is more than the 1 slots of the cluster" in found["slots for GPUs"]
     assert "spark.task.cpus=1, 2 GPUs per task" in found["slots for GPUs"]
-    assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster decides these. Give num" in found["hidden cores"]
+    assert "spark.sql.leafNodeDefaultParallelism=7 of this cluster overrides. Set num" in found["hidden cores"]
     (ready, asked), (refused, all_slots) = found["preflight with hidden cores"]
     assert ready, asked
     assert "2 ranks asked for; spark.sql.leafNodeDefaultParallelism=7 hides how many slots there are" in asked
     assert "all ranks are on one host" in asked, "the tasks were asked"
-    assert re.search(r"^- +slots +num_proc=None takes all slots.* Give num_proc\.$", all_slots, re.MULTILINE), refused
+    assert re.search(r"^- +slots +num_proc=None uses all slots.* Set num_proc\.$", all_slots, re.MULTILINE), refused
     ready, printed = found["preflight"]
     assert ready, printed
     code, printed = found["doctor"]
@@ -50,7 +50,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     before, after = found["executors of slow rows"]
     assert before == after, "the interrupt cost an executor"
     assert found["left by Ctrl-C"] == []
-    assert "did not become free at the same time within start_timeout=5 s" in found["busy"][0]
+    assert "were not free at the same time within start_timeout=5 s" in found["busy"][0]
     assert "did not answer a small query within" in found["busy"][1]
     assert found["left by a killed client"] == []
     assert found["places after it"] == found["places"]

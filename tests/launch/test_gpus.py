@@ -50,7 +50,7 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     assert found["threads"] == [{"torch": 1} | dict.fromkeys(names, "1") | {"TF_NUM_INTEROP_THREADS": "2"}]
     assert found["parallelism of the rest"] == 4
-    assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
+    assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
     assert "spark.task.cpus=1, 2 GPUs per task" in found["slots"]
     for fit in (found["fit"], found["fit without a Store"]):
         assert fit["error"] < 0.5, "the line y = 3x + 1 spans 3 and is nearly learned"
@@ -66,9 +66,13 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
 
 @pytest.mark.spark
 def test_where_spark_ignores_resources_of_a_stage_it_is_said(spark):
-    with pytest.raises(LaunchError, match=r"do not work with master local\[4\]: Spark gives a stage resources"):
+    with pytest.raises(
+        LaunchError, match=r"do not work with master local\[4\]: Spark supports resources per stage only"
+    ):
         sparkhvd.run(print, num_proc=1, cpus_per_task=2)
-    with pytest.raises(LaunchError, match=r"do not work with master local\[4\]: Spark gives a stage resources"):
+    with pytest.raises(
+        LaunchError, match=r"do not work with master local\[4\]: Spark supports resources per stage only"
+    ):
         lines.errors(spark, None, num_proc=None, backend=SparkBackend(1, cpus_per_task=2))
     with pytest.raises(
         ConfigError, match=r"gpus_per_task must be a positive integer or a fraction between 0 and 1 .*, got 1\.5\."

@@ -77,7 +77,7 @@ def test_the_preflight_names_everything_that_is_wrong_at_once(spark, rows):
     )
     failed = {check.name: check.says for check in report.checks if check.verdict is Verdict.FAIL}
     assert set(failed) == {"slots", "store", "model"}
-    assert "num_proc=9 ranks were asked for, but the cluster has 4 slots" in failed["slots"]
+    assert "num_proc=9 is more than the 4 slots of the cluster" in failed["slots"]
     assert "is not shared: the executor on host" in failed["store"]
     assert "mat1 and mat2 shapes cannot be multiplied" in failed["model"]
     assert len(report.tasks) == 4, "the slots that are there are asked all the same"

@@ -48,7 +48,7 @@ def test_a_local_cluster_runs_a_job_again_when_a_task_or_an_executor_is_killed(l
     assert found["places"] == PLACES
     assert found["met"] == ["Introductions", "Introductions"], "Spark numbers the tasks of two executors as well"
     assert done.stdout.count("[0]<stdout>:hello") == done.stdout.count("[1]<stdout>:hello") == 1
-    assert "num_proc=3 ranks were asked for, but the cluster has 2 slots" in found["slots"]
+    assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
     assert (found["sums"], found["attempts"]) == ([3.0, 3.0], 3)
     assert found["left"] == []
 
@@ -191,7 +191,7 @@ def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_and_gpus_of_a
     options = [option for setting in settings for option in ("--conf", setting)]
     done = start([SPARK_HOME / "bin" / "pyspark", "--master", standalone.master, *options], tmp_path, SHELL_INPUT)
     found = found_by(done)
-    assert "SlotsError: num_proc=3 ranks were asked for, but the cluster has 2 slots after waiting" in done.stderr
+    assert "SlotsError: num_proc=3 is more than the 2 slots of the cluster after waiting" in done.stderr
     if not can_isolate():
         assert found["places"] == PLACES
         assert sorted(found["devices"]) == [[["0"], "0,5"], [["5"], "0,5"]]

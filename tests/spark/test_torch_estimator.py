@@ -390,7 +390,7 @@ def test_one_number_for_an_integer_label_is_a_double(spark, store, xor):
         ({"model": None}, ParamError, r"TorchEstimator needs model\."),
         ({"loss": None}, ParamError, r"TorchEstimator needs a loss; set loss or loss_constructors"),
         ({"feature_cols": None}, ParamError, "TorchEstimator needs feature_cols: pass the names"),
-        ({"num_proc": 9}, SlotsError, "num_proc=9 ranks were asked for, but the cluster has 4 slots"),
+        ({"num_proc": 9}, SlotsError, "num_proc=9 is more than the 4 slots of the cluster"),
         ({"loss_weights": [1.0, 2.0]}, ParamError, "loss_weights has 2 entries but label_cols has 1"),
         (
             {"feature_cols": ["a"]},

@@ -24,10 +24,10 @@ from sparkhvd.driver.arguments import check_counts, check_names, check_seconds
 from sparkhvd.driver.launcher import active_session
 from sparkhvd.driver.preflight.report import Check, PreflightReport, Verdict, cluster_checks
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
-from sparkhvd.driver.spark.encryption import readable_secret
+from sparkhvd.driver.spark.encryption import unencrypted_spark
 from sparkhvd.driver.spark.job_failures import spark_failure
 from sparkhvd.driver.spark.resources import TaskResources, profile_of
-from sparkhvd.driver.spark.slots import describe_cluster, hides_slots, reserve_tasks
+from sparkhvd.driver.spark.slots import describe_cluster, reserve_tasks, setting_that_hides_slots
 from sparkhvd.errors import LaunchError, SlotsError, SparkHvdError, StoreError
 from sparkhvd.rpc.protection import encryption_problem
 from sparkhvd.store import store_at
@@ -159,7 +159,7 @@ def preflight(
 def _slots(asked: _Asked) -> tuple[int, Check]:
     """How many tasks to ask, and what there is to say about slots."""
     began, deadline = time.monotonic(), Deadline.after(asked.timeout)
-    hidden = hides_slots(asked.spark)
+    hidden = setting_that_hides_slots(asked.spark)
     try:
         count = reserve_tasks(asked.spark, asked.num_proc, asked.resources, deadline)
     except SlotsError as error:
@@ -210,10 +210,10 @@ def _examined(asked: _Asked, count: int, probe: StoreProbe | None) -> list[Exami
     question = Question(secrets.token_bytes(32), pickled, asked.nics, asked.encrypt)
     profile = profile_of(asked.spark, asked.resources)
     task = functools.partial(examine_task, question)
-    stage = BarrierStage(asked.spark, count, task, profile, _nothing, again=False)
+    stage = BarrierStage(asked.spark, count, task, profile, _nothing, retry=False)
     with closing(stage):
         if not stage.wait(asked.timeout):
-            fewer = ", or there are fewer than that" if hides_slots(asked.spark) else ""
+            fewer = ", or there are fewer than that" if setting_that_hides_slots(asked.spark) else ""
             raise LaunchError(
                 f"{count} tasks did not run at the same time within {asked.timeout:g} s: other jobs keep the slots "
                 f"busy{fewer}. Wait for those, or give this job a cluster of its own."
@@ -245,7 +245,7 @@ def _encryption(asked: _Asked, tasks: Sequence[Examination]) -> list[Check]:
     missing = [encryption_problem(socket.gethostname()), *(task.encryption for task in tasks)]
     if any(missing):
         return [Check("encryption", Verdict.FAIL, " ".join(dict.fromkeys(why for why in missing if why)))]
-    readable = readable_secret(asked.spark)
+    readable = unencrypted_spark(asked.spark)
     said = readable or "all hosts can encrypt what the job sends"
     return [Check("encryption", Verdict.WARN if readable else Verdict.OK, said)]
 

@@ -1,1 +1,1 @@
-"""What launching needs of Spark: slots, resources, the barrier stage and the reasons of failed jobs."""
+"""The Spark side of launching: slots, resources, the barrier stage and the causes of failed jobs."""

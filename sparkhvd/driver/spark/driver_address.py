@@ -1,4 +1,4 @@
-"""Where the tasks of a job reach this driver."""
+"""The addresses at which the tasks of a job reach this driver."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ELSEWHERE = ["192.0.2.1", "2001:db8::1"]
 
 
 def driver_hosts(session: SparkSession) -> tuple[str, str]:
-    """The name of this driver's host for the executors, and the local address that its server binds."""
+    """Return the name of this driver's host for the executors, and the local address that its server binds."""
     if is_connect(session):
         remote = urlsplit(str(session.client.host)).hostname or str(session.client.host)
         address = LOOPBACK if is_loopback(remote) else outgoing_address(remote)
         return address, address
     master = str(session.sparkContext.master)
     own_host = without_brackets(str(session.conf.get("spark.driver.host", LOOPBACK)))
-    # The master may be beside the driver, and the workers are elsewhere all the same.
+    # Even if the master runs on the driver's host, the workers run elsewhere.
     cluster_host = urlsplit(master).hostname if master.startswith("spark://") else ""
     towards = [cluster_host] if cluster_host and cluster_host != own_host else _ELSEWHERE
     if master.startswith("local") or is_loopback(own_host):

@@ -1,4 +1,4 @@
-"""What ``SPARKHVD_ENCRYPT`` is worth on a cluster."""
+"""A check that Spark encrypts the secret of a job, without which ``SPARKHVD_ENCRYPT`` does not protect it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def readable_secret(spark: SparkSession) -> str:
-    """A sentence where Spark sends what it carries, the job's secret included, as it is; empty where it does not."""
+def unencrypted_spark(spark: SparkSession) -> str:
+    """Return a warning if Spark sends the job's secret unencrypted; empty if it does not."""
 
     def is_on(name: str) -> bool:
         return str(spark.conf.get(name, "false")).lower() == "true"
@@ -21,7 +21,7 @@ def readable_secret(spark: SparkSession) -> str:
     if is_local(str(spark.conf.get("spark.master", ""))):  # nothing leaves the machine
         return ""
     return (
-        "SPARKHVD_ENCRYPT is on, but Spark, which carries the job's secret to the executors, does not encrypt what it "
-        "sends. Whoever reads that can read the rest; set spark.authenticate and spark.network.crypto.enabled, or "
+        "SPARKHVD_ENCRYPT is on, but Spark sends the job's secret to the executors unencrypted. Anyone who reads the "
+        "secret can decrypt the rest. Set spark.authenticate and spark.network.crypto.enabled, or "
         "spark.ssl.rpc.enabled."
     )

@@ -1,4 +1,4 @@
-"""Whether the Python that Spark starts for its tasks is one that ranks can run in."""
+"""A check that the Python of Spark's tasks can run ranks."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 _IMPORT_SECONDS = 120.0
 
 
-def refuse_other_python(spark: SparkSession) -> None:
-    """Where the tasks run on this machine, look whether their Python has sparkhvd.
+def check_executor_python(spark: SparkSession) -> None:
+    """Check that the tasks' Python can import sparkhvd, if the tasks run on this machine.
 
-    Spark takes ``python3`` from the path unless ``PYSPARK_PYTHON`` says otherwise, and would start every task four
-    times before it gives up.
+    Spark runs ``python3`` from the path unless ``PYSPARK_PYTHON`` is set, and would start every task four times before
+    it aborts the job.
 
     Raises:
-        LaunchError: it has not.
+        LaunchError: it cannot import sparkhvd.
     """
     if is_connect(spark) or not str(spark.sparkContext.master).startswith("local"):
         return
-    asked = str(spark.sparkContext.pythonExec)
-    python = shutil.which(asked) or asked
-    if Path(python).parent == Path(sys.executable).parent:  # two names in one environment
+    configured = str(spark.sparkContext.pythonExec)
+    python = shutil.which(configured) or configured
+    if Path(python).parent == Path(sys.executable).parent:  # two names of one environment
         return
-    given = tuple(sorted(spark.sparkContext.environment.items()))  # spark.executorEnv.*, beside our own
+    variables = tuple(sorted(spark.sparkContext.environment.items()))  # spark.executorEnv.*, added to our own
     try:
-        _import_sparkhvd(python, given)
+        _import_sparkhvd(python, variables)
     except (OSError, subprocess.SubprocessError) as error:
         activate = Path(sys.executable).with_name("activate")
         how = f"activate the environment of this driver (source {activate}), or set" if activate.exists() else "set"
         raise LaunchError(
-            f"Spark's tasks run in {python}, which cannot import sparkhvd; this driver is {sys.executable}. Before the "
-            f"session is made, {how} PYSPARK_PYTHON={sys.executable}."
+            f"Spark's tasks run in {python}, which cannot import sparkhvd; this driver runs in {sys.executable}. "
+            f"Before the session is created, {how} PYSPARK_PYTHON={sys.executable}."
         ) from error
 
 
-@functools.cache  # of what went well, that is
+@functools.cache  # caches successes only, because failures raise
 def _import_sparkhvd(python: str, environment: tuple[tuple[str, str], ...]) -> None:
-    given = dict(environment)
-    paths = [path for path in (given.get("PYTHONPATH"), os.environ.get("PYTHONPATH")) if path]
+    variables = dict(environment)
+    paths = [path for path in (variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")) if path]
     command = [python, "-c", "import sparkhvd.task.entry"]
-    merged = {**os.environ, **given, "PYTHONPATH": os.pathsep.join(paths)}
+    merged = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=True, env=merged)

@@ -1,4 +1,4 @@
-"""What a Spark task of a job gets, where that differs from the rest of the application."""
+"""The cores and GPUs of a job's Spark tasks, if they differ from the rest of the application."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NO_RESOURCES_OF_ITS_OWN = (
-    "gpus_per_task and cpus_per_task do not work {where}: Spark gives a stage resources of its own on standalone, "
-    "YARN, Kubernetes and local-cluster. Leave them out here; spark.task.cpus and spark.task.resource.gpu.amount work."
+_NO_STAGE_RESOURCES = (
+    "gpus_per_task and cpus_per_task do not work {where}: Spark supports resources per stage only on standalone, YARN, "
+    "Kubernetes and local-cluster. Leave them out, and set spark.task.cpus and spark.task.resource.gpu.amount instead."
 )
 
 
 @dataclass(frozen=True)
 class TaskResources:
-    """Resources per task; None leaves one to ``spark.task.cpus`` or ``spark.task.resource.gpu.amount``."""
+    """Resources per task; None uses ``spark.task.cpus`` or ``spark.task.resource.gpu.amount``."""
 
     cpus: int | None = None
     gpus: float | None = None
@@ -34,12 +34,12 @@ class TaskResources:
 
 
 def profile_of(spark: SparkSession, resources: TaskResources) -> ResourceProfile | None:
-    """The profile for the job's stage, None for the session's own."""
+    """Return the profile of the job's stage; None for the session's default."""
     if not resources:
         return None
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests  # noqa: PLC0415 - only with Spark
 
-    # A profile replaces the session's settings as a whole.
+    # A profile replaces all of the session's settings.
     gpus = resources.gpus or float(str(spark.conf.get("spark.task.resource.gpu.amount", "0")))
     requests = TaskResourceRequests().cpus(resources.cpus or int(str(spark.conf.get("spark.task.cpus", "1"))))
     if gpus:
@@ -51,28 +51,28 @@ def profile_of(spark: SparkSession, resources: TaskResources) -> ResourceProfile
 
 
 def _make_on_server(spark: SparkSession, profile: ResourceProfile) -> None:
-    """Let a Spark Connect server make a profile now; later, in the thread of the job, no session would be active.
+    """Create a profile on the Spark Connect server now: in the thread of the job no session would be active.
 
     Raises:
-        LaunchError: the server's cluster is none that gives a stage resources of its own.
+        LaunchError: the server's cluster does not support resources per stage.
     """
     from pyspark.errors import PySparkException  # noqa: PLC0415 - only with Spark
 
-    connect: Any = type(spark)  # there is no other way to say whose server
+    connect: Any = type(spark)  # no other API selects the server
     connect._set_default_and_active_session(spark)  # noqa: SLF001
     try:
-        logger.debug("The server calls the profile of this job %d.", profile.id)
+        logger.debug("The resource profile of this job has the id %d on the server.", profile.id)
     except PySparkException as error:
         if "ResourceProfiles are only supported" not in str(error):
-            raise LaunchError(f"The Spark Connect server refuses the resources of this job: {error}") from error
-        raise LaunchError(NO_RESOURCES_OF_ITS_OWN.format(where="on this Spark Connect server")) from error
+            raise LaunchError(f"The Spark Connect server rejected the resources of this job: {error}") from error
+        raise LaunchError(_NO_STAGE_RESOURCES.format(where="on this Spark Connect server")) from error
 
 
-def refuse_where_ignored(master: str, resources: TaskResources) -> None:
-    """Spark runs stages with resources of their own on clusters only.
+def check_master_supports(master: str, resources: TaskResources) -> None:
+    """Check that a master supports resources per stage: Spark ignores them on a ``local`` master.
 
     Raises:
-        LaunchError: this master is none.
+        LaunchError: it does not.
     """
     if resources and is_local(master):
-        raise LaunchError(NO_RESOURCES_OF_ITS_OWN.format(where=f"with master {master}"))
+        raise LaunchError(_NO_STAGE_RESOURCES.format(where=f"with master {master}"))

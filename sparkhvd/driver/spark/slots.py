@@ -1,4 +1,4 @@
-"""How many ranks the cluster can run at once."""
+"""The number of ranks that the cluster can run at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.data.spark.job import is_connect, is_local, run_job
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.spark.executor_python import refuse_other_python
-from sparkhvd.driver.spark.resources import TaskResources, profile_of, refuse_where_ignored
+from sparkhvd.driver.spark.executor_python import check_executor_python
+from sparkhvd.driver.spark.resources import TaskResources, check_master_supports, profile_of
 from sparkhvd.errors import LaunchError, SlotsError, StartTimeoutError
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Executors of other masters register late or on demand: slots are waited for this long, and when all are asked for,
-# their number has to stand still this long.
+# Executors of clusters register late or on demand: this is the longest wait for slots, and the time without a change
+# after which all slots count as registered.
 SETTLE_SECONDS = 60.0
-_STILL_SECONDS = 3.0
+_STABLE_SECONDS = 3.0
 _POLL_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0
 
@@ -35,13 +35,13 @@ _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*(\d+)\s*,\s*(\d+)\s*,\s*\d+\s*\]
 
 @dataclass(frozen=True)
 class Cluster:
-    """What decides the number of slots.
+    """The properties of a cluster that decide the number of slots.
 
     Attributes:
         master: Spark's master URL.
-        task_cpus: cores per task: ``spark.task.cpus``, unless the job asks for others.
+        task_cpus: cores per task: ``spark.task.cpus``, unless the job requests another number.
         count: asks Spark for the slots that are registered now; raises ``StartTimeoutError`` at the deadline.
-        task_gpus: GPUs per task, 0 where the job needs none.
+        task_gpus: GPUs per task, 0 if the job needs none.
         executor_gpus: ``spark.executor.resource.gpu.amount``.
     """
 
@@ -52,32 +52,32 @@ class Cluster:
     executor_gpus: int = 0
 
 
-def refuse_where_ranks_cannot_run(spark: SparkSession) -> None:
-    """Look at what a session's settings say.
+def _check_session(spark: SparkSession) -> None:
+    """Check that ranks can run with the settings of a session.
 
     Raises:
         LaunchError: Spark does not run barrier stages with them, or its tasks run in a Python without sparkhvd.
     """
-    _refuse_dynamic_allocation(spark)
-    refuse_other_python(spark)
+    _check_dynamic_allocation(spark)
+    check_executor_python(spark)
 
 
-def _refuse_dynamic_allocation(spark: SparkSession) -> None:
-    """Spark refuses barrier stages under dynamic allocation, with a message that leads nowhere (SPARK-24942).
+def _check_dynamic_allocation(spark: SparkSession) -> None:
+    """Reject dynamic allocation: Spark rejects barrier stages under it, with an unhelpful message (SPARK-24942).
 
     A ``local`` master has nothing to allocate, and Spark ignores the setting there.
     """
     enabled = str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
     if enabled and not is_local(str(spark.conf.get("spark.master", ""))):
         raise LaunchError(
-            "spark.dynamicAllocation.enabled is true, and Spark does not run barrier stages (all ranks at the same "
+            "spark.dynamicAllocation.enabled is true, but Spark does not run barrier stages (all ranks at the same "
             "time) under dynamic allocation. Start the session with spark.dynamicAllocation.enabled=false and a fixed "
             "number of executors (spark.executor.instances, or spark.cores.max on a standalone cluster)."
         )
 
 
 def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RESOURCES) -> Cluster:
-    """The cluster behind a session, as tasks with these resources see it."""
+    """Return the properties of the session's cluster for tasks with these resources."""
 
     def number(name: str, default: str) -> float:
         return float(str(spark.conf.get(name, default)))
@@ -95,13 +95,13 @@ def describe_cluster(spark: SparkSession, resources: TaskResources = _SESSION_RE
 
         return Cluster("connect", task_cpus, count, task_gpus, executor_gpus)
     master = str(spark.sparkContext.master)
-    refuse_where_ignored(master, resources)
+    check_master_supports(master, resources)
     profile = profile_of(spark, resources)
     return Cluster(master, task_cpus, lambda _: _concurrent_tasks(spark, profile), task_gpus, executor_gpus)
 
 
-def hides_slots(spark: SparkSession) -> str:
-    """The setting that keeps a Spark Connect client from counting slots by the partitions of a query; empty if none."""
+def setting_that_hides_slots(spark: SparkSession) -> str:
+    """Return the setting that prevents a Spark Connect client from counting slots by partitions; empty if none."""
     if not is_connect(spark):
         return ""
     names = ("spark.default.parallelism", "spark.sql.leafNodeDefaultParallelism")
@@ -109,34 +109,34 @@ def hides_slots(spark: SparkSession) -> str:
 
 
 def reserve_tasks(spark: SparkSession, num_proc: int | None, resources: TaskResources, deadline: Deadline) -> int:
-    """The number of ranks to start in a barrier stage of this session, as ``reserve`` says.
+    """Return the number of ranks to start in a barrier stage of this session; see ``reserve``.
 
     Raises:
-        LaunchError: Spark does not run barrier stages with this session's settings, or ignores what a task needs.
+        LaunchError: Spark does not run barrier stages with this session's settings, or ignores a task's resources.
         SlotsError: there are too few slots.
     """
-    refuse_where_ranks_cannot_run(spark)
-    if setting := hides_slots(spark):
+    _check_session(spark)
+    if setting := setting_that_hides_slots(spark):
         if num_proc is None:
             raise SlotsError(
-                "num_proc=None takes all slots. A Spark Connect client counts them by the partitions of a query, and "
-                f"{setting} of this cluster decides these. Give num_proc."
+                "num_proc=None uses all slots, but their number is unknown: a Spark Connect client counts them by the "
+                f"partitions of a query, which {setting} of this cluster overrides. Set num_proc."
             )
         return num_proc
     return reserve(describe_cluster(spark, resources), num_proc, deadline)
 
 
 def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
-    """The number of ranks to start: ``num_proc``, or all slots when it is None.
+    """Return the number of ranks to start: ``num_proc``, or all slots if it is None.
 
     Raises:
-        SlotsError: there are fewer slots than ``num_proc``; at once where the cluster's size is fixed, else after
+        SlotsError: there are fewer slots than ``num_proc``; at once if the cluster's size is fixed, else after
             ``SETTLE_SECONDS`` or at the deadline.
-        StartTimeoutError: Spark did not say by the deadline how many there are.
+        StartTimeoutError: Spark did not report the number of slots by the deadline.
     """
     fixed = fixed_slots(cluster, deadline)
     if fixed is not None and num_proc is not None and num_proc > fixed:
-        raise SlotsError(too_few(cluster, num_proc, fixed, waited=None))
+        raise SlotsError(_too_few_slots(cluster, num_proc, fixed, waited=None))
     began = time.monotonic()
     settle = deadline.capped(SETTLE_SECONDS)
     slots, since = cluster.count(deadline), began
@@ -145,38 +145,38 @@ def reserve(cluster: Cluster, num_proc: int | None, deadline: Deadline) -> int:
             if num_proc is None and slots > 0:
                 return slots
             waited = time.monotonic() - began
-            raise SlotsError(too_few(cluster, num_proc or 1, slots, waited))
-        time.sleep(_POLL_SECONDS)  # Spark tells Python of new executors in no other way
+            raise SlotsError(_too_few_slots(cluster, num_proc or 1, slots, waited))
+        time.sleep(_POLL_SECONDS)  # PySpark has no event for new executors
         now = cluster.count(deadline)
         if now != slots:
             slots, since = now, time.monotonic()
     return num_proc if num_proc is not None else slots
 
 
-def _enough(slots: int, wanted: int | None, still_for: float) -> bool:
+def _enough(slots: int, wanted: int | None, stable_for: float) -> bool:
     if wanted is not None:
         return slots >= wanted > 0
-    return slots > 0 and still_for >= _STILL_SECONDS
+    return slots > 0 and stable_for >= _STABLE_SECONDS
 
 
 def fixed_slots(cluster: Cluster, deadline: Deadline) -> int | None:
-    """The slots of a master whose size cannot change, None for all others."""
+    """Return the number of slots of a master with a fixed size; None for all others."""
     if is_local(cluster.master):
         return cluster.count(deadline)
-    if found := _LOCAL_CLUSTER.fullmatch(cluster.master):
-        per_executor = int(found[2]) // cluster.task_cpus
+    if match := _LOCAL_CLUSTER.fullmatch(cluster.master):
+        per_executor = int(match[2]) // cluster.task_cpus
         if cluster.task_gpus:
             per_executor = min(per_executor, math.floor(cluster.executor_gpus / cluster.task_gpus))
-        return int(found[1]) * per_executor
+        return int(match[1]) * per_executor
     return None
 
 
-def too_few(cluster: Cluster, num_proc: int, slots: int, waited: float | None) -> str:
-    """The message for too few slots: both numbers and the settings to change."""
+def _too_few_slots(cluster: Cluster, num_proc: int, slots: int, waited: float | None) -> str:
+    """Return the message for too few slots: both numbers and the settings to change."""
     after = "" if waited is None else f" after waiting {waited:.0f} s for executors"
     return (
-        f"num_proc={num_proc} ranks were asked for, but the cluster has {slots} slots{after} "
-        f"(master {cluster.master}, {_per_task(cluster)}). {_way_out(cluster, num_proc)}"
+        f"num_proc={num_proc} is more than the {slots} slots of the cluster{after} "
+        f"(master {cluster.master}, {_per_task(cluster)}). {_remedy(cluster, num_proc)}"
     )
 
 
@@ -185,15 +185,15 @@ def _per_task(cluster: Cluster) -> str:
     return f"spark.task.cpus={cluster.task_cpus}{gpus}"
 
 
-def _way_out(cluster: Cluster, num_proc: int) -> str:
+def _remedy(cluster: Cluster, num_proc: int) -> str:
     if cluster.task_gpus and cluster.executor_gpus < cluster.task_gpus:
         return (
-            "The executors have no GPUs for that: start the session with spark.executor.resource.gpu.amount and a "
+            "The executors have too few GPUs: start the session with spark.executor.resource.gpu.amount and a "
             "discovery script (spark.executor.resource.gpu.discoveryScript)."
         )
     lower = [f"spark.task.cpus={cluster.task_cpus}"] if cluster.task_cpus > 1 else []
     lower += [f"{cluster.task_gpus:g} GPUs per task"] if cluster.task_gpus else []
-    less = "or ask for fewer ranks" + (f", or lower {' or '.join(lower)}" if lower else "")
+    less = "or lower num_proc" + (f", or lower {' or '.join(lower)}" if lower else "")
     if cluster.master.startswith("local-cluster"):
         return f"Start the session with a master like local-cluster[{num_proc},{cluster.task_cpus},1024], {less}."
     if cluster.master.startswith("local"):
@@ -204,7 +204,7 @@ def _way_out(cluster: Cluster, num_proc: int) -> str:
 
 
 def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> int:
-    scala_context = spark.sparkContext._jsc.sc()  # noqa: SLF001 - Spark offers no public count of its slots
+    scala_context = spark.sparkContext._jsc.sc()  # noqa: SLF001 - Spark has no public count of slots
     profiles = scala_context.resourceProfileManager()
     if profile is None:
         return int(scala_context.maxNumConcurrentTasks(profiles.defaultResourceProfile()))
@@ -214,17 +214,17 @@ def _concurrent_tasks(spark: SparkSession, profile: ResourceProfile | None) -> i
 
 
 def _executors(spark: SparkSession, cores: int) -> int | None:
-    """How many executors a Spark Connect server has, as far as its settings tell."""
-    if found := _LOCAL_CLUSTER.fullmatch(str(spark.conf.get("spark.master", ""))):
-        return int(found[1])
+    """Return the number of executors of a Spark Connect server; None if its settings do not determine it."""
+    if match := _LOCAL_CLUSTER.fullmatch(str(spark.conf.get("spark.master", ""))):
+        return int(match[1])
     if (instances := spark.conf.get("spark.executor.instances", None)) is not None:
         return int(str(instances))
-    each = spark.conf.get("spark.executor.cores", None)
-    return None if each is None else cores // int(str(each))
+    executor_cores = spark.conf.get("spark.executor.cores", None)
+    return None if executor_cores is None else cores // int(str(executor_cores))
 
 
 def _cores_by_query(spark: SparkSession, deadline: Deadline) -> int:
-    """What a Spark Connect client can learn: into how many partitions Spark divides rows, as many as it has cores."""
+    """Count the cores from a Spark Connect client: Spark splits rows into as many partitions as it has cores."""
     from pyspark.sql.functions import spark_partition_id  # noqa: PLC0415 - differs between classic and Connect
 
     partitions = spark.range(1 << 16).select(spark_partition_id()).distinct()
@@ -234,5 +234,5 @@ def _cores_by_query(spark: SparkSession, deadline: Deadline) -> int:
     except TimeoutError:
         raise StartTimeoutError(
             f"Spark did not answer a small query within {seconds:.0f} s: other jobs keep all slots busy. Wait for "
-            "those, give this job a cluster of its own, or raise start_timeout."
+            "those jobs, run this job on a cluster of its own, or raise start_timeout."
         ) from None

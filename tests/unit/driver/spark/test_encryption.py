@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkhvd.driver.spark.encryption import readable_secret
+from sparkhvd.driver.spark.encryption import unencrypted_spark
 
 CLUSTER = {"spark.master": "spark://one:7077"}
 
@@ -24,6 +24,6 @@ CLUSTER = {"spark.master": "spark://one:7077"}
     ],
 )
 def test_the_secret_is_as_safe_as_what_spark_sends(settings, readable):
-    said = readable_secret(SimpleNamespace(conf=settings))
+    said = unencrypted_spark(SimpleNamespace(conf=settings))
     assert bool(said) is readable
-    assert not readable or "set spark.authenticate and spark.network.crypto.enabled" in said
+    assert not readable or "Set spark.authenticate and spark.network.crypto.enabled" in said

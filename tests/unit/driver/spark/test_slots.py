@@ -42,13 +42,13 @@ def test_too_few_local_slots_fail_at_once_with_both_numbers_and_the_setting():
     with pytest.raises(SlotsError) as caught:
         reserve(cluster("local[2]", 2), 3, soon())
     assert str(caught.value) == (
-        "num_proc=3 ranks were asked for, but the cluster has 2 slots (master local[2], spark.task.cpus=1). "
-        "Start the session with master local[3], or ask for fewer ranks."
+        "num_proc=3 is more than the 2 slots of the cluster (master local[2], spark.task.cpus=1). "
+        "Start the session with master local[3], or lower num_proc."
     )
 
 
 def test_too_few_slots_of_a_local_cluster_fail_before_its_executors_are_there():
-    with pytest.raises(SlotsError, match=r"num_proc=3 .* has 2 slots .*local-cluster\[3,1,1024\]"):
+    with pytest.raises(SlotsError, match=r"num_proc=3 is more than the 2 slots .*local-cluster\[3,1,1024\]"):
         reserve(cluster("local-cluster[2,1,1024]", 0), 3, soon())
 
 
@@ -58,13 +58,15 @@ def test_executors_that_register_late_are_waited_for():
 
 
 def test_too_few_slots_elsewhere_fail_after_the_settle_time_that_the_deadline_bounds():
-    with pytest.raises(SlotsError, match=r"num_proc=4 .* has 2 slots after waiting 0 s .*spark.cores.max"):
+    with pytest.raises(
+        SlotsError, match=r"num_proc=4 is more than the 2 slots of the cluster after waiting 0 s .*spark.cores.max"
+    ):
         reserve(cluster("spark://host:7077", 2), 4, Deadline.after(0.3))
     with pytest.raises(SlotsError, match=r"spark.executor.instances"):
         reserve(cluster("yarn", 0), None, Deadline.after(0.1))
 
 
 def test_all_slots_are_taken_once_their_number_stands_still(monkeypatch):
-    monkeypatch.setattr(slots, "_STILL_SECONDS", 0.5)
+    monkeypatch.setattr(slots, "_STABLE_SECONDS", 0.5)
     assert reserve(cluster("spark://host:7077", 0, 2, 2, 4), None, soon()) == 4
     assert reserve(cluster("local[2]", 2), None, soon()) == 2
