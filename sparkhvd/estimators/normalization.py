@@ -1,4 +1,4 @@
-"""Batch normalization in a model: what it means for ranks, said before the training."""
+"""Batch normalization across ranks: the layers of a model that it concerns, and the warnings before training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Normalization:
     """The layers of a model that normalize by their batch.
 
     Attributes:
-        local: names of those that see this rank's rows only.
-        synchronized: what to use instead to see the rows of all ranks.
-        pairs: names of those that cannot train on a single row.
+        local: names of the layers that see this rank's rows only.
+        synchronized: what to use instead to normalize over the rows of all ranks.
+        pairs: names of the layers that cannot train on a single row.
     """
 
     local: tuple[str, ...] = ()
@@ -22,7 +22,7 @@ class Normalization:
     pairs: tuple[str, ...] = ()
 
     def remark(self, num_proc: int, batch_size: int) -> str | None:
-        """Return one line for the log; None where there is nothing to say."""
+        """Return a one-line warning for the log; None if the layers are synchronized or there is one rank."""
         if num_proc == 1 or not self.local:
             return None
         return (
@@ -32,7 +32,7 @@ class Normalization:
         )
 
     def refuse_single_rows(self, batch_size: int, num_proc: int) -> ParamError:
-        """Return the error for rows of which some batch has only one."""
+        """Return the error for a batch with a single row."""
         return ParamError(
             f"With batch_size={batch_size} and {num_proc} ranks, a batch has a single row, and the model's batch "
             f"normalization ({_listed(self.pairs)}) cannot train on one row. Set batch_size to at least 3, and train "

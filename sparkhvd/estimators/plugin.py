@@ -1,4 +1,4 @@
-"""The whole surface of a framework towards the estimators."""
+"""The interface between the estimators and a framework: what a plug-in implements, and what it receives."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sparkhvd.world import World
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """What every framework's trainer needs to know, the same on every rank.
+    """The settings of a training that every framework's trainer receives, identical on every rank.
 
     Attributes:
-        labels: the ranges of labels, as far as they are known.
-        sample: a real row by column, for ranks that have had none; None where no row is known.
+        labels: the known ranges of labels.
+        sample: one real row by column, for ranks without rows of their own; None if no row is known.
     """
 
     schema: DataSchema
@@ -53,52 +53,52 @@ class TrainSpec:
     sample: Arrays | None = field(default=None, compare=False, repr=False)
 
     def seed_of(self, epoch: int, rank: int) -> int:
-        """Of a rank's random numbers in an epoch, so that a resumed run draws what an undisturbed one would."""
+        """Return the seed of a rank's random numbers in an epoch, so that a resumed run draws the same numbers."""
         return ((self.seed * 100_003 + epoch) * 10_007 + rank) % 2**63
 
 
 class TrainHooks(Protocol):
-    """What the shared side does around a framework's own loop; every rank calls every hook, in the same order."""
+    """The callbacks of a framework's training loop; every rank calls every hook, in the same order."""
 
     @property
     def first_epoch(self) -> int:
-        """The epoch to start with; above 0 when a run resumes."""
+        """The epoch to start with; above 0 if a run resumes."""
 
     @property
     def first_step(self) -> int:
-        """The batches of the first epoch that are done already, to be left out: ``source.epoch(n, first_step)``."""
+        """The number of completed batches of the first epoch, to be skipped: ``source.epoch(n, first_step)``."""
 
     @property
     def first_epoch_batches(self) -> int | None:
-        """How many batches the first epoch gives, where others have begun it; None where that is no matter."""
+        """The number of batches of the first epoch, if another number of ranks began it; else None."""
 
     @property
     def rank_state(self) -> bytes | None:
-        """What this rank's ``StepReport.rank_state`` gave at ``first_step``."""
+        """The value of this rank's ``StepReport.rank_state`` at ``first_step``."""
 
     @property
     def history(self) -> Sequence[EpochRecord]:
-        """The epochs that are done, those before an interruption included."""
+        """The completed epochs, including those before an interruption."""
 
     def keep_file(self, path: Path) -> None:
-        """Keep a file of this rank's in the folder of the run, in place of one of the same name.
+        """Save a file of this rank in the folder of the run, replacing one of the same name.
 
-        Without a Store it does nothing.
+        Do nothing without a Store.
         """
 
     def on_step_end(self, report: StepReport, trainer: Trainer) -> None:
-        """Say how far the rank is, end for a loss that is no number, checkpoint where it is time.
+        """Report progress, end the training on a NaN or infinite loss, and write a checkpoint when one is due.
 
-        Trainers call it between steps, when ``trainer.state()`` is that of a step's end.
+        Trainers call it between steps, when ``trainer.state()`` is the state at the end of a step.
         """
 
     def on_epoch_end(self, report: EpochReport, trainer: Trainer) -> bool:
-        """Average the metrics, log, checkpoint on rank 0. Returns whether training goes on, the same on every rank."""
+        """Average the metrics, log them and checkpoint on rank 0; return whether to continue, alike on every rank."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Keep what callbacks made of the model at the end of a training that one of them has ended.
+        """Save the model as callbacks left it, if one of them ended the training.
 
-        Trainers call it last, once for all epochs; a later fit of the run gets its model from there.
+        Trainers call it last, once after all epochs; a later fit of the run gets its model from there.
         """
 
 
@@ -106,24 +106,25 @@ class Trainer(Protocol):
     """One rank's training."""
 
     def restore(self, state: bytes) -> None:
-        """Continue from what ``state()`` returned on rank 0."""
+        """Restore what ``state()`` returned on rank 0."""
 
     def state(self) -> bytes:
-        """Model, optimizer and whatever else makes a resumed run equal an undisturbed one."""
+        """Return the model, the optimizer and all other state with which a resumed run equals an uninterrupted one."""
 
-    def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None: ...
+    def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
+        """Train all epochs, and call the hooks between steps and epochs."""
 
     def export(self, folder: Path) -> None:
-        """Write the trained model as files that ``FrameworkPlugin.predictor`` opens, without Spark."""
+        """Write the trained model as files that ``FrameworkPlugin.predictor`` opens without Spark."""
 
 
 @dataclass(frozen=True)
 class Inference:
-    """How a model is run in the executors of a transform.
+    """How the executors of a transform run a model.
 
     Attributes:
-        gpu: the number that the framework knows Spark's GPU of this task by; None computes on the CPU.
-        function: takes the place of the model's call: ``function(model, *inputs)``, the inputs as the model gets them.
+        gpu: the framework's index of the GPU that Spark assigned to this task; None computes on the CPU.
+        function: replaces the call of the model: ``function(model, *inputs)``, with the inputs as the model gets them.
     """
 
     gpu: int | None = None
@@ -132,64 +133,65 @@ class Inference:
 
 ON_CPU = Inference()
 
-# One output for a batch: an array whose first dimension are the rows, or one such array per field of a struct.
+# One output of a batch: an array whose first dimension is the rows, or one such array per field of a struct.
 Predicted = npt.NDArray[np.generic] | Mapping[str, npt.NDArray[np.generic]]
 
 
 class Predictor(Protocol):
-    """A trained model, ready for batches; used in the executors of a transform."""
+    """A trained model that predicts batches in the executors of a transform."""
 
     def predict(self, columns: Arrays) -> Sequence[Predicted]:
-        """What it gives for these rows, by output."""
+        """Return one prediction per output for these rows."""
 
 
 class FrameworkPlugin(Protocol):
-    """One framework, as a stateless object that a module-level name finds on driver, rank and executor alike.
+    """One framework, as a stateless object that driver, rank and executor look up by a module-level name.
 
     Attributes:
-        takes_texts: whether models may have columns of strings as features; ``check`` and ``export`` then refuse what
-            else is no number.
+        takes_texts: whether models accept string columns as features; ``check`` and ``export`` then refuse other
+            columns that are not numeric.
     """
 
     takes_texts: ClassVar[bool]
 
     def check(self, params: Mapping[str, object], schema: DataSchema, rows: Arrays | None) -> list[tuple[int, ...]]:
-        """Fail on the driver, before training, if the model cannot be trained on such rows.
+        """Check on the driver, before training, that the model can be trained on these rows.
 
         Args:
             params: the estimator's parameters by name.
             schema: the columns; shapes may be unknown while ``rows`` is None.
-            rows: a few rows by column, once there are any; without them, made-up ones where all shapes are known.
+            rows: a few rows by column. If None, synthetic rows are used, provided that all shapes are known.
 
         Returns:
-            The shape of one row of every output, empty while it cannot be known.
+            The shape of one row of every output; empty if it is not known yet.
         """
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
-        """What ``check`` does with rows, from what ``pack`` gave: by a rank, where only ranks have the rows.
+        """Do on a rank what ``check`` does with rows, from the payload of ``pack``, if only ranks have the rows.
 
         ``pack`` may not have known the shapes; ``schema`` has them all.
         """
 
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
-        """Which columns go to which input and output, in words for the log."""
+        """Describe for the log which columns go to which input and output."""
 
     def pack(self, params: Mapping[str, object]) -> bytes:
-        """Everything the trainer needs of the user's objects, for the way to the ranks.
+        """Serialize the user's objects that the trainer needs on the ranks.
 
         ``params`` are the estimator's parameters and, as ``"schema"``, the columns with all shapes.
         """
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
-        """What a checkpoint must have in common with the model and optimizer to go on with them."""
+        """Return what a checkpoint must have in common with the model and optimizer to be resumed with them."""
 
     def normalization(self, params: Mapping[str, object]) -> Normalization:
-        """Which layers of the model normalize by their batch."""
+        """Return the layers of the model that normalize by their batch."""
 
-    def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer: ...
+    def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> Trainer:
+        """Create the trainer of one rank from the payload of ``pack``."""
 
     def export(self, params: Mapping[str, object], schema: DataSchema, folder: Path) -> None:
-        """Write the model of ``params`` as it is, in the form of ``Trainer.export``; the schema may lack labels."""
+        """Write the untrained model of ``params`` in the format of ``Trainer.export``; the schema may lack labels."""
 
     def predictor(self, folder: Path, inference: Inference = ON_CPU) -> Predictor:
         """Open what ``Trainer.export`` wrote."""

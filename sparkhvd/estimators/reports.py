@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the time of an epoch's training steps went on this rank, in seconds.
+    """The time that the training steps of an epoch took on this rank, by phase, in seconds.
 
     Attributes:
         data_wait: waiting for rows.
         compute: forward, backward and the optimizer.
-        communication: with the other ranks, as far as the computing had to wait for it.
+        communication: communication with other ranks that did not overlap with compute.
     """
 
     data_wait: float = 0.0
@@ -32,7 +32,7 @@ class EpochRecord:
         validation: the same over the validation rows; empty without validation.
         rows_per_second: training rows of all ranks per second of training.
         step_seconds: mean duration of a training step.
-        shares: parts of that duration by what they went to: data_wait, compute, communication.
+        shares: fractions of that duration by phase: data_wait, compute, communication.
     """
 
     epoch: int
@@ -43,7 +43,7 @@ class EpochRecord:
     shares: dict[str, float] = field(default_factory=dict)
 
     def line(self, epochs: int) -> str:
-        """The record on one line, for people who watch the run."""
+        """Return the record as one line of text for the log and the console."""
         parts = [f"epoch {self.epoch + 1}/{epochs}"]
         parts += [f"{name} {value:.4g}" for name, value in self.train.items()]
         parts += [f"val_{name} {value:.4g}" for name, value in self.validation.items()]
@@ -53,25 +53,25 @@ class EpochRecord:
         return "  ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON knows it."""
+        """Return the record as JSON types."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What a trainer tells the hooks at the end of an epoch. Values are this rank's sums, not yet averaged over ranks.
+    """A trainer's report at the end of an epoch. Values are this rank's sums, not yet averaged over ranks.
 
-    Before its validation the trainer has given all ranks the same of what each rank changes for itself (running
-    statistics): the model that is measured is the one that rank 0 keeps.
+    Before validation the trainer synchronizes the state that each rank updates on its own, such as running statistics.
+    Thus the validated model is the one that rank 0 saves.
 
     Attributes:
         epoch: from 0.
-        train: metric name -> (sum over this rank's rows, rows); ``loss`` is always there.
+        train: metric name -> (sum over this rank's rows, rows); always includes ``loss``.
         validation: the same over the validation rows; empty without validation.
-        times: where the time went.
+        times: the time by phase.
         steps: training steps, the same on every rank.
-        on_record: called with the record of all ranks before the checkpoint is made: for what the trainer's state is to
-            hold. Returns whether this rank wants the training to end; it ends on all ranks when one wants it.
+        on_record: called with the record of all ranks before the checkpoint is written, to update the trainer's state.
+            Returns whether this rank requests the end of the training; one request ends it on all ranks.
     """
 
     epoch: int
@@ -88,17 +88,17 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a trainer tells the hooks after a training step.
+    """A trainer's report after a training step.
 
     Attributes:
         epoch: from 0.
-        step: batches of the epoch that are done, those before an interruption included.
+        step: completed batches of the epoch, including those before an interruption.
         steps: batches of the whole epoch.
-        loss: of this rank in this step; None where it had no rows.
+        loss: of this rank in this step; None if it had no rows.
         sums: this rank's metrics of the epoch so far, as in ``EpochReport.train``.
-        rank_state: what this rank has of its own and needs to go on from here, such as the state of random numbers.
-        whole: whether the trainer's state is all there is; not where gradients wait for those of further batches.
-        synchronize: gives all ranks the same of what each rank changes for itself, such as running statistics;
+        rank_state: returns this rank's own state that a resumed run needs, such as the state of random numbers.
+        whole: whether the trainer's state is complete; False while gradients accumulate over several batches.
+        synchronize: synchronizes the state that each rank updates on its own, such as running statistics; a
             collective, called before a checkpoint within the epoch.
     """
 

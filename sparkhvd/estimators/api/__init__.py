@@ -1,1 +1,1 @@
-"""``fit`` on the driver: validation of the parameters, the rows, the job, and the trained model."""
+"""``fit`` on the driver: it validates parameters, prepares rows, runs the job and returns the trained model."""

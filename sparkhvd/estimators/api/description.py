@@ -1,4 +1,4 @@
-"""What ``estimator.describe(df)`` prints."""
+"""The output of ``estimator.describe(df)``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN_VALUES = 4
 
 
 def description(name: str, plugin_name: str, params: Mapping[str, Any], df: DataFrame, selection: Selection) -> str:
-    """The mapping of columns to inputs and outputs, and a table of a few rows with what the model gives for them.
+    """Return the mapping of columns to inputs and outputs, and a table of a few rows with the model's outputs.
 
     Raises:
         SparkHvdError: the rows cannot be trained on.
@@ -39,14 +39,14 @@ def description(name: str, plugin_name: str, params: Mapping[str, Any], df: Data
         plugin.export(params, schema, Path(folder))
         outputs = plugin.predictor(Path(folder)).predict(rows)
     mapping = [f"  {part.strip()}" for part in plugin.mapping(params, schema).split(";")]
-    columns = [(_called(column), list(rows[column.name])) for column in schema.columns]
-    columns += [(f"output {place}{_shape(output)}", list(output)) for place, output in enumerate(outputs)]
+    columns = [(_column_title(column), list(rows[column.name])) for column in schema.columns]
+    columns += [(f"output {index}{_shape(output)}", list(output)) for index, output in enumerate(outputs)]
     count = len(columns[0][1])
     title = f"{count} rows through the model as it is, before any training:"
     return "\n".join([name, *mapping, title, *_table(columns), ""])
 
 
-def _called(column: ColumnSpec) -> str:
+def _column_title(column: ColumnSpec) -> str:
     return f"{column.role} {column.name}: {column.dtype}{list(column.shape) if column.shape else ''}"
 
 
@@ -65,9 +65,9 @@ def _table(columns: Sequence[tuple[str, Sequence[Any]]]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    """The first values of a row; a sparse row shows its stored entries."""
+    """Return the first values of a row; for a sparse row, its stored entries."""
     flat = np.asarray(value).reshape(-1)
     if flat.dtype.names:
         flat = flat["values"].reshape(-1)
-    shown = " ".join(f"{one:.4g}" if flat.dtype.kind in "fiu" else str(one) for one in flat[:_SHOWN_VALUES])
+    shown = " ".join(f"{number:.4g}" if flat.dtype.kind in "fiu" else str(number) for number in flat[:_SHOWN_VALUES])
     return shown + (" ..." if len(flat) > _SHOWN_VALUES else "")

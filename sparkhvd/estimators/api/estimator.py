@@ -95,11 +95,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     plugin: ClassVar[str]
     model_class: ClassVar[type[TrainedModel]]
-    preload: ClassVar[tuple[str, ...]]  # what the ranks import while they wait for each other; first the framework
+    preload: ClassVar[tuple[str, ...]]  # imports of the ranks while they wait for each other; the framework first
     required: ClassVar[tuple[str, ...]] = ("feature_cols", "label_cols")
     _mlflow_run: str | None = None
-    _part: str | None = None  # of a CrossValidator that the copy is for
-    _mapped: frozenset[str] = frozenset()  # the parameters that a copy has from a parameter map
+    _part: str | None = None  # the part of a CrossValidator's search that this copy belongs to
+    _mapped: frozenset[str] = frozenset()  # the parameters that a parameter map set on this copy
 
     @overload
     def fit(
@@ -121,11 +121,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
         Args:
             dataset: the rows.
-            params: parameters for this fit alone; of a list of such, each makes a model.
-            resume: the parameter of this name, for this fit alone; None leaves it as it is.
+            params: parameters for this fit only; a list of parameter maps trains one model per map.
+            resume: overrides the parameter ``resume`` for this fit; None keeps it.
 
         Raises:
-            SparkHvdError: the message says what cannot be, or what went wrong where.
+            SparkHvdError: a parameter or the rows are refused, or the training failed; the message says what and where.
         """
         if resume is None:
             return super().fit(dataset, params)
@@ -145,7 +145,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             params["run_id"] = self._run_id_by_content(dataset)
             if (result := finished_runs.find(params["store"], params["run_id"], params["epochs"])) is not None:
                 return self._model(params, result)
-        # A split by a seed that nobody chose is another one every time.
+        # Without random_seed, every fit splits differently, so prepared rows cannot be reused.
         keeps = params["random_seed"] is not None or not isinstance(selection.validation, float)
         with self._with_defaults(spark, params):
             if params["data"] == "direct":
@@ -161,9 +161,9 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 return self._fit_rows(spark, params, data.store, data.manifest, params["reader"])
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
-        """A copy with these parameters, as ``fit(df, params)`` and Spark ML's tuning make one for every fit.
+        """Return a copy with these parameters, as ``fit(df, params)`` and Spark ML's tuning make for every fit.
 
-        Their fits run in threads; the copy knows in which MLflow run the thread was that wanted them.
+        These fits run in threads, so the copy remembers the active MLflow run of the calling thread.
         """
         copied: Self = super().copy(extra)
         copied._mlflow_run = active_run() or self._mlflow_run
@@ -174,11 +174,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return copied
 
     def try_rows(self, dataset: DataFrame, rows: int) -> str:
-        """Put a few rows through the model, on the driver; which columns went where and what came out, in words.
+        """Put a few rows through the model on the driver; return in words where columns went and what came out.
 
         Raises:
-            ParamError: the model does not take these rows.
-            DataError: they cannot be trained on.
+            ParamError: the model does not accept these rows.
+            DataError: the rows cannot be trained on.
         """
         params, plugin = self._checked_values_for(dataset), find_plugin(self.plugin)
         check_monitored_metrics(params, held_out=bool(params["validation"]))
@@ -189,34 +189,34 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
             schema, arrays = transformed(schema, params["transformation_fn"], arrays)
         outputs = plugin.check(params, schema, arrays)
         shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in arrays.items())
-        gave = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
-        return f"{plugin.mapping(params, schema)}; {shapes} gave {gave}"
+        made = ", ".join(str([len(next(iter(arrays.values()))), *shape]) for shape in outputs)
+        return f"{plugin.mapping(params, schema)}; {shapes} gave {made}"
 
     def asked_tasks(self) -> AskedTasks:
-        """What the ranks will need; for ``sparkhvd.preflight``."""
+        """Return the number and resources of the tasks that the ranks will need, for ``sparkhvd.preflight``."""
         return asked_tasks(self.values())
 
     @brief_errors
     def describe(self, df: DataFrame) -> None:
-        """Print which columns go to which input and output, and what the model makes of five rows; trains nothing.
+        """Print which columns go to which input and output, and the model's outputs for five rows, without training.
 
         Raises:
-            SparkHvdError: as ``fit`` would, where the rows cannot be trained on.
+            SparkHvdError: the rows cannot be trained on; the same error as that of ``fit``.
         """
         params = self._checked_values_for(df)
         sys.stdout.write(description(type(self).__name__, self.plugin, params, df, self._selection(df, params)))
 
     def write(self) -> FolderWriter:
-        """A writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
+        """Return a writer in Spark ML's format: ``estimator.write().overwrite().save(path)``."""
         return FolderWriter(partial(write_estimator, self))
 
     @classmethod
     def read(cls) -> FolderReader:
-        """A reader of what ``write`` wrote: ``read().load(path)``."""
+        """Return a reader of estimators that ``write`` wrote: ``read().load(path)``."""
         return FolderReader(partial(read_estimator, cls))
 
     @brief_errors
-    def fit_on_parquet(  # the first two as Horovod has them
+    def fit_on_parquet(  # the first two parameters are Horovod's
         self,
         params: dict[Any, Any] | None = None,
         dataset_idx: PreparedData | str | None = None,
@@ -225,22 +225,22 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         validation_path: str | None = None,
         reader: ReaderName | None = None,
     ) -> TrainedModel:
-        """Train on rows that are Parquet files already.
+        """Train on existing Parquet files.
 
-        They are, in this order: those of ``dataset_idx``; the files at ``path``; the dataset that this process holds in
-        the Store (inside ``with prepare_data(...)``), the one opened last that has the columns; the files at the
-        Store's ``train_path`` and ``val_path``.
+        The rows come from the first of these that applies: ``dataset_idx``; the files at ``path``; the dataset that
+        this process holds open in the Store (inside ``with prepare_data(...)``), the last opened one that has the
+        columns; the files at the Store's ``train_path`` and ``val_path``.
 
         Args:
-            params: parameters for this fit alone, as in ``fit``.
-            dataset_idx: what ``prepare_data`` returned, its ``dataset_id``, or the name that it was given.
+            params: parameters for this fit only, as in ``fit``.
+            dataset_idx: what ``prepare_data`` returned, its ``dataset_id``, or the name passed to it.
             path: a folder of Parquet files, or one file; written by Spark, pandas, pyarrow or petastorm.
-            validation_path: the same, of the rows to validate on.
-            reader: in place of the parameter of this name.
+            validation_path: the same for the validation rows.
+            reader: overrides the parameter ``reader`` for this fit.
 
         Raises:
-            DataError: there is no such dataset or file, or its rows cannot be trained on.
-            SchemaError: a column is missing or cannot be used.
+            DataError: the dataset or file does not exist, or its rows cannot be trained on.
+            SchemaError: a column is missing or unusable.
         """
         if params:
             return self.copy(params).fit_on_parquet(
@@ -271,7 +271,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     @contextmanager
     def _with_defaults(self, spark: SparkSession, params: dict[str, Any]) -> Iterator[None]:
-        """Fill in defaults (ranks, run and seed), and hold the run inside ``with``."""
+        """Fill in defaults (ranks, run and seed), and hold the run within the context."""
         params["num_proc"] = reserve_ranks(params, spark)
         if params["store"] is not None:
             params["store"] = told_by_spark(params["store"], spark)
@@ -297,11 +297,11 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         check_store(spark, store, lambda: describe_cluster(spark).count(Deadline.after(_SLOTS_SECONDS)), seconds)
 
     def _fit_direct(self, dataset: DataFrame, selection: Selection, params: Mapping[str, Any]) -> TrainedModel:
-        """Train on rows that go straight from Spark to the ranks."""
+        """Train on rows that Spark sends straight to the ranks."""
         if params["transformation_fn"] is None:
             logger.info("run %s: %s", params["run_id"], find_plugin(self.plugin).mapping(params, selection.schema))
         rows = dealt(dataset, selection, num_proc=params["num_proc"], seed=params["random_seed"])
-        result = self._train(dataset.sparkSession, params, selection.schema, selection, given=rows)
+        result = self._train(dataset.sparkSession, params, selection.schema, selection, direct_rows=rows)
         return self._kept_model(params, result)
 
     def _fit_rows(
@@ -312,7 +312,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         manifest: Manifest,
         reader: ReaderName = "native",
     ) -> TrainedModel:
-        """Train on rows that lie in a Store, which need not be the one of the run."""
+        """Train on rows in a Store, which may differ from the Store of the run."""
         plugin = find_plugin(self.plugin)
         schema, sample = manifest.schema, head(rows, manifest, SAMPLE_ROWS)
         if params["transformation_fn"] is not None:
@@ -326,14 +326,14 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return self._kept_model(params, replace(result, shapes=shapes))
 
     def _checked_values_for(self, dataset: DataFrame) -> dict[str, Any]:
-        """The parameters for the rows of a DataFrame, in which the fields of a struct are labels of their own."""
+        """Return the checked parameters for a DataFrame, with every field of a struct as a label of its own."""
         labels = self.values()["label_cols"]
-        if labels is None or not hasattr(dataset, "sparkSession"):  # which _selection refuses
+        if labels is None or not hasattr(dataset, "sparkSession"):  # _selection refuses such a dataset
             return self._checked_values()
         return self._checked_values(label_cols=with_fields(dataset.schema, labels))
 
-    def _checked_values(self, **instead: Any) -> dict[str, Any]:
-        params = {**self.values(), **instead}
+    def _checked_values(self, **overrides: Any) -> dict[str, Any]:
+        params = {**self.values(), **overrides}
         if params["feature_cols"] is None and params["inputs"] is not None:
             params["feature_cols"] = columns_of(params["inputs"])
         if params["data"] == "auto":
@@ -346,13 +346,13 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         return params
 
     def _run_id_by_content(self, dataset: DataFrame) -> str:
-        """The id of the run that fits with the content of this one share."""
+        """Return the id of the run that all fits with the same content share."""
         params = self._checked_values_for(dataset)
         selection = self._selection(dataset, params)
         return run_id_by_content(type(self).__name__, dataset, selection, params, self._mapped)
 
     def _check_schema(self, params: Mapping[str, Any], schema: DataSchema) -> None:
-        """Refuse what the columns tell; those that a transformation makes are not known yet."""
+        """Check the model against the columns, unless a transformation makes columns that are not known yet."""
         if params["transformation_fn"] is None:
             _check_types(params, schema, find_plugin(self.plugin).check(params, schema, None))
         else:
@@ -360,7 +360,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
     def _selection(self, dataset: DataFrame, params: Mapping[str, Any]) -> Selection:
         require_spark_dataframe("fit", dataset)
-        # Without such names the outputs may be put beside other columns than those of this DataFrame.
+        # Default output names must only differ from the features, as transform may get another DataFrame.
         check_output_names(_output_names(params), dataset.columns if params["output_cols"] else params["feature_cols"])
         return select(
             dataset.schema,
@@ -374,19 +374,19 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         )
 
     def _any_type(self, params: Mapping[str, Any]) -> bool:
-        """Whether columns may be of any type here, as something else sees to them."""
+        """Return whether columns may have any type, because a transformation or the framework checks them."""
         return params["transformation_fn"] is not None or find_plugin(self.plugin).takes_texts
 
     def _environment(self) -> dict[str, str | None]:
-        """What the framework needs in the environment of the ranks."""
+        """Return the environment variables that the framework needs on the ranks."""
         return {}
 
     def _pickled(self, objects: dict[str, Any]) -> bytes:
-        """Parameters that JSON does not know, to be saved; ``cloudpickle.loads`` opens them."""
+        """Serialize the parameters that JSON cannot hold; ``cloudpickle.loads`` restores them."""
         return dumps(objects)
 
     def _imports(self) -> tuple[str, ...]:
-        """What the ranks import while they wait for each other."""
+        """Return the modules that the ranks import while they wait for each other."""
         return self.preload
 
     def _new_run_id(self) -> str:
@@ -400,7 +400,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
         schema: DataSchema,
         rows: StoredRows | Selection,
         *,
-        given: DataFrame | None = None,
+        direct_rows: DataFrame | None = None,
         sample: Arrays | None = None,
     ) -> TrainResult:
         plugin = find_plugin(self.plugin)
@@ -432,7 +432,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 spark=spark,
                 env=environment,
                 preload=self._imports(),
-                rows=given,
+                rows=direct_rows,
                 stdout=cast("TextIO | None", shown),
             )
         finally:
@@ -440,7 +440,7 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
                 shown.close()
             if job.payload.file is not None:
                 params["store"].delete(path)
-        # Only rank 0 returns one.
+        # Only rank 0 returns a result.
         result: TrainResult | RejectedRows = next(result for result in results if result is not None)
         if isinstance(result, RejectedRows):
             raise result.error
@@ -470,12 +470,12 @@ class DistributedEstimator(Estimator[TrainedModel], EstimatorParams, MLWritable,
 
 
 def _output_names(params: Mapping[str, Any]) -> Sequence[str]:
-    """The columns that ``transform`` of the trained model will add."""
+    """Return the columns that ``transform`` of the trained model will add."""
     return params["output_cols"] or default_output_names(params["label_cols"])
 
 
 def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Refuse ``output_types`` that ``transform`` could not give, as far as labels and outputs are known."""
+    """Refuse ``output_types`` that ``transform`` cannot produce, as far as labels and outputs are known."""
     if params["output_types"] is not None:
         labels = () if schema is None else schema.of("label")
         known = output_specs(shapes, labels) if shapes else ()
@@ -483,7 +483,7 @@ def _check_types(params: Mapping[str, Any], schema: DataSchema | None, shapes: S
 
 
 def _row_loader(params: Mapping[str, Any]) -> type[DataModule] | None:
-    """What takes the place of the readers."""
+    """Return the data module that replaces the readers; None if the readers stay."""
     module = params["data_module"]
     return module if loads_rows(module) else None
 
@@ -500,23 +500,23 @@ def _pickled(value: Any, name: str) -> bytes:
 
 
 def _last_checkpoint(params: Mapping[str, Any]) -> Checkpoint | None:
-    """Where the run stands that is to be continued.
+    """Load the last checkpoint of the run; None if it has none.
 
     Raises:
-        ParamError: with another model.
+        ParamError: the checkpoint belongs to another model.
     """
     store = params["store"]
     path = None if store is None else checkpoint.latest(store, params["run_id"])
     if path is None:
         return None
-    found = checkpoint.load(store, path)
-    if found.model is not None:
-        check_resumable(params["run_id"], f"{store.url}/{path}", found.model, params["facts"])
-    return found
+    loaded = checkpoint.load(store, path)
+    if loaded.model is not None:
+        check_resumable(params["run_id"], f"{store.url}/{path}", loaded.model, params["facts"])
+    return loaded
 
 
 def _refuse_longer_run(params: Mapping[str, Any], last: Checkpoint | None) -> None:
-    """Raise ``ParamError`` where a run that ``resume="auto"`` found was trained for more epochs than are asked for."""
+    """Raise ``ParamError`` if ``resume="auto"`` found a run that was trained for more epochs than requested."""
     trained = 0 if last is None else last.epoch + 1
     if trained > params["epochs"]:
         raise ParamError(

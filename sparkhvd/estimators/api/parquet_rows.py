@@ -1,4 +1,4 @@
-"""Which rows ``fit_on_parquet`` trains on."""
+"""Find the rows that ``fit_on_parquet`` trains on."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def existing_rows(
     access: Access,
     any_type: bool,
 ) -> Iterator[ExistingFiles]:
-    """The rows that ``fit_on_parquet`` was asked for, with the columns of the estimator's parameters.
+    """Open the rows of a ``fit_on_parquet``, with the columns of the estimator's parameters.
 
-    Prepared rows cannot be removed within the context. ``access`` is how files are reached that are there already;
-    with ``any_type`` columns need not be numbers.
+    Prepared rows cannot be removed within the context. ``access`` opens existing Parquet files; with ``any_type``
+    columns need not be numeric.
 
     Raises:
-        DataError: there is no such dataset, or it has too few rows.
-        SchemaError: a column is missing or cannot be used.
-        ParamError: the reader is not known, or cannot do what was asked for.
+        DataError: the dataset does not exist, or has too few rows.
+        SchemaError: a column is missing or unusable.
+        ParamError: the reader is unknown, or does not support a parameter.
     """
     if reader not in READERS:
         raise ParamError(f"reader={reader!r} must be one of {', '.join(map(repr, READERS))}.")
@@ -64,7 +64,7 @@ def existing_rows(
 
 
 def _trainable(manifest: Manifest, params: Mapping[str, Any], any_type: bool) -> Manifest:
-    """A prepared dataset with the columns that are trained on."""
+    """Return the manifest of a prepared dataset with the columns that are trained on."""
     wanted = Wanted(params["feature_cols"], params["label_cols"], params["sample_weight_col"], params["fill"])
     manifest = selected(manifest, wanted)
     _refuse_dense(manifest, params)
@@ -97,7 +97,7 @@ def _refuse_other_split(manifest: Manifest, validation: float | str | None) -> N
 def _files(
     params: Mapping[str, Any], path: str | None, validation_path: str | None, access: Access, any_type: bool
 ) -> ExistingFiles:
-    """Files that are there already."""
+    """Open existing Parquet files."""
     features, labels = params["feature_cols"], params["label_cols"]
     if path is None:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Parameters that contradict each other, or that need what is not given: said before anything runs."""
+"""Refuse parameters that contradict each other or that lack what they need, before anything runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparkhvd.estimators.params.params import EstimatorParams
 from sparkhvd.estimators.params.policies import monitored_metrics
 from sparkhvd.estimators.params.shapes import counted
 
-_OF_PREPARATION = {
+_PREPARATION_PARAMS = {
     "compress_sparse_cols": "compress_sparse",
     "partitions_per_process": "partitions_per_process",
     "keep_data": "keep_seconds",
@@ -26,35 +26,35 @@ _DIRECT = "this fit sends rows straight from Spark (data='direct', the default w
 
 
 def check(params: Mapping[str, Any]) -> None:
-    """Refuse parameters that cannot be together.
+    """Refuse parameters that contradict each other.
 
     Raises:
-        ParamError: the message names both, and what to do.
+        ParamError: the message names both parameters and the remedy.
     """
     check_backend(params)
     row_cache(params)
-    if params["data"] != "files":  # in which a label may be a struct
+    if params["data"] != "files":  # a label of files may be a struct, whose fields are not known yet
         check_outputs(params)
     if params["store"] is None or not params["store"].save_runs:
-        _refuse_what_needs_a_store(params)
+        _refuse_store_params(params)
     if params["resume"] is not None and params["run_id"] is not None:
         raise ParamError(
             f"resume='auto' and run_id={params['run_id']!r} contradict each other: resume='auto' finds the run by its "
             "content. Leave one of them out."
         )
     if params["data"] == "direct":
-        _refuse_what_needs_prepared_rows(params)
+        _refuse_prepared_row_params(params)
     if params["reader"] == "petastorm":
-        _refuse_what_needs_own_readers(params, "reader='petastorm'", "reader")
+        _refuse_native_reader_params(params, "reader='petastorm'", "reader")
     if loads_rows(params["data_module"]):
-        _refuse_what_needs_own_readers(params, "data_module", "data_module")
+        _refuse_native_reader_params(params, "data_module", "data_module")
 
 
 def check_outputs(params: Mapping[str, Any]) -> None:
-    """Refuse other numbers of outputs than of labels.
+    """Refuse ``output_cols`` and ``output_types`` that do not have one entry per label.
 
     Raises:
-        ParamError: the message names both.
+        ParamError: the message names both numbers.
     """
     for name in ("output_cols", "output_types"):
         entries, labels = params[name], params["label_cols"]
@@ -66,10 +66,10 @@ def check_outputs(params: Mapping[str, Any]) -> None:
 
 
 def check_monitored_metrics(params: Mapping[str, Any], *, held_out: bool) -> None:
-    """Refuse to watch what is measured on validation rows where there are none.
+    """Refuse to monitor a validation metric without validation rows.
 
     Raises:
-        ParamError: the message names who watches what.
+        ParamError: the message names the parameter and the metric.
     """
     if held_out:
         return
@@ -82,16 +82,16 @@ def check_monitored_metrics(params: Mapping[str, Any], *, held_out: bool) -> Non
 
 
 def check_fit_on_parquet(params: Mapping[str, Any]) -> None:
-    """Refuse what says how rows are written or sent, where they are files already.
+    """Refuse parameters that control how rows are prepared or sent, because ``fit_on_parquet`` reads existing files.
 
     Raises:
-        ParamError: the message names the parameter, and where to say it.
+        ParamError: the message names the parameter, and where to set it.
     """
     if params["data"] == "direct":
         raise ParamError(
             "data='direct' sends rows straight from Spark, but fit_on_parquet reads files. Leave data out."
         )
-    for name, instead in _OF_PREPARATION.items():
+    for name, instead in _PREPARATION_PARAMS.items():
         if params[name] != EstimatorParams.declarations[name].default:
             raise ParamError(
                 f"{name}={params[name]!r} controls how fit prepares rows, but fit_on_parquet reads prepared rows. "
@@ -100,15 +100,15 @@ def check_fit_on_parquet(params: Mapping[str, Any]) -> None:
 
 
 def check_single_fit(run_id: str | None) -> None:
-    """Refuse to give one of several fits, possibly on different rows, the name of a run.
+    """Refuse a ``run_id`` for one of several fits, which may be on different rows.
 
-    Several fits are those of ``fit(df, [params, ...])`` and of Spark ML's tuning, whichever Pipelines are between.
-    Those hand nothing down that would tell; but what they call for each fit is known.
+    Several fits are those of ``fit(df, [params, ...])`` and of Spark ML's tuning, also through Pipelines. Spark ML
+    passes down no sign of them, so this looks for its iterator on the call stack.
 
     Raises:
-        ParamError: it is one of several, and has a run_id.
+        ParamError: this is one of several fits and has a run_id.
     """
-    iterator = getattr(base, "_FitMultipleIterator", None)  # private: another pyspark may not have it
+    iterator = getattr(base, "_FitMultipleIterator", None)  # private, so another pyspark may lack it
     if run_id is None or iterator is None:
         return
     calls = inspect.unwrap(iterator.__next__).__code__
@@ -123,7 +123,7 @@ def check_single_fit(run_id: str | None) -> None:
         caller = caller.f_back
 
 
-def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
+def _refuse_prepared_row_params(params: Mapping[str, Any]) -> None:
     if params["reader"] != "native":
         raise ParamError(
             f"reader={params['reader']!r} reads prepared rows, but {_DIRECT}. Pass a Store and data='store', or leave "
@@ -146,10 +146,10 @@ def _refuse_what_needs_prepared_rows(params: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_what_needs_own_readers(params: Mapping[str, Any], other: str, itself: str) -> None:
-    nothing = {"reader": "native"}
-    others = {} if loads_rows(params["data_module"]) else {"data_module": None}
-    given = {**params, **others}
+def _refuse_native_reader_params(params: Mapping[str, Any], replacement: str, itself: str) -> None:
+    defaults = {"reader": "native"}
+    # A factory of LightningDataModules leaves the readers in place.
+    values = {**params, **({} if loads_rows(params["data_module"]) else {"data_module": None})}
     for name in (
         "train_steps_per_epoch",
         "validation_steps_per_epoch",
@@ -159,11 +159,11 @@ def _refuse_what_needs_own_readers(params: Mapping[str, Any], other: str, itself
         "reader",
         "data_module",
     ):
-        if name != itself and given[name] not in {None, False, nothing.get(name)}:
-            raise ParamError(f"{name} needs the native reader, but {other} replaces it. Leave one of them out.")
+        if name != itself and values[name] not in {None, False, defaults.get(name)}:
+            raise ParamError(f"{name} needs the native reader, but {replacement} replaces it. Leave one of them out.")
 
 
-def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
+def _refuse_store_params(params: Mapping[str, Any]) -> None:
     if params["store"] is None:
         reason, remedy = "the estimator has no Store", _CREATE_STORE
     else:
@@ -185,17 +185,17 @@ def _refuse_what_needs_a_store(params: Mapping[str, Any]) -> None:
 
 
 def row_cache(params: Mapping[str, Any]) -> str | None:
-    """Where ranks keep their rows after the first epoch.
+    """Return where ranks cache their rows after the first epoch: ``memory``, ``disk`` or None.
 
     Raises:
-        ParamError: two places were asked for, or there is nothing to keep.
+        ParamError: both caches are set, or there is nothing to cache.
     """
-    asked = [name for name in ("inmemory_cache_all", "local_cache") if params[name]]
-    if len(asked) > 1:
+    caches = [name for name in ("inmemory_cache_all", "local_cache") if params[name]]
+    if len(caches) > 1:
         raise ParamError("inmemory_cache_all and local_cache both cache the same rows. Set only one of them.")
-    if asked and params["data"] == "direct":
+    if caches and params["data"] == "direct":
         raise ParamError(
-            f"{asked[0]}=True caches rows that are read from a Store, but {_DIRECT} onto the executors' disks. Leave "
+            f"{caches[0]}=True caches rows that are read from a Store, but {_DIRECT} onto the executors' disks. Leave "
             "it out, or pass a Store and data='store'."
         )
-    return {"inmemory_cache_all": "memory", "local_cache": "disk"}[asked[0]] if asked else None
+    return {"inmemory_cache_all": "memory", "local_cache": "disk"}[caches[0]] if caches else None

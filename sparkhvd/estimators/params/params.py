@@ -1,4 +1,4 @@
-"""The parameters that every estimator and every model has, and what they accept."""
+"""The parameters of every estimator and every model, and the converters that check their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READERS = ("native", "petastorm")
 START_METHODS = ("fork", "spawn", "forkserver")
 COMPRESSIONS = ("none", "fp16", "bf16")
 
-# Horovod's parameters without a meaning here, and what to say to those who set them.
+# Horovod's parameters without a meaning here, and the reason in the error for setting them.
 RETIRED = {
     "shuffle_buffer_size": "rows are shuffled within windows of 64 MB or 1,048,576 rows; shuffle=False keeps their "
     "order.",
@@ -48,28 +48,28 @@ RETIRED_OF_LIGHTNING = {
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """A whole number of at least 1."""
+    """Convert to a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
         raise ParamError(f"{name}={value!r} must be a whole number of at least 1.")
     return int(value)
 
 
 def integer(name: str, value: Any) -> int:
-    """A whole number of at least 0."""
+    """Convert to a whole number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
         raise ParamError(f"{name}={value!r} must be a whole number of at least 0.")
     return int(value)
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
+    """Accept True or False."""
     if not isinstance(value, bool):
         raise ParamError(f"{name}={value!r} must be True or False.")
     return value
 
 
 def flag_or_arguments(name: str, value: Any) -> bool | dict[str, Any]:
-    """True, False, or arguments by name."""
+    """Accept True, False, or a dict of arguments by name."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return dict(value)
     if not isinstance(value, bool):
@@ -78,7 +78,7 @@ def flag_or_arguments(name: str, value: Any) -> bool | dict[str, Any]:
 
 
 def one_of(*choices: str) -> Callable[[str, Any], str]:
-    """A converter that takes one of these words."""
+    """Return a converter that accepts one of these words."""
 
     def convert(name: str, value: Any) -> str:
         if value not in choices:
@@ -89,7 +89,7 @@ def one_of(*choices: str) -> Callable[[str, Any], str]:
 
 
 def instance_of(kind: type, example: str) -> Callable[[str, Any], Any]:
-    """A converter that takes objects of one kind."""
+    """Return a converter that accepts instances of one class."""
 
     def convert(name: str, value: Any) -> Any:
         if not isinstance(value, kind):
@@ -101,32 +101,32 @@ def instance_of(kind: type, example: str) -> Callable[[str, Any], Any]:
 
 
 def callable_object(name: str, value: Any) -> Any:
-    """Something that can be called."""
+    """Accept a callable."""
     if not callable(value):
         raise ParamError(f"{name}={value!r} must be a function.")
     return value
 
 
 def data_module_class(name: str, value: Any) -> type[DataModule]:
-    """A subclass of ``DataModule``."""
+    """Accept a subclass of ``DataModule``."""
     if loads_rows(value):
         return value
     raise ParamError(f"{name}={value!r} must be a subclass of sparkhvd.data.DataModule: the class, not an instance.")
 
 
 def positive_number(name: str, value: Any) -> float:
-    """A number above 0."""
+    """Convert to a float above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise ParamError(f"{name}={value!r} must be a number above 0.")
     return float(value)
 
 
 def environment(name: str, value: Any) -> dict[str, str | None]:
-    """Values of environment variables by name; None removes one."""
-    texts = isinstance(value, Mapping) and all(
+    """Accept a dict of environment variables; the value None removes a variable."""
+    valid = isinstance(value, Mapping) and all(
         isinstance(key, str) and (item is None or isinstance(item, str)) for key, item in value.items()
     )
-    if not texts:
+    if not valid:  # the message leaves the value out, which may be a secret
         raise ParamError(
             f"{name} must be a dict from environment variable names to strings, or to None to remove a variable."
         )
@@ -134,14 +134,14 @@ def environment(name: str, value: Any) -> dict[str, str | None]:
 
 
 def text(name: str, value: Any) -> str:
-    """A string that is not empty."""
+    """Accept a non-empty string."""
     if not isinstance(value, str) or not value:
         raise ParamError(f"{name}={value!r} must be a non-empty string.")
     return value
 
 
 def names(name: str, value: Any) -> tuple[str, ...]:
-    """Column names, each once."""
+    """Convert to a tuple of distinct column names."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
         example = [value] if isinstance(value, str) else ["age", "price"]
         raise ParamError(f"{name}={value!r} must be a list of column names, such as {example!r}.")
@@ -152,43 +152,43 @@ def names(name: str, value: Any) -> tuple[str, ...]:
 
 
 def numbers(name: str, value: Any) -> tuple[float, ...]:
-    """A list of numbers."""
+    """Convert to a tuple of floats."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(item, Real) for item in value):
         raise ParamError(f"{name}={value!r} must be a list of numbers, such as [0.5, 1.0].")
     return tuple(float(item) for item in value)
 
 
 def hours(name: str, value: Any) -> float:
-    """A number of hours, at least 0."""
+    """Convert to a number of hours of at least 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
         raise ParamError(f"{name}={value!r} must be a number of hours, at least 0.")
     return float(value)
 
 
 def fills(name: str, value: Any) -> dict[str, Any]:
-    """Values by column name."""
+    """Accept a dict of values by column name."""
     if not isinstance(value, Mapping) or not all(isinstance(column, str) for column in value):
         raise ParamError(f"{name}={value!r} must be a dict from column names to values, such as {{'age': 0.0}}.")
     return dict(value)
 
 
 def shapes(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """One shape per column, of one row, with or without a leading -1 for the rows."""
+    """Convert to one shape per column: of one row, with or without a leading -1 for the rows."""
     try:
-        found = tuple(tuple(int(size) for size in shape) for shape in value)
+        converted = tuple(tuple(int(size) for size in shape) for shape in value)
     except (TypeError, ValueError):
         raise ParamError(f"{name}={value!r} must be a list with one shape per column, such as [[1, 8, 8]].") from None
-    for shape in found:
+    for shape in converted:
         if any(size < 1 for size in shape[1:]) or (shape and shape[0] != -1 and shape[0] < 1):
             raise ParamError(
                 f"{name} has the shape {list(shape)}, but sizes must be at least 1. Only the first may be -1, for the "
                 "rows."
             )
-    return found
+    return converted
 
 
 def validation_choice(name: str, value: Any) -> float | str:
-    """A part of the rows (0 <= x < 1), or the name of a column that says which."""
+    """Accept a fraction of the rows (0 <= x < 1), or the name of the column that marks the validation rows."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < 1:
@@ -200,14 +200,14 @@ def validation_choice(name: str, value: Any) -> float | str:
 
 
 def objects(name: str, value: Any) -> list[Any]:
-    """A list of objects."""
+    """Accept a list of objects."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ParamError(f"{name}={value!r} must be a list.")
     return list(value)
 
 
 def objects_or_named(name: str, value: Any) -> list[Any] | dict[Any, Any]:
-    """A list of objects, or a dict of them by name."""
+    """Accept a list of objects, or a dict of objects by name."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, str) or not isinstance(value, Sequence):
@@ -216,7 +216,7 @@ def objects_or_named(name: str, value: Any) -> list[Any] | dict[Any, Any]:
 
 
 def compression_or_name(name: str, value: Any) -> Any:
-    """The name of a compression, or an object that compresses."""
+    """Accept the name of a compression, or a compressor."""
     if isinstance(value, str):
         return one_of(*COMPRESSIONS)(name, value)
     if not all(callable(getattr(value, method, None)) for method in ("compress", "decompress")):
@@ -228,18 +228,18 @@ def compression_or_name(name: str, value: Any) -> Any:
 
 
 def output_kinds(name: str, value: Any) -> tuple[str, ...]:
-    """What every output becomes: a word of ``sparkhvd.estimators.models.outputs``, or a type of Spark's or its name."""
+    """Convert to one type per output: a word of ``sparkhvd.estimators.models.outputs``, or a Spark data type's name."""
     kinds = [value] if isinstance(value, str) or hasattr(value, "simpleString") else value
     if not isinstance(kinds, Sequence) or not kinds:
         raise ParamError(f"{name}={value!r} must be a list with one type per output column, such as ['vector'].")
-    found = [kind.simpleString() if hasattr(kind, "simpleString") else kind for kind in kinds]
-    if not all(isinstance(kind, str) and kind for kind in found):
+    type_names = [kind.simpleString() if hasattr(kind, "simpleString") else kind for kind in kinds]
+    if not all(isinstance(kind, str) and kind for kind in type_names):
         raise ParamError(f"{name}={value!r} must list type names such as 'array<float>', or Spark data types.")
-    return tuple(found)
+    return tuple(type_names)
 
 
 class EstimatorParams(Declarations):
-    """What every estimator can be told."""
+    """The parameters of every estimator."""
 
     retired = RETIRED
 
@@ -247,30 +247,30 @@ class EstimatorParams(Declarations):
         "Number of ranks (training processes); None means all slots of the cluster.", positive_integer, default=None
     )
     backend: Declared[Backend | str] = declared(
-        "Who starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' (beside this "
-        "process), or an object with run and num_processes, such as SparkBackend.",
+        "What starts the ranks: 'barrier' (Spark tasks), 'mpi' (Open MPI in Spark tasks), 'local' (processes on the "
+        "driver's machine), or an object with run and num_processes, such as SparkBackend.",
         backend_or_launcher,
         default="auto",
     )
     backend_env: Declared[Mapping[str, str | None] | None] = declared(
-        "Environment variables of the ranks; None as a value removes one.", environment, default=None
+        "Environment variables of the ranks; the value None removes a variable.", environment, default=None
     )
     use_gpu: Declared[bool] = declared(
-        "Whether a rank trains on its GPU where it has one; False trains on the CPU.", flag, default=True
+        "Whether a rank trains on its GPU if it has one; False trains on the CPU.", flag, default=True
     )
     mp_start_method: Declared[str | None] = declared(
-        "How Python's multiprocessing starts processes on the ranks; None leaves Python's own way.",
+        "How Python's multiprocessing starts processes on the ranks; None keeps Python's default.",
         one_of(*START_METHODS),
         default=None,
     )
     store: Declared[Store | None] = declared(
-        "Where prepared data, checkpoints and the trained model are kept; None trains without them.",
+        "Where prepared data, checkpoints and the trained model are kept; None trains without a Store.",
         store_at,
         default=None,
     )
     data: Declared[str] = declared(
         "How rows reach the ranks: through the Store ('store'), straight from Spark ('direct'), or through the Store "
-        "where one is given ('auto').",
+        "if one is set ('auto').",
         one_of(*DATA_PATHS),
         default="auto",
     )
@@ -278,8 +278,8 @@ class EstimatorParams(Declarations):
         "Columns that the model reads, in the order of its inputs.", names, default=None
     )
     inputs: Declared[Mapping[str, Any] | None] = declared(
-        "Which columns make which input, by the model's own names, with shape and dtype where they matter; "
-        "feature_cols may then be left out.",
+        "The columns of every input, by the model's own names, optionally with shape and dtype; feature_cols may then "
+        "be left out.",
         named_inputs,
         default=None,
     )
@@ -292,31 +292,33 @@ class EstimatorParams(Declarations):
         default=None,
     )
     validation: Declared[float | str | None] = declared(
-        "Rows to validate with: a part (0 <= x < 1, chosen by random_seed), or a column that is true for them.",
+        "Validation rows: a fraction (0 <= x < 1, chosen by random_seed), or a column that is true for them.",
         validation_choice,
         default=None,
     )
     sparse_cols: Declared[Sequence[str] | None] = declared(
-        "Vector columns that reach the model as sparse tensors, one input each; others are dense.", names, default=None
+        "Vector columns that reach the model as sparse tensors, one input per column; others are dense.",
+        names,
+        default=None,
     )
     compress_sparse_cols: Declared[bool] = declared(
-        "Whether dense vectors are prepared by their entries that are not 0; sparse ones always are.",
+        "Whether only the nonzero entries of dense vectors are stored when rows are prepared, as for sparse vectors.",
         flag,
         default=False,
     )
     transformation_fn: Declared[Callable[..., Any] | None] = declared(
-        "Function that makes a dict of numpy arrays by column, with the rows of a batch, into another one with as many "
-        "rows, before they are trained on; called on the ranks, by reader threads.",
+        "Function that transforms a batch before training: it gets a dict of numpy arrays by column and returns "
+        "another one with as many rows. Reader threads of the ranks call it.",
         callable_object,
         default=None,
     )
     data_module: Declared[Callable[..., Any] | None] = declared(
-        "A subclass of sparkhvd.data.DataModule that loads the prepared rows in place of the readers, on every rank.",
+        "A subclass of sparkhvd.data.DataModule that loads the prepared rows on every rank, instead of the readers.",
         data_module_class,
         default=None,
     )
     reader: Declared[str] = declared(
-        "What reads the prepared rows: 'native', or 'petastorm' where that is installed on the executors.",
+        "Reader of the prepared rows: 'native', or 'petastorm' if that is installed on the executors.",
         one_of(*READERS),
         default="native",
     )
@@ -327,10 +329,10 @@ class EstimatorParams(Declarations):
         "Threads of a rank that decode validation rows.", positive_integer, default=2, aliases=("ValReaderNumWorker",)
     )
     fill: Declared[Mapping[str, Any] | None] = declared(
-        "What to read where a column is NULL, by column; without it NULL is refused.", fills, default=None
+        "Values that replace NULL, by column; NULL in any other column is refused.", fills, default=None
     )
     partitions_per_process: Declared[int] = declared(
-        "Row groups of prepared data that each rank should find at least.", positive_integer, default=10
+        "Minimum number of row groups of prepared data per rank.", positive_integer, default=10
     )
     keep_data: Declared[float] = declared(
         "Hours that prepared rows stay in the Store after their last use, for fits on the same rows; 0 keeps none.",
@@ -343,9 +345,9 @@ class EstimatorParams(Declarations):
     val_batch_size: Declared[int | None] = declared(
         "Rows per rank and validation step; None means batch_size.", positive_integer, default=None
     )
-    epochs: Declared[int] = declared("How often the training goes over all rows.", positive_integer, default=1)
+    epochs: Declared[int] = declared("Number of passes over all training rows.", positive_integer, default=1)
     train_steps_per_epoch: Declared[int | None] = declared(
-        "Training steps that count as one epoch; None means as many as use every row once.",
+        "Training steps per epoch; None means as many as use every row once.",
         positive_integer,
         default=None,
     )
@@ -355,16 +357,16 @@ class EstimatorParams(Declarations):
         default=None,
     )
     shuffle: Declared[bool] = declared(
-        "Whether each epoch goes over the training rows in another order; False keeps theirs.", flag, default=True
+        "Whether each epoch reads the training rows in another order; False keeps their order.", flag, default=True
     )
     inmemory_cache_all: Declared[bool] = declared(
-        "Whether a rank keeps its part of the prepared rows in memory after the first epoch, and reads them there.",
+        "Whether a rank caches its part of the prepared rows in memory after the first epoch.",
         flag,
         default=False,
         aliases=("InMemoryCacheAll",),
     )
     local_cache: Declared[bool] = declared(
-        "The same on the executors' local disk, in memory-mapped files: for a Store that is slow to read.",
+        "The same on the executors' local disk, in memory-mapped files, for a Store that is slow to read.",
         flag,
         default=False,
     )
@@ -377,7 +379,7 @@ class EstimatorParams(Declarations):
         default=False,
     )
     gradient_compression: Declared[Any] = declared(
-        "What gradients travel as between the ranks: 'fp16', 'bf16', or a Compressor of hvd.Compression.",
+        "Compression of the gradients between ranks: 'fp16', 'bf16', or a Compressor of hvd.Compression.",
         compression_or_name,
         default=None,
     )
@@ -385,13 +387,13 @@ class EstimatorParams(Declarations):
         "Whether a step whose loss is not a finite number ends the training with an error.", flag, default=False
     )
     log_every_n_steps: Declared[int | None] = declared(
-        "Training steps between lines in the log within an epoch, and between those of Lightning's loggers; None shows "
+        "Training steps between log lines within an epoch, and between entries of Lightning's loggers; None logs "
         "epochs only (and Lightning's loggers every 50 steps).",
         positive_integer,
         default=None,
     )
     early_stopping: Declared[EarlyStopping | None] = declared(
-        "When the training ends before its last epoch; decided alike on all ranks.",
+        "The rule that ends the training before its last epoch; all ranks decide alike.",
         instance_of(EarlyStopping, "EarlyStopping('val_loss', patience=3)"),
         default=None,
     )
@@ -401,10 +403,10 @@ class EstimatorParams(Declarations):
         default=Checkpoints(),
     )
     run_id: Declared[str | None] = declared(
-        "Name of the run; one that has checkpoints in the Store is continued. None makes a new one.", text, default=None
+        "Name of the run; a run with checkpoints in the Store is resumed. None starts a new run.", text, default=None
     )
     resume: Declared[str | None] = declared(
-        "'auto' continues the run that an earlier fit of the same rows, parameters and model made in the Store, also a "
+        "'auto' resumes the run that an earlier fit with the same rows, parameters and model left in the Store, even a "
         "finished one.",
         one_of("auto"),
         default=None,
@@ -413,7 +415,7 @@ class EstimatorParams(Declarations):
         "output_cols of the trained model: columns that its transform adds, one per label.", names, default=None
     )
     output_types: Declared[Sequence[str] | None] = declared(
-        "output_types of the trained model: what every output becomes, such as 'label' or 'vector'; one per label.",
+        "output_types of the trained model: the type of every output, such as 'label' or 'vector'; one per label.",
         output_kinds,
         default=None,
     )
@@ -421,7 +423,7 @@ class EstimatorParams(Declarations):
 
 
 class ModelParams(Declarations):
-    """What every trained model can be told."""
+    """The parameters of every trained model."""
 
     feature_columns: Declared[Sequence[str] | None] = declared(
         "Columns to predict from, in the order of the model's inputs.", names, default=None
@@ -433,16 +435,16 @@ class ModelParams(Declarations):
         "Columns that transform adds, one per output; by default <label>__output.", names, default=None
     )
     output_types: Declared[Sequence[str] | None] = declared(
-        "What every output becomes: 'auto', 'vector', 'array', 'scalar', 'label', or a type of Spark's such as "
+        "The type of every output: 'auto', 'vector', 'array', 'scalar', 'label', or a Spark data type such as "
         "'array<float>' or 'struct<no float, yes float>'.",
         output_kinds,
         default=None,
     )
     prediction_fn: Declared[Callable[..., Any] | None] = declared(
-        "Function of (model, *inputs), with Keras of (model, inputs) as its models are called, that takes the place of "
-        "the model's call and returns the outputs.",
+        "Function of (model, *inputs), or of (model, inputs) for Keras, that replaces the call of the model and "
+        "returns the outputs.",
         callable_object,
         default=None,
     )
     run_id: Declared[str | None] = declared("The run that trained the model.", text, default=None)
-    inference_batch_size: Declared[int] = declared("Rows that are predicted at once.", positive_integer, default=1024)
+    inference_batch_size: Declared[int] = declared("Rows per prediction batch.", positive_integer, default=1024)
