@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from sparkhvd.errors import ConfigError
 
 T = TypeVar("T")
-Reader = Callable[[str], T]  # the value that a text stands for; raises ValueError with what is wrong, as "is not ..."
+Reader = Callable[[str], T]  # the value that a text stands for; raises ValueError with the rule, as "must be ..."
 
 _log = logging.getLogger(__name__)
 _LEVELS = {
@@ -38,9 +38,9 @@ def amount(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise ValueError("is not a number") from None
+        raise ValueError("must be a number") from None
     if value < 0:
-        raise ValueError("is negative")
+        raise ValueError("must be at least 0")
     return value
 
 
@@ -48,7 +48,7 @@ def whole(text: str) -> int:
     """A whole number that is not negative."""
     value = amount(text)
     if not value.is_integer():
-        raise ValueError("is not a whole number")
+        raise ValueError("must be a whole number")
     return int(value)
 
 
@@ -56,7 +56,7 @@ def counting(text: str) -> int:
     """A whole number from 1 on."""
     value = whole(text)
     if value == 0:
-        raise ValueError("is not a number from 1 on")
+        raise ValueError("must be at least 1")
     return value
 
 
@@ -68,7 +68,7 @@ def switch(text: str) -> bool:
     try:
         return float(word) != 0
     except ValueError:
-        raise ValueError("is neither 1 nor 0") from None
+        raise ValueError("must be 1 or 0") from None
 
 
 def inverted_switch(text: str) -> bool:
@@ -83,7 +83,7 @@ def log_level(text: str) -> int:
         return _LEVELS[word]
     if word.isdecimal():
         return int(word)
-    raise ValueError(f"is none of {', '.join(_LEVELS)}, nor the number of a level of Python's logging")
+    raise ValueError(f"must be one of {', '.join(_LEVELS)}, or the number of a level of Python's logging")
 
 
 def path(text: str) -> str:
@@ -96,7 +96,7 @@ def core_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(whole(part) for part in text.split(","))
     except ValueError:
-        raise ValueError("is not a list of core numbers such as 0,1,2") from None
+        raise ValueError("must be a list of core numbers such as 0,1,2") from None
 
 
 def timeline_file(text: str) -> str:
@@ -109,7 +109,7 @@ def gpu_operations(text: str) -> str:
     word = text.strip().lower()
     if word in {"automatic", "nccl", "staged"}:
         return word
-    raise ValueError("is not one of automatic, nccl, staged")
+    raise ValueError("must be one of automatic, nccl, staged")
 
 
 def horovod_gpu_operations(text: str) -> str:
@@ -369,8 +369,8 @@ def warn_if_horovod_rank(environment: Mapping[str, str] | None = None) -> None:
     size = env.get("HOROVOD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         _log.warning(
-            "HOROVOD_SIZE=%s is set, but no launcher of sparkhvd started this process: it is a job of one rank. Start "
-            "the program by sparkhvdrun -np %s, sparkhvd.run or mpirun.",
+            "HOROVOD_SIZE=%s is set, but no launcher of sparkhvd started this process, so it runs as a single rank. "
+            "Start the program with sparkhvdrun -np %s, sparkhvd.run or mpirun.",
             *(size, size),
         )
 
@@ -379,7 +379,7 @@ def _read(variable: str, text: str, reader: Reader[Any]) -> Any:
     try:
         return reader(text)
     except ValueError as error:
-        raise ConfigError(f"{variable}={text!r} {error}.") from None
+        raise ConfigError(f"{variable} {error}, got {text!r}.") from None
 
 
 def changed_environment(changes: Mapping[str, str | None], defaults: Mapping[str, str] | None = None) -> dict[str, str]:

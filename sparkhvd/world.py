@@ -31,7 +31,7 @@ class World:
             ("cross_rank", self.cross_rank, self.cross_size),
         ):
             if not 0 <= rank < size:
-                raise ConfigError(f"{name} {rank} is not within 0..{size - 1}.")
+                raise ConfigError(f"{name} must be within 0..{size - 1}, got {rank}.")
 
 
 def layout(host_of_rank: Sequence[str]) -> list[World]:

@@ -50,14 +50,14 @@ def _taken(path: Path, what: str, deadline: Deadline) -> int | None:
     try:
         while (descriptor := _locked(path)) is None and not deadline.expired():
             if silence.expired():
-                logger.log(level, "Somebody on this machine is %s already; waiting for them (%s).", what, path)
+                logger.log(level, "Another process on this machine is already %s; waiting for it (%s).", what, path)
                 level, silence = logging.WARNING, Deadline.after(_SAY_SECONDS)
             time.sleep(_LOOK_SECONDS)
     except OSError as error:  # the folder cannot be written, or its network file system has no locks
-        logger.debug("Nobody can be waited for: %s", error)
+        logger.debug("No lock file can be used, so nothing waits: %s", error)
         return None
     if descriptor is None:
-        logger.warning("Somebody on this machine is %s and has not finished; not waiting any longer.", what)
+        logger.warning("Another process on this machine is still %s; continuing without waiting for it.", what)
     return descriptor
 
 

@@ -17,5 +17,7 @@ def variables_of_layers(layers: Any) -> list[Any]:
     several = [] if layers is None else list(layers) if isinstance(layers, Iterable) else [layers]
     for layer in several:
         if not layer.built:
-            raise ConfigError(f"The local layer {layer.name!r} has no variables yet: build the model first.")
+            raise ConfigError(
+                f"The local layer {layer.name!r} has no variables before it is built. Build the model first."
+            )
     return [variable for layer in several for variable in layer.trainable_weights]

@@ -8,13 +8,14 @@ from types import MappingProxyType
 from sparkhvd._util.suggestions import did_you_mean
 
 ELASTIC = (
-    "Elastic training is not there yet; instead, a fit that was broken off goes on from its checkpoints, also with "
-    "another number of ranks: see docs/guide/recovery.md."
+    "Elastic training is not available. An interrupted fit resumes from its checkpoints, also with another number of "
+    "ranks: see docs/guide/recovery.md."
 )
 SPARK = (
-    "There is no sparkhvd.spark: what horovod.spark has comes from sparkhvd itself, as in `from sparkhvd import run, "
-    "TorchEstimator, KerasEstimator, LightningEstimator, Store, SparkBackend`, kinds of Stores from sparkhvd.store, "
-    "and collectives from sparkhvd.torch, sparkhvd.tensorflow and sparkhvd.keras; see docs/guide/migrating.md."
+    "sparkhvd has no module sparkhvd.spark. Import the names of horovod.spark from sparkhvd itself, as in `from "
+    "sparkhvd import run, TorchEstimator, KerasEstimator, LightningEstimator, Store, SparkBackend`, Store classes from "
+    "sparkhvd.store, and collectives from sparkhvd.torch, sparkhvd.tensorflow and sparkhvd.keras; see "
+    "docs/guide/migrating.md."
 )
 # The extra that installs a package.
 _EXTRAS = MappingProxyType(
@@ -43,7 +44,7 @@ def missing(module: str, name: str, known: Iterable[str]) -> str:
     if name in {"elastic", "run_elastic"}:
         return ELASTIC
     if name == "Adasum":
-        return f"Adasum is for PyTorch only: sparkhvd.torch has it, {module} has Average, Sum, Min, Max and Product."
+        return f"Adasum is available only in sparkhvd.torch; {module} has Average, Sum, Min, Max and Product."
     if name in _AT_THE_TOP:
         return f"{name} comes from sparkhvd itself: from sparkhvd import {name}."
     return f"module {module!r} has no attribute {name!r}. {did_you_mean(name, known)}".rstrip()

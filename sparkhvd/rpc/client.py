@@ -37,7 +37,9 @@ class Client:
             self._frames.send(encode(message), deadline)
             answer = self._frames.receive(idle=deadline)
         if answer is None:
-            raise ConnectionResetError(f"The server hung up instead of answering {type(message).__name__}.")
+            raise ConnectionResetError(
+                f"The server closed the connection instead of answering {type(message).__name__}."
+            )
         return decode(answer)
 
     def set_ack_timeout(self, seconds: float) -> None:

@@ -32,20 +32,20 @@ def from_json_fields(kind: type[T], fields: object, where: str = "") -> T:
     where = where or kind.__name__
     expected = _fields(cast(Hashable, kind))
     if not isinstance(fields, dict) or set(fields) != set(expected):
-        found = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
-        raise MessageError(f"{where} has the fields {sorted(expected)}, not {found!s:.200}.")
+        received = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
+        raise MessageError(f"{where} must have the fields {sorted(expected)}, got {received!s:.200}.")
     return kind(**{name: _value(expected[name], fields[name], f"{where}.{name}") for name in expected})
 
 
 def _value(kind: Any, value: object, where: str) -> object:
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
-            raise MessageError(f"{where} is {type(value).__name__}, not list.")
+            raise MessageError(f"{where} must be of type list, got {type(value).__name__}.")
         return tuple(_value(get_args(kind)[0], item, f"{where}[{number}]") for number, item in enumerate(value))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return from_json_fields(kind, value, where)
     if type(value) is not kind:  # a bool is no int here
-        raise MessageError(f"{where} is {type(value).__name__}, not {kind.__name__}.")
+        raise MessageError(f"{where} must be of type {kind.__name__}, got {type(value).__name__}.")
     return value
 
 

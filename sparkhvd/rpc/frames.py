@@ -63,7 +63,7 @@ class FrameSocket:
             ConnectionError: the other side is gone.
         """
         if len(payload) > MAX_FRAME_BYTES:
-            raise ValueError(f"A frame of {len(payload)} bytes is above the cap of {MAX_FRAME_BYTES} bytes.")
+            raise ValueError(f"A frame of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES} bytes.")
         send_all(self._socket, _HEADER.pack(len(payload)) + self._outgoing.protect(payload), deadline)
 
     def receive(self, idle: Deadline, frame_seconds: float = 30.0) -> bytes | None:
@@ -79,7 +79,7 @@ class FrameSocket:
         deadline = Deadline.after(frame_seconds)
         (length,) = _HEADER.unpack(first + receive_exactly(self._socket, _HEADER.size - 1, deadline))
         if length > MAX_FRAME_BYTES:
-            raise AuthenticationError(f"A frame announces {length} bytes; the cap is {MAX_FRAME_BYTES}.")
+            raise AuthenticationError(f"A frame announces {length} bytes; the limit is {MAX_FRAME_BYTES} bytes.")
         return self._incoming.checked(receive_exactly(self._socket, length + self._incoming.overhead, deadline))
 
     def set_ack_timeout(self, seconds: float) -> None:
@@ -154,15 +154,16 @@ def connect_handshake(
         proof = receive_exactly(connection, _PROOF_BYTES, deadline)
     except ConnectionResetError as error:
         raise AuthenticationError(
-            "The server hung up when it had our proof of the job's secret: it belongs to another job."
+            "The server closed the connection after it received this client's proof of the job's secret, so it belongs "
+            "to another job."
         ) from error
     if hmac.compare_digest(proof, _TURNED_AWAY_PROOF):
-        raise ServerBusyError("The server had no room for this handshake.")
+        raise ServerBusyError("The server has too many handshakes in progress and asks this client to retry.")
     if not hmac.compare_digest(proof, tag(secret, b"server" + agreed)):
         raise AuthenticationError("The server could not prove that it knows the job's secret.")
     if encrypt and not agreed.startswith(_ENCRYPTED):
         raise AuthenticationError(
-            "The server does not encrypt, but this side must (SPARKHVD_ENCRYPT). Set it for both sides."
+            "The server does not encrypt, but this client requires encryption. Set SPARKHVD_ENCRYPT on both sides."
         )
     keys = tag(secret, b"to server" + agreed), tag(secret, b"to client" + agreed)
     return FrameSocket(connection, *protection(agreed.startswith(_ENCRYPTED), *keys))
@@ -191,7 +192,7 @@ def send_all(connection: socket.socket, content: bytes, deadline: Deadline) -> N
     """Send everything before the deadline."""
     view = memoryview(content)
     while view:
-        _limit(connection, deadline, f"the other side to take {len(view)} bytes")
+        _limit(connection, deadline, f"the peer to accept {len(view)} bytes")
         try:
             view = view[connection.send(view) :]
         except TimeoutError as error:

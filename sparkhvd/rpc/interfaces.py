@@ -94,7 +94,7 @@ def candidates(nics: Sequence[str], host: str, peer_hosts: Sequence[str]) -> lis
         if not chosen:
             raise LaunchError(
                 f"None of the network interfaces {list(nics)} has an address on host {host}; "
-                f"it has {list(dict.fromkeys(one.name for one in there))}."
+                f"its interfaces are {list(dict.fromkeys(one.name for one in there))}. Set nics to some of these."
             )
         return chosen
     if is_loopback(host) and all(is_loopback(peer) for peer in peer_hosts):

@@ -233,16 +233,16 @@ def decode(payload: bytes) -> Message:
     try:
         header = json.loads(payload[_LENGTH.size : end])
     except (ValueError, RecursionError) as error:
-        raise MessageError(f"The header of a message cannot be read: {error}.") from None
+        raise MessageError(f"The message header is not valid JSON: {error}.") from None
     if end > len(payload) or not isinstance(header, dict):
-        raise MessageError("The header of a message is cut off or not an object.")
+        raise MessageError("The message header is truncated or not a JSON object.")
     name = header.pop("type", None)
     if not isinstance(name, str) or name not in _TYPES:
-        raise MessageError(f"There is no message of type {name!r:.100}; known are {', '.join(_TYPES)}.")
+        raise MessageError(f"Unknown message type {name!r:.100}; expected one of {', '.join(_TYPES)}.")
     kind = _TYPES[name]
     raw, content = _raw_field(kind), payload[end:]
     if content and not raw:
-        raise MessageError(f"{name} is followed by {len(content)} bytes that do not belong to it.")
+        raise MessageError(f"{name} carries {len(content)} unexpected bytes after its header.")
     return from_json_fields(kind, header | {raw: content} if raw else header)
 
 

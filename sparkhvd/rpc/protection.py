@@ -14,7 +14,7 @@ from sparkhvd.errors import AuthenticationError, ConfigError, LaunchError
 Cipher = TypeVar("Cipher")
 
 _SEQUENCE = struct.Struct(">Q")
-_WRONG = "A frame carries a wrong tag; it was altered, replayed or sent by a stranger."
+_WRONG = "A frame failed authentication: it was altered, replayed or sent by an unauthenticated peer."
 
 
 class Outgoing(Protocol):
@@ -122,7 +122,7 @@ def encryption_problem(host: str) -> str:
     try:
         Sealer(bytes(32))
     except ConfigError as error:
-        return f"Host {host} cannot encrypt what the job sends (SPARKHVD_ENCRYPT): {error}."
+        return f"Host {host} cannot encrypt the job's traffic (SPARKHVD_ENCRYPT): {error}."
     return ""
 
 

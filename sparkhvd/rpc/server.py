@@ -152,8 +152,9 @@ class Server(Closable):
             self._short_of_files = True
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             logger.warning(
-                "%s cannot take more connections: this process may have %d files open (ulimit -n; at most %d). Each "
-                "rank needs two; those that do not get in leave their output in the executors' logs.",
+                "%s cannot accept more connections: this process has reached its limit of %d open files (ulimit -n; "
+                "hard limit %d). Each rank needs two connections. Raise the limit; ranks that cannot connect "
+                "leave their output in the executors' logs.",
                 self._name,
                 soft,
                 hard,
@@ -166,8 +167,8 @@ class Server(Closable):
             self._converse(frames)
         except MessageError as error:
             logger.warning(
-                "%s hung up on a peer that knows the job's secret but does not speak its language: %s Do driver and "
-                "executors have the same version of sparkhvd?",
+                "%s closed the connection to a peer that knows the job's secret but sent an invalid message: %s "
+                "Install the same version of sparkhvd on the driver and all executors.",
                 self._name,
                 error,
             )
@@ -184,7 +185,7 @@ class Server(Closable):
         def admit() -> None:
             with self._lock:  # from here on nobody turns it away
                 if connection in self._turned_away:
-                    raise ConnectionResetError("It had to make room.")
+                    raise ConnectionResetError("The server ended this handshake to make room for another one.")
                 del self._unproven[connection]
                 self._proven.notify_all()
 

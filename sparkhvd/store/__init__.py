@@ -38,9 +38,7 @@ def store_at(name: str, value: object) -> Store:
     if isinstance(value, str):
         return Store.create(value)
     if not isinstance(value, Store):
-        raise ParamError(
-            f"{name} is of type {type(value).__name__}; it must be a Store or a URL, such as 'file:///some/folder'."
-        )
+        raise ParamError(f"{name} must be a Store or a URL such as 'file:///some/folder', got {type(value).__name__}.")
     return value
 
 

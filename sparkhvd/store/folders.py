@@ -62,12 +62,10 @@ def root_of(prefix: str | None, others: Sequence[str | None]) -> str:
         return prefix
     given = [path.rstrip("/") for path in others if path is not None]
     if not given:
-        raise StoreError("A Store needs prefix_path, the folder that it lies in, or train_path, val_path or runs_path.")
+        raise StoreError("A Store needs a folder: set prefix_path, or one of train_path, val_path and runs_path.")
     common = _common_folder([posixpath.dirname(path) for path in given])
     if not common:
-        raise StoreError(
-            f"{', '.join(given)} have no folder in common that the Store could lie in; give prefix_path too."
-        )
+        raise StoreError(f"{', '.join(given)} have no folder in common that could hold the Store. Set prefix_path too.")
     return common
 
 

@@ -128,7 +128,7 @@ def checkpoint_path(run_id: str, epoch: int, step: int | None = None, token: int
     """The checkpoint written at the end of ``epoch`` (from 0), or within it after ``step`` steps, by a writer."""
     if not 0 <= epoch < 100_000:
         raise StoreError(
-            f"Epoch {epoch} of run {run_id!r} is not within 0..99999; checkpoints are numbered up to there."
+            f"The epoch of run {run_id!r} must be within 0..99999, got {epoch}: checkpoint names have five digits."
         )
     within = "" if step is None else f"-step-{step:08d}"
     return f"{checkpoints_folder(run_id)}/epoch-{epoch:05d}{within}{_by(token)}"
@@ -226,7 +226,7 @@ def _by(token: int) -> str:
 def _component(what: str, name: str) -> str:
     if not re.fullmatch(r"[^/\\\x00-\x1f]{1,200}", name) or name.startswith("."):
         raise StoreError(
-            f"The {what} {name!r} cannot be a folder name; use 1 to 200 characters without '/', '\\' and control "
-            "characters, the first not a dot."
+            f"The {what} {name!r} cannot be a folder name; use 1 to 200 characters without '/', '\\' or control "
+            "characters that do not start with a dot."
         )
     return name

@@ -60,8 +60,8 @@ def refuse_credentials(url: str) -> None:
         if not _SERVER.fullmatch(found["server"]):
             _, at, after = (found["server"] + found["rest"]).rpartition("@")
             raise StoreError(
-                f"{found['scheme']}://***{at}{after if at else ''} has credentials in it, which would be shown; give "
-                "them as storage_options."
+                f"{found['scheme']}://***{at}{after if at else ''} has credentials in it, which logs and messages "
+                "would show. Pass them as storage_options."
             )
 
 

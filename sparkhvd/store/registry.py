@@ -87,5 +87,5 @@ def create(url: str, **options: object) -> Store:
     try:
         store: Store = backend(url, **options)
     except TypeError as error:
-        raise StoreError(f"The Store at {url!r} does not take these options: {error}.") from error
+        raise StoreError(f"The Store at {url!r} does not accept these options: {error}.") from error
     return store

@@ -23,6 +23,6 @@ def all_gather(message: str, job: Job, place: TaskInfo) -> list[str]:
     if not is_done_within(gathered, math.inf if job.gives_rows and job.driver_connection else job.start_timeout):
         raise LaunchError(
             f"Task {place.index} on host {place.host} waited start_timeout={job.start_timeout:g} s for the other tasks "
-            "of this job: one of them is stopped or hangs, see the executors' logs."
+            "of this job. One of them is stopped or hangs; see the executors' logs."
         )
     return gathered.result()

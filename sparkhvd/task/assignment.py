@@ -35,7 +35,8 @@ def assign(offers: Sequence[TaskOffer]) -> list[Slot]:
         ValueError: the indices of the offers are not 0 to n-1, each once.
     """
     if sorted(offer.task_index for offer in offers) != list(range(len(offers))):
-        raise ValueError(f"Tasks {[offer.task_index for offer in offers]} are not 0 to {len(offers) - 1}, each once.")
+        indices = [offer.task_index for offer in offers]
+        raise ValueError(f"Task indices must be 0 to {len(offers) - 1}, each once, got {indices}.")
     by_task = sorted(offers, key=lambda offer: offer.task_index)
     places = _places(by_task)
     first_task: dict[str, int] = {}
@@ -67,7 +68,7 @@ def assign_started(offers: Sequence[TaskOffer], ranks_of_host: Mapping[str, Sequ
         own = sorted((one for one in offers if one.host_hash == host), key=lambda offer: offer.task_index)
         offer_of.update(zip(sorted(ranks), own, strict=True))
     if sorted(offer_of) != list(range(len(offers))):
-        raise ValueError(f"Ranks {sorted(offer_of)} are not 0 to {len(offers) - 1}.")
+        raise ValueError(f"Ranks must be 0 to {len(offers) - 1}, got {sorted(offer_of)}.")
     return _slots([offer_of[rank] for rank in range(len(offers))])
 
 

@@ -65,9 +65,9 @@ def mixed_devices(offers: Sequence[TaskOffer], job: Job) -> str:
     if not with_gpu or not without:
         return ""
     return (
-        f"Not all ranks have the same kind of device: task {with_gpu[0].task_index} on host {with_gpu[0].host} has a "
-        f"{with_gpu[0].device_kind}, task {without[0].task_index} on host {without[0].host} has none. Let Spark give "
-        f'every rank a GPU (gpus_per_task=1), or keep all of them from using one (env={{"{VISIBLE}": ""}}).'
+        f"Ranks must all run on GPUs or all on CPUs: task {with_gpu[0].task_index} on host {with_gpu[0].host} has a "
+        f"{with_gpu[0].device_kind}, task {without[0].task_index} on host {without[0].host} has none. Assign a "
+        f'GPU to every rank (gpus_per_task=1), or hide the GPUs from all of them (env={{"{VISIBLE}": ""}}).'
     )
 
 
@@ -77,7 +77,7 @@ def different_gpus(offers: Sequence[TaskOffer]) -> str:
     if len(where) < 2:
         return ""
     found = "; ".join(f"{kind} on host {host}" for kind, host in sorted(where.items()))
-    return f"The ranks have different GPUs: {found}. The slowest one sets the pace of all."
+    return f"The ranks have different GPUs: {found}. Every step waits for the slowest one."
 
 
 def cuda_names(addresses: Sequence[str], visible: str | None) -> tuple[str, ...]:
@@ -134,9 +134,9 @@ def same_gpus(slots: Sequence[Slot]) -> str:
     if not shared:
         return ""
     return (
-        f"Spark gave {'; '.join(shared)}. On such a host every rank sees its own GPUs alone: set_device(0) is right "
-        "there, hvd.local_rank() is not. For one each take gpus_per_task=1, and let no two workers of a host report "
-        "the same ones."
+        f"Spark assigned {'; '.join(shared)}. On such a host each rank sees only its own GPUs: use set_device(0) "
+        "there, not set_device(hvd.local_rank()). For one GPU per rank, set gpus_per_task=1 and let no two Spark "
+        "workers on a host report the same GPUs."
     )
 
 
@@ -159,8 +159,9 @@ def _counted_apart(slots: Sequence[Slot]) -> str:
     if not hosts:
         return ""
     return (
-        f"Containers on host {', '.join(sorted(hosts))} give their GPUs the same numbers: YARN isolates them, and to "
-        "hvd.local_rank() each container is a host of its own. If it does not isolate them, they share these GPUs."
+        f"Containers on host {', '.join(sorted(hosts))} use the same GPU indices: sparkhvd assumes that YARN isolates "
+        "their GPUs, and hvd.local_rank() counts within each container. If YARN does not isolate the GPUs, the "
+        "containers share them."
     )
 
 

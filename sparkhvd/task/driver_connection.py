@@ -68,7 +68,9 @@ class DriverConnection:
         try:
             answer = client.ask(ExchangeIntroductions(own), Deadline(math.inf))
         except OSError as error:
-            raise LaunchError(f"{where} lost the driver before the ranks were assigned: {error}") from error
+            raise LaunchError(
+                f"{where} lost its connection to the driver before the ranks were assigned: {error}"
+            ) from error
         if isinstance(answer, Introductions):
             return answer.introductions
         if isinstance(answer, ExchangeUnavailable):
@@ -132,7 +134,7 @@ class DriverConnection:
         except OSError as error:
             self._attends.wait()
             if is_host_unreachable(error) and self._events is not None:
-                self._events.put(ServerLost(f"this host is cut off from that of the driver ({error})"))
+                self._events.put(ServerLost(f"this host cannot reach the driver's host any more ({error})"))
 
     def _say(self, client: Client) -> None:
         message = TaskStatus(self._place.index, self._rank, self._place.host, self._place.attempt, self._phase)

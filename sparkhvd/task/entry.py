@@ -40,7 +40,7 @@ class Entry:
         if self.version != sparkhvd.__version__:
             raise LaunchError(
                 f"The driver has sparkhvd {self.version}, but {sys.executable} on host {socket.gethostname()} has "
-                f"{sparkhvd.__version__}. Install the same version everywhere."
+                f"{sparkhvd.__version__}. Install the same version on the driver and all executors."
             )
         function: TaskFunction = pickle.loads(self.content)
         yield from function(batches)

@@ -70,7 +70,7 @@ def shortened(text: str) -> str:
     if len(text) <= _MAX_TEXT:
         return text
     half = _MAX_TEXT // 2
-    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters omitted ...\n{text[-half:]}"
 
 
 def describe_exit(returncode: int) -> str:
@@ -82,5 +82,5 @@ def describe_exit(returncode: int) -> str:
         name = signal.Signals(number).name
     except ValueError:
         name = "unknown"
-    hint = "; on a host that is short of memory the kernel does this" if number == signal.SIGKILL else ""
+    hint = "; the kernel sends this signal on a host that runs out of memory" if number == signal.SIGKILL else ""
     return f"was killed by signal {number} ({name}){hint}"

@@ -153,6 +153,6 @@ class StoreOutput:
             writer.close()
         except StoreError as error:
             rank, stream = key
-            self._say(f"the Store does not take the {stream} of rank {rank}, so it goes here: {error}")
+            self._say(f"the Store cannot store the {stream} of rank {rank}, so it is written here: {error}")
             if rest := writer.unwritten():
                 self._show(rank, stream, rest.removesuffix(b"\n"))

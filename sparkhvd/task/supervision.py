@@ -51,8 +51,8 @@ _SECONDARY_SECONDS = 4.0
 # What a process may take to end after fn has returned: the user's exit handlers run then.
 EXIT_SECONDS = 10.0
 _NOT_PACKED = (
-    "did not hand over what fn returned within {seconds:g} s (SPARKHVD_RESULT_TIMEOUT) after fn ended: pickling it "
-    "or leaving the job goes on. Return plain data, or write large results to a Store and return their path"
+    "did not deliver the result of fn within {seconds:g} s (SPARKHVD_RESULT_TIMEOUT) after fn ended: it is still "
+    "pickling the result or leaving the job. Return plain data, or write large results to a Store and return their path"
 )
 # How often a waiting task looks whether its executor still lives: nobody else tells it.
 _PARENT_CHECK_SECONDS = 5.0
@@ -148,21 +148,21 @@ def _let_go(worker: WorkerProcess, job: Supervision) -> None:
         worker.output.add(
             "stderr",
             f"sparkhvd: Rank {job.rank} on host {job.host} returned, but its process did not end within "
-            f"{EXIT_SECONDS:g} s and was killed. An exit handler, or a thread that is not a daemon, goes on; what is "
-            "above says where.",
+            f"{EXIT_SECONDS:g} s and was killed. An exit handler or a non-daemon thread is still running; the stacks "
+            "above show where.",
         )
 
 
 def _first_end(worker: WorkerProcess, job: Supervision) -> Returned | FailureReport | Outcome | ServerLost:
     deadline = job.start_deadline
-    late = FailureReport(job.rank, job.host, "was not ready for fn in time", kind=NOT_STARTED)
+    late = FailureReport(job.rank, job.host, "was not ready to run fn in time", kind=NOT_STARTED)
     phase, packing = STARTING, False
     while True:
         try:
             event = worker.events.get(timeout=deadline.capped(_PARENT_CHECK_SECONDS).remaining())
         except queue.Empty:
             if job.orphaned():
-                return ServerLost("the executor of this task is gone")
+                return ServerLost("the executor of this task has ended")
             if deadline.expired():
                 return late
             continue
@@ -221,7 +221,7 @@ def _straggler_report(job: Supervision) -> FailureReport | None:
     straggler = published_straggler(job.client)
     if straggler is None:
         return None
-    where = f"kept the others waiting ({CONNECTED})" if straggler.joined else f"did not come to {INIT}"
+    where = f"held up the other ranks ({CONNECTED})" if straggler.joined else f"did not reach {INIT}"
     return FailureReport(
         straggler.rank, job.hosts[straggler.rank], f"{where}: {straggler.why}", traceback=straggler.stack
     )
@@ -250,7 +250,7 @@ def await_outcome(events: queue.SimpleQueue[object], job: Supervision) -> Outcom
             event = events.get(timeout=_PARENT_CHECK_SECONDS)
         except queue.Empty:
             if job.orphaned():
-                raise _lost(job, ServerLost("the executor of this task is gone")) from None
+                raise _lost(job, ServerLost("the executor of this task has ended")) from None
             continue
         if isinstance(event, Outcome):
             return event
@@ -260,8 +260,8 @@ def await_outcome(events: queue.SimpleQueue[object], job: Supervision) -> Outcom
 
 def _lost(job: Supervision, event: ServerLost) -> LaunchError:
     return LaunchError(
-        f"Rank {job.rank} on host {job.host} lost the task that holds the job together: {event.why}. Spark runs the "
-        "job again, unless it has failed too often; the logs of the executors say why a task was lost."
+        f"Rank {job.rank} on host {job.host} lost the task that coordinates the job: {event.why}. Spark retries the "
+        "job unless it has failed too often. See the executors' logs for why the task was lost."
     )
 
 
@@ -298,8 +298,8 @@ def size_failure(sizes: Sequence[int], hosts: Sequence[str], cap: int) -> Failur
         return None
     rank = max(range(len(sizes)), key=sizes.__getitem__)
     cause = (
-        f"returned {sizes[rank]:,} bytes, and all ranks together {sum(sizes):,}; results above {cap:,} bytes do not "
-        "pass through the driver. Write large results to a Store from within fn and return their path"
+        f"returned {sizes[rank]:,} bytes, and all ranks together returned {sum(sizes):,}; the driver accepts at most "
+        f"{cap:,} bytes. Write large results to a Store from within fn and return their path"
     )
     return FailureReport(rank, hosts[rank], cause, kind=TOO_LARGE)
 
@@ -311,7 +311,7 @@ def wait_for_leave(client: RendezvousClient, size: int, seconds: float = 5.0) ->
         try:
             client.get(left_key(rank), deadline)
         except DeadlineExceededError:
-            logger.warning("Rank %d did not say that it has seen the outcome of the job.", rank)
+            logger.warning("Rank %d did not confirm that it has read the job's outcome.", rank)
 
 
 def finished_key(rank: int) -> str:

@@ -376,5 +376,5 @@ def test_a_missing_file_is_named_with_its_url(store):
 
 
 def test_an_unknown_mode_is_refused(store):
-    with pytest.raises(StoreError, match="with mode 'ab'; a Store knows 'rb' and 'wb'"):
+    with pytest.raises(StoreError, match="with mode 'ab'; a Store supports 'rb' and 'wb'"):
         store.open("x", "ab")

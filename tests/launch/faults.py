@@ -113,20 +113,20 @@ WHEN = {
     "at the end": "after fn had ended",
 }
 _HANGING: dict[str, tuple[type[Exception], str]] = {
-    "before registration": (StartTimeoutError, r"Rank \d on host \S+ was not ready for fn in time"),
+    "before registration": (StartTimeoutError, r"Rank \d on host \S+ was not ready to run fn in time"),
     "at rendezvous": (
         RankFailedError,
-        _NAMED + r"did not come to init\(\): rank 0 waited start_timeout=6 s for rank 1 to reach init\(\)",
+        _NAMED + r"did not reach init\(\): rank 0 waited start_timeout=6 s for rank 1 to reach init\(\)",
     ),
     "in mid-training": (
         RankFailedError,
-        _NAMED + r"kept the others waiting \(in fn, after init\(\)\): barrier 'step \d' not done after [^\n]*: not "
+        _NAMED + r"held up the other ranks \(in fn, after init\(\)\): barrier 'step \d' not done after [^\n]*: not "
         r"submitted by rank 1, while rank 0 waited, until [A-Z_]+=2 ended the job\.\n\nTraceback of rank 1:\n"
         r"[\s\S]* in go_wrong",
     ),
     "at the end": (
         RankFailedError,
-        _NAMED + r"did not hand over what fn returned within 2 s[\s\S]*The last lines [\s\S]* in __reduce__",
+        _NAMED + r"did not deliver the result of fn within 2 s[\s\S]*The last lines [\s\S]* in __reduce__",
     ),
 }
 _WRONG_SECRET = _NAMED + "raised AuthenticationError: "

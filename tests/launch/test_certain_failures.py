@@ -15,8 +15,8 @@ from sparkhvd.task.mpi.task import run_mpi_task
 
 pytestmark = pytest.mark.spark
 
-NO_PYTHON = "on host 127.0.0.1 did not start: executable='/no/python' cannot be executed there: "
-NO_NETWORK = "None of the network interfaces ['bogus0'] has an address on host 127.0.0.1; it has ["
+NO_PYTHON = "on host 127.0.0.1 did not start: executable='/no/python' cannot be executed on this host: "
+NO_NETWORK = "None of the network interfaces ['bogus0'] has an address on host 127.0.0.1; its interfaces are ["
 
 
 def counted(folder: Path, task: Callable[..., Iterator], job: object, batches: Iterator) -> Iterator:

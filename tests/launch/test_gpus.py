@@ -42,7 +42,7 @@ def test_ranks_get_the_gpus_that_spark_gives_their_tasks(tmp_path):
     for entry in (*shared, *found["half each"]):
         assert [entry["CUDA_VISIBLE_DEVICES"]] == entry["own"]
     assert re.search(
-        r"^\[0\]<stdout>:Spark gave GPU \d on host 127\.0\.0\.1 to ranks 0, 1\. ", done.stdout, re.MULTILINE
+        r"^\[0\]<stdout>:Spark assigned GPU \d on host 127\.0\.0\.1 to ranks 0, 1\. ", done.stdout, re.MULTILINE
     )
     assert [entry["CUDA_DEVICE_ORDER"] for entry in (*two, *one, *shared)] == ["PCI_BUS_ID"] * 6
     assert found["the user's"][0]["CUDA_VISIBLE_DEVICES"] == "7"

@@ -133,7 +133,7 @@ def test_closing_a_job_ends_its_ranks(tmp_path):
 
 
 def test_ranks_that_do_not_get_ready_end_in_a_start_timeout():
-    with pytest.raises(StartTimeoutError, match=r"Rank \d on host \S+ was not ready for fn in time"):
+    with pytest.raises(StartTimeoutError, match=r"Rank \d on host \S+ was not ready to run fn in time"):
         sparkhvd.run(stay, ("",), num_proc=1, launcher="local", start_timeout=1e-6)
 
 
@@ -147,7 +147,7 @@ def come_late_on_rank_1() -> None:
 
 def test_init_waits_for_the_start_timeout_of_the_call_and_names_the_missing_rank_before_and_after():
     stdout = io.StringIO()
-    with pytest.raises(RankFailedError, match=r"did not come to init\(\): rank 0 waited start_timeout=5 s for rank 1"):
+    with pytest.raises(RankFailedError, match=r"did not reach init\(\): rank 0 waited start_timeout=5 s for rank 1"):
         sparkhvd.run(
             come_late_on_rank_1,
             num_proc=2,

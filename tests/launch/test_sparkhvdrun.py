@@ -79,7 +79,7 @@ def test_a_program_that_fails_is_named_with_its_exit_code_and_last_words():
     ("program", "words"),
     [
         ("no-such-program", "could not start 'no-such-program': No such file or directory."),
-        (TRAIN, f"could not start '{TRAIN}': Permission denied. A Python file is started like this: python {TRAIN} 1."),
+        (TRAIN, f"could not start '{TRAIN}': Permission denied. Start a Python file as: python {TRAIN} 1."),
     ],
 )
 def test_a_program_that_cannot_be_started_is_said(program, words):
@@ -195,7 +195,7 @@ def test_hosts_of_this_machine_need_no_ssh_and_are_hosts_to_the_ranks():
             ["--mpi", "--mpi-args", '"x', "true"],
             """--mpi-args='"x' is not valid shell syntax: No closing quotation""",
         ),
-        (["--mpi", "--cache-capacity", "x", "true"], "HOROVOD_CACHE_CAPACITY='x' is not"),
+        (["--mpi", "--cache-capacity", "x", "true"], "HOROVOD_CACHE_CAPACITY must be a number, got 'x'"),
         (
             ["--output-filename", "/dev/null", "true"],
             "output_filename='/dev/null' is not a folder in which files can be created",

@@ -142,7 +142,7 @@ def test_executors_with_another_version_of_a_framework_are_one_warning(spark, mo
     monkeypatch.syspath_prepend(tmp_path)  # of the driver
     sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], verbose=0)
     (said,) = [record.message for record in caplog.records if "77.0" in record.message]
-    assert re.match(rf"torch is 77\.0 on the driver, {re.escape(installed)} on [\w.]+\. What is pickled", said)
+    assert re.match(rf"torch is 77\.0 on the driver, {re.escape(installed)} on [\w.]+\. Objects pickled", said)
     caplog.clear()
     sparkhvd.run(place, num_proc=2, launcher=launcher, preload=["torch"], executable=sys.executable, verbose=0)
     assert "77.0" not in caplog.text, "another Python has packages of its own"
@@ -287,7 +287,7 @@ def end_beside_busy_siblings(folder: str, how: str) -> None:
     [
         ("raise", "raised ValueError: no luck on rank 1"),
         ("exit", "ended with exit code 3"),
-        ("kill", "was killed by signal 9 (SIGKILL); on a host that is short of memory the kernel does this"),
+        ("kill", "was killed by signal 9 (SIGKILL); the kernel sends this signal on a host that runs out of memory"),
     ],
 )
 def test_a_rank_that_ends_early_is_reported_as_the_cause_and_ends_the_others(spark, tmp_path, how, words):
@@ -317,7 +317,7 @@ def test_results_are_cut_into_chunks_and_put_together_again(spark):
 
 
 def test_results_above_the_cap_are_refused_with_the_way_out(spark):
-    with pytest.raises(LaunchError, match=r"returned 140,\d+,\d+ bytes, and all ranks together 280,.*Store"):
+    with pytest.raises(LaunchError, match=r"returned 140,\d+,\d+ bytes, and all ranks together returned 280,.*Store"):
         sparkhvd.run(big, (140_000_000,), num_proc=2)
 
 

@@ -200,7 +200,7 @@ def test_a_function_typed_into_the_pyspark_shell_runs_on_all_slots_and_gpus_of_a
     assert sorted(found["devices"]) == sorted(found["devices again"]) == [[["0"], "0"], [["5"], "5"]]
     for said in found["refused"]:
         assert re.match(
-            r"Not all ranks have the same kind of device: task \d on host 127\.0\.0\.1 has a GPU \(NVIDIA L4\), "
+            r"Ranks must all run on GPUs or all on CPUs: task \d on host 127\.0\.0\.1 has a GPU \(NVIDIA L4\), "
             r"task \d on host 127\.0\.0\.1 has none",
             said,
         )

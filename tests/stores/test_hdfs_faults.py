@@ -57,7 +57,7 @@ def test_writing_without_a_data_node_ends_with_an_error_and_leaves_nothing(two_n
     for node in two_nodes.data_nodes:
         node.kill()
     store = Store.create(f"{two_nodes.url}/write", retry_seconds=1)
-    with pytest.raises(StoreError, match=r"Cannot publish hdfs://.*/write/m: .* \(given up after \d+ attempts\)"):
+    with pytest.raises(StoreError, match=r"Cannot publish hdfs://.*/write/m: .* \(gave up after \d+ attempts\)"):
         store.publish("m", b"content")
     assert store.list("") == []
     store._connection.close()
@@ -65,7 +65,7 @@ def test_writing_without_a_data_node_ends_with_an_error_and_leaves_nothing(two_n
 
 def test_a_name_node_that_is_gone_is_named():
     store = Store.create("hdfs://127.0.0.1:1/x", retry_seconds=0.5)
-    with pytest.raises(StoreError, match=r"Cannot list hdfs://127\.0\.0\.1:1/x: Connection refused.*\(given up after"):
+    with pytest.raises(StoreError, match=r"Cannot list hdfs://127\.0\.0\.1:1/x: Connection refused.*\(gave up after"):
         store.list("")
     store._connection.close()
 

@@ -53,7 +53,7 @@ def test_a_full_disk_is_an_error_and_leaves_neither_a_file_nor_half_of_one(small
 def test_a_full_disk_for_what_waits_to_be_sent_is_named(small_disk, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
     store = Store.create("memory://full-disk")
-    message = rf"Cannot keep what is to be written to memory://.*full-disk/x in {small_disk}: No space left on device"
+    message = rf"Cannot buffer the content of memory://.*full-disk/x in {small_disk}: No space left on device"
 
     def write_too_much():
         with store.open("x", "wb") as file:

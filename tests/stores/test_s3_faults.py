@@ -78,11 +78,11 @@ def test_parquet_that_is_read_over_a_bad_connection_is_right(store, relay, fault
 def test_a_server_that_stays_busy_is_given_up_with_a_clear_error(store, relay):
     impatient = Store.create(store.url, storage_options=store.storage_options, retry_seconds=1)
     relay.always("busy")
-    message = r"Cannot open s3://.*/x: Service Unavailable \(given up after \d+ attempts\)\.$"
+    message = r"Cannot open s3://.*/x: Service Unavailable \(gave up after \d+ attempts\)\.$"
     with pytest.raises(StoreError, match=message):
         impatient.open("x", "rb")
     relay.always("refuse")
-    with pytest.raises(StoreError, match=r"Cannot publish s3://.*/x: .* \(given up after \d+ attempts\)\.$"):
+    with pytest.raises(StoreError, match=r"Cannot publish s3://.*/x: .* \(gave up after \d+ attempts\)\.$"):
         impatient.publish("x", b"")
     impatient._connection.close()
 
@@ -121,7 +121,7 @@ def test_a_server_that_is_not_there_is_named(s3):
 
 def test_a_bucket_that_does_not_exist_is_named(s3):
     store = Store.create("s3://no-such-bucket/x", storage_options=s3.options)
-    with pytest.raises(StoreError, match=r"Cannot publish s3://no-such-bucket/x/m: .*there is no such bucket"):
+    with pytest.raises(StoreError, match=r"Cannot publish s3://no-such-bucket/x/m: .*the bucket does not exist"):
         store.publish("m", b"1")
     store._connection.close()
 
@@ -137,6 +137,6 @@ def test_where_no_credentials_are_found_the_error_says_where_they_may_come_from(
             nobody.publish("m", b"manifest")
     finally:
         nobody._connection.close()
-    assert "Unable to locate credentials. Give storage_options={'key': ..., 'secret': ...}" in str(raised.value)
+    assert "Unable to locate credentials. Pass storage_options={'key': ..., 'secret': ...}" in str(raised.value)
     for name in ("spark.hadoop.fs.s3a.access.key", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         assert name in str(raised.value)

@@ -68,9 +68,9 @@ def test_empty_value_counts_as_not_set() -> None:
     assert from_environment({"SPARKHVD_START_TIMEOUT": ""}).start_timeout == Config().start_timeout
 
 
-@pytest.mark.parametrize(("text", "problem"), [("soon", "is not a number"), ("-1", "is negative")])
+@pytest.mark.parametrize(("text", "problem"), [("soon", "must be a number"), ("-1", "must be at least 0")])
 def test_unusable_value_is_refused_with_name_and_value(text: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"SPARKHVD_START_TIMEOUT='{text}' {problem}"):
+    with pytest.raises(ConfigError, match=f"SPARKHVD_START_TIMEOUT {problem}, got '{text}'"):
         from_environment({"SPARKHVD_START_TIMEOUT": text})
 
 
@@ -91,16 +91,16 @@ def test_a_level_is_read_by_its_name_or_number() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("SPARKHVD_FUSION_THRESHOLD", "1.5", "is not a whole number"),
-        ("HOROVOD_FUSION_THRESHOLD", "64MB", "is not a number"),
-        ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "0", "is not a number from 1 on"),
-        ("SPARKHVD_SHARED_MEMORY", "maybe", "is neither 1 nor 0"),
-        ("SPARKHVD_GPU_OPERATIONS", "gloo", "is not one of automatic, nccl, staged"),
-        ("SPARKHVD_LOG_LEVEL", "loud", "is none of trace, debug, info, warning, error, fatal"),
+        ("SPARKHVD_FUSION_THRESHOLD", "1.5", "must be a whole number"),
+        ("HOROVOD_FUSION_THRESHOLD", "64MB", "must be a number"),
+        ("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "0", "must be at least 1"),
+        ("SPARKHVD_SHARED_MEMORY", "maybe", "must be 1 or 0"),
+        ("SPARKHVD_GPU_OPERATIONS", "gloo", "must be one of automatic, nccl, staged"),
+        ("SPARKHVD_LOG_LEVEL", "loud", "must be one of trace, debug, info, warning, error, fatal, .*"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused(name: str, text: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}='{text}' {problem}"):
+    with pytest.raises(ConfigError, match=f"{name} {problem}, got '{text}'"):
         from_environment({name: text})
 
 

@@ -17,7 +17,7 @@ def test_default_world_is_one_rank() -> None:
 @pytest.mark.parametrize("field", ["rank", "local_rank", "cross_rank"])
 @pytest.mark.parametrize("value", [-1, 1])
 def test_rank_outside_its_size_is_refused_by_name(field: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^{field} {value} is not within 0\.\.0\.$"):
+    with pytest.raises(ConfigError, match=rf"^{field} must be within 0\.\.0, got {value}\.$"):
         World(**{field: value})
 
 

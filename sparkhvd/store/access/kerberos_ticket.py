@@ -29,7 +29,7 @@ def principal_of(cache: str) -> str:
     except OSError as error:
         raise StoreError(f"Cannot read the Kerberos ticket cache {path}: {error.strerror or error}.") from error
     if content[:2] not in _VERSIONS:
-        raise StoreError(f"{path} is no Kerberos ticket cache; give the file that kinit -c wrote.")
+        raise StoreError(f"{path} is not a Kerberos ticket cache; pass the file that kinit -c wrote.")
     try:
         return _principal(content, 2 if content[:2] == _VERSIONS[0] else 4 + struct.unpack_from(">H", content, 2)[0])
     except (struct.error, UnicodeDecodeError) as error:

@@ -52,7 +52,7 @@ class RangeReader(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._ranges.size}[whence]
         if start + offset < 0:
-            raise ValueError(f"The position {start + offset} lies before the start of the file.")
+            raise ValueError(f"A position in a file must be at least 0, got {start + offset}.")
         self._position = start + offset
         return self._position
 
@@ -95,8 +95,8 @@ class SpooledFile(io.RawIOBase):
             return self._spool.write(content)
         except OSError as error:
             raise StoreError(
-                f"Cannot keep what is to be written to {self._url} in {tempfile.gettempdir()}: "
-                f"{error.strerror or error}. Make room there, or set TMPDIR to another folder."
+                f"Cannot buffer the content of {self._url} in {tempfile.gettempdir()}: {error.strerror or error}. Free "
+                "space there, or set TMPDIR to another folder."
             ) from error
 
     def tell(self) -> int:

@@ -69,8 +69,8 @@ def with_retries(
                 raise
             seconds = min(_FIRST_PAUSE * 2**attempt, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311
             if deadline.remaining() <= seconds:
-                error.add_note(f"given up after {attempt + 1} attempts")
+                error.add_note(f"gave up after {attempt + 1} attempts")
                 raise
-            logger.info("%s failed (%s); trying again in %.1f s", what, type(error).__name__, seconds)
+            logger.info("%s failed (%s); retrying in %.1f s", what, type(error).__name__, seconds)
         attempt += 1
         pause(seconds)

@@ -29,7 +29,7 @@ class DBFSStore(LocalStore):
         mounted = mounted_path(path_or_url)
         if mounted is None:
             raise StoreError(
-                f"{path_or_url!r} is no folder of Databricks; give dbfs:/folder, /dbfs/folder, file:/dbfs/folder or "
+                f"{path_or_url!r} is not a folder on Databricks; use dbfs:/folder, /dbfs/folder, file:/dbfs/folder or "
                 "/Volumes/catalog/schema/volume/folder."
             )
         return absolute_path(mounted)

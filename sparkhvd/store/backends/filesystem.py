@@ -93,7 +93,7 @@ class FilesystemStore(Store):
             object.__setattr__(self, name, url)
         bases = sorted({self._base_of(url) for url in urls if url is not None})
         if len(bases) > 1:
-            raise StoreError(f"The paths of a Store lie on one file system; these are on {' and '.join(bases)}.")
+            raise StoreError(f"All paths of a Store must be on one file system, got {' and '.join(bases)}.")
         object.__setattr__(self, "_base", bases[0] if bases else "")
         object.__setattr__(self, "storage_options", StorageOptions(self.storage_options))
         prefix, *others, runs = (None if url is None else self._place_of_url(url) for url in urls)
@@ -129,7 +129,7 @@ class FilesystemStore(Store):
             return io.BufferedReader(self._open_reader(place), READ_AHEAD_BYTES)
         if mode == "wb":
             return cast("BinaryIO", SpooledFile(self._url_of_place(place), partial(self._replace, place)))
-        raise StoreError(f"Cannot open {self._url_of_place(place)} with mode {mode!r}; a Store knows 'rb' and 'wb'.")
+        raise StoreError(f"Cannot open {self._url_of_place(place)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
         """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""
@@ -201,11 +201,11 @@ class FilesystemStore(Store):
     def _normalized(self, url: str) -> str:
         """A URL as this class writes it."""
         if "::" in url:
-            raise StoreError(f"{url!r} chains file systems; a Store lies on one. Give the last URL of the chain alone.")
+            raise StoreError(f"{url!r} chains file systems, but a Store uses only one. Pass only the last URL.")
         if "://" not in url:
             raise StoreError(
-                f"{url!r} is not a URL; this Store needs one like s3://bucket/folder. A path is that of a LocalStore, "
-                "and Store.create takes either."
+                f"{url!r} is not a URL; this Store needs one such as s3://bucket/folder. For a path use LocalStore, or "
+                "Store.create, which accepts both."
             )
         scheme, _, rest = url.partition("://")
         return f"{scheme.lower()}://{rest.rstrip('/')}"
@@ -227,7 +227,7 @@ class FilesystemStore(Store):
             if package is None and isinstance(error, ValueError):
                 meant = did_you_mean(self.scheme, _COMMON_SCHEMES, show="{}://".format, cutoff=0.5)
                 meant = meant or f"Common schemes are {', '.join(_COMMON_SCHEMES)}."
-                raise StoreError(f"Nothing serves {self.scheme}:// here: {error}. {meant}") from error
+                raise StoreError(f"No file system serves {self.scheme}:// URLs: {error}. {meant}") from error
             install = "" if package is None else f" Install it: pip install '{package}'."
             raise StoreError(
                 f"The Store for {self.scheme}:// needs a package that is not installed ({error}).{install}"
@@ -371,10 +371,10 @@ class _PatientRanges:
         if attempt > 0:
             self._ranges = self._store._ranges(self._place)  # noqa: SLF001
             if self._ranges.size != self.size:
-                raise StoreError(f"{self._place} was changed while it was read; files of a Store never are.")
+                raise StoreError(f"{self._place} changed while it was being read; files of a Store must not change.")
         content = self._ranges.read(start, stop)
         if len(content) != stop - start:
-            raise ConnectionError(f"{len(content)} of {stop - start} bytes came")
+            raise ConnectionError(f"received {len(content)} of {stop - start} bytes")
         return content
 
 

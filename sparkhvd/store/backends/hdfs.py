@@ -90,7 +90,7 @@ class HDFSStore(FilesystemStore):
     ) -> None:
         if driver is not None:
             raise StoreError(
-                f"HDFSStore has one client, which is not {driver!r} and needs no libhdfs; leave out driver=."
+                f"HDFSStore does not support driver={driver!r}: its one client needs no libhdfs. Leave out driver."
             )
         authority = "" if host in {None, "default"} else f"{host}:{port}" if port else str(host)
         for name in ("train_path", "val_path", "test_path", "runs_path"):
@@ -126,8 +126,8 @@ class HDFSStore(FilesystemStore):
         options = self.storage_options or {}
         if options.get(_USER, hadoop_user_name()) != hadoop_user_name():
             raise StoreError(
-                f"{self.url} is to be used as {options[_USER]!r}, but HADOOP_USER_NAME is {hadoop_user_name()!r} in "
-                "this process. Set that variable for the driver and the executors (spark.executorEnv.HADOOP_USER_NAME)."
+                f"{self.url} was opened with user={options[_USER]!r}, but HADOOP_USER_NAME is {hadoop_user_name()!r} "
+                "in this process. Set it for the driver and the executors (spark.executorEnv.HADOOP_USER_NAME)."
             )
         settings = _CLIENT_DEFAULTS | {name: str(value) for name, value in self._client_options().items()}
         filesystem = _Hdfs()
@@ -211,7 +211,7 @@ def _hdfs_url(path: str | None, authority: str) -> str | None:
         scheme, own, folder = found["scheme"].lower(), found["authority"] or "", found["folder"]
     if scheme not in {"hdfs", "viewfs"} or not (folder.startswith("/") or (own and not folder)):
         raise StoreError(
-            f"{path!r} is no folder on HDFS; give hdfs://namenode:port/folder, hdfs:///folder, or an absolute path."
+            f"{path!r} is not a folder on HDFS; use hdfs://namenode:port/folder, hdfs:///folder, or an absolute path."
         )
     return f"{scheme}://{authority or own}{folder}"
 

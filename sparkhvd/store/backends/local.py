@@ -67,7 +67,8 @@ class LocalStore(Store):
     def __post_init__(self) -> None:
         if self.storage_options:
             raise StoreError(
-                f"A {type(self).__name__} is a folder and takes no storage_options ({', '.join(self.storage_options)})."
+                f"A {type(self).__name__} does not accept storage_options, got {', '.join(self.storage_options)}. "
+                "Leave them out: a folder needs none."
             )
         object.__setattr__(self, "storage_options", None)
         names = ("prefix_path", "train_path", "val_path", "test_path", "runs_path")
@@ -79,7 +80,7 @@ class LocalStore(Store):
         for folder in {root, self.runs_path or root}:
             if Path(folder).is_file():
                 raise StoreError(
-                    f"file://{folder} is a file, and a Store is a folder: give another path, or remove the file."
+                    f"file://{folder} is a file, but a Store needs a folder. Pass another path, or remove the file."
                 )
             with _reporting("use the folder", f"file://{folder}"), _made(Path(folder)):
                 if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
@@ -108,7 +109,7 @@ class LocalStore(Store):
                 return target.open("rb")
             if mode == "wb":
                 return _insisting(lambda: _UnfinishedFile(_with_folder(target), self._shown(path)))
-        raise StoreError(f"Cannot open {self._shown(path)} with mode {mode!r}; a Store knows 'rb' and 'wb'.")
+        raise StoreError(f"Cannot open {self._shown(path)} with mode {mode!r}; a Store supports 'rb' and 'wb'.")
 
     def list(self, path: str) -> list[str]:
         """Paths of all files below ``path`` (``""`` for the whole Store), sorted, without files still being written."""

@@ -86,4 +86,4 @@ class ReadOnlyFolder(Store):
         return fs.LocalFileSystem(use_mmap=True), str(Path(self.root, path))
 
     def _refused(self) -> StoreError:
-        return StoreError(f"The files in {self.url} are only read; nothing is written there.")
+        return StoreError(f"The files in {self.url} are read-only; sparkhvd never writes there.")

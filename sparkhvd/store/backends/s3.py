@@ -29,7 +29,7 @@ _CLIENT_DEFAULTS: Mapping[str, Any] = {
     "retries": {"mode": "standard", "total_max_attempts": 2},
 }
 _CREDENTIALS_COME_FROM = (
-    "Give storage_options={'key': ..., 'secret': ...} (or {'profile': ...}, or {'anon': True} for a public bucket), "
+    "Pass storage_options={'key': ..., 'secret': ...} (or {'profile': ...}, or {'anon': True} for a public bucket), "
     "set spark.hadoop.fs.s3a.access.key and spark.hadoop.fs.s3a.secret.key in Spark's session, or AWS_ACCESS_KEY_ID "
     "and AWS_SECRET_ACCESS_KEY in the environment of the driver and all executors"
 )
@@ -69,7 +69,7 @@ class S3Store(FilesystemStore):
     def _normalized(self, url: str) -> str:
         scheme, separator, rest = url.partition("://")
         if not separator or scheme.lower() not in {"s3", "s3a", "s3n"} or not rest.strip("/"):
-            raise StoreError(f"{url!r} is no folder on S3; give s3://bucket/folder.")
+            raise StoreError(f"{url!r} is not a folder on S3; use s3://bucket/folder.")
         return super()._normalized(f"s3://{rest}")
 
     def _place_of_url(self, url: str) -> str:
@@ -93,7 +93,7 @@ class S3Store(FilesystemStore):
     def _explain(self, error: Exception) -> str:
         answer = error.__cause__
         if isinstance(answer, ClientError) and answer.response.get("Error", {}).get("Code") == "NoSuchBucket":
-            return "there is no such bucket"
+            return "the bucket does not exist"
         if isinstance(error, (NoCredentialsError, PartialCredentialsError)):
             return f"{super()._explain(error)}. {_CREDENTIALS_COME_FROM}"
         return super()._explain(error)

@@ -61,8 +61,8 @@ def different_versions(driver: Sequence[str], offers: Sequence[TaskOffer]) -> st
     if not found:
         return ""
     return (
-        f"{'; '.join(found)}. What is pickled by one version may fail or differ with another: install the same "
-        "versions on the driver and on every node."
+        f"{'; '.join(found)}. Objects pickled with one version may fail to load or behave differently with another. "
+        "Install the same versions on the driver and on every node."
     )
 
 

@@ -115,10 +115,10 @@ def _told(kind: type[T], link: FrameSocket, deadline: Deadline) -> T:
         raise ConnectionResetError("The rank closed its link.")
     told = decode(content)
     if not isinstance(told, kind):
-        raise MessageError(f"A rank said {type(told).__name__} instead of {kind.__name__}.")
+        raise MessageError(f"A rank sent {type(told).__name__} instead of {kind.__name__}.")
     return told
 
 
 def orted_failure(returncode: int, output: str) -> str:
     """Why a host's ranks did not start, as the end of "Rank 1 on host X ..."."""
-    return f"did not start: orted {describe_exit(returncode)}. It says: {output.strip() or 'nothing'}"
+    return f"did not start: orted {describe_exit(returncode)}. Its output: {output.strip() or 'none'}"

@@ -36,10 +36,10 @@ def orted_command(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     try:
         words = shlex.split(" ".join(arguments))
     except ValueError as error:
-        raise LaunchError(f"A task executes orted only, and no command line that cannot be read: {error}.") from error
+        raise LaunchError(f"A task executes only orted, and this command line cannot be parsed: {error}.") from error
     where = next((i for i, word in enumerate(words) if Path(word).name == "orted"), None)
     if where is None:
-        raise LaunchError(f"A task executes orted only, not {' '.join(words[:3])!r}.")
+        raise LaunchError(f"A task executes only orted, got {' '.join(words[:3])!r}.")
     assigned = dict(word.split("=", 1) for word in words[:where] if "=" in word)
     return {name: value.rstrip(";").strip() for name, value in assigned.items()}, words[where:]
 
@@ -60,7 +60,7 @@ class Orted:
         try:
             self._folder = tempfile.mkdtemp(prefix="sparkhvd-")
         except OSError as error:
-            raise LaunchError(f"orted cannot be started: there is no room for its files: {error}.") from error
+            raise LaunchError(f"orted cannot be started: its temporary folder cannot be created: {error}.") from error
         # Hosts of one job that are one machine to Open MPI would otherwise share these by accident.
         shared = ("OMPI_MCA_orte_tmpdir_base", "OMPI_MCA_btl_vader_backing_directory", SCRATCH)
         own = dict.fromkeys(shared, self._folder)

@@ -42,7 +42,7 @@ def main() -> int:
         link.send(encode(RankConnected(*(int(os.environ[name]) for name in _PLACE))), deadline)
         preload = decode(link.receive(idle=deadline) or b"")
         if not isinstance(preload, Preload):
-            raise MessageError(f"The task of this host said {type(preload).__name__} instead of Preload.")
+            raise MessageError(f"The task of this host sent {type(preload).__name__} instead of Preload.")
         connection.settimeout(_CONNECT_SECONDS)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
         control, stdout, stderr = descriptors

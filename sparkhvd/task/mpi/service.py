@@ -61,7 +61,11 @@ class TaskService:
             ExecuteOrted: self._execute,
         }
         answer = answers.get(type(message))
-        return Rejected(f"A task has no use for {type(message).__name__}.") if answer is None else answer(message)
+        return (
+            Rejected(f"A task does not handle {type(message).__name__} messages.")
+            if answer is None
+            else answer(message)
+        )
 
     def plan_within(self, seconds: float) -> tuple[TaskOffer, ...] | None:
         """What the driver has assigned, waiting for it at most this long; None when that is nothing yet."""
@@ -115,10 +119,10 @@ class TaskService:
 
     def _execute(self, message: ExecuteOrted) -> Message:
         if not self._can_execute.wait(_PREPARE_SECONDS) or self._over.is_set():
-            return Rejected("This task is not the one that starts orted on its host, or its job is over.")
+            return Rejected("Another task starts orted on this host, or the job is over.")
         with self._lock:
             if self._orted is not None:
-                return Rejected("orted has been started on this host before.")
+                return Rejected("orted was already started on this host.")
             try:
                 self._orted = Orted(message.arguments, self._environment)
             except LaunchError as error:

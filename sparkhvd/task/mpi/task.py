@@ -101,7 +101,7 @@ def serve(job: MpiJob, place: TaskInfo) -> dict[int, bytes | Outcome]:
         path, problem = changed_environment(dict(job.job.env)).get("PATH"), ""
         # No reason for Spark to try again: the driver ends the job.
         if job.job.executable and shutil.which(job.job.executable, path=path) is None:
-            problem = f"The ranks on host {place.host} {not_started(job.job.executable, 'there is no such program')}."
+            problem = f"The ranks on host {place.host} {not_started(job.job.executable, 'no such program')}."
         try:
             own_interfaces = candidates(job.job.nics, place.host, place.hosts)
         except LaunchError as error:
@@ -203,7 +203,7 @@ def _elsewhere(started: RankConnected, plan: JobPlan, own: Sequence[Slot]) -> st
     return (
         f"mpirun started {started.local_size} of {started.size} ranks on host {own[0].offer.host}, where Spark runs "
         f"{len(own)} of this job's {len(plan.slots)} tasks. extra_mpi_args and OMPI_MCA_* variables may change the "
-        "order of the ranks, not their number on a host: leave out those about hosts, slots and processes per node."
+        "order of the ranks but not their number on a host: leave out those about hosts, slots and processes per node."
     )
 
 

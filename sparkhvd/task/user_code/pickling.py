@@ -69,9 +69,9 @@ class SentModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"The module {self.__name__!r} was sent from the driver without {name!r}, as no code that was sent with it "
-            f"names it. Let the executors import the module: SparkSession.addArtifacts(..., pyfile=True), --py-files, "
-            "or install it there."
+            f"The module {self.__name__!r} was sent from the driver without {name!r}, because no code that was sent "
+            "with it uses that name. Make the module importable on the executors: SparkSession.addArtifacts(..., "
+            "pyfile=True), --py-files, or install it there."
         )
 
 

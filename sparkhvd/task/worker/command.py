@@ -26,7 +26,7 @@ def run_command(command: Sequence[str]) -> int:
         try:
             code = subprocess.call(list(command), env=changed_environment({INHERITED_CONTEXT: path}))
         except OSError as error:
-            hint = f". A Python file is started like this: python {' '.join(command)}" if _is_python(command) else ""
+            hint = f". Start a Python file as: python {' '.join(command)}" if _is_python(command) else ""
             raise CommandEndedError(f"could not start {command[0]!r}: {error.strerror or error}{hint}") from error
     if code != 0:
         raise CommandEndedError(f"{describe_exit(code)}: {' '.join(command)}")

@@ -79,7 +79,7 @@ def _work(spec: WorkerSpec, connection: Connection, inbox: queue.SimpleQueue[obj
         try:
             session.shutdown()
         except CollectiveError as error:
-            report = _raised(error, "failed when it left the job", "")
+            report = _raised(error, "failed while leaving the job", "")
     sys.stdout.flush()
     sys.stderr.flush()
     connection.send_bytes(pickle.dumps(report))
@@ -152,7 +152,7 @@ def _not_importable(module: str | None) -> str:
     return (
         f"cannot import the module {module!r} that fn needs. Install it on the executors, send it there with "
         "SparkSession.addArtifacts(..., pyfile=True) or SparkContext.addPyFile, or define the code in the main script "
-        "or notebook, from where it is sent along"
+        "or notebook, which is sent with fn"
     )
 
 

@@ -169,7 +169,7 @@ class DriverLog:
                 if self._client is not None:
                     self._client.close()
                     self._client = None
-                _say(f"the driver cannot be reached, so the output of rank {self.rank} goes here: {error}")
+                _say(f"the driver cannot be reached, so the output of rank {self.rank} is written here: {error}")
                 return False
             return True
 

@@ -154,8 +154,8 @@ def spawn_or_substitute(
 def not_started(executable: str, why: str) -> str:
     """That a host cannot execute the Python of its ranks, as the end of "Rank 1 on host X ..."."""
     program = f"executable={executable!r}" if executable else f"the executor's own Python {sys.executable!r}"
-    advice = ". Give the path of a Python that every executor has" if executable else ""
-    return f"did not start: {program} cannot be executed there: {why}{advice}"
+    advice = ". Set executable to the path of a Python that every executor has" if executable else ""
+    return f"did not start: {program} cannot be executed on this host: {why}{advice}"
 
 
 class WorkerProcess:

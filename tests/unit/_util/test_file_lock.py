@@ -54,8 +54,8 @@ def test_other_work_is_not_waited_for_and_the_same_only_until_the_deadline(caplo
         with exclusive_on_machine("doing one", Deadline.after(0.2)):
             first, *again, last = caplog.records
     assert (first.levelname, {record.levelname for record in again}) == ("INFO", {"WARNING"})
-    assert "Somebody on this machine is doing one already; waiting for them (/" in first.message
-    assert last.message == "Somebody on this machine is doing one and has not finished; not waiting any longer."
+    assert "Another process on this machine is already doing one; waiting for it (/" in first.message
+    assert last.message == ("Another process on this machine is still doing one; continuing without waiting for it.")
 
 
 def test_whoever_dies_gives_the_turn_back(folder):

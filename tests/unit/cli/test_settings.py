@@ -170,8 +170,8 @@ def test_mpirun_gets_what_is_said_about_binding_output_and_itself():
     ("word", "said"),
     [
         ("--fusion-threshold-mb=inf", "--fusion-threshold-mb='inf': cannot convert float infinity to integer."),
-        ("--log-level=loud", "--log-level: HOROVOD_LOG_LEVEL='loud' is none of"),
-        ("--cache-capacity=many", "--cache-capacity: HOROVOD_CACHE_CAPACITY='many'"),
+        ("--log-level=loud", "--log-level: HOROVOD_LOG_LEVEL must be one of"),
+        ("--cache-capacity=many", "--cache-capacity: HOROVOD_CACHE_CAPACITY must be a number, got 'many'"),
     ],
 )
 def test_a_value_that_the_ranks_could_not_read_is_refused_with_its_flag(word, said):

@@ -70,5 +70,5 @@ def test_every_local_rank_needs_a_core():
 
 def test_cores_are_listed_with_commas():
     assert from_environment({"HOROVOD_THREAD_AFFINITY": "4, 5,12"}).thread_affinity == (4, 5, 12)
-    with pytest.raises(ConfigError, match="SPARKHVD_THREAD_AFFINITY='0-3' is not a list of core numbers such as 0,1,2"):
+    with pytest.raises(ConfigError, match="AFFINITY must be a list of core numbers such as 0,1,2, got '0-3'"):
         from_environment({"SPARKHVD_THREAD_AFFINITY": "0-3"})

@@ -8,7 +8,9 @@ import pytest
 
 import sparkhvd
 
-_ELASTIC = r"Elastic training is not there yet; instead, a fit .* goes on from its checkpoints.*docs/guide/recovery\.md"
+_ELASTIC = (
+    r"Elastic training is not available\. An interrupted fit resumes from its checkpoints.*docs/guide/recovery\.md"
+)
 
 
 @pytest.mark.parametrize(

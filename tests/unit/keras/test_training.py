@@ -309,6 +309,6 @@ def test_optimizers_of_several_are_refused():
 
 def test_a_local_layer_must_have_its_variables():
     optimizer = keras.optimizers.SGD()
-    with pytest.raises(ConfigError, match="'dense_later' has no variables yet: build the model first"):
+    with pytest.raises(ConfigError, match=r"'dense_later' has no variables before it is built\. Build"):
         hvd.PartialDistributedOptimizer(optimizer, local_layers=keras.layers.Dense(2, name="dense_later"))
     hvd.DistributedOptimizer(optimizer)  # it was not changed

@@ -94,7 +94,7 @@ def test_a_host_without_openssl_says_so_on_either_side(sockets, monkeypatch):
             connect([("127.0.0.1", server.port)], SECRET, soon())
     assert protection.encryption_problem("here") == ""
     monkeypatch.setattr(protection._core, "Sealer", missing)
-    with pytest.raises(LaunchError, match=r"Host here cannot encrypt what the job sends \(SPARKHVD_ENCRYPT\): encryp"):
+    with pytest.raises(LaunchError, match=r"Host here cannot encrypt the job's traffic \(SPARKHVD_ENCRYPT\): encryp"):
         protection.require_encryption("here")
 
 
@@ -263,7 +263,7 @@ def test_a_length_above_the_cap_is_refused_before_anything_is_read(sockets):
 
 def test_a_frame_above_the_cap_is_not_sent(sockets):
     _, client = handshake(*sockets)
-    with pytest.raises(ValueError, match="above the cap"):
+    with pytest.raises(ValueError, match="exceeds the limit"):
         client.send(bytes(MAX_FRAME_BYTES + 1), soon())
 
 
@@ -277,5 +277,5 @@ def test_a_frame_that_stops_halfway_is_given_up(sockets):
 def test_sending_to_a_peer_that_never_reads_ends_at_the_deadline(sockets):
     _, client = handshake(*sockets)
     sockets[1].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    with pytest.raises(DeadlineExceededError, match="the other side to take"):
+    with pytest.raises(DeadlineExceededError, match="the peer to accept"):
         client.send(bytes(MAX_FRAME_BYTES), Deadline.after(0.1))

@@ -204,7 +204,9 @@ with Server(SECRET, Recorder(), name="the server") as server:
 
 def test_a_server_that_may_open_no_more_files_says_so_once_and_waits():
     done = subprocess.run([sys.executable, "-c", OUT_OF_FILES], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr.count("the server cannot take more connections: this process may have") == 1, done.stderr
+    assert done.stderr.count("the server cannot accept more connections: this process has reached its limit of") == 1, (
+        done.stderr
+    )
     busy, answer = done.stdout.splitlines()
     assert float(busy.split()[-1]) < 0.5
     assert answer == "Acknowledged()"
@@ -261,7 +263,9 @@ def test_what_is_no_message_ends_its_connection_with_one_line_and_disturbs_nobod
                 assert frames.receive(soon()) is None
             said = [record.getMessage() for record in caplog.records]
             assert len(said) == number + 1
-            assert said[-1].startswith("the server hung up on a peer that knows the job's secret but does not speak")
+            assert said[-1].startswith(
+                "the server closed the connection to a peer that knows the job's secret but sent an"
+            )
         assert other.ask(Flush(), soon()) == Acknowledged()
         other.close()
     assert recorder.messages == [Flush()] * 4

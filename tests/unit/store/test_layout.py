@@ -24,7 +24,7 @@ def test_places_of_checkpoints_come_in_the_order_of_the_training():
 
 @pytest.mark.parametrize("epoch", [-1, 100_000])
 def test_an_epoch_that_would_not_sort_is_refused(epoch):
-    with pytest.raises(StoreError, match=f"Epoch {epoch} of run 'r'"):
+    with pytest.raises(StoreError, match=rf"epoch of run 'r' must be within 0\.\.99999, got {epoch}:"):
         layout.checkpoint_path("r", epoch)
 
 

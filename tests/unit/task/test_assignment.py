@@ -42,7 +42,7 @@ def test_the_order_in_which_offers_arrive_does_not_matter():
 
 @pytest.mark.parametrize("indices", [(0, 0), (1, 2), (0, 2)])
 def test_missing_or_doubled_tasks_are_refused(indices):
-    with pytest.raises(ValueError, match="are not 0 to 1, each once"):
+    with pytest.raises(ValueError, match="must be 0 to 1, each once"):
         assign([TaskOffer(index, "a", "a", "127.0.0.1") for index in indices])
 
 
@@ -64,5 +64,5 @@ def test_ranks_that_others_placed_belong_to_the_tasks_of_their_host():
 
 @pytest.mark.parametrize("ranks", [{"a": [0, 1], "b": [2]}, {"a": [0], "b": [0]}, {"a": [0], "b": [2]}, {"a": [0]}])
 def test_ranks_that_are_not_one_per_task_are_refused(ranks):
-    with pytest.raises(ValueError, match=r"are not 0 to 1|zip\(\) argument"):
+    with pytest.raises(ValueError, match=r"must be 0 to 1|zip\(\) argument"):
         assign_started(offers(("a", "b")), ranks)

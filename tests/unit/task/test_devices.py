@@ -45,7 +45,7 @@ def test_containers_that_count_their_gpus_apart_are_places_of_their_own():
     assert seen(found) == ["0,1"] * 4
     said = device_map(found).splitlines()
     assert len(said) == 5
-    assert said[4].startswith("Containers on host node give their GPUs the same numbers: YARN isolates")
+    assert said[4].startswith("Containers on host node use the same GPU indices: sparkhvd assumes that YARN isolates")
 
 
 def test_containers_whose_gpus_have_names_apart_share_their_host():
@@ -93,9 +93,11 @@ def test_the_map_has_a_line_per_rank():
 def test_ranks_that_were_given_the_same_gpu_are_told():
     said = device_map(slots(("a", ("0",)), ("b", ("0",)), ("a", ("0",)), ("b", ("1",)))).splitlines()
     assert len(said) == 5
-    assert said[4].startswith("Spark gave GPU 0 on host node-a to ranks 0, 1. On such a host every rank sees its own")
+    assert said[4].startswith(
+        "Spark assigned GPU 0 on host node-a to ranks 0, 1. On such a host each rank sees only its"
+    )
     both = device_map(slots(*[("a", (name,)) for name in "0011"])).splitlines()[-1]
-    assert both.startswith("Spark gave GPU 0 on host node-a to ranks 0, 1; GPU 1 on host node-a to ranks 2, 3. On")
+    assert both.startswith("Spark assigned GPU 0 on host node-a to ranks 0, 1; GPU 1 on host node-a to ranks 2, 3. On")
 
 
 def test_a_kind_of_gpu_that_differs_from_host_to_host_is_part_of_the_map():
@@ -106,7 +108,7 @@ def test_a_kind_of_gpu_that_differs_from_host_to_host_is_part_of_the_map():
 
     assert of(h100, l4, h100) == (
         "The ranks have different GPUs: GPU (NVIDIA H100) on host node-2; GPU (NVIDIA L4) on host node-1. "
-        "The slowest one sets the pace of all."
+        "Every step waits for the slowest one."
     )
     assert of(h100, unknown, h100) == of(l4, l4) == of(unknown) == ""
 

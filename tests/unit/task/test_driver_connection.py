@@ -106,7 +106,7 @@ class HangsUp:
 
 
 def test_a_driver_that_is_lost_meanwhile_ends_the_wait():
-    lost = "Task 0 on host here lost the driver before the ranks were assigned"
+    lost = "Task 0 on host here lost its connection to the driver before the ranks were assigned"
     with (
         Server(SECRET, HangsUp()) as server,
         closing(line_of(0, server.port)) as line,

@@ -11,7 +11,7 @@ from sparkhvd.task.supervision import size_failure
     [
         (0, "ended with exit code 0"),
         (3, "ended with exit code 3"),
-        (-9, "was killed by signal 9 (SIGKILL); on a host that is short of memory the kernel does this"),
+        (-9, "was killed by signal 9 (SIGKILL); the kernel sends this signal on a host that runs out of memory"),
         (-11, "was killed by signal 11 (SIGSEGV)"),
         (-63, "was killed by signal 63 (unknown)"),
     ],
@@ -38,6 +38,6 @@ def test_results_are_refused_only_above_the_cap_and_the_largest_is_named():
     report = size_failure([40, 61], ["a", "b"], cap=100)
     assert report is not None
     assert report.sentence() == (
-        "Rank 1 on host b returned 61 bytes, and all ranks together 101; results above 100 bytes do not pass through "
-        "the driver. Write large results to a Store from within fn and return their path"
+        "Rank 1 on host b returned 61 bytes, and all ranks together returned 101; the driver accepts at most 100 "
+        "bytes. Write large results to a Store from within fn and return their path"
     )

@@ -69,7 +69,7 @@ def test_a_task_writes_the_files_itself_and_says_so_when_the_store_fails(files, 
     log.write("stdout", b"lost")
     log.close()
     said = capsys.readouterr().err
-    assert "the Store does not take the stdout of rank 0" in said
+    assert "the Store cannot store the stdout of rank 0" in said
     assert said.endswith("[0]<stdout>:lost\n")
 
 
@@ -89,7 +89,7 @@ def test_the_driver_shows_what_a_store_does_not_take_and_says_so_once(files, cap
     stream.close()
     assert capsys.readouterr().out == "".join(f"[1]<stdout>:{number}\n" for number in range(300))
     (said,) = caplog.messages
-    assert said.startswith("The Store does not take the stdout of rank 1, so it goes here: ")
+    assert said.startswith("The Store cannot store the stdout of rank 1, so it is written here: ")
 
 
 def test_a_store_that_fails_is_an_error_of_the_next_write(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def test_the_processes_of_a_failed_job_are_gone_within_five_seconds():
 
 
 def test_a_job_that_its_task_refuses_ends_with_the_tasks_reason(worker, client):
-    refused = FailureReport(1, "node-4", "Not all ranks have the same kind of device.", kind=LAUNCH)
+    refused = FailureReport(1, "node-4", "Ranks must all run on GPUs or all on CPUs.", kind=LAUNCH)
     worker.events.put(refused)
     ended = supervise(worker, supervision(client))
     assert isinstance(ended, Outcome)
@@ -108,7 +108,7 @@ def test_a_failure_elsewhere_ends_a_rank_that_sleeps_and_ignores_sigterm(worker,
 def test_the_loss_of_the_first_task_ends_the_rank_and_lets_spark_run_the_job_again(worker, client, tmp_path):
     process = start_stubborn_rank(worker, tmp_path / "pid")
     worker.events.put(ServerLost("connection reset"))
-    with pytest.raises(LaunchError, match=r"Rank 1 on host node-4 lost the task .*: connection reset\. Spark runs"):
+    with pytest.raises(LaunchError, match=r"Rank 1 on host node-4 lost the task .*: connection reset\. Spark retries"):
         supervise(worker, supervision(client))
     assert not process.is_running()
     worker.events.put(ServerLost("connection reset"))
@@ -135,7 +135,7 @@ def test_a_rank_that_keeps_the_others_waiting_is_the_one_to_report_when_they_hav
     assert failure is not None
     assert (failure.rank, failure.host, failure.traceback) == (0, "node-3", "in hang")
     assert failure.sentence() == (
-        "Rank 0 on host node-3 kept the others waiting (in fn, after init()): barrier 'b' not done after 9 s"
+        "Rank 0 on host node-3 held up the other ranks (in fn, after init()): barrier 'b' not done after 9 s"
     )
 
 
@@ -153,7 +153,7 @@ def test_a_result_that_is_never_packed_is_a_failure_that_says_where_it_hangs(wor
     start(worker, return_what_is_never_packed, result_seconds=1.0)
     failure = supervise(worker, supervision(client)).failure
     assert failure is not None
-    assert failure.sentence().startswith("Rank 1 on host node-4 did not hand over what fn returned within 1 s")
+    assert failure.sentence().startswith("Rank 1 on host node-4 did not deliver the result of fn within 1 s")
     assert "in __reduce__" in failure.stderr_tail
     assert FailureReport.from_json(client.get(OUTCOME, Deadline.after(30.0))) == failure
     assert not psutil.pid_exists(worker.pid)
@@ -191,4 +191,4 @@ def test_results_above_the_cap_name_the_largest():
     assert size_failure([3, 4, 3], ["a", "b", "c"], 10) is None
     failure = size_failure([3, 5, 3], ["a", "b", "c"], 10)
     assert (failure.rank, failure.host) == (1, "b")
-    assert "returned 5 bytes, and all ranks together 11" in failure.cause
+    assert "returned 5 bytes, and all ranks together returned 11" in failure.cause

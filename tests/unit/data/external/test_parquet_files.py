@@ -296,7 +296,7 @@ def test_existing_files_are_never_written_to(folder):
     store = opened(folder).store
     before = sorted(Path(folder).iterdir())
     for write_to in (lambda: store.publish("x", b""), lambda: store.delete("x"), lambda: store.open("x", "wb")):
-        with pytest.raises(StoreError, match="are only read; nothing is written there"):
+        with pytest.raises(StoreError, match="are read-only; sparkhvd never writes there"):
             write_to()
     assert sorted(Path(folder).iterdir()) == before
     assert columns.row_bytes(opened(folder).manifest.schema) == 12

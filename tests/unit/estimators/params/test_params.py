@@ -114,7 +114,7 @@ def test_two_estimators_do_not_share_values():
         ("validation", 1.0, r"validation=1\.0 must be a number within 0 <= x < 1"),
         ("validation", 1, "validation=1 must be a number within"),
         ("gradient_compression", 3, r"gradient_compression=3 must be one of 'none', 'fp16', 'bf16', or an object with"),
-        ("store", 7, r"store is of type int; it must be a Store or a URL, such as 'file:///some/folder'"),
+        ("store", 7, r"store must be a Store or a URL such as 'file:///some/folder', got int"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_name(name, value, message):

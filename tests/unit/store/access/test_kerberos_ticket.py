@@ -44,7 +44,7 @@ def test_a_damaged_cache_and_what_is_none_are_said(make_cache, tmp_path):
     with pytest.raises(StoreError, match=r"ticket cache .*/ticket is damaged"):
         principal_of(str(path))
     path.write_text("something else")
-    with pytest.raises(StoreError, match=r"/ticket is no Kerberos ticket cache; give the file that kinit -c wrote"):
+    with pytest.raises(StoreError, match=r"/ticket is not a Kerberos ticket cache; pass the file that kinit -c wrote"):
         principal_of(str(path))
     with pytest.raises(StoreError, match=r"Cannot read the Kerberos ticket cache .*/gone: No such file"):
         principal_of(str(tmp_path / "gone"))

@@ -55,4 +55,4 @@ def test_lasting_errors_are_not_tried_again(error):
 def test_at_the_deadline_the_last_error_is_raised_with_the_number_of_attempts():
     with pytest.raises(ConnectionError, match="second") as caught:
         attempt([ConnectionError("first"), ConnectionError("second")], seconds=0.101)
-    assert caught.value.__notes__ == ["given up after 2 attempts"]
+    assert caught.value.__notes__ == ["gave up after 2 attempts"]

@@ -41,7 +41,7 @@ def test_a_folder_is_made_by_the_first_file_and_not_before(tmp_path):
 
 def test_a_path_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=rf"^file://{tmp_path}/file is a file, and a Store is a folder"):
+    with pytest.raises(StoreError, match=rf"^file://{tmp_path}/file is a file, but a Store needs a folder"):
         Store.create(str(tmp_path / "file"))
     with pytest.raises(StoreError, match="Not a directory"):
         Store.create(str(tmp_path / "file" / "below"))

@@ -39,4 +39,7 @@ def test_a_task_listens_where_its_rank_would(monkeypatch):
     assert _addresses((), alone) == (["127.0.0.1"], ())
     listening, (said,) = _addresses(("eth7",), second)
     assert listening == ["10.0.0.2"]
-    assert said == "None of the network interfaces ['eth7'] has an address on host b; it has ['lo', 'eth0', 'ib0']"
+    assert said == (
+        "None of the network interfaces ['eth7'] has an address on host b; "
+        "its interfaces are ['lo', 'eth0', 'ib0']. Set nics to some of these"
+    )

@@ -108,7 +108,7 @@ def test_output_goes_to_the_tasks_stderr_when_no_driver_answers(capsys):
     pumped(log, b"one\ntwo\n", b"")
     log.close()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("sparkhvd: the driver cannot be reached, so the output of rank 0 goes here: No server")
+    assert lines[0].startswith("sparkhvd: the driver cannot be reached, so the output of rank 0 is written here: No")
     assert lines[1:] == ["[0]<stdout>:one", "[0]<stdout>:two"]
 
 
