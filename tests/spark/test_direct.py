@@ -174,7 +174,7 @@ def test_without_a_row_it_is_said_although_spark_starts_no_task(df, caplog):
 def test_a_model_that_is_too_large_to_travel_with_the_job_is_refused_before_it(df, monkeypatch):
     monkeypatch.setattr("sparkhvd.estimators.training.job_files.INLINE_BYTES", 100)
     with pytest.raises(
-        ParamError, match=r"The model with its optimizer and loss is [\d,]+ bytes; more than 100 need a Store"
+        ParamError, match=r"The model with its optimizer and loss has [\d,]+ bytes; more than 100 need a Store"
     ):
         estimator().fit(df)
 

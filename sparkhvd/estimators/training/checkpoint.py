@@ -1,8 +1,8 @@
-"""Checkpoints of a run in its Store: one object for each state that is kept.
+"""Checkpoints of a run in its Store: one object per checkpoint.
 
-A checkpoint is a line of JSON (where the run stands, seed, history), then what each rank has of its own, and then the
-trainer's state, which is the same on all ranks. It is published whole or not at all, so a reader never sees half of
-one. What is not kept any more is deleted after the next one has appeared.
+A checkpoint is a line of JSON (position of the run, seed, history), then the state of each rank, and then the trainer's
+state, which is the same on all ranks. It is published atomically, so a reader never sees a partial checkpoint. Old
+checkpoints are deleted after the next one is published.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _FORMAT_VERSION = 2
 
 @dataclass(frozen=True)
 class EpochPosition:
-    """Where a run stands within an epoch.
+    """The position of a run within an epoch.
 
     Attributes:
-        step: batches of every rank that have been trained on in the epoch.
-        num_proc: how many ranks there were.
+        step: batches that every rank has trained on in the epoch.
+        num_proc: number of ranks.
         batch_size: rows of a full batch.
-        division: tells divisions of the rows into batches apart; the next batch is known only with the same one.
+        division: digest of the division of the rows into batches; the next batch is known only if it is unchanged.
         sums: the epoch's metrics so far: (sum over the rows of all ranks, rows) by name.
-        rank_states: what each rank has of its own, such as the state of its random numbers.
+        rank_states: the state of each rank, such as that of its random number generators.
     """
 
     step: int
@@ -49,15 +49,15 @@ class EpochPosition:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where a run stands.
+    """The state of a run at the end of an epoch or within one.
 
     Attributes:
-        epoch: the last epoch that is in it, wholly or partly.
+        epoch: the last epoch, complete or partial.
         seed: the run's seed.
-        history: all epochs that have been completed.
-        state: what ``Trainer.state()`` gave.
-        within: how far it is in ``epoch``; None at its end.
-        model: what a model must have in common with this one to go on from here.
+        history: all complete epochs.
+        state: the result of ``Trainer.state()``.
+        within: the position in ``epoch``; None at its end.
+        model: the facts that a model must share to resume from this checkpoint.
         ended: whether a callback has ended the run.
     """
 
@@ -71,88 +71,91 @@ class Checkpoint:
 
     @property
     def first_epoch(self) -> int:
-        """The epoch to go on with."""
+        """The epoch to resume with."""
         return self.epoch + 1 if self.within is None else self.epoch
 
 
 def division_digest(manifest: Manifest, order: Sequence[object]) -> str:
-    """What tells a division of a dataset's rows into batches from others.
+    """Return a digest that identifies the division of a dataset's rows into batches.
 
     Args:
         manifest: the rows.
-        order: what decides, besides seed, ranks and batch size, which of them come when; JSON knows it.
+        order: JSON values that determine the order of the rows, besides seed, ranks and batch size.
     """
     content = [manifest.schema.names(), manifest.train.block_rows(), list(order)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def save(fence: Fence, checkpoint: Checkpoint, keep: int = 1, also: Collection[int] = ()) -> None:
-    """Publish a checkpoint and then delete the earlier ones of the run, but those to keep.
+    """Publish a checkpoint, then delete the run's earlier checkpoints except those to keep.
 
     Args:
         fence: the run, and the right to publish in it.
-        checkpoint: what.
-        keep: how many of the last epochs' ends stay, this one included.
-        also: epochs whose ends stay whatever comes later.
+        checkpoint: the checkpoint to publish.
+        keep: how many epoch ends to keep, including this one.
+        also: further epochs whose ends to keep.
 
     Raises:
-        StoreError: the Store cannot be written, or another fit has taken the run over.
+        StoreError: writing to the Store failed, or another fit has taken the run over.
     """
     store, run_id = fence.store, fence.run_id
     fence.check()
     within = checkpoint.within
     path = layout.checkpoint_path(run_id, checkpoint.epoch, None if within is None else within.step, fence.token)
     store.publish(path, _content(checkpoint))
-    fence.check()  # what is deleted now may be another's to go on from
-    ended = checkpoint.epoch if within is None else checkpoint.epoch - 1
-    wanted = {*also, *range(ended - keep + 1, ended + 1)}
-    there = store.list(layout.checkpoints_folder(run_id))
-    ours = set(owned_checkpoints(store, run_id, there))
-    for other in _checkpoints(there):
-        place = layout.checkpoint_position(other)
-        is_wanted = other in ours and place is not None and place[1] == float("inf") and place[0] in wanted
-        if other != path and not is_wanted and layout.token_of(other) <= fence.token:
+    fence.check()  # another fit that took the run over may resume from what is deleted next
+    last_end = checkpoint.epoch if within is None else checkpoint.epoch - 1
+    kept = {*also, *range(last_end - keep + 1, last_end + 1)}
+    existing = store.list(layout.checkpoints_folder(run_id))
+    ours = set(owned_checkpoints(store, run_id, existing))
+    for other in _checkpoints(existing):
+        position = layout.checkpoint_position(other)
+        is_kept = other in ours and position is not None and position[1] == float("inf") and position[0] in kept
+        if other != path and not is_kept and layout.token_of(other) <= fence.token:
             store.delete(other)
 
 
 def save_final(fence: Fence, checkpoint: Checkpoint) -> None:
-    """Publish what a run has ended with, from which nothing is trained any more."""
+    """Publish the final state of a run that a callback has ended; no fit resumes training from it."""
     fence.check()
     fence.store.publish(layout.ended_path(fence.run_id, fence.token), _content(checkpoint))
 
 
 def epoch_end_path(store: Store, run_id: str, epoch: int) -> str:
-    """The path of the checkpoint at the end of an epoch.
+    """Return the path of the checkpoint at the end of an epoch.
 
     Raises:
-        StoreError: it is not kept.
+        StoreError: the checkpoint does not exist.
     """
     for path in _checkpoints(_paths(store, run_id)):
         if layout.checkpoint_position(path) == (epoch, float("inf")):
             return path
     path = layout.checkpoint_path(run_id, epoch)
-    raise StoreError(f"{store.url}/{path}, the best epoch of run {run_id!r}, is not there any more. Train anew.")
+    raise StoreError(
+        f"{store.url}/{path}, the checkpoint of the best epoch of run {run_id!r}, no longer exists. Choose another "
+        "run_id and train again."
+    )
 
 
 def kept_epochs(store: Store, run_id: str) -> frozenset[int]:
-    """The epochs of a run whose ends are kept."""
-    places = map(layout.checkpoint_position, _checkpoints(_paths(store, run_id)))
-    return frozenset(place[0] for place in places if place is not None and place[1] == float("inf"))
+    """Return the epochs of a run with a checkpoint at their end."""
+    positions = map(layout.checkpoint_position, _checkpoints(_paths(store, run_id)))
+    return frozenset(position[0] for position in positions if position is not None and position[1] == float("inf"))
 
 
 def latest(store: Store, run_id: str) -> str | None:
-    """The path of a run's last checkpoint; None where there is none."""
-    found = _paths(store, run_id)
-    if ends := [path for path in found if layout.is_end(path)]:
+    """Return the path of a run's last checkpoint, or None if it has none."""
+    paths = _paths(store, run_id)
+    if ends := [path for path in paths if layout.is_end(path)]:
         return ends[-1]
-    return max(_checkpoints(found), key=layout.checkpoint_position, default=None)  # type: ignore[arg-type]  # none is None
+    return max(_checkpoints(paths), key=layout.checkpoint_position, default=None)  # type: ignore[arg-type]  # never None here
 
 
 def load(store: Store, path: str) -> Checkpoint:
     """Read a checkpoint.
 
     Raises:
-        StoreError: it cannot be read, or is not a checkpoint of this version.
+        StoreError: the file cannot be read, or is not a checkpoint of this version.
     """
     with store.open(path, "rb") as file:
         header, _, rest = file.read().partition(b"\n")
@@ -160,7 +163,7 @@ def load(store: Store, path: str) -> Checkpoint:
         return _from_json(json.loads(header), rest)
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{store.url}/{path} is not a checkpoint that this version reads ({error}). Choose another run_id, or "
+            f"{store.url}/{path} is not a checkpoint that this version can read ({error}). Choose another run_id, or "
             "delete the file to train from the start."
         ) from error
 
@@ -169,13 +172,13 @@ def _paths(store: Store, run_id: str) -> list[str]:
     return owned_checkpoints(store, run_id, store.list(layout.checkpoints_folder(run_id)))
 
 
-def _checkpoints(found: Sequence[str]) -> list[str]:
-    return [path for path in found if layout.checkpoint_position(path) is not None]
+def _checkpoints(paths: Sequence[str]) -> list[str]:
+    return [path for path in paths if layout.checkpoint_position(path) is not None]
 
 
 def _content(checkpoint: Checkpoint) -> bytes:
     within = checkpoint.within
-    own = () if within is None else within.rank_states
+    rank_states = () if within is None else within.rank_states
     header: dict[str, Any] = {
         "format": _FORMAT,
         "format_version": _FORMAT_VERSION,
@@ -185,27 +188,33 @@ def _content(checkpoint: Checkpoint) -> bytes:
         "model": None if checkpoint.model is None else checkpoint.model.to_json(),
         "ended": checkpoint.ended,
         "within": None,
-        "rank_states": [len(state) for state in own],
+        "rank_states": [len(state) for state in rank_states],
     }
     if within is not None:
         names = ("step", "num_proc", "batch_size", "division", "sums")
         header["within"] = {name: getattr(within, name) for name in names}
-    return b"".join([json.dumps(header).encode(), b"\n", *own, checkpoint.state])
+    return b"".join([json.dumps(header).encode(), b"\n", *rank_states, checkpoint.state])
 
 
 def _from_json(content: dict[str, Any], rest: bytes) -> Checkpoint:
     if (content["format"], content["format_version"]) != (_FORMAT, _FORMAT_VERSION):
         raise ValueError(f"format {content['format']!r} version {content['format_version']!r}")
     history = tuple(record_from_json(record) for record in content["history"])
-    own, at = [], 0
+    rank_states, offset = [], 0
     for size in content["rank_states"]:
-        own.append(rest[at : at + size])
-        at += size
+        rank_states.append(rest[offset : offset + size])
+        offset += size
     within = None
-    if (found := content["within"]) is not None:
-        sums = {name: (float(total), float(rows)) for name, (total, rows) in found["sums"].items()}
-        within = EpochPosition(**{**found, "sums": sums, "rank_states": tuple(own)})
-    known = content.get("model")
-    model = None if known is None else facts_from_json(known)
-    stands = (int(content["epoch"]), int(content["seed"]), history)
-    return Checkpoint(*stands, rest[at:], within, model, bool(content.get("ended", False)))
+    if (position := content["within"]) is not None:
+        sums = {name: (float(total), float(rows)) for name, (total, rows) in position["sums"].items()}
+        within = EpochPosition(**{**position, "sums": sums, "rank_states": tuple(rank_states)})
+    facts = content.get("model")
+    return Checkpoint(
+        epoch=int(content["epoch"]),
+        seed=int(content["seed"]),
+        history=history,
+        state=rest[offset:],
+        within=within,
+        model=None if facts is None else facts_from_json(facts),
+        ended=bool(content.get("ended", False)),
+    )

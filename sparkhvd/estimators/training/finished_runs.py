@@ -1,4 +1,4 @@
-"""What a run of ``resume="auto"`` has ended with, so that a later fit of it needs no ranks."""
+"""The results of finished runs with ``resume="auto"``, so that fitting one again needs no ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def save(store: Store, run_id: str, epochs: int, result: TrainResult) -> None:
-    """Note what a fit of so many epochs has given, and the checkpoint that it ended with."""
+    """Save the result of a fit of ``epochs`` epochs, and the path of its last checkpoint."""
     content = {
         "epochs": epochs,
         "checkpoint": checkpoint.latest(store, run_id),
@@ -34,12 +34,12 @@ def save(store: Store, run_id: str, epochs: int, result: TrainResult) -> None:
 
 
 def find(store: Store, run_id: str, epochs: int) -> TrainResult | None:
-    """Return what an earlier fit of the run gave; None where something is left to train, or nothing was kept.
+    """Return the result of an earlier fit of the run; None if there is none or the run has more to train.
 
     Args:
-        store: where the run is kept.
-        run_id: of a run whose id says all that decides the model, but the number of epochs.
-        epochs: that the fit is to train for.
+        store: the Store of the run.
+        run_id: an id that determines everything about the model except the number of epochs.
+        epochs: the number of epochs to train for.
     """
     content = _content(store, run_id)
     if content is None or content["epochs"] != epochs or content["checkpoint"] != checkpoint.latest(store, run_id):
@@ -49,7 +49,7 @@ def find(store: Store, run_id: str, epochs: int) -> TrainResult | None:
         return None
     schema = DataSchema(tuple(ColumnSpec(**_tuples(column)) for column in content["schema"]))
     history = tuple(record_from_json(record) for record in content["history"])
-    logger.info("run %s has ended after %d epochs; its model is returned", run_id, len(history))
+    logger.info("run %s is already finished after %d epochs; its model is returned", run_id, len(history))
     return TrainResult(history, files, None, schema, [tuple(shape) for shape in content["shapes"]])
 
 
@@ -59,13 +59,13 @@ def _content(store: Store, run_id: str) -> dict[str, Any] | None:
         return None
     try:
         with store.open(path, "rb") as file:
-            found: dict[str, Any] = json.loads(file.read())
+            content: dict[str, Any] = json.loads(file.read())
     except (StoreError, ValueError) as error:
-        logger.warning("The result of run %s cannot be read; its ranks give it again: %s", run_id, str(error))
+        logger.warning("The result of run %s cannot be read, so its ranks compute it again: %s", run_id, str(error))
         return None
-    return found
+    return content
 
 
 def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON made lists of."""
+    """Restore the tuples that JSON turned into lists."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}

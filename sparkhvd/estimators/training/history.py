@@ -1,4 +1,4 @@
-"""What a training run reports: one record per epoch, averaged over the ranks."""
+"""The history of a training run: one record per epoch, averaged over the ranks."""
 
 from __future__ import annotations
 
@@ -18,48 +18,50 @@ if TYPE_CHECKING:
 
 
 class History(list[dict[str, Any]]):
-    """The records of a run, one entry per epoch in Horovod's form, the same for every framework."""
+    """The records of a run: one entry per epoch in Horovod's form, the same for every framework."""
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per epoch: loss and metrics, those of the validation with ``val_`` before, then where the time went.
+        """Return one row per epoch: loss and metrics, prefixed ``val_`` for validation, then the time spent.
 
         Example:
             >>> model.getHistory().to_pandas()[["loss", "val_loss"]]  # doctest: +SKIP
         """
-        import pandas as pd  # noqa: PLC0415  (ranks do without)
+        import pandas as pd  # noqa: PLC0415  (ranks do not need it)
 
         rows = []
         for entry in self:
-            row = {f"{sign}{name}": value for sign, part in _PARTS for name, value in _flat(entry[part]).items()}
+            row = {f"{prefix}{name}": value for prefix, part in _PARTS for name, value in _flat(entry[part]).items()}
             seconds = {"rows_per_second": entry["rows_per_second"], "step_seconds": entry["step_seconds"]}
             rows.append({**row, **seconds, **entry["shares"]})
         return pd.DataFrame(rows, index=pd.Index([entry["epoch"] for entry in self], name="epoch"))
 
     def plot(self) -> Figure:
-        """Loss and metrics by epoch, training and validation over each other; needs matplotlib.
+        """Plot loss and metrics by epoch, training and validation in one chart; needs matplotlib.
 
         Raises:
             ConfigError: matplotlib is not installed.
-            ParamError: there is nothing to draw.
+            ParamError: the history is empty.
         """
         try:
             from matplotlib import pyplot  # noqa: PLC0415  (optional)
         except ImportError as error:
-            raise ConfigError("plot_history() draws with matplotlib: pip install matplotlib.") from error
+            raise ConfigError(
+                "plot_history() needs matplotlib, which is not installed. Run pip install matplotlib."
+            ) from error
         if not self:
-            raise ParamError("This model has no history: it was not trained here but made by from_model.")
+            raise ParamError("This model has no history because from_model created it; it was not trained here.")
         table = self.to_pandas()
         names = [*_flat(self[0]["train"])]
-        figure, places = pyplot.subplots(
+        figure, axes = pyplot.subplots(
             1, len(names), figsize=(4.5 * len(names), 3.5), layout="constrained", squeeze=False
         )
-        for place, name in zip(places[0], names, strict=True):
-            for sign, part in _PARTS:
-                if f"{sign}{name}" in table:
-                    place.plot(table.index + 1, table[f"{sign}{name}"], marker=".", label=part)
-            place.set(title=name, xlabel="epoch")
-            place.legend()
-        pyplot.close(figure)  # it is shown by whoever gets it, once
+        for chart, name in zip(axes[0], names, strict=True):
+            for prefix, part in _PARTS:
+                if f"{prefix}{name}" in table:
+                    chart.plot(table.index + 1, table[f"{prefix}{name}"], marker=".", label=part)
+            chart.set(title=name, xlabel="epoch")
+            chart.legend()
+        pyplot.close(figure)  # else a notebook shows the figure twice
         return figure
 
 
@@ -67,7 +69,7 @@ _PARTS = (("", "train"), ("val_", "validation"))
 
 
 def to_history(records: Iterable[EpochRecord]) -> History:
-    """The records in Horovod's form."""
+    """Return the records in Horovod's form."""
     return History(
         {**record.to_json(), "train": _as_groups(record.train), "validation": _as_groups(record.validation)}
         for record in records
@@ -82,7 +84,7 @@ def _as_groups(values: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _flat(groups: Mapping[str, Any]) -> dict[str, float]:
-    """The inverse of ``_as_groups``."""
+    """Invert ``_as_groups``."""
     if not groups:
         return {}
     metrics = {name: value for group in groups["all_metrics"] for name, value in group.items()}
@@ -90,27 +92,27 @@ def _flat(groups: Mapping[str, Any]) -> dict[str, float]:
 
 
 def record_from_json(content: dict[str, Any]) -> EpochRecord:
-    """The inverse of ``EpochRecord.to_json``."""
+    """Invert ``EpochRecord.to_json``."""
     return EpochRecord(**content)
 
 
 def average_over_ranks(
     report: EpochReport, communicator: Communicator, before: Mapping[str, tuple[float, float]] | None = None
 ) -> EpochRecord:
-    """The record of an epoch from the reports of all ranks; collective, one small allreduce.
+    """Return the record of an epoch from the reports of all ranks; collective, one small allreduce.
 
     Args:
-        report: of this rank.
-        communicator: with the others.
-        before: sums and rows, over all ranks, of training steps that ``report`` does not have.
+        report: the report of this rank.
+        communicator: the communicator of all ranks.
+        before: sums and rows, over all ranks, of the epoch's steps before this rank resumed it.
     """
     times = report.times
-    mine = [
+    local = [
         *(number for pair in report.train.values() for number in pair),
         *(number for pair in report.validation.values() for number in pair),
         *(times.data_wait, times.compute, times.communication),
     ]
-    total = communicator.allreduce(np.array(mine, np.float64), ReduceOp.SUM, name=f"epoch {report.epoch} report")
+    total = communicator.allreduce(np.array(local, np.float64), ReduceOp.SUM, name=f"epoch {report.epoch} report")
     count = len(report.train)
     pairs = total[:-3].reshape(-1, 2)
     rows = float(pairs[list(report.train).index("loss"), 1]) if "loss" in report.train else 0.0
@@ -128,7 +130,7 @@ def average_over_ranks(
 
 
 def _means(names: list[str], pairs: Any, before: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """The means of (sum, rows) pairs, with what was before; what no row has counted for is left out."""
+    """Return the means of (sum, rows) pairs together with ``before``, without metrics that have no rows."""
     means = {}
     for name, (total, rows) in zip(names, pairs, strict=True):
         earlier, earlier_rows = before.get(name, (0.0, 0.0))

@@ -1,4 +1,4 @@
-"""What happens around every step and every epoch of a training, whatever the framework."""
+"""Logging, averaging, early stopping and checkpoints around every step and epoch, for all frameworks."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 class RunHooks:
-    """Averages, the line, early stopping, checkpoints; and where a run that was interrupted goes on.
+    """Averages metrics, logs, stops early, writes checkpoints, and finds where to resume an interrupted run.
 
-    Construction is collective: rank 0 looks for a checkpoint of the run, and all ranks continue from that one.
+    Construction is collective: rank 0 looks for the run's last checkpoint, and all ranks resume from it.
 
     Args:
-        store: where the run is kept; None keeps nothing.
-        run_id: names the run.
+        store: the Store of the run; None keeps nothing.
+        run_id: the id of the run.
         spec: how to train.
-        communicator: with the other ranks.
-        division: of the rows that are trained on, see ``checkpoint.EpochPosition``; empty where there is no telling.
-        token: of rank 0, see ``sparkhvd.estimators.runs.run_lease``; 0 where nobody else can train the run.
+        communicator: the communicator of all ranks.
+        division: of the training rows, see ``checkpoint.EpochPosition``; empty if it is unknown.
+        token: of rank 0, see ``sparkhvd.estimators.runs.run_lease``; 0 if no other fit can take the run over.
     """
 
     def __init__(  # noqa: PLR0917
@@ -56,55 +56,54 @@ class RunHooks:
         self._spec = spec
         self._communicator = communicator
         self._division = division
-        found = None if store is None else _resumed(store, run_id, communicator)
-        self.resumed, kept = (None, frozenset()) if found is None else found
+        self.resumed, kept = (None, frozenset()) if store is None else _load_latest(store, run_id, communicator)
         self.history: list[EpochRecord] = [] if self.resumed is None else list(self.resumed.history)
-        self._gone = frozenset(range(len(self.history))) - kept  # epochs of earlier fits without a checkpoint
+        self._lost_epochs = frozenset(range(len(self.history))) - kept  # epochs of earlier fits without a checkpoint
         self.first_epoch_batches: int | None = None
-        self._redealt = False
+        self._is_repartitioned = False
         self._ended = self.resumed is not None and self.resumed.ended
-        self._at_end: bytes | None = None  # where a callback has ended this fit: the digest of the state that was kept
-        # Of the present epoch: what was reported last, and last with a state that could be kept.
+        self._end_digest: bytes | None = None  # of the last checkpoint's state if a callback has ended this fit
+        # The last step of the current epoch that was reported, and the last one that allowed a checkpoint.
         self._last_step = self._last_whole = 0 if self.within is None else self.within.step
-        self._best: tuple[int, bytes] | None = None  # without a Store, on rank 0
+        self._best: tuple[int, bytes] | None = None  # epoch and state, without a Store, on rank 0
         self._warned = False
         if self.resumed is not None and communicator.world.rank == 0:
-            _say_where_it_continues(run_id, self.resumed, spec.epochs)
+            _log_resumption(run_id, self.resumed, spec.epochs)
         elif self._store is not None and communicator.world.rank == 0:
-            logger.info("run %s begins; a fit with this run_id continues it", run_id)
-        self._say_whether_the_best_is_gone()
+            logger.info("run %s starts; a later fit with this run_id resumes it", run_id)
+        self._warn_if_best_is_lost()
 
     @property
     def first_epoch(self) -> int:
-        """See ``TrainHooks``; beyond the last epoch where nothing is left to do."""
+        """See ``TrainHooks``; past the last epoch if nothing is left to train."""
         if self.stopped():
             return self._spec.epochs
         return 0 if self.resumed is None else self.resumed.first_epoch
 
     @property
     def within(self) -> EpochPosition | None:
-        """How far the first epoch had come when the run was interrupted."""
+        """The position in the first epoch if the run was interrupted within it."""
         return None if self.resumed is None else self.resumed.within
 
     @property
     def first_step(self) -> int:
-        """See ``TrainHooks``; 0 where the rest of the epoch was dealt out anew."""
-        return 0 if self.within is None or self._redealt else self.within.step
+        """See ``TrainHooks``; 0 if the rest of the epoch was repartitioned."""
+        return 0 if self.within is None or self._is_repartitioned else self.within.step
 
     @property
     def rank_state(self) -> bytes | None:
         """See ``TrainHooks``."""
-        if self.within is None or self._redealt or not self.within.rank_states:
+        if self.within is None or self._is_repartitioned or not self.within.rank_states:
             return None
         return self.within.rank_states[self._communicator.world.rank]
 
     def repartition_first_epoch(self, batches: int) -> None:
-        """The first epoch is the rest of one that was begun by other ranks, in so many batches."""
-        self._redealt = True
+        """Make the first epoch the rest of an epoch that other ranks started, in ``batches`` batches."""
+        self._is_repartitioned = True
         self.first_epoch_batches = batches
 
     def stopped(self) -> bool:
-        """Whether a callback or early stopping has ended the training."""
+        """Return whether a callback or early stopping has ended the training."""
         return self._ended or self._stopped_by_rule()
 
     def _stopped_by_rule(self) -> bool:
@@ -116,7 +115,7 @@ class RunHooks:
         spec, rank = self._spec, self._communicator.world.rank
         where = f"epoch {report.epoch + 1} of {spec.epochs}, step {report.step} of {report.steps}"
         self._communicator.note_progress(where)
-        self._look_for_no_number(report.loss, where, f" on rank {rank}")
+        self._check_loss(report.loss, where, f" on rank {rank}")
         if rank == 0 and _is_due(spec.log_every_n_steps, report, self._last_step):
             logger.info("%s%s", where, "" if report.loss is None else f"  loss {report.loss:.4g}")
         self._last_step = report.step
@@ -124,9 +123,9 @@ class RunHooks:
             return
         due = report.step < report.steps and _is_due(spec.checkpoints.every_steps, report, self._last_whole)
         self._last_whole = report.step
-        redealt_now = self._redealt and report.epoch == self.within_epoch
-        if due and self._fence is not None and not redealt_now:
-            self._keep_within(self._fence, report, trainer)
+        repartitioned_now = self._is_repartitioned and report.epoch == self.within_epoch
+        if due and self._fence is not None and not repartitioned_now:
+            self._save_within(self._fence, report, trainer)
 
     def keep_file(self, path: Path) -> None:
         """See ``TrainHooks``."""
@@ -140,29 +139,29 @@ class RunHooks:
         record = average_over_ranks(report, self._communicator, before)
         self.history.append(record)
         self._last_step = self._last_whole = 0
-        # Without rows no step has returned a loss: Lightning's manual optimization needs none.
+        # An epoch without rows has no loss: steps of Lightning's manual optimization may return none.
         loss = record.train.get("loss") if record.rows_per_second else None
-        self._look_for_no_number(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
+        self._check_loss(loss, f"epoch {record.epoch + 1} of {self._spec.epochs}")
         wants_end = report.on_record is not None and report.on_record(record)
-        self._ended = self._anybody(wants_end, report.epoch)  # the checkpoint tells it
+        self._ended = self._any_rank(wants_end, report.epoch)  # before _save_epoch, which saves it
         best = self._best_epoch()
         if self._communicator.world.rank == 0:
             logger.info("%s", record.line(self._spec.epochs))
-            self._keep(record.epoch, best, trainer)
+            self._save_epoch(record.epoch, best, trainer)
         if self._stopped_by_rule():
-            self._say_why_it_ends()
+            self._log_early_stopping()
         return not self.stopped()
 
     def on_train_end(self, trainer: Trainer) -> None:
         """See ``TrainHooks``."""
-        if self._fence is None or self._at_end is None:
+        if self._fence is None or self._end_digest is None:
             return
         content = self._checkpoint(self.history[-1].epoch, trainer)
-        if _digest(content.state) != self._at_end:
+        if _digest(content.state) != self._end_digest:
             checkpoint.save_final(self._fence, content)
 
-    def _look_for_no_number(self, loss: float | None, where: str, whose: str = "") -> None:
-        """Warn once, where everybody sees it; weights that are no numbers are hardly ever numbers again."""
+    def _check_loss(self, loss: float | None, where: str, whose: str = "") -> None:
+        """Warn once, on rank 0, or raise an error about a NaN or infinite loss; the weights rarely recover from it."""
         if loss is None or math.isfinite(loss):
             return
         if self._spec.terminate_on_nan:
@@ -174,25 +173,25 @@ class RunHooks:
             return
         self._warned = True
         logger.warning(
-            "run %s: the loss of %s is %s, and the training goes on. terminate_on_nan=True ends it there. Lower the "
+            "run %s: the loss of %s is %s, and training continues. Set terminate_on_nan=True to stop there. Lower the "
             "learning rate, clip the gradients, or look for such values in the rows.",
             self._run_id,
             where,
             loss,
         )
 
-    def _say_why_it_ends(self) -> None:
+    def _log_early_stopping(self) -> None:
         rule = self._spec.early_stopping
         if rule is not None and self._communicator.world.rank == 0:
-            logger.info("no better %s for %d epochs: the training ends", rule.monitor, rule.patience)
+            logger.info("training stops early: no better %s for %d epochs", rule.monitor, rule.patience)
 
     @property
     def within_epoch(self) -> int:
-        """The epoch of ``within``; -1 where there is none."""
+        """The epoch of ``within``; -1 if it is None."""
         return -1 if self.resumed is None or self.resumed.within is None else self.resumed.epoch
 
     def restore_best(self, trainer: Trainer) -> None:
-        """Make the trainer's model that of the best epoch, where that one is asked for; on rank 0."""
+        """Restore the model of the best epoch, if ``Checkpoints(best=...)`` is set; on rank 0."""
         best = self._best_epoch()
         if best is None or best == len(self.history) - 1:
             return
@@ -204,33 +203,33 @@ class RunHooks:
         logger.info("the model is that of epoch %d, the best by %s", best + 1, self._spec.checkpoints.best)
 
     def _best_epoch(self) -> int | None:
-        return self._spec.checkpoints.best_epoch(self.history, self._gone)
+        return self._spec.checkpoints.best_epoch(self.history, self._lost_epochs)
 
-    def _say_whether_the_best_is_gone(self) -> None:
+    def _warn_if_best_is_lost(self) -> None:
         policy = self._spec.checkpoints
         best = policy.best_epoch(self.history)
-        if best in self._gone and self._communicator.world.rank == 0:
+        if best in self._lost_epochs and self._communicator.world.rank == 0:
             logger.warning(
-                "Run %s was best by %s after epoch %d, whose checkpoint has not been kept; the best of the other "
-                "epochs is taken. Give Checkpoints(best=%r) from the start of a run.",
+                "Run %s was best by %s after epoch %d, but that checkpoint was not kept; the best of the other epochs "
+                "is used instead. Set Checkpoints(best=%r) from the start of a run.",
                 self._run_id,
                 policy.best,
                 (best or 0) + 1,
                 policy.best,
             )
 
-    def _anybody(self, wants: bool, epoch: int) -> bool:
+    def _any_rank(self, wants: bool, epoch: int) -> bool:
         total = self._communicator.allreduce(np.array([float(wants)]), ReduceOp.SUM, name=f"epoch {epoch} stop")
         return bool(total[0] > 0)
 
-    def _keep(self, epoch: int, best: int | None, trainer: Trainer) -> None:
+    def _save_epoch(self, epoch: int, best: int | None, trainer: Trainer) -> None:
         policy = self._spec.checkpoints
         if self._fence is not None:
             self._fence.check()
             run_log.write(self._fence.store, self._run_id, self.history)
             content, also = self._checkpoint(epoch, trainer), () if best is None else (best,)
             checkpoint.save(self._fence, content, policy.keep, also)
-            self._at_end = _digest(content.state) if self._ended else None
+            self._end_digest = _digest(content.state) if self._ended else None
         elif best == epoch and policy.best is not None:
             self._best = (epoch, trainer.state())
 
@@ -238,12 +237,12 @@ class RunHooks:
         spec, history = self._spec, tuple(self.history)
         return Checkpoint(epoch, spec.seed, history, trainer.state(), model=spec.model, ended=self._ended)
 
-    def _keep_within(self, fence: Fence, report: StepReport, trainer: Trainer) -> None:
+    def _save_within(self, fence: Fence, report: StepReport, trainer: Trainer) -> None:
         communicator = self._communicator
         report.synchronize()
         before = self.within.sums if self.within is not None and report.epoch == self.within_epoch else {}
         sums = _totals(report.sums(), before, communicator, f"epoch {report.epoch} step {report.step} sums")
-        own = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
+        states = objects.allgather_object(communicator, report.rank_state(), name=f"states of ranks at {report.step}")
         if communicator.world.rank == 0:
             within = EpochPosition(
                 step=report.step,
@@ -251,7 +250,7 @@ class RunHooks:
                 batch_size=self._spec.batch_size,
                 division=self._division,
                 sums=sums,
-                rank_states=tuple(own),
+                rank_states=tuple(states),
             )
             policy = self._spec.checkpoints
             best = self._best_epoch()
@@ -264,51 +263,51 @@ def _digest(state: bytes) -> bytes:
 
 
 def _is_due(every: int | None, report: StepReport, since: int) -> bool:
-    """Whether a multiple of ``every`` was reached after the step ``since``."""
+    """Return whether a multiple of ``every`` was reached after the step ``since``."""
     return every is not None and report.step // every > since // every
 
 
 def _totals(
-    mine: Mapping[str, tuple[float, float]],
+    local: Mapping[str, tuple[float, float]],
     before: Mapping[str, tuple[float, float]],
     communicator: Communicator,
     name: str,
 ) -> dict[str, tuple[float, float]]:
-    """Sums and rows over all ranks, and over what was before."""
-    numbers = np.array([number for pair in mine.values() for number in pair], np.float64)
+    """Return sums and rows over all ranks, plus those of ``before``."""
+    numbers = np.array([number for pair in local.values() for number in pair], np.float64)
     total = communicator.allreduce(numbers, ReduceOp.SUM, name=name).reshape(-1, 2)
-    pairs = {metric: (float(pair[0]), float(pair[1])) for metric, pair in zip(mine, total, strict=True)}
+    pairs = {metric: (float(pair[0]), float(pair[1])) for metric, pair in zip(local, total, strict=True)}
     return {
         metric: (pair[0] + before.get(metric, (0.0, 0.0))[0], pair[1] + before.get(metric, (0.0, 0.0))[1])
         for metric, pair in pairs.items()
     }
 
 
-def _resumed(store: Store, run_id: str, communicator: Communicator) -> tuple[Checkpoint | None, frozenset[int]]:
-    """The checkpoint to go on from, and the epochs whose ends are kept."""
-    found: tuple[str | None, frozenset[int]] = (None, frozenset())
+def _load_latest(store: Store, run_id: str, communicator: Communicator) -> tuple[Checkpoint | None, frozenset[int]]:
+    """Return the checkpoint to resume from, and the epochs with a checkpoint at their end."""
+    latest: tuple[str | None, frozenset[int]] = (None, frozenset())
     if communicator.world.rank == 0:
-        found = (checkpoint.latest(store, run_id), checkpoint.kept_epochs(store, run_id))
-    path, kept = objects.broadcast_object(communicator, found, 0, name="checkpoint to resume")
+        latest = (checkpoint.latest(store, run_id), checkpoint.kept_epochs(store, run_id))
+    path, kept = objects.broadcast_object(communicator, latest, 0, name="checkpoint to resume")
     return None if path is None else checkpoint.load(store, path), kept
 
 
-def _say_where_it_continues(run_id: str, resumed: Checkpoint, epochs: int) -> None:
+def _log_resumption(run_id: str, resumed: Checkpoint, epochs: int) -> None:
     if resumed.ended:
         logger.warning(
             "Run %s was ended by a callback after epoch %d, so nothing is left to train; its model is returned. Choose "
-            "another run_id to train anew.",
+            "another run_id to train from the start.",
             run_id,
             resumed.first_epoch,
         )
     elif resumed.within is not None:
-        logger.info("run %s continues in epoch %d after step %d", run_id, resumed.epoch + 1, resumed.within.step)
+        logger.info("run %s resumes in epoch %d after step %d", run_id, resumed.epoch + 1, resumed.within.step)
     elif resumed.first_epoch < epochs:
-        logger.info("run %s continues after epoch %d", run_id, resumed.first_epoch)
+        logger.info("run %s resumes after epoch %d", run_id, resumed.first_epoch)
     else:
         logger.warning(
-            "Run %s has been trained for %d epochs already and epochs=%d, so nothing is left to train; its model is "
-            "returned. Raise epochs, or choose another run_id to train anew.",
+            "Run %s has already been trained for %d epochs and epochs=%d, so nothing is left to train; its model is "
+            "returned. Raise epochs, or choose another run_id to train from the start.",
             run_id,
             resumed.first_epoch,
             epochs,

@@ -1,7 +1,7 @@
-"""Bytes that a job needs, on their way: small ones with the job, large ones as a file in the Store.
+"""The files and pickled bytes of a job: small ones travel with the job, large ones as a file in the Store.
 
-What is unpickled comes either with the job, whose way is authenticated, or from a file whose SHA-256 came with the job:
-somebody who can write to the Store cannot make a rank or an executor run code.
+Unpickled bytes come either with the job, over an authenticated connection, or from a file whose SHA-256 came with the
+job. So write access to the Store is not enough to make a rank or an executor run code.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from sparkhvd.store.protocol import Store
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-# Below what a job itself may hold (100 MB), with room for the rest of it.
+# Less than the limit of a whole job (100 MB), with room for the rest of the job.
 INLINE_BYTES = 64 * 1024 * 1024
 PIECE_BYTES = 8 * 1024 * 1024
 
 
 class FileSource(Protocol):
-    """Where files can be read: a Store, or one of the two below."""
+    """A place to read files from: a Store, or one of the two classes below."""
 
     @property
     def url(self) -> str: ...
@@ -38,12 +38,12 @@ class FileSource(Protocol):
 
 @dataclass(frozen=True)
 class SessionFiles:
-    """Files that were sent to the executors with a Spark session."""
+    """Files that were distributed to the executors with a Spark session."""
 
     url: str = "files sent with the Spark session"
 
     def open(self, path: str, mode: Literal["rb"]) -> BinaryIO:
-        from pyspark import SparkFiles  # noqa: PLC0415  (ranks read this module without Spark)
+        from pyspark import SparkFiles  # noqa: PLC0415  (ranks import this module without Spark)
 
         return Path(SparkFiles.get(_session_name(path))).open(mode)
 
@@ -61,15 +61,15 @@ class InMemoryFiles:
 
     def open(self, path: str, mode: Literal["rb"]) -> BinaryIO:
         if mode != "rb":
-            raise StoreError(f"{path} is kept in memory and is only read.")
+            raise StoreError(f"{path} is held in memory and can only be opened with mode 'rb', got {mode!r}.")
         return BytesIO(dict(self.content)[path])
 
     def sent_with(self, spark: SparkSession) -> SessionFiles:
-        """The same files where the executors of a session can read them; the session keeps them until it ends."""
+        """Distribute the files to the executors of a session, which keeps them until it ends."""
         if is_connect(spark):
             self._upload(spark)
         else:
-            self._offer(spark)
+            self._add_files(spark)
         return SessionFiles()
 
     def _upload(self, spark: SparkSession) -> None:
@@ -80,13 +80,15 @@ class InMemoryFiles:
                 try:
                     spark.addArtifacts(str(file), file=True)
                 except Exception as error:
-                    if "ALREADY_EXISTS" not in str(error):  # else it is the same: the name is made of the content
+                    if "ALREADY_EXISTS" not in str(
+                        error
+                    ):  # an existing file is the same: its name is a digest of the content
                         raise
 
-    def _offer(self, spark: SparkSession) -> None:
+    def _add_files(self, spark: SparkSession) -> None:
         from pyspark import SparkFiles  # noqa: PLC0415
 
-        # Executors fetch the files from here whenever they start; Spark removes the folder with the application.
+        # Executors fetch the files from this folder whenever they start; Spark removes it with the application.
         folder = Path(SparkFiles.getRootDirectory()) / "sparkhvd-models"
         folder.mkdir(exist_ok=True)
         for path, content in self.content:
@@ -104,38 +106,38 @@ def _session_name(path: str) -> str:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file in a Store, and the digest that its content must have."""
+    """A file in a Store, and the digest of its content."""
 
     path: str
     sha256: str
 
     def read(self, store: FileSource) -> bytes:
-        """The content.
+        """Return the content.
 
         Raises:
-            StoreError: it cannot be read, or was changed since.
+            StoreError: the file cannot be read, or has changed since it was written.
         """
         content = BytesIO()
         self.copy_to(content, store)
         return content.getvalue()
 
     def copy_to(self, target: BinaryIO, store: FileSource) -> None:
-        """Write the content, piece by piece, so that a model may be larger than the memory.
+        """Copy the content in chunks, so that a model may be larger than the memory.
 
         Raises:
-            StoreError: it cannot be read, or was changed since; part of it has been written then.
+            StoreError: the file cannot be read, or has changed since it was written; the copy is incomplete or wrong.
         """
         with store.open(self.path, "rb") as file:
-            digest = _copied(file, target)
+            digest = _copy_and_hash(file, target)
         if digest != self.sha256:
             raise StoreError(
-                f"{store.url}/{self.path} is not what was written there: its SHA-256 differs. It was changed or cut "
-                "off afterwards; train again."
+                f"{store.url}/{self.path} was changed or truncated after it was written: its SHA-256 differs. Train "
+                "again."
             )
 
 
-def _copied(source: BinaryIO, target: BinaryIO) -> str:
-    """Copy all of a file; the SHA-256 of its content."""
+def _copy_and_hash(source: BinaryIO, target: BinaryIO) -> str:
+    """Copy a file and return the SHA-256 of its content."""
     digest = hashlib.sha256()
     while piece := source.read(PIECE_BYTES):
         digest.update(piece)
@@ -145,18 +147,18 @@ def _copied(source: BinaryIO, target: BinaryIO) -> str:
 
 @dataclass(frozen=True)
 class Payload:
-    """Bytes inside the job, or a file beside it."""
+    """Bytes inside the job, or a file in the Store."""
 
     content: bytes = b""
     file: StoredFile | None = None
 
     def read(self, store: Store | None) -> bytes:
-        """The bytes."""
+        """Return the bytes."""
         return self.content if self.file is None or store is None else self.file.read(store)
 
 
 def write(store: Store, path: str, content: bytes) -> StoredFile:
-    """Publish a file."""
+    """Publish a file and return its path and digest."""
     store.publish(path, content)
     return StoredFile(path, hashlib.sha256(content).hexdigest())
 
@@ -165,12 +167,12 @@ def to_payload(store: Store | None, path: str, content: bytes) -> Payload:
     """Keep small content inline and write large content to ``path``.
 
     Raises:
-        ParamError: it is large, and there is no Store.
+        ParamError: the content is large and there is no Store.
     """
     if store is None and len(content) > INLINE_BYTES:
         raise ParamError(
-            f"The model with its optimizer and loss is {len(content):,} bytes; more than {INLINE_BYTES:,} need a Store "
-            "on their way to the ranks and back. Pass store=."
+            f"The model with its optimizer and loss has {len(content):,} bytes; more than {INLINE_BYTES:,} need a "
+            "Store to reach the ranks and come back. Pass store=."
         )
     if store is None:
         return Payload(content)
@@ -178,39 +180,39 @@ def to_payload(store: Store | None, path: str, content: bytes) -> Payload:
 
 
 def read_folder(source: Path) -> tuple[tuple[StoredFile, ...], InMemoryFiles]:
-    """All files of a local folder, for a process without a Store; the same content has the same paths."""
+    """Read all files of a local folder into memory; equal content gets equal paths."""
     contents = {file.name: file.read_bytes() for file in sorted(source.iterdir())}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     folder = f"sparkhvd-model-{hashlib.sha256(repr(digests).encode()).hexdigest()[:32]}"
-    found = tuple(StoredFile(f"{folder}/{name}", digest) for name, digest in digests.items())
-    return found, InMemoryFiles(tuple((f"{folder}/{name}", content) for name, content in contents.items()))
+    files = tuple(StoredFile(f"{folder}/{name}", digest) for name, digest in digests.items())
+    return files, InMemoryFiles(tuple((f"{folder}/{name}", content) for name, content in contents.items()))
 
 
 def write_folder(store: Store, folder: str, source: Path) -> tuple[StoredFile, ...]:
-    """Write all files of a local folder, piece by piece."""
-    found = []
+    """Copy all files of a local folder to a Store in chunks."""
+    written = []
     for file in sorted(source.iterdir()):
         path = f"{folder}/{file.name}"
         with file.open("rb") as content, store.open(path, "wb") as target:
-            found.append(StoredFile(path, _copied(content, target)))
-    return tuple(found)
+            written.append(StoredFile(path, _copy_and_hash(content, target)))
+    return tuple(written)
 
 
 def replace_file(store: Store, path: str, source: Path) -> None:
-    """Write a local file, piece by piece, in place of what is there."""
+    """Replace a file in a Store by a local file, copied in chunks."""
     store.delete(path)
     with source.open("rb") as content, store.open(path, "wb") as target:
-        _copied(content, target)
+        _copy_and_hash(content, target)
 
 
 @contextmanager
 def local_copies(store: FileSource, files: tuple[StoredFile, ...], within: str | None = None) -> Iterator[Path]:
-    """A local folder with copies of these files, which is removed at the end.
+    """Yield a local folder with copies of the files, and remove it at the end.
 
     Args:
-        store: where they can be read.
+        store: the Store or other source of the files.
         files: the files; their names in the folder are the last parts of their paths.
-        within: the folder in which the new one is made; None is the system's for temporary files.
+        within: the parent of the new folder; None is the system's folder for temporary files.
     """
     with tempfile.TemporaryDirectory(prefix="sparkhvd-model-", dir=within) as folder:
         for file in files:

@@ -1,7 +1,7 @@
-"""How far a training is, where somebody looks: a bar in a terminal or a notebook.
+"""The progress bar of a training in a terminal or a notebook.
 
-Rank 0 writes a line that starts with a sign which no text contains; on the driver, ``ProgressOutput`` takes these lines
-out of the ranks' output and moves the bar. Without tqdm there is a line per epoch and no bar.
+Rank 0 writes lines that start with a control character. On the driver, ``ProgressOutput`` removes these lines from the
+ranks' output and moves the bar. Without tqdm there is one line per epoch and no bar.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from sparkhvd.data.read.batches import Batch, BatchSource
 if TYPE_CHECKING:
     from sparkhvd.data.schema.data_schema import DataSchema
 
-_SIGN = "\x01"
-_LINE = re.compile(r"\[0\]<stdout>:" + _SIGN + r"(\{.*\})\n")
+_MARKER = "\x01"
+_LINE = re.compile(r"\[0\]<stdout>:" + _MARKER + r"(\{.*\})\n")
 _SECONDS = 0.5
 
 
 @dataclass
 class ReportingSource:
-    """The batches of ``source``, telling now and then how many have been taken.
+    """The batches of ``source``, with a progress report to stdout at most every half second.
 
     Attributes:
-        source: where they come from.
-        epochs: how many there will be.
+        source: the batches.
+        epochs: the number of epochs of the training.
     """
 
     source: BatchSource
@@ -56,15 +56,15 @@ class ReportingSource:
         return self._reporting(number, first_step)
 
     def _reporting(self, number: int, first_step: int) -> Generator[Batch]:
-        steps, told = self.source.steps(), 0.0
+        steps, last_report = self.source.steps(), 0.0
         batches: Any = self.source.epoch(number, first_step)
         with closing(batches) if hasattr(batches, "close") else closing(_all_of(batches)) as taken:
             for step, batch in enumerate(taken, first_step + 1):
                 yield batch
-                if step == steps or time.monotonic() - told > _SECONDS:
-                    told = time.monotonic()
-                    place = {"done": number * steps + step, "all": self.epochs * steps}
-                    sys.stdout.write(f"{_SIGN}{json.dumps(place)}\n")
+                if step == steps or time.monotonic() - last_report > _SECONDS:
+                    last_report = time.monotonic()
+                    progress = {"done": number * steps + step, "all": self.epochs * steps}
+                    sys.stdout.write(f"{_MARKER}{json.dumps(progress)}\n")
 
 
 def _all_of(batches: Iterator[Batch]) -> Generator[Batch]:
@@ -72,7 +72,7 @@ def _all_of(batches: Iterator[Batch]) -> Generator[Batch]:
 
 
 def is_interactive() -> bool:
-    """Whether the output is a terminal or a notebook, and tqdm is there to draw a bar."""
+    """Return whether stdout is a terminal or a notebook, and tqdm is installed to draw a bar."""
     try:
         import tqdm  # noqa: F401, PLC0415
     except ImportError:
@@ -81,11 +81,11 @@ def is_interactive() -> bool:
 
 
 class ProgressOutput(io.TextIOBase):
-    """The ranks' stdout on the driver: lines go to ``target``, reports move a bar below them.
+    """The ranks' stdout on the driver: lines go to ``target``, and progress reports move a bar below them.
 
     Args:
-        target: where the lines go; None is ``sys.stdout`` as it is now.
-        description: what stands before the bar.
+        target: receives the lines; None is the current ``sys.stdout``.
+        description: the text before the bar.
     """
 
     def __init__(self, description: str, target: TextIO | None = None) -> None:
@@ -110,18 +110,20 @@ class ProgressOutput(io.TextIOBase):
         self._target.flush()
 
     def close(self) -> None:
-        """Leave the bar as it stands; the target stays open."""
+        """Stop updating the bar, which stays visible; the target stays open."""
         with self._lock:
             if self._bar is not None:
                 self._bar.close()
                 self._bar = None
         super().close()
 
-    def _move(self, place: dict[str, int]) -> None:
+    def _move(self, progress: dict[str, int]) -> None:
         from tqdm.std import tqdm  # noqa: PLC0415  (optional)
 
         if self._bar is None:
-            # tqdm would start a thread that wakes bars which have not moved for long.
+            # The interval 0 keeps tqdm from starting its monitor thread.
             kind = type("Bar", (tqdm,), {"monitor_interval": 0})
-            self._bar = kind(total=place["all"], desc=self._description, unit="step", file=self._target, mininterval=0)
-        self._bar.update(max(0, place["done"] - self._bar.n))
+            self._bar = kind(
+                total=progress["all"], desc=self._description, unit="step", file=self._target, mininterval=0
+            )
+        self._bar.update(max(0, progress["done"] - self._bar.n))

@@ -1,7 +1,7 @@
-"""What people look at while a run trains, in its folder of the Store: the history, and files for TensorBoard.
+"""The log of a run in its folder of the Store: the history as JSON, and event files for TensorBoard.
 
-``tensorboard --logdir <store>/runs/<run id>/logs`` shows the curves of training and validation over each other. Every
-epoch is a file of its own, because a Store's files never grow.
+``tensorboard --logdir <store>/runs/<run id>/logs`` shows training and validation curves in one chart. Every epoch is a
+file of its own, because a Store cannot append to files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparkhvd.store.protocol import Store
 
 
 def write(store: Store, run_id: str, history: Sequence[EpochRecord]) -> None:
-    """Add the last epoch of ``history``; one that a continued run trains again takes the place of the old one."""
+    """Write the last epoch of ``history``; an epoch that a resumed run trains again replaces the earlier one."""
     record, now = history[-1], time.time()
     times = {"time/rows_per_second": record.rows_per_second, "time/step_seconds": record.step_seconds}
     for part, values in (("train", {**record.train, **times}), ("validation", record.validation)):
@@ -26,4 +26,4 @@ def write(store: Store, run_id: str, history: Sequence[EpochRecord]) -> None:
             store.delete(path)
             store.publish(path, event_file(now, record.epoch, values))
     store.delete(layout.history_path(run_id))
-    store.publish(layout.history_path(run_id), json.dumps([each.to_json() for each in history]).encode())
+    store.publish(layout.history_path(run_id), json.dumps([epoch.to_json() for epoch in history]).encode())

@@ -1,4 +1,4 @@
-"""A few rows of a DataFrame, on the driver, as a model would get them."""
+"""Read a few rows of a DataFrame on the driver, in the form of a model's input."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 def require_spark_dataframe(method: str, table: object) -> None:
-    """Raise ``ParamError`` for what is no DataFrame of Spark's, such as one of pandas."""
+    """Raise ``ParamError`` for anything but a Spark DataFrame, such as a pandas table."""
     if not hasattr(table, "sparkSession"):
         kind = f"{type(table).__module__.partition('.')[0]}.{type(table).__qualname__}"
         raise ParamError(
-            f"{method} takes a Spark DataFrame, not a {kind}; spark.createDataFrame(pdf) makes one of a pandas table."
+            f"{method} takes a Spark DataFrame, not a {kind}; spark.createDataFrame(pdf) converts a pandas table."
         )
 
 
 def read_sample(dataset: DataFrame, selection: Selection, rows: int) -> tuple[DataSchema, Arrays]:
-    """The schema with the shapes of the first rows, and these rows by column.
+    """Return the schema with the shapes of the first rows, and these rows by column.
 
     Raises:
-        DataError: the rows cannot be trained on, or there are none.
+        DataError: the DataFrame is empty, or its rows cannot be trained on.
     """
     whole = replace(selection, validation=None)
     table = dealt(dataset.limit(rows), whole, num_proc=1, seed=0).toArrow()
     with closing(Spool((tempfile.gettempdir(),), by=SPLIT, otherwise="train")) as spool:
         for batch in table.to_batches():
             spool.write(batch)
-        given = GivenRows(spool.finish(), whole, 0)
-        schema = checked(given.facts(), whole, 1)
-        return schema, given.head(schema, rows)
+        sample = GivenRows(spool.finish(), whole, 0)
+        schema = checked(sample.facts(), whole, 1)
+        return schema, sample.head(schema, rows)

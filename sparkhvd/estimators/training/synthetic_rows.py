@@ -1,4 +1,4 @@
-"""Models tried with made-up rows, while there are no real ones."""
+"""Try a model with synthetic rows when there are no real rows yet."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from sparkhvd.errors import ModelOutputError
 from sparkhvd.estimators.training.user_errors import is_tensor_error
 
 _ROWS = 2
-_NUMBERED = re.compile(r"_\d+\b")  # of automatic names, which count on
+_NUMBERED = re.compile(r"_\d+\b")  # the number in an automatic name, which differs from call to call
 _CHECKS = (AssertionError, ValueError, RuntimeError)
 Shapes = list[tuple[int, ...]]
 
 
 def try_synthetic_rows(schema: DataSchema, try_out: Callable[[Arrays], Shapes]) -> Shapes:
-    """Return what ``try_out`` makes of rows of zeros; nothing where only real rows can tell.
+    """Return the output shapes of ``try_out`` for rows of zeros, or an empty list if only real rows can show them.
 
-    A model may refuse zeros because of their values: its ids count from 1, or it checks its input. Such an error is a
-    check in the user's code, or another one for ones than for zeros; an error about shapes is the same for both.
+    A model may reject the values of zeros: its ids start at 1, or it checks its input. Such an error comes from a check
+    in the user's code, or differs between zeros and ones. An error about shapes is the same for both.
 
     Args:
         schema: the columns, with all shapes.
         try_out: see ``FrameworkPlugin.try_out``.
 
     Raises:
-        ModelOutputError: the model refuses rows of these shapes, whatever their values.
+        ModelOutputError: the model rejects rows of these shapes, whatever their values.
     """
     zeros = {column.name: columns.blank(column, _ROWS) for column in schema.columns}
     try:
@@ -43,13 +43,13 @@ def try_synthetic_rows(schema: DataSchema, try_out: Callable[[Arrays], Shapes]) 
 
 
 def rows_of_ones(rows: Arrays) -> Arrays:
-    """Return rows of ones for rows of zeros; what is no number stays."""
+    """Return the rows with ones in all numeric columns; other columns are unchanged."""
     return {name: np.ones_like(array) if array.dtype.kind in "biuf" else array for name, array in rows.items()}
 
 
 def _depends_on_values(error: ModelOutputError, try_again: Callable[[], object]) -> bool:
     cause = error.__cause__
-    if cause is None:  # the shapes of outputs, which were looked at here
+    if cause is None:  # an error about output shapes, which sparkhvd raised itself
         return False
     if isinstance(cause, IndexError) or (isinstance(cause, _CHECKS) and not is_tensor_error(cause)):
         return True

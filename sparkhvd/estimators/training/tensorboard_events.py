@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written without TensorBoard.
+"""Write TensorBoard's event files without TensorBoard.
 
 A file is a sequence of records, each ``length, masked CRC-32C of the length, content, masked CRC-32C of the content``,
 all little-endian (TFRecord, https://www.tensorflow.org/tutorials/load_data/tfrecord). The content is an ``Event``
@@ -17,11 +17,11 @@ _MASK = 0xA282EAD8
 
 
 def event_file(wall_time: float, step: int, values: Mapping[str, float]) -> bytes:
-    """A whole event file that holds one step.
+    """Return a complete event file with one step.
 
     Args:
         wall_time: seconds since 1970.
-        step: such as the number of the epoch.
+        step: the step, such as the number of the epoch.
         values: numbers by tag.
     """
     summary = b"".join(
@@ -33,7 +33,7 @@ def event_file(wall_time: float, step: int, values: Mapping[str, float]) -> byte
 
 
 def crc32c(content: bytes) -> int:
-    """The CRC-32C of some bytes, bit by bit: there are few of them."""
+    """Return the CRC-32C of ``content``, computed bit by bit because event files are small."""
     register = 0xFFFFFFFF
     for byte in content:
         register ^= byte
@@ -57,8 +57,8 @@ def _message(key: int, content: bytes) -> bytes:
 
 
 def _varint(number: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while number > 0x7F:
-        found.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*found, number])
+    return bytes([*encoded, number])

@@ -1,4 +1,4 @@
-"""What code of the user's or of a framework raised, in words for whoever has to mend it."""
+"""Describe errors that user code or a framework raised, for the person who has to fix them."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from types import FrameType, TracebackType
 _FRAMEWORKS = frozenset(
     {"sparkhvd", "torch", "torchmetrics", "keras", "tensorflow", "lightning", "pytorch_lightning", "numpy"}
 )
-_OF_TENSORS = (RuntimeError, ValueError, IndexError)
-_OF_CODE = (NotImplementedError, RecursionError)  # kinds of RuntimeError
+_TENSOR_ERRORS = (RuntimeError, ValueError, IndexError)
+_CODE_ERRORS = (NotImplementedError, RecursionError)  # subclasses of RuntimeError that are not about tensors
 _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def with_full_stop(text: object) -> str:
-    """``text`` as a sentence that another one may follow."""
-    said = str(text).strip()
-    return said if said.endswith((".", "!", "?", ":")) else f"{said}."
+    """Return ``text`` with a full stop, so that another sentence may follow."""
+    sentence = str(text).strip()
+    return sentence if sentence.endswith((".", "!", "?", ":")) else f"{sentence}."
 
 
 def is_tensor_error(error: BaseException) -> bool:
-    """Whether a framework refused the shapes, types or values of tensors; not where the user's code raised."""
-    if isinstance(error, _OF_CODE):
+    """Return whether a framework rejected the shapes, types or values of tensors; False if user code raised."""
+    if isinstance(error, _CODE_ERRORS):
         return False
-    if not isinstance(error, _OF_TENSORS) and not type(error).__module__.startswith("tensorflow"):
+    if not isinstance(error, _TENSOR_ERRORS) and not type(error).__module__.startswith("tensorflow"):
         return False
     innermost = list(_steps(error))[-1:]
     return not any(_package(step.tb_frame) not in _FRAMEWORKS and _raises(step) for step in innermost)
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and text of an error, and the line of the user's code where it was raised, if it went through any."""
+    """Return type and text of an error, and the innermost line of user code in its traceback, if there is one."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     others = _FRAMEWORKS | sys.stdlib_module_names
-    users = [step for step in _steps(error) if _package(step.tb_frame) not in others]
-    if not users:
+    user_steps = [step for step in _steps(error) if _package(step.tb_frame) not in others]
+    if not user_steps:
         return with_full_stop(text)
-    code = users[-1].tb_frame.f_code
-    line = linecache.getline(code.co_filename, users[-1].tb_lineno).strip()
-    place = f"line {users[-1].tb_lineno} of {Path(code.co_filename).name}, in {code.co_name}"
-    return f"{text} ({place}{f': {line}' if line else ''})."
+    code = user_steps[-1].tb_frame.f_code
+    line = linecache.getline(code.co_filename, user_steps[-1].tb_lineno).strip()
+    location = f"line {user_steps[-1].tb_lineno} of {Path(code.co_filename).name}, in {code.co_name}"
+    return f"{text} ({location}{f': {line}' if line else ''})."
 
 
 def _steps(error: BaseException) -> Iterator[TracebackType]:
@@ -58,5 +58,5 @@ def _package(frame: FrameType) -> str:
 
 
 def _raises(step: TracebackType) -> bool:
-    """Whether it is a ``raise`` that ended the frame, and not a call into compiled code."""
+    """Return whether a ``raise`` statement ended the frame, rather than a call into compiled code."""
     return step.tb_frame.f_code.co_code[step.tb_lasti] == _RAISE

@@ -1,4 +1,4 @@
-"""The training of one rank: the one function that every estimator runs remotely."""
+"""Train as one rank: the function that every estimator runs remotely."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from sparkhvd.store import layout
 from sparkhvd.store.protocol import Store
 from sparkhvd.world import World
 
-# Rows to try a model with before the training.
+# How many rows a model is tried with before the training.
 SAMPLE_ROWS = 2
 
 
@@ -48,7 +48,7 @@ ReaderName = Literal["native", "petastorm"]
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows in a Store, which need not be the one of the run, and what reads them."""
+    """Rows in a Store, which may differ from the run's, and the reader for them."""
 
     store: Store
     manifest: Manifest
@@ -61,16 +61,16 @@ class TrainJob:
 
     Attributes:
         plugin: ``module:name`` of the framework's plug-in.
-        store: where the run is kept; None keeps nothing but the trained model, which comes back with the result.
-        rows: where the rows are, or what was selected of those that the task was given.
-        run_id: names the run's folder.
-        payload: what ``FrameworkPlugin.pack`` gave.
+        store: the Store of the run; None keeps nothing but the trained model, which comes back with the result.
+        rows: the rows in a Store, or the columns selected from the rows that the Spark task received.
+        run_id: the id of the run, which names its folder.
+        payload: the result of ``FrameworkPlugin.pack``.
         spec: how to train.
-        start_method: of multiprocessing, in the ranks.
-        transformation: a pickled function that makes other columns of those that are read; empty for none.
-        data_module: a pickled ``DataModule`` class that gives the batches; empty for none.
-        progress: whether somebody watches a bar on the driver.
-        holder: the fit that holds the run; None where the Store keeps no runs.
+        start_method: the start method of multiprocessing in the ranks.
+        transformation: a pickled function that transforms the columns that are read; empty for none.
+        data_module: a pickled ``DataModule`` class that provides the batches; empty for none.
+        progress: whether the driver shows a progress bar.
+        holder: the fit that holds the run; None if the Store keeps no runs.
     """
 
     plugin: str
@@ -88,14 +88,14 @@ class TrainJob:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What rank 0 gives back.
+    """The result of a training, returned by rank 0.
 
     Attributes:
         history: one record per epoch.
-        files: the trained model.
-        kept: the content of ``files`` where there is no Store.
-        schema: the columns that it was trained on, with all shapes.
-        shapes: the shape of one row of every output; empty where the driver knows them.
+        files: the files of the trained model.
+        kept: the content of ``files`` if there is no Store.
+        schema: the columns that the model was trained on, with all shapes.
+        shapes: the shape of one row of every output; empty if the driver knows them.
     """
 
     history: tuple[EpochRecord, ...]
@@ -107,24 +107,24 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class RejectedRows:
-    """What every rank gives back when the rows cannot be trained on; the driver raises it."""
+    """The error that every rank returns if the rows cannot be trained on; the driver raises it."""
 
     error: SparkHvdError
 
 
 @dataclass(frozen=True)
 class RankRows:
-    """The rows of a job as one rank has them.
+    """The rows of a job as one rank reads them.
 
     Attributes:
         schema: the columns, with all shapes.
         train: the rows to train on.
-        validation: the rows to validate with.
+        validation: the rows to validate on.
         shapes: see ``TrainResult``.
         labels: see ``TrainSpec``.
-        division: see ``checkpoint.division_digest``; empty where rows were dealt out before.
-        opened: to be closed after the training.
-        sample: a real row, where only ranks have the rows.
+        division: see ``checkpoint.division_digest``; empty if Spark partitioned the rows over the ranks.
+        opened: resources to close after the training.
+        sample: a real row, if only the ranks have rows.
     """
 
     schema: DataSchema
@@ -138,7 +138,7 @@ class RankRows:
 
 
 def find_plugin(name: str) -> FrameworkPlugin:
-    """The plug-in at ``module:name``."""
+    """Return the plug-in at ``module:name``."""
     module, _, attribute = name.partition(":")
     return cast("FrameworkPlugin", getattr(import_module(module), attribute))
 
@@ -147,7 +147,8 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
     """Train as this process's rank; collective.
 
     Returns:
-        On rank 0 the history and the files of the trained model, else None; on all ranks why the rows were refused.
+        The history and the files of the trained model on rank 0, and None on the others; or, on all ranks, the error if
+        the rows cannot be trained on.
     """
     if job.start_method is not None:
         multiprocessing.set_start_method(job.start_method, force=True)
@@ -160,7 +161,7 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
     except (DataError, ParamError) as error:
         if isinstance(job.rows, StoredRows):
             raise
-        return RejectedRows(error)  # it is the same on all ranks
+        return RejectedRows(error)  # the same error on all ranks
     if job.spec.normalization.pairs and isinstance(rows.train, RowSource) and rows.train.plan.has_single_row():
         return RejectedRows(job.spec.normalization.refuse_single_rows(job.spec.batch_size, communicator.world.size))
     labels = () if job.transformation else rows.labels
@@ -173,10 +174,10 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
     hooks = RunHooks(job.store, job.run_id, spec, communicator, rows.division, token)
     if hooks.resumed is not None:
         trainer.restore(hooks.resumed.state)
-    train = _continued(job, rows, hooks, communicator.world)
-    shown = job.progress and communicator.world.rank == 0
+    train = _resume_source(job, rows, hooks, communicator.world)
+    reports_progress = job.progress and communicator.world.rank == 0
     with rows.opened:
-        trainer.fit(ReportingSource(train, spec.epochs) if shown else train, rows.validation, hooks)
+        trainer.fit(ReportingSource(train, spec.epochs) if reports_progress else train, rows.validation, hooks)
     if communicator.world.rank != 0:
         return None
     hooks.restore_best(trainer)
@@ -184,12 +185,15 @@ def train_worker(job: TrainJob) -> TrainResult | RejectedRows | None:
         fence.check()
     with tempfile.TemporaryDirectory(prefix="sparkhvd-export-", dir=scratch_folder()) as folder:
         trainer.export(Path(folder))
-        written, kept = _brought_home(job, Path(folder))
+        written, kept = _save_model(job, Path(folder))
     return TrainResult(tuple(hooks.history), written, kept, rows.schema, rows.shapes)
 
 
 def _with_transformation(job: TrainJob) -> TrainJob:
-    """The job with its function in the readers' hands; pickled, it could not be part of the job's own pickle."""
+    """Return the job with its transformation in the readings.
+
+    The job carries it as bytes, because it has to be pickled by value, separately from the job.
+    """
     if not job.transformation:
         return job
     function = cloudpickle.loads(job.transformation)
@@ -198,19 +202,17 @@ def _with_transformation(job: TrainJob) -> TrainJob:
     return replace(job, spec=replace(job.spec, reading=reading, val_reading=val_reading))
 
 
-def _brought_home(
-    job: TrainJob, folder: Path
-) -> tuple[tuple[job_files.StoredFile, ...], job_files.InMemoryFiles | None]:
+def _save_model(job: TrainJob, folder: Path) -> tuple[tuple[job_files.StoredFile, ...], job_files.InMemoryFiles | None]:
     if job.store is None:
         return job_files.read_folder(folder)
-    # A folder of its own, because a continued run has one already and files are never replaced.
+    # A new folder, because a resumed run already has one and files are never replaced.
     target = f"{layout.model_folder(job.run_id)}/{uuid.uuid4().hex[:16]}"
     return job_files.write_folder(job.store, target, folder), None
 
 
 @dataclass(frozen=True)
-class _Part:
-    """How one split is read."""
+class _SplitReading:
+    """How to read one split."""
 
     split: SplitName
     batch_size: int
@@ -220,20 +222,20 @@ class _Part:
     pair_last_row: bool = False
 
 
-def _parts(spec: TrainSpec) -> tuple[_Part, _Part]:
-    # What a transformation makes of the columns is the schema that the model is trained on.
+def _split_readings(spec: TrainSpec) -> tuple[_SplitReading, _SplitReading]:
+    # The model is trained on the schema that a transformation returns.
     reading, val_reading = replace(spec.reading, made=spec.schema), replace(spec.val_reading, made=spec.schema)
     return (
-        _Part(
+        _SplitReading(
             "train", spec.batch_size, spec.shuffle, spec.train_steps_per_epoch, reading, bool(spec.normalization.pairs)
         ),
-        _Part("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, val_reading),
+        _SplitReading("validation", spec.val_batch_size, False, spec.validation_steps_per_epoch, val_reading),
     )
 
 
 def _rows(job: TrainJob, payload: bytes, communicator: Communicator) -> RankRows:
     if isinstance(job.rows, Selection):
-        return _given_rows(job, job.rows, payload, communicator)
+        return _direct_rows(job, job.rows, payload, communicator)
     if job.data_module:
         return _module_rows(job.rows, job.spec, cloudpickle.loads(job.data_module), communicator)
     return _stored_rows(job.rows, job.spec, communicator.world)
@@ -272,22 +274,22 @@ def _module_rows(stored: StoredRows, spec: TrainSpec, kind: type[DataModule], co
 
 def _stored_rows(stored: StoredRows, spec: TrainSpec, world: World) -> RankRows:
     manifest = stored.manifest
-    train, held_out = _parts(spec)
-    validation = None if manifest.validation is None else _stored_part(stored, held_out, spec.seed, world)
-    source = _stored_part(stored, train, spec.seed, world)
-    # The driver has found out what a transformation makes of the columns.
+    train, held_out = _split_readings(spec)
+    validation = None if manifest.validation is None else _stored_source(stored, held_out, spec.seed, world)
+    source = _stored_source(stored, train, spec.seed, world)
+    # spec.schema is that of the transformation's result, because the driver has tried the transformation.
     division = checkpoint.division_digest(manifest, _order(source, spec))
     return RankRows(spec.schema, source, validation, [], manifest.labels, division)
 
 
 def _order(source: BatchSource, spec: TrainSpec) -> tuple[object, ...]:
-    """What decides which rows come when, see ``checkpoint.division_digest``."""
+    """Return what determines the order of the rows, see ``checkpoint.division_digest``."""
     if not isinstance(source, ParquetSource):
         return ("petastorm", spec.shuffle)
     return ("native", *source.plan.order())
 
 
-def _stored_part(stored: StoredRows, part: _Part, seed: int, world: World) -> BatchSource:
+def _stored_source(stored: StoredRows, part: _SplitReading, seed: int, world: World) -> BatchSource:
     store, manifest = stored.store, stored.manifest
     if stored.reader == "petastorm":
         return PetastormSource(store, manifest, part.split, world, part.batch_size, seed=seed, shuffle=part.shuffle)
@@ -305,55 +307,58 @@ def _stored_part(stored: StoredRows, part: _Part, seed: int, world: World) -> Ba
     )
 
 
-def _continued(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World) -> BatchSource:
-    """The training rows; where the run was interrupted within an epoch by other ranks, first the rest of that one.
+def _resume_source(job: TrainJob, rows: RankRows, hooks: RunHooks, world: World) -> BatchSource:
+    """Return the training rows, from the position where the run was interrupted.
+
+    If the interrupted run had other ranks, its first epoch is the rest of the interrupted epoch, repartitioned.
 
     Raises:
-        DataError: the rows are not those that the interrupted run had.
+        DataError: the rows differ from those of the interrupted run.
     """
     within, train = hooks.within, rows.train
     if within is None or hooks.resumed is None:
         return train
     if within.division != rows.division or not isinstance(job.rows, StoredRows):
         raise DataError(
-            f"Run {job.run_id!r} was interrupted in epoch {hooks.resumed.epoch + 1} after step {within.step}, on rows "
-            "that were divided in another way than those of now, so the next row is not known. Fit on the same rows "
-            "with the same random_seed, shuffle, reader, inmemory_cache_all and local_cache, or choose another run_id "
-            "to train anew."
+            f"Run {job.run_id!r} was interrupted in epoch {hooks.resumed.epoch + 1} after step {within.step}, and its "
+            "rows were divided into batches differently, so the next batch is unknown. Fit on the same rows with the "
+            "same random_seed, shuffle, reader, inmemory_cache_all and local_cache, or choose another run_id to train "
+            "from the start."
         )
     if (within.num_proc, within.batch_size) == (world.size, job.spec.batch_size):
         return train
     if not isinstance(train, ParquetSource):
         raise DataError(
             f"Run {job.run_id!r} was interrupted with {within.num_proc} ranks and batch_size={within.batch_size}; "
-            "petastorm's reader and data modules go on with the same numbers only. Take these, or train anew."
+            "petastorm's reader and data modules can only resume with the same numbers. Use these, or choose another "
+            "run_id to train from the start."
         )
-    stored, seed, part = job.rows, job.spec.seed, replace(_parts(job.spec)[0], batch_size=within.batch_size)
+    stored, seed, part = job.rows, job.spec.seed, replace(_split_readings(job.spec)[0], batch_size=within.batch_size)
 
-    def old(rank: int) -> ParquetSource:
-        return cast("ParquetSource", _stored_part(stored, part, seed, World(rank=rank, size=within.num_proc)))
+    def earlier_source(rank: int) -> ParquetSource:
+        return cast("ParquetSource", _stored_source(stored, part, seed, World(rank=rank, size=within.num_proc)))
 
-    rest = RestOfEpoch(train, hooks.resumed.epoch, within.step, old, old(0).plan, world)
+    rest = RestOfEpoch(train, hooks.resumed.epoch, within.step, earlier_source, earlier_source(0).plan, world)
     hooks.repartition_first_epoch(rest.steps_left())
     return rest
 
 
-def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicator: Communicator) -> RankRows:
+def _direct_rows(job: TrainJob, selection: Selection, payload: bytes, communicator: Communicator) -> RankRows:
     world = communicator.world
-    given = GivenRows(given_rows(), selection, world.rank)
-    gathered = objects.allgather_object(communicator, given.facts(), name="facts of the rows")
-    facts = [one for of_rank in gathered for one in of_rank]
+    local_rows = GivenRows(given_rows(), selection, world.rank)
+    gathered = objects.allgather_object(communicator, local_rows.facts(), name="facts of the rows")
+    facts = [file_facts for rank_facts in gathered for file_facts in rank_facts]
     schema = checked(facts, selection, world.size)
-    first = next(one.place[0] for one in facts if one.split == "train")
+    first = next(file_facts.place[0] for file_facts in facts if file_facts.split == "train")
     ranges = label_ranges(schema, facts)
-    found = _tried(job, payload, schema, given, ranges) if world.rank == first else None
-    tried = objects.broadcast_object(communicator, found, first, name="shapes of the outputs")
-    if isinstance(tried, SparkHvdError):
-        raise tried
-    trained_on, shapes, sample = cast("tuple[DataSchema, list[tuple[int, ...]], Arrays]", tried)
+    local_trial = _try_model(job, payload, schema, local_rows, ranges) if world.rank == first else None
+    trial = objects.broadcast_object(communicator, local_trial, first, name="shapes of the outputs")
+    if isinstance(trial, SparkHvdError):
+        raise trial
+    trained_on, shapes, sample = cast("tuple[DataSchema, list[tuple[int, ...]], Arrays]", trial)
 
-    def source(part: _Part) -> BatchSource:
-        return given.source(
+    def source(part: _SplitReading) -> BatchSource:
+        return local_rows.source(
             part.split,
             schema,
             facts,
@@ -366,16 +371,16 @@ def _given_rows(job: TrainJob, selection: Selection, payload: bytes, communicato
             pair_last_row=part.pair_last_row,
         )
 
-    train, validation = _parts(replace(job.spec, schema=trained_on))
+    train, validation = _split_readings(replace(job.spec, schema=trained_on))
     held_out = None if selection.validation is None else source(validation)
     return RankRows(trained_on, source(train), held_out, shapes, ranges, sample=sample)
 
 
-def _tried(
-    job: TrainJob, payload: bytes, schema: DataSchema, given: GivenRows, ranges: LabelRanges
+def _try_model(
+    job: TrainJob, payload: bytes, schema: DataSchema, local_rows: GivenRows, ranges: LabelRanges
 ) -> tuple[DataSchema, list[tuple[int, ...]], Arrays] | SparkHvdError:
-    """Return the columns that the model gets, the shapes of its outputs and a row; or why it takes no such rows."""
-    rows, function = given.head(schema, SAMPLE_ROWS), job.spec.reading.transformation
+    """Return the model's input columns, the shapes of its outputs and a row; or the error about these rows."""
+    rows, function = local_rows.head(schema, SAMPLE_ROWS), job.spec.reading.transformation
     try:
         if function is not None:
             schema, rows = transformed(schema, function, rows)

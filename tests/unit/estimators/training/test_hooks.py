@@ -129,7 +129,7 @@ def test_the_best_epoch_of_a_run_that_goes_on_is_one_whose_checkpoint_is_kept(al
 
     train(Checkpoints(), (5.0, 1.0, 4.0))
     train(Checkpoints(best="loss"), (2.0, 3.0))
-    assert "Run run was best by loss after epoch 2, whose checkpoint has not been kept" in caplog.text
+    assert "Run run was best by loss after epoch 2, but that checkpoint was not kept" in caplog.text
     assert trainer.restored == b"epoch 3"
     with store.open(layout.history_path("run"), "rb") as file:
         assert [record["train"]["loss"] for record in json.loads(file.read())] == [5.0, 1.0, 4.0, 2.0, 3.0]
