@@ -147,7 +147,7 @@ def test_other_rows_are_not_mixed_into_an_interrupted_epoch(store, df, interrupt
     within = checkpoint.EpochPosition(4, 2, 10, "another division")
     checkpoint.save(Fence(store, "elsewhere", 0), checkpoint.Checkpoint(1, 3, kept.history[:1], kept.state, within))
     with pytest.raises(
-        RankFailedError, match="interrupted in epoch 2 after step 4, on rows that were divided in another"
+        RankFailedError, match="interrupted in epoch 2 after step 4, and its rows were divided into batches"
     ):
         estimator(store, run_id="elsewhere").fit(df)
 
