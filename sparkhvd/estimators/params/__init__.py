@@ -1,1 +1,1 @@
-"""The parameters of estimators and models: declarations, converters, and the classes that are their values."""
+"""The parameters of estimators and models: declarations, converters, and the classes of their values."""

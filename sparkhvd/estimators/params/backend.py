@@ -1,4 +1,4 @@
-"""Who starts the ranks of a ``fit``: a launcher by name, or an object of the user's."""
+"""Backends, which start the ranks of a ``fit``: a launcher by name, ``SparkBackend``, or an object of the user's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TRAINING_TERMS = {
     failure_report.CONNECTED: "in training",
     failure_report.ENDED: "after the training had ended",
 }
-LAUNCHERS = ("auto", "barrier", "mpi", "local")  # those that need no arguments of their own
+LAUNCHERS = ("auto", "barrier", "mpi", "local")  # the launchers that need no arguments of their own
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class Backend(Protocol):
     """Runs a function once per rank; Horovod's interface, which needs no base class."""
 
     def num_processes(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
 
     def run(
         self,
@@ -47,7 +47,7 @@ class Backend(Protocol):
         """Run ``fn(*args, **kwargs)`` on every rank, where ``hvd.init()`` works, with ``env`` in the environment.
 
         Returns:
-            What it returned, in rank order.
+            The return values in rank order.
         """
 
 
@@ -55,10 +55,10 @@ class SparkBackend:
     """Starts the ranks with ``sparkhvd.run``.
 
     Args:
-        num_proc: number of ranks; None is all that there is room for.
-        env: added to the ranks' environment.
-        **options: more arguments of ``sparkhvd.run``: ``launcher``, ``gpus_per_task``, ``nics`` and the others. What is
-            not given is as the estimator needs it.
+        num_proc: number of ranks; None uses all slots.
+        env: variables to add to the ranks' environment.
+        **options: more arguments of ``sparkhvd.run``: ``launcher``, ``gpus_per_task``, ``nics`` and the others. The
+            estimator chooses those that are left out.
 
     Raises:
         TypeError: ``sparkhvd.run`` has no such argument.
@@ -78,18 +78,18 @@ class SparkBackend:
         self._options = {"num_proc": num_proc, **options}
 
     def without_env(self) -> SparkBackend:
-        """The same, with nothing added to the environment."""
+        """Return a backend with the same options that adds nothing to the environment."""
         return SparkBackend(**self._options)
 
     def completed(self, **options: Any) -> Self:
-        """The same, with more arguments of ``sparkhvd.run``; those that it has already win."""
-        given = {name: value for name, value in self._options.items() if value is not None}
-        made = copy.copy(self)
-        made._options = {**options, **given}  # noqa: SLF001 - of a copy of its own
-        return made
+        """Return a copy with more arguments of ``sparkhvd.run``; those that are set already win."""
+        own_options = {name: value for name, value in self._options.items() if value is not None}
+        copied = copy.copy(self)
+        copied._options = {**options, **own_options}  # noqa: SLF001 - of a copy of its own
+        return copied
 
     def launch(self, spark: SparkSession | None = None) -> tuple[str, LaunchRequest]:
-        """The name of the launcher, and what that is told.
+        """Return the name of the launcher, and the request for it.
 
         Raises:
             ConfigError: the options contradict each other.
@@ -97,17 +97,17 @@ class SparkBackend:
         return launch_request(**{**self._options, "spark": self._options.get("spark") or spark})
 
     def reserve(self, spark: SparkSession | None = None) -> int:
-        """The number of ranks that there will be.
+        """Return the number of ranks to start.
 
         Raises:
-            SlotsError: there is no room for as many as were asked for.
-            LaunchError: the launcher cannot run them there.
+            SlotsError: the cluster has too few slots for the requested ranks.
+            LaunchError: the launcher cannot run the ranks there.
         """
         return launcher_for(*self.launch(spark)).reserve(Deadline.after(self.start_seconds))
 
     @property
     def start_seconds(self) -> float:
-        """How long to wait for slots and for what runs in them to start."""
+        """The seconds to wait for slots and for the tasks in them to start."""
         seconds = self._options.get("start_timeout")
         if seconds is None:
             seconds = from_environment().start_timeout
@@ -116,23 +116,23 @@ class SparkBackend:
 
     @property
     def nics(self) -> str | Sequence[str]:
-        """As given: the interfaces that the ranks may use; empty for all."""
+        """The network interfaces that the ranks may use; empty for all."""
         nics: str | Sequence[str] = self._options.get("nics") or ()
         return nics
 
     @property
     def asked_ranks(self) -> int | None:
-        """The number of ranks as given; None for all that there is room for."""
+        """The requested number of ranks; None for all slots."""
         num_proc: int | None = self._options["num_proc"]
         return num_proc
 
     @property
     def shows_output(self) -> bool:
-        """Whether it leaves open where the ranks' stdout goes."""
+        """Whether the destination of the ranks' stdout is left to the estimator."""
         return self._options.get("stdout") is None
 
     def num_processes(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         num_proc = self._options["num_proc"]
         return self.reserve() if num_proc is None else int(num_proc)
 
@@ -148,7 +148,7 @@ class SparkBackend:
 
 
 def spark_backend(params: Mapping[str, Any]) -> SparkBackend | None:
-    """What starts the ranks with ``sparkhvd.run``; None where something of the user's does."""
+    """Return the backend that starts the ranks with ``sparkhvd.run``; None for a backend of the user's own."""
     backend = params["backend"]
     if isinstance(backend, str):
         return SparkBackend(params["num_proc"], launcher=backend)
@@ -156,7 +156,7 @@ def spark_backend(params: Mapping[str, Any]) -> SparkBackend | None:
 
 
 def asked_tasks(params: Mapping[str, Any]) -> AskedTasks:
-    """What the ranks will need."""
+    """Return the number and resources of the tasks that the ranks will need."""
     backend = spark_backend(params)
     if backend is None:
         return AskedTasks(int(params["backend"].num_processes()), TaskResources())
@@ -166,19 +166,19 @@ def asked_tasks(params: Mapping[str, Any]) -> AskedTasks:
 
 
 def shows_output(params: Mapping[str, Any]) -> bool:
-    """Whether the ranks' stdout can be read before it is shown."""
+    """Return whether the estimator can read the ranks' stdout before it is shown."""
     backend = spark_backend(params)
     return backend is not None and backend.shows_output
 
 
 def reserve_ranks(params: Mapping[str, Any], spark: SparkSession) -> int:
-    """How many ranks there will be; too few slots is said now, before the data are prepared."""
+    """Return the number of ranks, so that too few slots are reported before the data is prepared."""
     backend = spark_backend(params)
     return int(params["backend"].num_processes()) if backend is None else backend.reserve(spark)
 
 
 def backend_or_launcher(name: str, value: Any) -> Backend | str:
-    """A launcher's name, or an object with ``run`` and ``num_processes``."""
+    """Accept the name of a launcher, or an object with ``run`` and ``num_processes``."""
     if isinstance(value, str) and value in LAUNCHERS:
         return value
     if not isinstance(value, str) and isinstance(value, Backend):
@@ -190,7 +190,7 @@ def backend_or_launcher(name: str, value: Any) -> Backend | str:
 
 
 def check_backend(params: Mapping[str, Any]) -> None:
-    """Raise ``ParamError`` for what a backend cannot do, or what contradicts it."""
+    """Raise ``ParamError`` for parameters that contradict the backend or that it does not support."""
     backend = params["backend"]
     if params["num_proc"] is not None and not isinstance(backend, str):
         raise ParamError(
@@ -238,8 +238,8 @@ def run_ranks(
 
 
 def in_training_terms(message: str) -> str:
-    """What says how far ``fn`` was, for somebody who gave none."""
+    """Name phases of the training instead of ``fn`` in a message's first line, because users of ``fit`` pass no fn."""
     first, *rest = message.split("\n", 1)
-    for phase, said in _TRAINING_TERMS.items():
-        first = first.replace(f"({phase})", f"({said})")
+    for phase, term in _TRAINING_TERMS.items():
+        first = first.replace(f"({phase})", f"({term})")
     return "\n".join([first, *rest])

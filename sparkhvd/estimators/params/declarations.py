@@ -1,6 +1,6 @@
-"""Parameters of estimators and models: declared once, with doc, default and converter.
+"""Declarations of the parameters of estimators and models, each with its doc, default and converter.
 
-The typed keyword-only constructor, the setters and the getters all come from the declaration::
+The typed keyword-only constructor, the setters and the getters are derived from the declaration::
 
     class MyParams(Declarations):
         batch_size: Declared[int] = declared("Rows per rank and step.", positive_integer, default=32)
@@ -23,16 +23,16 @@ from sparkhvd.estimators.params.plain_values import plain
 
 T = TypeVar("T")
 _SHOWN_ITEMS = 6
-Converter = Callable[[str, Any], Any]  # (parameter's name, what the user gave) -> what is kept, or ParamError
+Converter = Callable[[str, Any], Any]  # (parameter's name, user's value) -> stored value, or ParamError
 
 
 class Declared(Param[T], Generic[T]):
-    """A declaration; on an instance it is the pyspark ``Param`` that keys a parameter map."""
+    """The declaration of a parameter; on an instance, the pyspark ``Param`` that keys a parameter map."""
 
     def __init__(
         self, default: T, doc: str, convert: Converter | None, accessor: str, aliases: tuple[str, ...] = ()
     ) -> None:
-        super().__init__(Params._dummy(), "", doc, self._converted)  # noqa: SLF001  (how pyspark declares)
+        super().__init__(Params._dummy(), "", doc, self._converted)  # noqa: SLF001  (pyspark's way to declare)
         self.default = default
         self.accessor = accessor
         self.aliases = aliases
@@ -54,7 +54,7 @@ class Declared(Param[T], Generic[T]):
         value = plain(value)
         return value if self.convert is None else self.convert(self.name, value)
 
-    if TYPE_CHECKING:  # what dataclass_transform needs to see: assigning a T, reading the Param
+    if TYPE_CHECKING:  # dataclass_transform needs both types: one assigns a T and reads the Param
 
         @overload
         def __get__(self, instance: None, owner: type) -> Declared[T]: ...
@@ -71,10 +71,10 @@ def declared(
 
     Args:
         doc: one sentence, shown by ``explainParams()``.
-        convert: turns what the user gave into what is kept, or raises ``ParamError``; idempotent.
-        default: the value until one is given; an explicit None means the default too.
-        accessor: what follows ``set`` and ``get`` where it is not the name in camel case.
-        aliases: what may follow them too: Horovod's spellings.
+        convert: converts the user's value to the stored value, or raises ``ParamError``; idempotent.
+        default: the value of an unset parameter, and of one that is set to None.
+        accessor: the suffix of ``set`` and ``get``, if it is not the name in camel case.
+        aliases: more suffixes: Horovod's spellings.
     """
     return Declared(default, doc, convert, accessor, aliases)
 
@@ -102,7 +102,7 @@ def _add_accessor(cls: type, method: str, function: Callable[..., object], decla
 
 
 def _shown(value: object) -> str:
-    """A value in a few words, without what may be a secret: what is in dicts and in other objects."""
+    """Return a short text of a value, without the content of dicts and other objects, which may be secret."""
     if value is None or isinstance(value, bool | int | float | str):
         return reprlib.repr(value)
     if isinstance(value, list | tuple):
@@ -113,15 +113,15 @@ def _shown(value: object) -> str:
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(declared,))
 class Declarations(Params):
-    """Base of classes whose parameters are ``declared``."""
+    """Base class of estimators and models whose parameters are ``declared``."""
 
     declarations: ClassVar[dict[str, Declared[Any]]] = {}
-    retired: ClassVar[Mapping[str, str]] = {}  # names that mean nothing here: what to say instead
+    retired: ClassVar[Mapping[str, str]] = {}  # Horovod's names without a meaning here, with the reason
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        found = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
-        cls.declarations = {name: value for name, value in found.items() if isinstance(value, Declared)}
+        attributes = {name: value for base in reversed(cls.__mro__) for name, value in vars(base).items()}
+        cls.declarations = {name: value for name, value in attributes.items() if isinstance(value, Declared)}
         for name, declaration in cls.declarations.items():
             for accessor in (declaration.accessor, *declaration.aliases):
                 _add_accessor(cls, f"set{accessor}", _setter(name), declaration)
@@ -139,7 +139,12 @@ class Declarations(Params):
         self.setParams(**values)
 
     def setParams(self, **values: Any) -> Declarations:  # noqa: N802  (pyspark's name)
-        """Set several parameters by keyword, None for their defaults; ``TypeError`` for a name that is not one."""
+        """Set several parameters by keyword; None restores a default.
+
+        Raises:
+            TypeError: a name is not a parameter.
+            ParamError: a value is not accepted.
+        """
         retired = type(self).retired.keys() - type(self).declarations.keys()
         values = {name: value for name, value in values.items() if value is not None or name not in retired}
         for name in values:
@@ -159,31 +164,31 @@ class Declarations(Params):
         return super()._set(**{name: value for name, value in values.items() if value is not None})
 
     def copy(self, extra: Mapping[Param[Any], Any] | None = None) -> Self:
-        """A copy with other values; ``extra`` may name parameters by the class, as ``TorchEstimator.batch_size``."""
+        """Return a copy with other values; ``extra`` may use a class's parameters, as ``TorchEstimator.batch_size``."""
         return super().copy({self._own(param): value for param, value in (extra or {}).items()})
 
     def _resolveParam(self, param: str | Param[Any]) -> Param[Any]:  # noqa: N802  (pyspark's name)
         return super()._resolveParam(self._own(param))
 
     def _own(self, param: Any) -> Any:
-        """The parameter of this object for one of its class; pyspark would ignore that."""
+        """Return this object's parameter for a parameter of its class, which pyspark would ignore."""
         is_of_class = isinstance(param, Declared) and type(self).declarations.get(param.name) is param
         return self.getParam(param.name) if is_of_class else param
 
     def __repr__(self) -> str:
-        given = {param.name: value for param, value in self._paramMap.items()}
-        shown = [f"{name}={_shown(given[name])}" for name in type(self).declarations if name in given]
+        values = {param.name: value for param, value in self._paramMap.items()}
+        shown = [f"{name}={_shown(values[name])}" for name in type(self).declarations if name in values]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def values(self) -> dict[str, Any]:
-        """Every parameter's value by name."""
+        """Return the value of every parameter by name."""
         return {name: self.getOrDefault(name) for name in type(self).declarations}
 
     def _retired(self, name: str) -> str:
         return f"{name} has no meaning in {type(self).__name__}: {type(self).retired[name]}"
 
     def _setter_of_retired(self, name: str) -> Callable[[object], Declarations]:
-        """A setter that takes None, the default, as the keyword does, and says of other values what to do instead."""
+        """Return a setter that accepts None, as the keyword does, and refuses other values with the reason."""
 
         def set_default(value: object) -> Declarations:
             if value is not None:
@@ -193,7 +198,7 @@ class Declarations(Params):
         return set_default
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Only for what is not there: setX and getX of a retired name tell what to do instead."""
+        """Explain in the error for a setter or getter of a retired name what to do instead."""
         accessor = name[3:].lower() if name.startswith(("set", "get")) else ""
         for retired in type(self).retired:
             if accessor == retired.replace("_", ""):

@@ -1,10 +1,10 @@
-"""The parameter ``inputs``: which columns make which input of a model, by the model's own names.
+"""The parameter ``inputs``: the columns of every input of a model, by the model's own names.
 
 ::
 
     inputs={
         "user": "user_id",                                                       # one column
-        "measured": ["height", "width"],                                         # several, side by side
+        "measured": ["height", "width"],                                         # several, concatenated
         "picture": {"columns": "pixels", "shape": [1, 8, 8], "dtype": "float32"},
     }
 """
@@ -25,12 +25,12 @@ _KEYS = ("columns", "shape", "dtype")
 
 @dataclass(frozen=True)
 class NamedInput:
-    """What makes one input.
+    """The columns of one input.
 
     Attributes:
-        columns: one, or several that go side by side.
+        columns: one column, or several to concatenate.
         shape: shape of one row; None leaves it to the model and the columns.
-        dtype: numpy name of its type; None leaves it to the model.
+        dtype: numpy name of the type; None leaves it to the model.
     """
 
     columns: tuple[str, ...]
@@ -39,65 +39,65 @@ class NamedInput:
 
 
 def named_inputs(name: str, value: Any) -> dict[str, NamedInput]:
-    """The converter of the parameter."""
+    """Convert a value of the parameter ``inputs``."""
     if not isinstance(value, Mapping) or not value:
         raise ParamError(
             f"{name}={value!r} must be a dict from the model's inputs to columns, such as {{'image': 'pixels'}}."
         )
-    return {str(key): _one(f"{name}[{key!r}]", item) for key, item in value.items()}
+    return {str(key): _parsed_input(f"{name}[{key!r}]", item) for key, item in value.items()}
 
 
 def columns_of(inputs: Mapping[str, NamedInput]) -> tuple[str, ...]:
-    """All columns that are named, each once."""
-    return tuple(dict.fromkeys(column for each in inputs.values() for column in each.columns))
+    """Return all columns of the inputs, each once."""
+    return tuple(dict.fromkeys(column for named in inputs.values() for column in named.columns))
 
 
 def ordered_inputs(
     inputs: Mapping[str, NamedInput], names: Sequence[str], needed: int, columns: Sequence[ColumnSpec]
 ) -> list[tuple[str, NamedInput, list[ColumnSpec]]]:
-    """The inputs in the order of the model's own, each with its columns; of a struct, with all of its fields.
+    """Return the inputs in the model's order with their columns; a struct column stands for all of its fields.
 
     Args:
-        inputs: what was given.
+        inputs: the parameter.
         names: the model's inputs, in their order.
-        needed: how many of them, from the first, the model cannot do without.
+        needed: the number of leading inputs that the model requires.
         columns: the feature columns.
 
     Raises:
-        ParamError: a name is none of the model's, an input gets nothing, or a column is not a feature.
+        ParamError: a name is not an input of the model, an input has no column, or a column is not a feature.
     """
     unknown = [name for name in inputs if name not in names]
     if unknown:
         raise ParamError(f"inputs names {unknown[0]!r}, which is not an input of the model: {list(names)}.")
     used = [name for name in names if name in inputs]
-    missing = [name for place, name in enumerate(names) if name not in inputs and place < max(needed, len(used))]
+    missing = [name for index, name in enumerate(names) if name not in inputs and index < max(needed, len(used))]
     if missing:
         raise ParamError(
             f"inputs has no column for the model's input {missing[0]!r}. Add one; the model's inputs are {list(names)}."
         )
-    found = [(name, _specs(inputs[name].columns, columns)) for name in used]
+    resolved = [(name, _specs(inputs[name].columns, columns)) for name in used]
     return [
-        (name, replace(inputs[name], columns=tuple(column.name for column in specs)), specs) for name, specs in found
+        (name, replace(inputs[name], columns=tuple(column.name for column in specs)), specs) for name, specs in resolved
     ]
 
 
 def _specs(names: Sequence[str], columns: Sequence[ColumnSpec]) -> list[ColumnSpec]:
-    """The feature columns of these names; of a struct, all of its fields."""
+    """Return the feature columns of these names; for a struct, all of its fields."""
     by_name = {column.name: column for column in columns}
-    found: list[ColumnSpec] = []
+    specs: list[ColumnSpec] = []
     for name in names:
         fields = [column for column in columns if column.name.startswith(f"{name}.")] if name not in by_name else []
         if name not in by_name and not fields:
             raise ParamError(f"inputs names the column {name!r}, which is not a feature column: {list(by_name)}.")
-        found += fields or [by_name[name]]
-    return found
+        specs += fields or [by_name[name]]
+    return specs
 
 
 def refuse_input_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:
-    """Refuse a second way to say how the inputs are shaped.
+    """Refuse ``input_shapes`` in addition to ``inputs``.
 
     Raises:
-        ParamError: it is given.
+        ParamError: ``input_shapes`` is set.
     """
     if input_shapes is not None:
         raise ParamError(
@@ -106,17 +106,17 @@ def refuse_input_shapes(input_shapes: Sequence[Sequence[int]] | None) -> None:
         )
 
 
-def _one(what: str, value: Any) -> NamedInput:
+def _parsed_input(what: str, value: Any) -> NamedInput:
     if isinstance(value, NamedInput):
         return value
-    given = value if isinstance(value, Mapping) else {"columns": value}
-    columns = given.get("columns")
+    fields = value if isinstance(value, Mapping) else {"columns": value}
+    columns = fields.get("columns")
     columns = (columns,) if isinstance(columns, str) else columns
-    if set(given) - set(_KEYS) or not columns or not all(isinstance(column, str) for column in columns):
+    if set(fields) - set(_KEYS) or not columns or not all(isinstance(column, str) for column in columns):
         raise ParamError(f"{what}={value!r} must be a column, a list of columns, or a dict with {', '.join(_KEYS)}.")
     try:
-        shape = None if given.get("shape") is None else tuple(int(size) for size in given["shape"])
-        dtype = None if given.get("dtype") is None else _dtype_name(given["dtype"])
+        shape = None if fields.get("shape") is None else tuple(int(size) for size in fields["shape"])
+        dtype = None if fields.get("dtype") is None else _dtype_name(fields["dtype"])
     except (TypeError, ValueError) as error:
         raise ParamError(
             f"{what}={value!r} has an invalid shape or dtype ({error}). shape must be a list of sizes, and dtype a "
@@ -127,5 +127,5 @@ def _one(what: str, value: Any) -> NamedInput:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """As frameworks write it: strings are ``"string"``."""
+    """Return the name that frameworks use; that of strings is ``"string"``."""
     return "string" if dtype in {"string", "str", str} else str(np.dtype(dtype).name)

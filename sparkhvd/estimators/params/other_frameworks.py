@@ -1,10 +1,10 @@
-"""Models, optimizers and losses of another framework than an estimator's: which estimator takes them."""
+"""Hints for models, optimizers and losses that belong to the estimator of another framework."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-# By the package of a class; known without importing any of them.
+# By the package of a class, so that no framework is imported.
 _FRAMEWORKS = {
     "keras": ("Keras", "KerasEstimator"),
     "lightning": ("Lightning", "LightningEstimator"),
@@ -13,20 +13,20 @@ _FRAMEWORKS = {
 }
 
 
-def framework_of(given: object) -> str | None:
-    """The package that an object, function or class comes from, as far as it is one of a framework with an estimator.
+def framework_of(value: object) -> str | None:
+    """Return the package of the framework that an object, function or class comes from; None if it is none of these.
 
-    A class of the user's comes from where its nearest base comes from.
+    A user's class belongs to the framework of its nearest base class.
     """
-    classes = given.__mro__ if isinstance(given, type) else type(given).__mro__
-    modules = [getattr(given, "__module__", None), *(each.__module__ for each in classes)]
+    classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    modules = [getattr(value, "__module__", None), *(base.__module__ for base in classes)]
     packages = (str(module).partition(".")[0] for module in modules)
     return next((package for package in packages if package in _FRAMEWORKS), None)
 
 
-def estimator_hint(given: object, own: Collection[str]) -> str:
-    """A sentence that names the estimator for an object of a framework that is none of ``own``; else nothing."""
-    framework = framework_of(given)
+def estimator_hint(value: object, own: Collection[str]) -> str:
+    """Return a sentence that names the estimator for an object of a framework outside ``own``; else an empty string."""
+    framework = framework_of(value)
     if framework is None or framework in own:
         return ""
     name, estimator = _FRAMEWORKS[framework]

@@ -1,4 +1,4 @@
-"""Values of NumPy's as Python's own."""
+"""Conversion of NumPy values to plain Python values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def plain(value: Any) -> Any:
-    """``value`` with Python's numbers and lists for those of NumPy, as ``numpy.logspace`` makes them for a grid."""
+    """Convert NumPy numbers and arrays in ``value``, such as those of ``numpy.logspace`` for a grid, to Python's."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if type(value) in {list, tuple}:

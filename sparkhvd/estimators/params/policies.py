@@ -1,6 +1,6 @@
-"""What a run decides after every epoch, from its history alone: whether to stop, and which epoch was the best.
+"""Policies that a run applies to its history after every epoch: whether to stop, and which epoch was the best.
 
-The history is the same on every rank, and so are the decisions.
+The history is the same on every rank, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends a training that has stopped getting better.
+    """Ends a training that no longer improves.
 
     Attributes:
-        monitor: what is watched: ``loss``, the name of a metric, or either with ``val_`` before it.
+        monitor: the monitored metric: ``loss``, the name of a metric, or either with the prefix ``val_``.
         patience: epochs without an improvement after which the training ends.
-        min_delta: what an improvement is at least.
-        mode: ``min`` where less is better, else ``max``.
+        min_delta: the smallest change that counts as an improvement.
+        mode: ``min`` if less is better, else ``max``.
     """
 
     monitor: str = "val_loss"
@@ -47,21 +47,21 @@ class EarlyStopping:
             )
 
     def ends(self, history: Sequence[EpochRecord]) -> bool:
-        """Whether the training ends after these epochs."""
+        """Return whether the training ends after these epochs."""
         best = best_epoch(history, self.monitor, self.mode, self.min_delta)
         return len(history) - 1 - (-1 if best is None else best) >= self.patience
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Which states of a run are kept, and which one is returned.
+    """Which checkpoints of a run are kept, and which epoch's model is returned.
 
     Attributes:
-        every_steps: training steps between checkpoints within an epoch; None makes them at the end of epochs only.
-        keep: how many of the last epochs' checkpoints stay in the Store.
-        best: the metric (named as in ``EarlyStopping``) by which the best epoch's model is kept and returned; None
-            returns the last epoch's.
-        mode: ``min`` where less of ``best`` is better, else ``max``.
+        every_steps: training steps between checkpoints within an epoch; None checkpoints at the end of epochs only.
+        keep: number of checkpoints of the last epochs that stay in the Store.
+        best: the metric (named as in ``EarlyStopping``) that selects the best epoch, whose model is kept and returned;
+            None returns the last epoch's.
+        mode: ``min`` if less of ``best`` is better, else ``max``.
     """
 
     every_steps: int | None = None
@@ -79,32 +79,32 @@ class Checkpoints:
             )
 
     def best_epoch(self, history: Sequence[EpochRecord], gone: Collection[int] = ()) -> int | None:
-        """The epoch whose model is returned, none of those that are ``gone``; None for the last."""
+        """Return the epoch whose model is returned, except those in ``gone``; None for the last."""
         return None if self.best is None else best_epoch(history, self.best, self.mode, gone=gone)
 
 
 def best_epoch(
     history: Sequence[EpochRecord], monitor: str, mode: Mode, min_delta: float = 0.0, gone: Collection[int] = ()
 ) -> int | None:
-    """The first epoch that no later one improved on by more than ``min_delta``; None while all values are NaN.
+    """Return the first epoch that no later one improved on by more than ``min_delta``; None while all values are NaN.
 
-    Those that are ``gone`` do not count.
+    Epochs in ``gone`` do not count.
     """
     best, value = None, math.inf
     for index, record in enumerate(history):
         if index in gone:
             continue
-        found = metric_value(record, monitor) * (1 if mode == "min" else -1)
-        if found < value - min_delta or (best is None and not math.isnan(found)):
-            best, value = index, found
+        current = metric_value(record, monitor) * (1 if mode == "min" else -1)
+        if current < value - min_delta or (best is None and not math.isnan(current)):
+            best, value = index, current
     return best
 
 
 def metric_value(record: EpochRecord, monitor: str) -> float:
-    """The value of a metric in an epoch.
+    """Return the value of a metric in an epoch.
 
     Raises:
-        ParamError: the epoch has no such metric.
+        ParamError: the epoch does not report this metric.
     """
     values = {**record.train, **{f"val_{name}": value for name, value in record.validation.items()}}
     if monitor not in values:
@@ -113,25 +113,25 @@ def metric_value(record: EpochRecord, monitor: str) -> float:
 
 
 def monitored_metrics(params: Mapping[str, Any]) -> dict[str, str]:
-    """The metrics that the run looks at, by the parameter that says so."""
+    """Return the metrics that the run monitors, by parameter."""
     by_callback = params.get("checkpoint_callback") is not None
-    found = {
+    monitors = {
         "early_stopping": getattr(params.get("early_stopping"), "monitor", None),
         "checkpoint_callback" if by_callback else "checkpoints": getattr(params.get("checkpoints"), "best", None),
         "lr_scheduler": getattr(params.get("lr_scheduler"), "monitor", None),
     }
-    return {name: monitor for name, monitor in found.items() if monitor is not None}
+    return {name: monitor for name, monitor in monitors.items() if monitor is not None}
 
 
 def check_monitored(params: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuse to watch a metric that no epoch will report.
+    """Refuse to monitor a metric that no epoch will report.
 
     Args:
         params: of the estimator.
-        names: what is measured on training rows; with ``val_`` before it, on those of the validation.
+        names: the metrics of the training; with the prefix ``val_``, also those of the validation.
 
     Raises:
-        ParamError: the message names the nearest one.
+        ParamError: the message names the nearest metric.
     """
     known = [*names, *(f"val_{name}" for name in names)]
     for parameter, monitor in monitored_metrics(params).items():

@@ -1,4 +1,4 @@
-"""Shapes as users write them."""
+"""Shapes in the form that users write them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from sparkhvd.errors import ParamError
 
 
 def row_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape of one row from one that may begin with -1 for the rows."""
+    """Return the shape of one row, without a leading -1 for the rows."""
     return tuple(shape[1:]) if shape and shape[0] == -1 else tuple(shape)
 
 
 def check_input_shapes(shapes: Sequence[Sequence[int]], columns: Sequence[str]) -> None:
-    """Refuse ``input_shapes`` that are not one per feature column.
+    """Refuse ``input_shapes`` without exactly one shape per feature column.
 
     Raises:
-        ParamError: there are more or fewer.
+        ParamError: the numbers differ.
     """
     if len(shapes) != len(columns):
         raise ParamError(

@@ -1,1 +1,1 @@
-"""Runs in a Store: what identifies one, who may train it, and whether it can be resumed."""
+"""Runs in a Store: their identity, the lease of the fit that trains one, and the check before one is resumed."""

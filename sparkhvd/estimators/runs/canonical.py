@@ -1,4 +1,4 @@
-"""What a parameter is made of, in words that every process finds for it: no addresses, hashes or orders of a set."""
+"""The canonical form of a parameter, equal in every process: without addresses, hashes or the order of a set."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ import numpy as np
 from sparkhvd.errors import ParamError
 from sparkhvd.estimators.runs.function_globals import code_names, globals_of, imports_of, module_is_installed
 
-# Keras' at the end of a name, or of one in the path of a variable.
+# The number that Keras appends to a name, or to a name in the path of a variable.
 AUTOMATIC_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 def canonical_form(value: Any, name: str = "a parameter", *, weights: bool = False) -> Any:
-    """Return what JSON can say of a value, the same in every process.
+    """Return the JSON form of a value, equal in every process.
 
-    A model counts with its structure, code and plain attributes and the shapes of its weights; an optimizer also with
-    what it keeps of the steps that it has taken.
+    A model is represented by its structure, code, plain attributes and the shapes of its weights; an optimizer also by
+    the state of its past steps.
 
     Args:
         value: the value.
-        name: what it is called in the message.
+        name: its name in the error message.
         weights: whether the values of a model's weights count, too.
 
     Raises:
-        ParamError: it holds something that cannot be told.
+        ParamError: the content of an object in the value cannot be determined.
     """
     return _CanonicalForm(name, weights=weights).of(value)
 
 
 class _CanonicalForm:
-    """One description; what comes in it a second time is named by its place."""
+    """The form of one value; an object that occurs again is represented by its index."""
 
     def __init__(self, name: str, *, weights: bool) -> None:
         self._parameter = name
         self._weights = weights
         self._seen: dict[int, int] = {}
-        self._kept_alive: list[Any] = []  # an id is one object's own only while that lives
-        self._seen_attributes: set[tuple[int, str]] = set()  # names of the user's modules, by the module's id
+        self._kept_alive: list[Any] = []  # an id is unique only while its object lives
+        self._seen_attributes: set[tuple[int, str]] = set()  # names in the user's modules, by the module's id
 
     def of(self, value: Any) -> Any:
-        """The description of a value."""
+        """Return the form of a value."""
         if value is None or isinstance(value, bool | int | float | str):
             return value if type(value).__module__ == "builtins" else [_qualified_name(type(value)), str(value)]
         if isinstance(value, np.generic | np.ndarray) or _is_tensor(value):
@@ -81,12 +81,12 @@ class _CanonicalForm:
         return [*(self.of(item) for item in value), *self._of_own_kind(value)]
 
     def _of_own_kind(self, value: Any) -> list[Any]:
-        """What a collection of a class of the user's has beside its items: code and attributes."""
+        """Return the code and attributes of a collection whose class the user wrote."""
         kind = type(value)
         return [] if module_is_installed(kind.__module__) else [["kind", self.of(kind), self.of(_attributes(value))]]
 
     def _of_array(self, value: Any) -> Any:
-        """Numbers, by their digest; a scalar as it is."""
+        """Return the digest of an array's numbers; a scalar unchanged."""
         if callable(dense := getattr(value, "to_dense", None)):
             value = dense()
         if callable(detach := getattr(value, "detach", None)):
@@ -113,7 +113,7 @@ class _CanonicalForm:
         if callable(getattr(value, "named_parameters", None)):
             return self._of_torch_module(value)
         if isinstance(groups := getattr(value, "param_groups", None), list):
-            shapes = [[list(each.shape) for each in group["params"]] for group in groups]
+            shapes = [[list(weight.shape) for weight in group["params"]] for group in groups]
             plain = [{name: item for name, item in group.items() if name != "params"} for group in groups]
             return [self.of(type(value)), shapes, self.of(plain), *self._of_torch_state(value, groups)]
         if callable(getattr(value, "get_config", None)):
@@ -121,12 +121,12 @@ class _CanonicalForm:
         return self._of_parts(value)
 
     def _of_torch_state(self, value: Any, groups: list[dict[str, Any]]) -> list[Any]:
-        """What an optimizer keeps of each parameter, once it has trained; nothing before."""
+        """Return an optimizer's state of each parameter; empty before its first step."""
         state = getattr(value, "state", None) or {}
-        return [[self.of(state.get(each)) for group in groups for each in group["params"]]] if state else []
+        return [[self.of(state.get(weight)) for group in groups for weight in group["params"]]] if state else []
 
     def _of_parts(self, value: Any) -> Any:
-        """Any other object, by what pickle would make it of again."""
+        """Return the form of any other object, by the parts from which pickle would rebuild it."""
         try:
             by_table = copyreg.dispatch_table.get(type(value))
             parts = by_table(value) if by_table is not None else value.__reduce_ex__(2)
@@ -143,7 +143,7 @@ class _CanonicalForm:
         return [self.of(type(value)), self.of(items)]
 
     def _of_function(self, value: FunctionType) -> Any:
-        """The name of what is installed; of the user's the code and everything that it takes from around it."""
+        """Return the name of an installed function; for a user's function also its code and all that this refers to."""
         code: list[Any] = []
         if not module_is_installed(value.__module__):
             taken = {name: self._of_global(item, value.__code__) for name, item in globals_of(value).items()}
@@ -158,37 +158,37 @@ class _CanonicalForm:
         ]
 
     def _of_global(self, value: Any, code: CodeType) -> Any:
-        """What code takes by a name of its module; of a module of the user's, what the code may take from that."""
+        """Return the form of a global that code reads; for a user's module also its attributes that the code names."""
         if not isinstance(value, ModuleType) or module_is_installed(value.__name__):
             return self.of(value)
-        described_module = self.of(value)
+        module_form = self.of(value)
         named = [name for name in code_names(code) if name in vars(value)]
-        found = {name: vars(value)[name] for name in named if (id(value), name) not in self._seen_attributes}
-        self._seen_attributes |= {(id(value), name) for name in found}
-        return [described_module, [(name, self._of_global(item, code)) for name, item in sorted(found.items())]]
+        attributes = {name: vars(value)[name] for name in named if (id(value), name) not in self._seen_attributes}
+        self._seen_attributes |= {(id(value), name) for name in attributes}
+        return [module_form, [(name, self._of_global(item, code)) for name, item in sorted(attributes.items())]]
 
     def _of_cell(self, cell: CellType) -> Any:
         try:
             content = cell.cell_contents
-        except ValueError:  # what the name stands for comes later, or never
+        except ValueError:  # an empty cell: its variable is assigned later, or never
             return []
         return [self.of(content)]
 
     def _of_class(self, value: type) -> Any:
-        """The name of what is installed, the code of what the user wrote."""
+        """Return the name of an installed class, and the code of a class that the user wrote."""
         if module_is_installed(value.__module__):
             return _qualified_name(value)
         parts: list[Any] = []
         for name, item in sorted(vars(value).items()):
-            found = [part for each in _ACCESSORS if (part := getattr(item, each, None)) is not None]
-            for part in found if found and isinstance(item, _HOLDERS) else [item]:
+            functions = [part for accessor in _ACCESSORS if (part := getattr(item, accessor, None)) is not None]
+            for part in functions if functions and isinstance(item, _HOLDERS) else [item]:
                 if isinstance(part, FunctionType) or not name.startswith("__"):
-                    parts += [[name, told] for told in self._if_describable(part)]
+                    parts += [[name, form] for form in self._if_describable(part)]
         kind = [] if module_is_installed(type(value).__module__) else [self.of(type(value))]
         return [_qualified_name(value), parts, [self.of(base) for base in value.__bases__], *kind]
 
     def _if_describable(self, value: Any) -> list[Any]:
-        """The description of what lies beside: a lock or a cache that cannot be told does not count."""
+        """Return the form of an attribute in a list; empty for a lock or a cache, whose content does not count."""
         try:
             return [self.of(value)]
         except ParamError:
@@ -199,37 +199,37 @@ class _CanonicalForm:
             (name, self._of_tensor(weight, exact=self._weights), weight.requires_grad)
             for name, weight in value.named_parameters()
         ]
-        # A loss has no weights, and numbers that matter; a model's may be drawn anew whenever a script starts.
+        # Without weights it is a loss, whose buffers matter; a model's buffers may differ whenever a script starts.
         exact = self._weights or not weights
         buffers = [(name, self._of_tensor(buffer, exact=exact)) for name, buffer in value.named_buffers()]
         modules = [(name, self._of_one_module(module, exact=exact)) for name, module in value.named_modules()]
         return [modules, weights, buffers]
 
     def _of_one_module(self, module: Any, *, exact: bool) -> Any:
-        found: dict[str, Any] = {}
+        forms: dict[str, Any] = {}
         inner = _names_of_frameworks(type(module))
         for name, item in sorted(vars(module).items()):
             if name == "training" or (name in inner and name != "_hparams" and not _is_plain(item)):
                 continue
             if _is_tensor(item):
-                found[name] = self._of_tensor(item, exact=exact)
+                forms[name] = self._of_tensor(item, exact=exact)
             elif name.startswith("_"):
-                found[name] = self._if_describable(item)
+                forms[name] = self._if_describable(item)
             else:
-                found[name] = self.of(item)
+                forms[name] = self.of(item)
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             if hooks := list(getattr(module, name, {}).values()):
-                found[name] = [self._if_describable(hook) for hook in hooks]
+                forms[name] = [self._if_describable(hook) for hook in hooks]
         script = getattr(module, "code", None)
         forward = getattr(type(module), "forward", None)
         code = script if isinstance(script, str) else forward.__code__ if isinstance(forward, FunctionType) else None
-        return [self.of(type(module)), _code(code) if isinstance(code, CodeType) else code, sorted(found.items())]
+        return [self.of(type(module)), _code(code) if isinstance(code, CodeType) else code, sorted(forms.items())]
 
     def _of_tensor(self, value: Any, *, exact: bool) -> Any:
         return self._of_array(value) if exact else [str(value.dtype), list(value.shape)]
 
     def _of_keras(self, value: Any) -> Any:
-        """The configuration, and what it leaves out: the function of a loss or a layer and its arguments."""
+        """Return the configuration and what it leaves out: the function of a loss or a layer and its arguments."""
         try:
             config = value.get_config()
         except NotImplementedError as error:
@@ -239,38 +239,41 @@ class _CanonicalForm:
                 "Define get_config, or pass a run_id instead."
             ) from error
         own = vars(value)
-        layers = [each for each in _layers(value) if each is not value]
+        layers = [layer for layer in _layers(value) if layer is not value]
         return [
             self.of(type(value)),
             self.of(_renumbered({"class_name": type(value).__name__, "config": config})),
             [self.of(own.get(name)) for name in ("fn", "_fn", "_fn_kwargs", "function")],
             [self.of(getattr(value, name, None)) for name in ("optimizer", "loss") if layers],
-            [[self.of(type(each)), self.of(vars(each).get("function")), self._of_user_code(each)] for each in layers],
+            [
+                [self.of(type(layer)), self.of(vars(layer).get("function")), self._of_user_code(layer)]
+                for layer in layers
+            ],
             self._of_user_code(value),
             self.of(getattr(own.get("_compile_metrics"), "_user_metrics", None)),
             [
-                (self._of_tensor(each, exact=self._weights), bool(each.trainable))
-                for each in getattr(value, "weights", ())
+                (self._of_tensor(weight, exact=self._weights), bool(weight.trainable))
+                for weight in getattr(value, "weights", ())
             ],
             *self._of_keras_state(value),
         ]
 
     def _of_user_code(self, value: Any) -> list[Any]:
-        """What the user wrote for an object of Keras, of which a configuration has the name at most."""
-        found = {name: item for name, item in sorted(vars(value).items()) if _is_user_code(item)}
+        """Return the user's code in a Keras object, which a configuration names at most."""
+        attributes = {name: item for name, item in sorted(vars(value).items()) if _is_user_code(item)}
         if not module_is_installed(type(value).__module__):
             inner = _names_of_frameworks(type(value))
-            found |= {
+            attributes |= {
                 name: item
                 for name, item in sorted(vars(value).items())
                 if not name.startswith("_") and name not in inner and _is_plain(item)
             }
-        return [(name, self._if_describable(item)) for name, item in sorted(found.items())]
+        return [(name, self._if_describable(item)) for name, item in sorted(attributes.items())]
 
     def _of_keras_state(self, value: Any) -> list[Any]:
-        """The variables of an optimizer, once it has trained; nothing before."""
+        """Return the variables of a Keras optimizer; empty before its first step."""
         trained = callable(getattr(value, "apply_gradients", None)) and int(value.iterations.numpy()) > 0
-        return [[self._of_array(each) for each in value.variables]] if trained else []
+        return [[self._of_array(variable) for variable in value.variables]] if trained else []
 
     _by_type: ClassVar[dict[Any, Callable[[_CanonicalForm, Any], Any]]] = {
         (complex, range, slice, bytes, bytearray, type(...)): lambda _, value: repr(value),
@@ -287,23 +290,23 @@ class _CanonicalForm:
     }
 
 
-# What holds functions in a class, and where; the functions count by themselves.
+# The descriptors that hold functions in a class, and the attributes that hold them; only the functions count.
 _HOLDERS = (property, classmethod, staticmethod, functools.cached_property)
 _ACCESSORS = ("__func__", "fget", "fset", "fdel", "func")
 
 
 def _names_of_frameworks(kind: type) -> frozenset[str]:
-    """The attributes that installed base classes give their objects."""
+    """Return the names of the attributes that installed base classes set on their objects."""
     codes = (
-        found.__code__
+        init.__code__
         for base in kind.__mro__
-        if module_is_installed(base.__module__) and isinstance(found := vars(base).get("__init__"), FunctionType)
+        if module_is_installed(base.__module__) and isinstance(init := vars(base).get("__init__"), FunctionType)
     )
     return frozenset(name for code in codes for name in (*code_names(code), *code.co_consts) if isinstance(name, str))
 
 
 def _renumbered(config: Any) -> Any:
-    """A Keras configuration whose automatic names begin at 0: Keras counts on in a process."""
+    """Return a Keras configuration whose automatic names begin at 0, because Keras counts per process."""
     names: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for name, base in _automatic_names(config):
@@ -324,7 +327,7 @@ def _renumbered(config: Any) -> Any:
 
 
 def _automatic_names(part: Any) -> Iterator[tuple[str, str]]:
-    """The names that Keras made from those of classes, in order, and what they are without their number."""
+    """Yield the names that Keras derived from class names, in order, with and without their number."""
     if isinstance(part, Mapping):
         own = part.get("config")
         name = str(own.get("name")) if isinstance(own, Mapping) else ""
@@ -341,7 +344,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _is_user_code(value: Any) -> bool:
-    """Whether the user wrote the code of a value; a layer of Keras counts by itself."""
+    """Return whether the user wrote the code of a value; Keras layers have forms of their own."""
     if isinstance(value, functools.partial):
         return _is_user_code(value.func)
     if isinstance(value, list | tuple):
@@ -354,8 +357,8 @@ def _is_user_code(value: Any) -> bool:
 
 
 def _layers(value: Any) -> list[Any]:
-    found = getattr(value, "_flatten_layers", None)  # Keras has no public way to walk
-    return list(found()) if callable(found) else []
+    flatten = getattr(value, "_flatten_layers", None)  # Keras has no public iterator over nested layers
+    return list(flatten()) if callable(flatten) else []
 
 
 def _code(code: CodeType) -> list[Any]:
@@ -364,12 +367,12 @@ def _code(code: CodeType) -> list[Any]:
 
 
 def _constant(value: Any) -> Any:
-    # The order of a set of texts differs between processes.
+    # The order of a set of strings differs between processes.
     return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number or a text, or made of such."""
+    """Return whether a value is a number, a string, or a collection of these."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -378,7 +381,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether it is a tensor of torch or TensorFlow, or a variable of Keras."""
+    """Return whether a value is a tensor of PyTorch or TensorFlow, or a Keras variable."""
     return not isinstance(value, type) and all(hasattr(value, name) for name in ("numpy", "dtype", "shape"))
 
 

@@ -1,4 +1,4 @@
-"""What the code of a function takes from around it: the names of its module, and modules that it imports itself."""
+"""The dependencies of a function's code: the globals that it reads, and the modules that it imports itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sparkhvd.driver.user_code.user_modules import codes, import_graph, imported
 
 
 def code_names(code: CodeType) -> list[str]:
-    """All names in a function's code, also those of attributes."""
-    return list(dict.fromkeys(name for each in codes(code) for name in each.co_names))
+    """Return all names in a function's code, including those of attributes."""
+    return list(dict.fromkeys(name for part in codes(code) for name in part.co_names))
 
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
-    """The names of its module that a function reads, with what they stand for."""
+    """Return the globals that a function reads, with their values."""
     read = {
         str(step.argval)
         for code in codes(function.__code__)
@@ -28,20 +28,20 @@ def globals_of(function: FunctionType) -> dict[str, Any]:
 
 
 def imports_of(function: FunctionType) -> list[tuple[str, str]]:
-    """The modules of the user's that a function imports when it runs, with all that they import and their digests."""
+    """Return the user's modules that a function imports when it runs, directly or indirectly, with their digests."""
     graph = import_graph(imported_when_called(function))
     return sorted((name, module.digest) for name, (module, _) in graph.items())
 
 
 def module_is_installed(module: str | None) -> bool:
-    """Whether a module comes with Python, from a package, or from here; its version counts no more than theirs."""
-    if not isinstance(module, str):  # as of a function that exec made
+    """Return whether a module belongs to Python, to an installed package or to sparkhvd; versions do not count."""
+    if not isinstance(module, str):  # a function that exec made has none
         return False
     package = module.partition(".")[0]
-    found = sys.modules.get(module) or sys.modules.get(package)
-    if found is None or module == "__main__":
+    loaded = sys.modules.get(module) or sys.modules.get(package)
+    if loaded is None or module == "__main__":
         return False
-    file = getattr(found, "__file__", None)
+    file = getattr(loaded, "__file__", None)
     if file is None or package == __name__.partition(".")[0]:
         return True
     return is_installed(Path(file))

@@ -1,4 +1,4 @@
-"""Whether a run can go on with the model that is given: said on the driver, before any job."""
+"""The check on the driver, before any job, that a run can be resumed with this fit's model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from sparkhvd.errors import ParamError
 
-Shape = tuple[int, ...] | None  # None where it becomes known in the training
+Shape = tuple[int, ...] | None  # None if only the training determines it
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a checkpoint and the model that goes on from it must have in common.
+    """The facts that a checkpoint and the model that resumes from it must share.
 
     Attributes:
-        framework: that trains it.
-        optimizer: its class; empty where the ranks alone know.
-        weights: the shape of every one, by name.
+        framework: the framework that trains the model.
+        optimizer: its class; empty if only the ranks know it.
+        weights: the shape of every weight, by name.
     """
 
     framework: str
@@ -26,27 +26,27 @@ class ModelFacts:
     weights: Mapping[str, Shape] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON knows it."""
+        """Return the facts as JSON types."""
         return asdict(self)
 
 
 def facts_from_json(content: dict[str, Any]) -> ModelFacts:
-    """The inverse of ``ModelFacts.to_json``."""
+    """Create the facts from the output of ``ModelFacts.to_json``."""
     shapes = {name: None if shape is None else tuple(shape) for name, shape in content["weights"].items()}
     return ModelFacts(content["framework"], content["optimizer"], shapes)
 
 
 def check_resumable(run_id: str, where: str, before: ModelFacts, now: ModelFacts) -> None:
-    """Refuse to go on from a checkpoint of another model.
+    """Refuse to resume from a checkpoint of another model.
 
     Args:
         run_id: of the run.
-        where: the checkpoint.
-        before: what was trained.
-        now: what is to be trained.
+        where: URL of the checkpoint.
+        before: the facts of the checkpoint.
+        now: the facts of this fit's model.
 
     Raises:
-        ParamError: they differ.
+        ParamError: the facts differ.
     """
     if difference := _difference(before, now):
         raise ParamError(

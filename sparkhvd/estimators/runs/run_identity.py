@@ -1,8 +1,8 @@
-"""What a fit is about, so that a later one with the same content finds its run: ``resume="auto"``.
+"""The identity of a run, by which ``resume="auto"`` finds the run of an earlier fit with the same content.
 
-Whatever changes the model that comes back is part of the identity. The id of a run is made of two digests: one of
-everything but the values of the model's first weights, and one of these. Runs that differ in these values alone are
-noted beside each other, so that a script that draws its weights anew is told why it begins a new run.
+Everything that changes the returned model is part of the identity. A run id consists of two digests: one without and
+one with the values of the model's initial weights. The Store records runs that differ only in these values together,
+so that a script that draws its weights anew gets a warning about why it starts a new run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Counts(Enum):
     NEVER = "it changes what is shown, kept or used, not the model"
 
 
-# Every parameter of every estimator; one that is missing here counts always.
+# Every parameter of every estimator; a parameter that is missing here always counts.
 DECISIONS: Mapping[str, Counts] = MappingProxyType(
     {
-        # None leaves the number of ranks to the cluster, and out of the identity.
+        # num_proc=None leaves the number of ranks to the cluster, and out of the identity.
         **dict.fromkeys(("num_proc", "backend", "backend_env"), Counts.ALWAYS),
-        # Which rows there are, and in which order they come.
+        # The rows and their order.
         **dict.fromkeys(
             (
                 "data", "feature_cols", "inputs", "label_cols", "sample_weight_col", "validation", "sparse_cols",
@@ -53,7 +53,7 @@ DECISIONS: Mapping[str, Counts] = MappingProxyType(
             ),
             Counts.ALWAYS,
         ),
-        # How the model is trained, and which epoch's model comes back.
+        # The training, and the epoch whose model is returned.
         **dict.fromkeys(
             (
                 "model", "optimizer", "loss", "loss_constructors", "loss_weights", "metrics", "input_shapes",
@@ -77,7 +77,7 @@ DECISIONS: Mapping[str, Counts] = MappingProxyType(
 
 
 def _of_backend(backend: Any) -> Any:
-    """The number of ranks and their environment; who starts them does not matter."""
+    """Return the number of ranks and their environment; the launcher does not count."""
     if isinstance(backend, str):
         return None
     if isinstance(backend, SparkBackend):
@@ -85,8 +85,8 @@ def _of_backend(backend: Any) -> Any:
     return backend.num_processes()
 
 
-# What counts of a parameter, where that is not all of it.
-_WHAT_COUNTS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
+# The part of a parameter that counts, if it is not the whole value.
+_COUNTING_PARTS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "backend": _of_backend,
         "checkpoints": lambda policy: [policy.best, policy.mode] if isinstance(policy, Checkpoints) else policy,
@@ -97,17 +97,17 @@ _WHAT_COUNTS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 def run_id_by_content(
     kind: str, df: DataFrame, selection: Selection, params: Mapping[str, Any], mapped: Collection[str] = ()
 ) -> str:
-    """Return a run id that only fits with the same rows, parameters, model and optimizer share.
+    """Return a run id that is shared only by fits with the same rows, parameters, model and optimizer.
 
     Args:
         kind: the class of the estimator.
         df: the rows.
-        selection: what of them is trained on.
+        selection: the columns and rows that are trained on.
         params: by name.
-        mapped: the parameters that this fit has from a map, as in ``fit(df, [{...}, {...}])``.
+        mapped: the parameters that a parameter map sets for this fit, as in ``fit(df, [{...}, {...}])``.
 
     Raises:
-        ParamError: the rows, or a parameter, cannot be recognised.
+        ParamError: the content of the rows or of a parameter cannot be determined.
     """
     rows = fingerprint(df, selection, caches=False)
     if rows is None:
@@ -127,7 +127,7 @@ def run_id_by_content(
 
 
 def note_run(store: Store, run_id: str) -> None:
-    """Note that a run exists; warn where there are others that differ in the model's first weights alone."""
+    """Record that a run exists; warn if others differ from it only in the model's initial weights."""
     alike, this = layout.alike_folder(run_id), layout.alike_path(run_id)
     noted = store.list(alike)
     if this in noted:
@@ -151,4 +151,4 @@ def _counts(name: str, mapped: Collection[str]) -> bool:
 
 
 def _counted(name: str, value: Any) -> Any:
-    return _WHAT_COUNTS[name](value) if name in _WHAT_COUNTS else value
+    return _COUNTING_PARTS[name](value) if name in _COUNTING_PARTS else value

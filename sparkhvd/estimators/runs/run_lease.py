@@ -1,18 +1,18 @@
-"""Who trains a run: one fit at a time, and of several writers the last one only.
+"""The lease of a run: one fit trains it at a time, and only the last of several writers owns it.
 
-Every writer of a run claims the next number, its *token*, by publishing a file of that number, which a Store lets
-exactly one do. The highest token owns the run. The driver claims one when a fit begins, and rank 0 another one, on
-behalf of the same fit, whenever the ranks start. Checkpoints carry the token in their names. After a claim the owner
-notes which checkpoints it inherits; nobody ever reads one that is neither inherited nor the owner's own. So a writer
-that was suspended in the middle of a write can still add a file, but no longer to the run.
+Every writer of a run claims the next number, its *token*, by publishing a file with that number. A Store lets exactly
+one writer publish a file. The highest token owns the run. The driver claims a token when a fit begins, and rank 0
+claims another for the same fit whenever the ranks start. Checkpoints carry the token in their names. After a claim the
+owner records which checkpoints it inherits; every reader ignores a checkpoint that is neither inherited nor the
+owner's. So a writer that was suspended in the middle of a write can still add a file, but not to the run.
 
-A writer looks for a higher token before it publishes, and once more before it deletes. The owner lists what it
-inherits after its claim. Thus whoever deletes a checkpoint has published the next one before that claim, and it is
-inherited.
+A writer looks for a higher token before it publishes, and again before it deletes. The owner lists the inherited
+checkpoints after its claim. So a writer that deletes a checkpoint has published the next one before that claim, and
+the owner inherits it.
 
-A fit is refused while another one of the same run lives. On the same machine that is known from the process. Elsewhere
-the driver of the fit renews a file, the *beat*; a fit that does not renew it for ``SILENT_SECONDS``, by the clock of
-the one that waits, is taken to be dead. Clocks of different machines are never compared.
+A fit is refused while another fit of the same run is alive. On the same machine, the process answers that. Elsewhere,
+the driver of the fit renews a file, the *beat*. The fit is presumed dead if it does not renew the beat for
+``SILENT_SECONDS`` by the waiting driver's clock. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ logger = logging.getLogger(__name__)
 SILENT_SECONDS = 60.0
 RENEW_SECONDS = 10.0
 _POLL_SECONDS = 1.0
-_active_fits: set[str] = set()  # the names of this process's fits that have not ended
+_active_fits: set[str] = set()  # the names of the fits that run in this process
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The fit that trains a run, as its claims say.
+    """The fit that trains a run, as its claims record it.
 
     Attributes:
-        name: of this fit alone.
+        name: unique name of the fit.
         machine: identifies the machine of its driver, and the container on it.
         pid: the driver's process.
-        started: when that process started, in the kernel's own count.
-        host: the machine's name, to be shown.
-        since: when the fit began, to be shown.
+        started: when that process started, in the kernel's clock ticks.
+        host: name of the machine, for messages.
+        since: when the fit began, for messages.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Holder:
 
 @dataclass(frozen=True)
 class Fence:
-    """The right to publish in a run, until somebody claims a higher token.
+    """The right to publish in a run until another writer claims a higher token.
 
     Attributes:
         store: where the run is kept.
-        run_id: names the run.
-        token: names this writer; 0 where nothing was claimed.
+        run_id: name of the run.
+        token: number of this writer; 0 if nothing was claimed.
     """
 
     store: Store
@@ -81,20 +81,20 @@ class Fence:
     token: int
 
     def check(self) -> None:
-        """Raise ``StoreError`` where another fit has taken the run over."""
+        """Raise ``StoreError`` if another fit has taken the run over."""
         if (last := _last_token(self.store, self.run_id)) > self.token:
             raise _taken_over(self.store, self.run_id, last)
 
 
 @dataclass(frozen=True)
 class RunLease:
-    """A driver's hold on a run.
+    """A driver's lease of a run.
 
     Attributes:
         store: where the run is kept.
-        run_id: names the run.
-        holder: who holds it.
-        token: what the fit claimed when it began; 0 before that.
+        run_id: name of the run.
+        holder: the fit that holds the lease.
+        token: the token that the fit claimed when it began; 0 before that.
     """
 
     store: Store
@@ -103,19 +103,19 @@ class RunLease:
     token: int = 0
 
     def check(self) -> None:
-        """Raise ``StoreError`` where another fit has taken the run over."""
+        """Raise ``StoreError`` if another fit has taken the run over."""
         last = _last_token(self.store, self.run_id)
         if _holder(self.store, self.run_id, last) != self.holder:
             raise _taken_over(self.store, self.run_id, last)
 
     def renew(self) -> None:
-        """Show other machines that the fit lives."""
+        """Show other machines that the fit is alive."""
         self.check()
         self._beat(uuid.uuid4().hex)
 
     def release(self) -> None:
         """Let the next fit begin at once."""
-        _active_fits.discard(self.holder.name)  # also where the Store cannot be written now
+        _active_fits.discard(self.holder.name)  # first, because the Store may fail
         last = _last_token(self.store, self.run_id)
         if _holder(self.store, self.run_id, last) != self.holder:
             self.store.delete(layout.beat_path(self.run_id, self.holder.name))
@@ -125,15 +125,15 @@ class RunLease:
             self._beat(_RELEASED)
 
     def _has_only_claims(self) -> bool:
-        """Whether the run consists of claims alone: the fit failed before its ranks started."""
+        """Return whether the run consists of claims only, because the fit failed before its ranks started."""
         holders = f"{layout.holders_folder(self.run_id)}/"
         return all(path.startswith(holders) for path in self.store.list(layout.run_folder(self.run_id)))
 
     def _forget(self) -> None:
-        """Remove the run. Nobody else has had a token of it, so that tokens may begin at 1 again.
+        """Remove the run. No other fit has had a token of it, so tokens may begin at 1 again.
 
-        The beat goes last: until then other fits are refused. Whoever claims the run after its claim is gone finds
-        files of its own only.
+        The beat is deleted last, because other fits are refused until then. A fit that claims the run after this claim
+        is deleted sees only its own files.
         """
         self.store.delete(layout.inheritance_path(self.run_id, self.token))
         self.store.delete(layout.claim_path(self.run_id, self.token))
@@ -149,10 +149,10 @@ _RELEASED = "released"
 
 @contextmanager
 def hold_run(store: Store, run_id: str) -> Iterator[RunLease]:
-    """Hold a run inside ``with``.
+    """Hold the lease of a run within the context.
 
     Raises:
-        ParamError: another fit trains it.
+        ParamError: another fit trains the run.
         StoreError: the Store cannot be read or written.
     """
     lease = acquire_lease(store, run_id)
@@ -164,7 +164,7 @@ def hold_run(store: Store, run_id: str) -> Iterator[RunLease]:
 
 
 def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_SECONDS) -> RunLease:
-    """Hold a run that nobody holds, or whose holder is dead; see ``hold_run``."""
+    """Acquire the lease of a run that is free or whose holder is dead; see ``hold_run``."""
     lease = RunLease(store, run_id, _this_process())
     lease._beat(uuid.uuid4().hex)  # noqa: SLF001  (of its own; a claim without a beat would look dead)
     _active_fits.add(lease.holder.name)
@@ -177,12 +177,12 @@ def acquire_lease(store: Store, run_id: str, *, silent_seconds: float = SILENT_S
             if _claim(store, run_id, last + 1, lease.holder):
                 return replace(lease, token=last + 1)
     except BaseException:
-        let_go(lease)  # it may have been claimed already
+        let_go(lease)  # the interruption may have come after the claim
         raise
 
 
 def claim_fence(store: Store, run_id: str, holder: Holder) -> Fence:
-    """Claim a token for ranks that have just started, so that earlier ones of the same fit can publish nothing more.
+    """Claim a token for ranks that have just started, so that earlier ranks of the same fit can no longer publish.
 
     Raises:
         StoreError: another fit has taken the run over.
@@ -196,7 +196,7 @@ def claim_fence(store: Store, run_id: str, holder: Holder) -> Fence:
 
 
 def owned_checkpoints(store: Store, run_id: str, paths: list[str]) -> list[str]:
-    """Those of a run's checkpoints that its present owner wrote or inherited."""
+    """Return the checkpoints of a run that its current owner wrote or inherited."""
     noted = [path for path in store.list(layout.claims_folder(run_id)) if layout.is_inheritance(path)]
     if not noted:
         return paths
@@ -207,7 +207,7 @@ def owned_checkpoints(store: Store, run_id: str, paths: list[str]) -> list[str]:
 
 
 def _claim(store: Store, run_id: str, token: int, holder: Holder) -> bool:
-    """Claim a token; False where another was faster."""
+    """Claim a token; return False if another writer claimed it first."""
     path = layout.claim_path(run_id, token)
     try:
         store.publish(path, json.dumps(asdict(holder)).encode())
@@ -222,7 +222,7 @@ def _claim(store: Store, run_id: str, token: int, holder: Holder) -> bool:
 
 
 def _forget_earlier(store: Store, run_id: str, token: int, holder: Holder) -> None:
-    """Remove what earlier claims left; the highest token always stays."""
+    """Remove the files of earlier claims; the highest token always stays."""
     beat = layout.beat_path(run_id, holder.name)
     for path in store.list(layout.holders_folder(run_id)):
         number = layout.token_of(path)
@@ -231,7 +231,7 @@ def _forget_earlier(store: Store, run_id: str, token: int, holder: Holder) -> No
 
 
 def _is_alive(store: Store, run_id: str, holder: Holder, silent_seconds: float) -> bool:
-    """Whether the fit still runs; of one on another machine, whether it shows so in time."""
+    """Return whether the fit still runs; on another machine, whether it renews its beat in time."""
     first = _read(store, layout.beat_path(run_id, holder.name))
     if first in {None, _RELEASED}:
         return False
