@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.compat.horovod import missing
 from sparkhvd.lightning.environment import RankEnvironment
-from sparkhvd.lightning.flavour import FlavourName, chosen, fabric, imported, package
+from sparkhvd.lightning.flavour import FlavourName, default_flavour, import_fabric, import_lightning, imported_flavours
 from sparkhvd.lightning.strategy import STRATEGY_NAME, RankStrategy
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def register(flavour: FlavourName | None = None) -> None:
     Args:
         flavour: ``"lightning.pytorch"`` or ``"pytorch_lightning"``; None for every imported one.
     """
-    for name in [flavour] if flavour is not None else imported() or [chosen()]:
-        strategies = package(name).strategies
+    for name in [flavour] if flavour is not None else imported_flavours() or [default_flavour()]:
+        strategies = import_lightning(name).strategies
         if STRATEGY_NAME not in strategies.StrategyRegistry:
             strategies.StrategyRegistry.register(
                 STRATEGY_NAME,
@@ -40,14 +40,14 @@ def register(flavour: FlavourName | None = None) -> None:
 
 def strategy_class(flavour: FlavourName | None = None) -> Any:
     """Return the strategy for one of the two Lightnings, by default the imported one."""
-    name = flavour or chosen()
+    name = flavour or default_flavour()
     register(name)
-    return package(name).strategies.StrategyRegistry[STRATEGY_NAME]["strategy"]
+    return import_lightning(name).strategies.StrategyRegistry[STRATEGY_NAME]["strategy"]
 
 
 def _built(name: FlavourName) -> type:
-    lightning = package(name)
-    base = fabric(name).plugins.environments.ClusterEnvironment
+    lightning = import_lightning(name)
+    base = import_fabric(name).plugins.environments.ClusterEnvironment
     environment = type("RankEnvironment", (RankEnvironment, base), {})
     content = {"__module__": __name__, "__doc__": RankStrategy.__doc__, "environment_class": environment}
     return type("SparkHvdStrategy", (RankStrategy, lightning.strategies.ParallelStrategy), content)

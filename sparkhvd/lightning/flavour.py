@@ -18,22 +18,22 @@ NAMES: tuple[FlavourName, ...] = ("lightning.pytorch", "pytorch_lightning")
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
-def imported() -> list[FlavourName]:
+def imported_flavours() -> list[FlavourName]:
     """Return the names under which this process has imported Lightning."""
     # A package that is still being imported has no Trainer yet.
     return [name for name in NAMES if hasattr(sys.modules.get(name), "Trainer")]
 
 
-def chosen() -> FlavourName:
+def default_flavour() -> FlavourName:
     """Return the name to use: an imported one, else an installed one; ``lightning`` takes precedence.
 
     Raises:
         ConfigError: Lightning is not installed.
     """
-    found = imported() or [name for name in NAMES if find_spec(name.partition(".")[0]) is not None]
-    if not found:
+    names = imported_flavours() or [name for name in NAMES if find_spec(name.partition(".")[0]) is not None]
+    if not names:
         raise ConfigError("Lightning is not installed; run pip install 'sparkhvd[lightning]' (on the executors too).")
-    return found[0]
+    return names[0]
 
 
 def flavour_of(part: object) -> FlavourName | None:
@@ -46,12 +46,12 @@ def flavour_of(part: object) -> FlavourName | None:
     return None
 
 
-def package(name: FlavourName) -> ModuleType:
+def import_lightning(name: FlavourName) -> ModuleType:
     """Import and return the package of this name."""
     keep_triton_from_tensorflow()
     return import_module(name)
 
 
-def fabric(name: FlavourName) -> ModuleType:
+def import_fabric(name: FlavourName) -> ModuleType:
     """Import and return the Fabric package that this Lightning is built on."""
     return import_module(_FABRIC[name])

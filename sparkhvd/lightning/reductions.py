@@ -23,7 +23,7 @@ _OPERATIONS = {
 }
 
 
-def operation(wanted: object) -> ReduceOp:
+def reduce_op(wanted: object) -> ReduceOp:
     """Return the operation for a name (``"mean"``, ...), a ``torch.distributed.ReduceOp``, or None for the mean.
 
     Raises:
@@ -37,7 +37,7 @@ def operation(wanted: object) -> ReduceOp:
     return _OPERATIONS[name]
 
 
-def ranks_of(group: object) -> ProcessSet | None:
+def process_set_of(group: object) -> ProcessSet | None:
     """Return the process set of a ``group`` argument.
 
     Raises:
@@ -50,9 +50,9 @@ def ranks_of(group: object) -> ProcessSet | None:
     return group
 
 
-def reduced(tensor: torch.Tensor, wanted: object, group: object = None) -> torch.Tensor:
+def reduce_tensor(tensor: torch.Tensor, wanted: object, group: object = None) -> torch.Tensor:
     """Return the reduction over the ranks; the mean of integers is a float."""
-    op, process_set = operation(wanted), ranks_of(group)
+    op, process_set = reduce_op(wanted), process_set_of(group)
     tensor = tensor.detach()
     if tensor.dtype is torch.bool:
         tensor = tensor.to(torch.int32)
@@ -62,22 +62,22 @@ def reduced(tensor: torch.Tensor, wanted: object, group: object = None) -> torch
     return hvd.allreduce(tensor, op=op, process_set=process_set)
 
 
-def stacked(tensor: torch.Tensor, group: object = None, *, sync_grads: bool = False) -> torch.Tensor:
+def stack_over_ranks(tensor: torch.Tensor, group: object = None, *, sync_grads: bool = False) -> torch.Tensor:
     """Return the tensors of all ranks, which have the same shape, along a new first dimension."""
     mine = tensor if sync_grads else tensor.detach()
-    return hvd.allgather(mine.unsqueeze(0), process_set=ranks_of(group))
+    return hvd.allgather(mine.unsqueeze(0), process_set=process_set_of(group))
 
 
-def gathered(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
+def gather_over_ranks(tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
     """Return the tensors of all ranks, of any shapes, in rank order."""
-    process_set = ranks_of(group)
+    process_set = process_set_of(group)
     shapes = hvd.allgather_object(tuple(tensor.shape), name="shapes of a metric's state", process_set=process_set)
     together = hvd.allgather(tensor.detach().reshape(-1), process_set=process_set)
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     return [part.reshape(shape) for part, shape in zip(torch.split(together, sizes), shapes, strict=True)]
 
 
-def there_are_others() -> bool:
+def has_other_ranks() -> bool:
     """Whether the job has more than one rank."""
     return session.is_initialized() and session.current().world.size > 1
 
@@ -92,8 +92,8 @@ class SharedMetrics:
         for part in module.modules():
             if isinstance(part, Metric) and part.dist_sync_fn is None:
                 self._changed.append((part, part.distributed_available_fn))
-                part.dist_sync_fn = gathered
-                part.distributed_available_fn = there_are_others
+                part.dist_sync_fn = gather_over_ranks
+                part.distributed_available_fn = has_other_ranks
 
     def close(self) -> None:
         """Restore the metrics."""

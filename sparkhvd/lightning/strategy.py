@@ -19,7 +19,7 @@ from sparkhvd.comm import session
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.errors import ConfigError
 from sparkhvd.lightning.normalization import ReplacedNormalizations
-from sparkhvd.lightning.reductions import SharedMetrics, reduced, stacked
+from sparkhvd.lightning.reductions import SharedMetrics, reduce_tensor, stack_over_ranks
 from sparkhvd.torch.buffers import synchronize_buffers
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.ops.transfer import ExchangeSettings
@@ -145,7 +145,7 @@ class RankStrategy:
         self._metrics = SharedMetrics(self.lightning_module)
         self._fitting = fitting
         if fitting:
-            self._refuse_what_cannot_work()
+            self._refuse_unsupported_optimizers()
             self._begin_exchange()
 
     def teardown(self) -> None:
@@ -162,7 +162,7 @@ class RankStrategy:
             self._normalizations = None
         super().teardown()  # type: ignore[misc]
 
-    def _refuse_what_cannot_work(self) -> None:
+    def _refuse_unsupported_optimizers(self) -> None:
         for optimizer in self.optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 raise ConfigError(
@@ -199,7 +199,7 @@ class RankStrategy:
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run an optimizer step when no gradient exchange is pending."""
         return super().optimizer_step(  # type: ignore[misc]
-            optimizer, partial(self._settled, closure), model, **kwargs
+            optimizer, partial(self._run_closure, closure), model, **kwargs
         )
 
     @contextmanager
@@ -216,7 +216,7 @@ class RankStrategy:
             self._blocked = False
             self._exchange.reset()
 
-    def _settled(self, closure: Callable[[], Any]) -> Any:
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
         result = closure()
         if self._exchange is not None:
             try:
@@ -266,18 +266,18 @@ class RankStrategy:
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the reduction of a tensor over the ranks; other values are returned unchanged."""
-        return reduced(tensor, reduce_op, group) if isinstance(tensor, torch.Tensor) else tensor
+        return reduce_tensor(tensor, reduce_op, group) if isinstance(tensor, torch.Tensor) else tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  (Lightning's name)
         """Whether the decision is true on all ranks, or on any; only this rank's if an exception is ending it."""
         if self._is_ending():
             return decision
-        yes = int(reduced(torch.tensor(int(decision)), "sum"))
+        yes = int(reduce_tensor(torch.tensor(int(decision)), "sum"))
         return yes == self.world.size if all else yes > 0
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return the tensors of all ranks along a new first dimension."""
-        return stacked(tensor, group, sync_grads=sync_grads)
+        return stack_over_ranks(tensor, group, sync_grads=sync_grads)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of rank ``src``; this rank's own if an exception is ending it."""

@@ -15,16 +15,16 @@ import torch
 from sparkhvd.data.read.batches import Batch, BatchSource
 from sparkhvd.data.schema import columns as columns_of
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
-from sparkhvd.estimators.torch.divisors import Divisor, Factors, factors_of
+from sparkhvd.estimators.torch.divisors import Divisor, LossFactors, loss_factors
 from sparkhvd.estimators.torch.inputs import ModelInput, model_dtype, plan_inputs
 
 Columns = Mapping[str, npt.NDArray[np.generic]]
 
-_MADE_UP_ROWS = 2  # batch normalization refuses a single row
+_SYNTHETIC_ROWS = 2  # batch normalization refuses a single row
 
 
 @dataclass(frozen=True)
-class BatchForm:
+class BatchFormat:
     """Conversion of columns to the batch that ``training_step`` receives.
 
     Attributes:
@@ -56,19 +56,19 @@ class BatchForm:
         return tuple(part[0] if len(part) == 1 else part for part in parts)
 
 
-def batch_form(
+def build_batch_format(
     kind: str,
     model: torch.nn.Module,
     schema: DataSchema,
     input_shapes: Sequence[Sequence[int]] | None,
     label_shapes: Sequence[Sequence[int]] | None,
-) -> BatchForm:
+) -> BatchFormat:
     """Return the form for a model: floats get its dtype, integers become int64, booleans stay."""
     features, labels, weights = schema.of("feature"), schema.of("label"), schema.of("weight")
     shapes = dict(zip([c.name for c in features], input_shapes or (), strict=False))
     shapes |= dict(zip([c.name for c in labels], label_shapes or (), strict=False))
     floating = model_dtype(model)
-    return BatchForm(
+    return BatchFormat(
         kind,
         tuple(_of_column(c, floating, shapes.get(c.name)) for c in (*features, *labels, *weights)),
         plan_inputs(model, features, input_shapes) if kind == "tuple" else (),
@@ -86,7 +86,7 @@ def _of_column(column: ColumnSpec, floating: torch.dtype, shape: Sequence[int] |
 
 
 @dataclass
-class Share:
+class BatchShare:
     """The share of the latest batch in its step.
 
     Attributes:
@@ -94,13 +94,13 @@ class Share:
         weight: factor for the gradient of their mean loss, which applies before ranks are averaged and after Lightning
             has divided the loss by the number of batches that it accumulates.
         borrowed: whether the rank has no rows in this step, so that the batch is a substitute without any effect.
-        factors: factors of a plain module's losses, see ``factors_of``.
+        factors: factors of a plain module's losses, see ``loss_factors``.
     """
 
     rows: int = 0
     weight: float = 1.0
-    borrowed: bool = False
-    factors: Factors = None
+    is_substitute: bool = False
+    factors: LossFactors = None
 
 
 class RankLoader:
@@ -129,7 +129,7 @@ class RankLoader:
         self.on_epoch: Callable[[int], None] = lambda _epoch: None
         self.used = False
         self._within = (-1, 0, 0)
-        self.share, self.rows, self.waited, self.started = Share(), 0, 0.0, time.monotonic()
+        self.share, self.rows, self.waited, self.started = BatchShare(), 0, 0.0, time.monotonic()
 
     def __len__(self) -> int:
         """Return the number of steps per epoch, the same on every rank."""
@@ -137,7 +137,7 @@ class RankLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.close()
-        self._batches = self._given()
+        self._batches = self._epoch_batches()
         return self._batches
 
     def begin_within(self, epoch: int, first_step: int, done: int) -> None:
@@ -163,7 +163,7 @@ class RankLoader:
             close()
         self._batches = None
 
-    def _given(self) -> Iterator[Any]:
+    def _epoch_batches(self) -> Iterator[Any]:
         epoch = self.epoch()
         self.on_epoch(epoch)
         self.used, self.rows, self.waited, self.started = True, 0, 0.0, time.monotonic()
@@ -175,11 +175,13 @@ class RankLoader:
             while group := self._next(batches, done):
                 total, passes = sum(batch.global_rows for batch in group), self.passes()
                 done += len(group)
-                for batch, factors in zip(group, factors_of(self.divisors, group), strict=True):
-                    borrowed = batch.rows == 0
-                    last = batch.columns if not borrowed else self._stand_in() if last is None else last
+                for batch, factors in zip(group, loss_factors(self.divisors, group), strict=True):
+                    is_substitute = batch.rows == 0
+                    last = batch.columns if not is_substitute else self._substitute_rows() if last is None else last
                     self.rows += batch.rows
-                    self.share = Share(batch.rows, batch.rows * self._size * passes / total, borrowed, factors)
+                    self.share = BatchShare(
+                        batch.rows, batch.rows * self._size * passes / total, is_substitute, factors
+                    )
                     yield self._form(last)
         finally:
             if (close := getattr(batches, "close", None)) is not None:
@@ -192,9 +194,9 @@ class RankLoader:
         self.waited += time.monotonic() - before
         return group
 
-    def _stand_in(self) -> Columns:
+    def _substitute_rows(self) -> Columns:
         """Return at least two rows of the sample, or synthetic rows without a sample."""
         if self._sample is not None:
             rows = {name: np.concatenate([array, array]) for name, array in self._sample.items()}
-            return {name: array[: max(_MADE_UP_ROWS, len(array) // 2)] for name, array in rows.items()}
-        return {column.name: columns_of.blank(column, _MADE_UP_ROWS) for column in self._source.schema.columns}
+            return {name: array[: max(_SYNTHETIC_ROWS, len(array) // 2)] for name, array in rows.items()}
+        return {column.name: columns_of.blank(column, _SYNTHETIC_ROWS) for column in self._source.schema.columns}

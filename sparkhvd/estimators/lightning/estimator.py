@@ -178,9 +178,9 @@ class LightningEstimator(DistributedEstimator):
         return dumps_params(objects)
 
     def _imports(self) -> tuple[str, ...]:
-        from sparkhvd.lightning.flavour import chosen, flavour_of  # noqa: PLC0415  (imports Lightning)
+        from sparkhvd.lightning.flavour import default_flavour, flavour_of  # noqa: PLC0415  (imports Lightning)
 
-        lightning = flavour_of(self.getOrDefault("model")) or chosen()
+        lightning = flavour_of(self.getOrDefault("model")) or default_flavour()
         return (*self.preload, lightning, "sparkhvd.estimators.lightning.plugin")
 
     def _new_run_id(self) -> str:

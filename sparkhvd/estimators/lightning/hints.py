@@ -14,7 +14,7 @@ def _is_key(value: object, batch: Mapping[Any, Any]) -> bool:
     return any(value == key for key in batch)
 
 
-def about_batch(step: str, error: Exception, batch: Any) -> str | None:
+def batch_hint(step: str, error: Exception, batch: Any) -> str | None:
     """Return a hint if a step seems to have expected a batch of the other format, else None.
 
     Args:

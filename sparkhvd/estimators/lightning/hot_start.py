@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from sparkhvd.errors import ParamError
-from sparkhvd.estimators.torch.schedule import begin_anew
+from sparkhvd.estimators.torch.schedule import repeat_initial_step
 
 
-def take_states(
+def load_earlier_states(
     optimizers: Sequence[torch.optim.Optimizer], earlier: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
 ) -> None:
     """Load the state, learning rates and other options of earlier optimizers.
@@ -38,7 +38,7 @@ def take_states(
         groups = [{**own, **known} for own, known in zip(made, state["param_groups"], strict=True)]
         optimizer.load_state_dict({**state, "param_groups": groups})
     for scheduler in schedulers:
-        begin_anew(scheduler)
+        repeat_initial_step(scheduler)
 
 
 def _identity(optimizer: torch.optim.Optimizer) -> tuple[str, list[list[int]]]:

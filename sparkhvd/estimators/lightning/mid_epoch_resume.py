@@ -20,7 +20,7 @@ def validates_after(trainer: Any, batches: int) -> bool:
     return (int(trainer.current_epoch) + 1) % int(epochs) == 0 and batches % int(every) == 0
 
 
-def begin_epoch_again(trainer: Any, call: ModuleType) -> None:
+def repeat_epoch_start_hooks(trainer: Any, call: ModuleType) -> None:
     """Call the hooks of the epoch's start, which Lightning skips when a run resumes within an epoch.
 
     Values that they set in callbacks and the module are lost with the interrupted process.
@@ -34,7 +34,7 @@ def begin_epoch_again(trainer: Any, call: ModuleType) -> None:
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")  # noqa: SLF001
 
 
-def go_on_after(checkpoint: dict[str, Any], done: int) -> None:
+def resume_after_batch(checkpoint: dict[str, Any], done: int) -> None:
     """Change a checkpoint from a batch's last hook so that Lightning resumes with the next batch.
 
     Lightning counts a batch as completed only after its hooks, and its versions treat an incomplete batch differently.

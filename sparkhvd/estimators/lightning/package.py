@@ -11,14 +11,14 @@ import torch
 
 from sparkhvd.data.schema.data_schema import DataSchema
 from sparkhvd.estimators.params.named_inputs import NamedInput
-from sparkhvd.estimators.torch.divisors import counts_of
-from sparkhvd.estimators.torch.epoch_metrics import combined
+from sparkhvd.estimators.torch.divisors import batch_divisors
+from sparkhvd.estimators.torch.epoch_metrics import weighted_mean_loss
 from sparkhvd.estimators.torch.inputs import ModelInput, plan_inputs
 from sparkhvd.estimators.torch.objective import Objective
-from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
+from sparkhvd.lightning.flavour import FlavourName, default_flavour, flavour_of, import_lightning
 
 _STAGES = ("train", "val")
-_HALF = (torch.float16, torch.bfloat16)
+_HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class LightningPackage:
     @property
     def flavour(self) -> FlavourName:
         """Return the name under which Lightning is used: by the module's class, else by the callbacks."""
-        found = [flavour_of(part) for part in (self.model, *self.callbacks)]
-        return next((name for name in found if name is not None), None) or chosen()
+        names = [flavour_of(part) for part in (self.model, *self.callbacks)]
+        return next((name for name in names if name is not None), None) or default_flavour()
 
     @property
     def plain(self) -> bool:
@@ -70,16 +70,18 @@ class LightningPackage:
         return plan_inputs(self.model, schema.of("feature"), self.input_shapes, self.named_inputs)
 
 
-def lightning_module(given: LightningPackage, inputs: Sequence[Any]) -> Any:
+def lightning_module(package: LightningPackage, inputs: Sequence[Any]) -> Any:
     """Return the LightningModule to train: the user's own, or one around a plain module."""
-    if not given.plain:
-        return given.model
-    lightning = package(given.flavour)
+    if not package.plain:
+        return package.model
+    lightning = import_lightning(package.flavour)
     kind = type("PlainModule", (PlainSteps, lightning.LightningModule), {"__module__": __name__})
     module: Any = kind()
-    module.model, module.given, module.inputs = given.model, given, tuple(inputs)
-    module.measures = {} if given.objective is None else {stage: _fresh(given.objective) for stage in _STAGES}
-    module.val_loss = None if given.objective is None else _counted_loss(given.objective.weights)
+    module.model, module.package, module.inputs = package.model, package, tuple(inputs)
+    module.measures = (
+        {} if package.objective is None else {stage: _reset_copies(package.objective) for stage in _STAGES}
+    )
+    module.val_loss = None if package.objective is None else _create_validation_loss(package.objective.weights)
     # Lightning moves and resets submodules; a list, as a metric's name may not be a valid name of a submodule.
     module.kept_measures = torch.nn.ModuleList(part for kept in module.measures.values() for part in kept.values())
     return module
@@ -89,7 +91,7 @@ class PlainSteps:
     """Training steps of a plain module; precedes ``LightningModule`` in the bases. Batches are arrays by column."""
 
     model: torch.nn.Module
-    given: LightningPackage
+    package: LightningPackage
     inputs: tuple[Any, ...]
     measures: dict[str, dict[str, Any]]
     val_loss: Any
@@ -107,25 +109,25 @@ class PlainSteps:
         return self._loss(batch, "val")
 
     def configure_optimizers(self) -> Any:
-        return self.given.optimizers[0]
+        return self.package.optimizers[0]
 
     def _loss(self, columns: Any, stage: str) -> torch.Tensor:
         from sparkhvd.estimators.torch.steps import outputs_of  # noqa: PLC0415
 
-        objective = self.given.objective
+        objective = self.package.objective
         if objective is None:
             raise AssertionError("a plain module must have an objective")
         rows = len(next(iter(columns.values())))
         outputs = outputs_of(self.model(*(part.tensor(columns, rows).to(self.device) for part in self.inputs)))
         # Labels are created from arrays on the CPU in the outputs' dtype; 16 bits cannot hold every label.
-        outputs = [output.cpu().float() if output.dtype in _HALF else output.cpu() for output in outputs]
+        outputs = [output.cpu().float() if output.dtype in _HALF_TYPES else output.cpu() for output in outputs]
         labels = objective.labels(outputs, columns)
         factors = self.trainer.strategy.feed.share("train").factors if stage == "train" else None
         parts = objective.parts(outputs, labels, columns)
         loss = objective.combined(parts, outputs, labels, factors)
         measured: dict[str, Any] = objective.measure(loss, outputs, labels)
         if stage == "val":
-            self.val_loss.update(parts, counts_of(objective, labels, rows))
+            self.val_loss.update(parts, batch_divisors(objective, labels, rows))
             measured["loss"] = self.val_loss
         for metric in objective.stateful():
             kept = measured[metric.name] = self.measures[stage][metric.name]
@@ -138,7 +140,7 @@ class PlainSteps:
         return loss
 
 
-def _counted_loss(weights: Sequence[float]) -> Any:
+def _create_validation_loss(weights: Sequence[float]) -> Any:
     """Return a torchmetrics metric: the weighted sum of mean losses over all rows, each with its divisor."""
     from torchmetrics import Metric  # noqa: PLC0415  (Lightning brings it)
 
@@ -155,12 +157,12 @@ def _counted_loss(weights: Sequence[float]) -> Any:
                     self.totals[index] += torch.tensor([float(part) * count, count], dtype=torch.float64)
 
         def compute(self) -> torch.Tensor:
-            return torch.tensor(combined(weights, self.totals.cpu().numpy()))
+            return torch.tensor(weighted_mean_loss(weights, self.totals.cpu().numpy()))
 
     return CountedLoss()
 
 
-def _fresh(objective: Objective) -> dict[str, Any]:
+def _reset_copies(objective: Objective) -> dict[str, Any]:
     """Return copies of the torchmetrics by name, with their state reset."""
     found: dict[str, Any] = {metric.name: copy.deepcopy(metric.function) for metric in objective.stateful()}
     for metric in found.values():

@@ -34,20 +34,20 @@ from sparkhvd.estimators.torch.plugin import (
     TorchPredictor,
     check_optimizer,
     compressor,
-    shapes_of,
-    warn_of_divisors,
+    parameter_shapes,
+    warn_of_inexact_losses,
 )
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe_model
 from sparkhvd.estimators.torch.steps import outputs_of
 from sparkhvd.estimators.torch.synthetic_rows import fails_by_shape
 from sparkhvd.estimators.training.user_errors import describe_error, with_full_stop
-from sparkhvd.lightning.flavour import FlavourName, chosen, flavour_of, package
+from sparkhvd.lightning.flavour import FlavourName, default_flavour, flavour_of, import_lightning
 from sparkhvd.world import World
 
-_MADE_UP_ROWS = 2
-_OF_PLAIN_MODULES = ("loss", "loss_weights", "metrics")
+_SYNTHETIC_ROWS = 2
+_PLAIN_MODULE_PARAMS = ("loss", "loss_weights", "metrics")
 # Trainer arguments that the estimator sets, and the parameter to use instead.
-_OWN = {
+_ESTIMATOR_ARGUMENTS = {
     "strategy": "num_proc",
     "devices": "num_proc",
     "num_nodes": "num_proc",
@@ -76,12 +76,12 @@ class LightningPlugin:
         if flavour_of(params["model"]) is None:  # a LightningModule's metrics are known only when it logs them
             objective = objective_of(params)
             check_monitored(params, objective.names())
-            warn_of_divisors(inexact_losses(objective, schema))
+            warn_of_inexact_losses(inexact_losses(objective, schema))
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []
-        made_up = {column.name: columns.blank(column, _MADE_UP_ROWS) for column in schema.columns} if known else {}
-        return _try_out(payload, schema, made_up if rows is None else rows, made_up=rows is None)
+        synthetic = {column.name: columns.blank(column, _SYNTHETIC_ROWS) for column in schema.columns} if known else {}
+        return _try_out(payload, schema, synthetic if rows is None else rows, synthetic=rows is None)
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -99,7 +99,7 @@ class LightningPlugin:
         """Return the model and everything that the Trainer needs in one pickle."""
         model: Any = params["model"]
         plain = flavour_of(model) is None
-        given = LightningPackage(
+        package = LightningPackage(
             model=model,
             optimizers=_optimizers(params),
             objective=objective_of(params) if plain else None,
@@ -109,12 +109,12 @@ class LightningPlugin:
             callbacks=tuple(cast("Sequence[Any]", params["callbacks"] or ())),
             logger=params["logger"],
             trainer_args=dict(cast("Mapping[str, Any]", params["trainer_args"] or {})),
-            data_module=_maker_of_data(params),
+            data_module=_data_module_factory(params),
             compression=compressor(params.get("gradient_compression")),
             named_inputs=cast("Mapping[str, NamedInput] | None", params.get("inputs")),
         )
         try:
-            return dumps(given)
+            return dumps(package)
         except SparkHvdError:
             raise
         except Exception as error:
@@ -126,15 +126,16 @@ class LightningPlugin:
 
     def normalization(self, params: Mapping[str, object]) -> Normalization:
         """See ``FrameworkPlugin.normalization``; the Trainer may synchronize the layers itself."""
-        found = TORCH.normalization(params)
-        given = cast("Mapping[str, Any]", params["trainer_args"] or {})
-        return replace(found, local=()) if given.get("sync_batchnorm") else found
+        layers = TORCH.normalization(params)
+        trainer_args = cast("Mapping[str, Any]", params["trainer_args"] or {})
+        return replace(layers, local=()) if trainer_args.get("sync_batchnorm") else layers
 
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``; a LightningModule creates its optimizers on the ranks."""
         _check_kinds(params)
         plain = flavour_of(params["model"]) is None
-        return ModelFacts("Lightning", type(params["optimizer"]).__name__ if plain else "", shapes_of(params["model"]))
+        optimizer = type(params["optimizer"]).__name__ if plain else ""
+        return ModelFacts("Lightning", optimizer, parameter_shapes(params["model"]))
 
     def trainer(self, payload: bytes, spec: TrainSpec, world: World) -> LightningTrainer:
         """Return the trainer of one rank."""
@@ -157,14 +158,14 @@ def _unpack(payload: bytes) -> LightningPackage:
 
 
 def _optimizers(params: Mapping[str, object]) -> tuple[torch.optim.Optimizer, ...]:
-    given = params["optimizer"]
-    return tuple(given) if isinstance(given, list | tuple) else () if given is None else (given,)  # type: ignore[return-value]
+    optimizer = params["optimizer"]
+    return tuple(optimizer) if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)  # type: ignore[return-value]
 
 
-def _maker_of_data(params: Mapping[str, object]) -> Callable[..., Any] | None:
+def _data_module_factory(params: Mapping[str, object]) -> Callable[..., Any] | None:
     """Return the function that creates the LightningDataModule; None for a module that replaces the readers."""
-    given = params["data_module"]
-    return None if loads_rows(given) else cast("Callable[..., Any] | None", given)
+    data_module = params["data_module"]
+    return None if loads_rows(data_module) else cast("Callable[..., Any] | None", data_module)
 
 
 def _check_kinds(params: Mapping[str, object]) -> None:
@@ -183,7 +184,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
                 "inputs is only for plain modules; a LightningModule receives its columns in the form that "
                 "batch_format sets. Leave inputs out, and list the columns in feature_cols."
             )
-        for name in _OF_PLAIN_MODULES:
+        for name in _PLAIN_MODULE_PARAMS:
             if params.get(name) not in (None, (), [], {}):
                 raise ParamError(
                     f"{name} is only for plain modules; a LightningModule computes its own in training_step. Leave "
@@ -202,8 +203,8 @@ def _check_kinds(params: Mapping[str, object]) -> None:
             )
     for optimizer in _optimizers(params):
         check_optimizer(optimizer, model)
-    _refuse_others("callbacks", "callback", cast("Sequence[object]", params["callbacks"] or ()), flavour)
-    _refuse_others("logger", "logger", _loggers(params["logger"]), flavour)
+    _check_flavour("callbacks", "callback", cast("Sequence[object]", params["callbacks"] or ()), flavour)
+    _check_flavour("logger", "logger", _loggers(params["logger"]), flavour)
     _check_one_best(params)
     _check_trainer_args(cast("Mapping[str, Any]", params["trainer_args"] or {}), params)
 
@@ -211,7 +212,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
 def _check_one_best(params: Mapping[str, object]) -> None:
     """Refuse two settings that choose the epoch whose model is returned."""
     best = cast("Checkpoints", params["checkpoints"]).best
-    choosing = best_model.choosing(cast("Sequence[Any]", params["callbacks"] or ()))
+    choosing = best_model.choosing_callbacks(cast("Sequence[Any]", params["callbacks"] or ()))
     if best is not None and choosing:
         raise ParamError(
             f"Both checkpoints=Checkpoints(best={best!r}) and ModelCheckpoint(monitor={choosing[0].monitor!r}) in "
@@ -219,14 +220,14 @@ def _check_one_best(params: Mapping[str, object]) -> None:
         )
 
 
-def _loggers(given: object) -> Sequence[object]:
+def _loggers(logger: object) -> Sequence[object]:
     """Return the logger objects; the Trainer also takes True and False."""
-    parts = given if isinstance(given, list | tuple) else [given]
+    parts = logger if isinstance(logger, list | tuple) else [logger]
     return [part for part in parts if part is not None and not isinstance(part, bool)]
 
 
-def _refuse_others(name: str, kind: str, given: Sequence[object], flavour: FlavourName | None) -> None:
-    for part in given:
+def _check_flavour(name: str, kind: str, objects: Sequence[object], flavour: FlavourName | None) -> None:
+    for part in objects:
         other = flavour_of(part)
         if other is None or (flavour is not None and other != flavour):
             raise ParamError(
@@ -237,28 +238,29 @@ def _refuse_others(name: str, kind: str, given: Sequence[object], flavour: Flavo
 
 def _check_hooks(model: torch.nn.Module, flavour: FlavourName) -> None:
     for name in ("training_step", "configure_optimizers"):
-        if getattr(type(model), name) is getattr(package(flavour).LightningModule, name) and name not in vars(model):
+        inherited = getattr(import_lightning(flavour).LightningModule, name)
+        if getattr(type(model), name) is inherited and name not in vars(model):
             raise ParamError(f"{type(model).__name__} has no {name}, which Lightning needs for training; define it.")
 
 
-def _check_trainer_args(given: Mapping[str, Any], params: Mapping[str, object]) -> None:
-    if not given:
+def _check_trainer_args(trainer_args: Mapping[str, Any], params: Mapping[str, object]) -> None:
+    if not trainer_args:
         return
-    for name, instead in _OWN.items():
-        if name in given:
+    for name, instead in _ESTIMATOR_ARGUMENTS.items():
+        if name in trainer_args:
             raise ParamError(f"trainer_args has {name!r}, which the estimator sets; use its parameter {instead}.")
-    flavour = flavour_of(params["model"]) or chosen()
-    known = set(inspect.signature(package(flavour).Trainer.__init__).parameters) - {"self"}
-    for name in given:
+    flavour = flavour_of(params["model"]) or default_flavour()
+    known = set(inspect.signature(import_lightning(flavour).Trainer.__init__).parameters) - {"self"}
+    for name in trainer_args:
         if name not in known:
             raise ParamError(f"trainer_args has {name!r}, which Lightning's Trainer does not take.")
 
 
-def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, made_up: bool = False) -> list[tuple[int, ...]]:
+def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, synthetic: bool = False) -> list[tuple[int, ...]]:
     """Return the shapes of the outputs for some rows; nothing if only real rows can show them."""
-    given = _unpack(payload)
+    package = _unpack(payload)
     sample = {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
-    outputs = _forward(given, schema, sample, made_up=made_up)
+    outputs = _forward(package, schema, sample, synthetic=synthetic)
     if outputs is None:
         return []
     labels = [column.name for column in schema.of("label")]
@@ -268,24 +270,24 @@ def _try_out(payload: bytes, schema: DataSchema, rows: Arrays, *, made_up: bool 
             f"label_cols has {len(labels)}: {labels}. transform() adds one column per label, so return one output per "
             "label."
         )
-    if given.objective is not None:
-        given.objective.try_out(outputs, sample, made_up=made_up)
+    if package.objective is not None:
+        package.objective.try_out(outputs, sample, synthetic=synthetic)
     return [tuple(output.shape[1:]) for output in outputs]
 
 
 def _forward(
-    given: LightningPackage, schema: DataSchema, sample: Arrays, *, made_up: bool
+    package: LightningPackage, schema: DataSchema, sample: Arrays, *, synthetic: bool
 ) -> list[torch.Tensor] | None:
     """Return the outputs of ``forward`` for some rows; None if only real rows can show them."""
     rows = len(next(iter(sample.values())))
-    inputs = given.inputs(schema)
+    inputs = package.inputs(schema)
     tensors = [part.tensor(sample, rows) for part in inputs]
-    model = given.model.eval()
+    model = package.model.eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             outputs = outputs_of(model(*tensors))
         except Exception as error:
-            if made_up and not isinstance(error, DataError) and not fails_by_shape(model, tensors, error):
+            if synthetic and not isinstance(error, DataError) and not fails_by_shape(model, tensors, error):
                 return None
             shown = "; ".join(f"{list(t.shape)} from {part}" for t, part in zip(tensors, inputs, strict=True))
             raise ModelOutputError(

@@ -15,10 +15,10 @@ from typing import Any, Self, cast
 import torch
 
 from sparkhvd.errors import DataError
-from sparkhvd.estimators.lightning.batches import RankLoader, Share
-from sparkhvd.estimators.lightning.hints import about_batch
-from sparkhvd.estimators.lightning.hot_start import take_states
-from sparkhvd.estimators.lightning.mid_epoch_resume import begin_epoch_again
+from sparkhvd.estimators.lightning.batches import BatchShare, RankLoader
+from sparkhvd.estimators.lightning.hints import batch_hint
+from sparkhvd.estimators.lightning.hot_start import load_earlier_states
+from sparkhvd.estimators.lightning.mid_epoch_resume import repeat_epoch_start_hooks
 from sparkhvd.estimators.torch.divisors import counted_rows
 from sparkhvd.estimators.torch.safe_state import plain_numbers
 from sparkhvd.estimators.torch.schedule import RATES, scale_schedule
@@ -59,10 +59,10 @@ class Feed:
     within_epoch: bool = False
     rows_of_buffers: int = 0
 
-    def share(self, stage: str) -> Share:
+    def share(self, stage: str) -> BatchShare:
         """Return the share of the current batch; a plain share if the user's own loader provides the rows."""
         loader = self.train if stage == "train" else self.validation
-        return loader.share if loader is not None and loader.used else Share(1)
+        return loader.share if loader is not None and loader.used else BatchShare(1)
 
     def add(self, stage: str, loss: float, rows: int) -> None:
         total, count = self.sums.get(stage, (0.0, 0))
@@ -107,7 +107,7 @@ class EstimatorSteps:
         super().on_train_start()  # type: ignore[misc]
         if self.feed.within_epoch:
             trainer = self.lightning_module.trainer
-            begin_epoch_again(trainer, self.call)
+            repeat_epoch_start_hooks(trainer, self.call)
             self._validates_every, trainer.val_check_batch = trainer.val_check_batch, math.inf
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -127,7 +127,7 @@ class EstimatorSteps:
         super().setup_optimizers(trainer)  # type: ignore[misc]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         if self.earlier:
-            take_states(self.optimizers, self.earlier, schedulers)
+            load_earlier_states(self.optimizers, self.earlier, schedulers)
         if self.lr_scale != 1.0:
             scale_lr(self.optimizers, schedulers, self.lr_scale)
 
@@ -145,7 +145,7 @@ class EstimatorSteps:
 
     def backward(self, closure_loss: Any, *rest: Any, **named: Any) -> Any:
         """See ``Feed.loss``."""
-        by_hand = not self.lightning_module.automatic_optimization and not self.feed.share("train").borrowed
+        by_hand = not self.lightning_module.automatic_optimization and not self.feed.share("train").is_substitute
         if by_hand and closure_loss.numel() == 1 and not math.isfinite(value := float(closure_loss.detach())):
             self.feed.loss = value
         return super().backward(closure_loss, *rest, **named)  # type: ignore[misc]
@@ -158,18 +158,18 @@ class EstimatorSteps:
     def _step(self, stage: str, step: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         share = self.feed.share(stage)
         self.feed.loss = None
-        if share.borrowed:
-            with unchanged(self.lightning_module):
+        if share.is_substitute:
+            with preserved_state(self.lightning_module):
                 return step(*batch, **named)
         if stage == "train":
             self.feed.rows_of_buffers += share.rows
         try:
             result = step(*batch, **named)
         except Exception as error:
-            said = about_batch(f"{step.__name__} of the model", error, batch[0] if batch else None)
-            if said is None:
+            hint = batch_hint(f"{step.__name__} of the model", error, batch[0] if batch else None)
+            if hint is None:
                 raise
-            raise DataError(said) from error
+            raise DataError(hint) from error
         loss = result.get("loss") if isinstance(result, Mapping) else result
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             value = float(loss.detach())
@@ -180,7 +180,7 @@ class EstimatorSteps:
 
 
 @contextmanager
-def unchanged(module: torch.nn.Module) -> Iterator[None]:
+def preserved_state(module: torch.nn.Module) -> Iterator[None]:
     """Restore all that a step changes besides gradients: buffers, torchmetrics and random generators.
 
     Only synchronized statistics change, as on the other ranks; the rows of this rank do not count in them.
@@ -202,7 +202,7 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
             metric.__dict__.update({name: state[name] for name in (*metric._defaults, "_update_count", "_computed")})  # noqa: SLF001
 
 
-class SharedLog:
+class DistributedLog:
     """Replaces ``LightningModule.log``, so that values for a whole epoch are over the rows of all ranks."""
 
     def __init__(self, module: Any, feed: Feed) -> None:
@@ -223,9 +223,9 @@ class SharedLog:
             self._feed.logged[stage].add(name)
             options["sync_dist"] = True
         share = self._feed.share(stage)
-        if within_step and (share.borrowed or options.get("batch_size") is None):
+        if within_step and (share.is_substitute or options.get("batch_size") is None):
             options["batch_size"] = share.rows
-        if within_step and share.borrowed:
+        if within_step and share.is_substitute:
             value = _neutral(value, options.get("reduce_fx", "mean"))
         elif within_step and options.get("batch_size") == 0:
             value = _finite(value)  # a mean over no rows is NaN, and so is 0 times NaN
@@ -240,7 +240,7 @@ class SharedLog:
         del self._module.log
 
 
-class BatchEnd:
+class BatchEndHook:
     """Replaces ``LightningModule.on_train_batch_end``, the last hook of a batch.
 
     Args:

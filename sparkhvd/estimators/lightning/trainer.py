@@ -21,39 +21,39 @@ from sparkhvd.config import scratch_folder
 from sparkhvd.data.read.batches import BatchSource
 from sparkhvd.errors import DataError, ParamError
 from sparkhvd.estimators.lightning import CHECKPOINT, LOGS, best_model
-from sparkhvd.estimators.lightning.batches import RankLoader, batch_form
-from sparkhvd.estimators.lightning.mid_epoch_resume import go_on_after, validates_after
+from sparkhvd.estimators.lightning.batches import RankLoader, build_batch_format
+from sparkhvd.estimators.lightning.mid_epoch_resume import resume_after_batch, validates_after
 from sparkhvd.estimators.lightning.package import LightningPackage, lightning_module
-from sparkhvd.estimators.lightning.steps import BatchEnd, EstimatorSteps, Feed, SharedLog, scale_lr
+from sparkhvd.estimators.lightning.steps import BatchEndHook, DistributedLog, EstimatorSteps, Feed, scale_lr
 from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochReport, StepReport, StepTimes
 from sparkhvd.estimators.torch import artifact
-from sparkhvd.estimators.torch.divisors import divisors_of
+from sparkhvd.estimators.torch.divisors import loss_divisors
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
 from sparkhvd.estimators.torch.safe_state import refuse_unsafe, weights_of
 from sparkhvd.estimators.training.user_errors import describe_error
 from sparkhvd.lightning import strategy_class
-from sparkhvd.lightning.flavour import package
+from sparkhvd.lightning.flavour import import_lightning
 from sparkhvd.torch.buffers import buffers_beside, take_buffers
 from sparkhvd.world import World
 
 logger = logging.getLogger(__name__)
 
-RUN = "sparkhvd"  # the key of the run callback's state in a checkpoint
+RUN_KEY = "sparkhvd"  # the key of the run callback's state in a checkpoint
 
 
 class LightningTrainer:
     """Trains on this rank's part of every global batch; see ``RankLoader`` and ``EstimatorSteps`` for how."""
 
-    def __init__(self, given: LightningPackage, spec: TrainSpec, world: World) -> None:
-        self._given = given
+    def __init__(self, package: LightningPackage, spec: TrainSpec, world: World) -> None:
+        self._package = package
         self._spec = spec
         self._world = world
-        self._inputs = given.inputs(spec.schema)
-        if not given.model.training:  # a fitted model is in evaluation mode, which Lightning keeps
-            given.model.train()
-        self._module = lightning_module(given, self._inputs)
-        self._lightning = package(given.flavour)
+        self._inputs = package.inputs(spec.schema)
+        if not package.model.training:  # a fitted model is in evaluation mode, which Lightning keeps
+            package.model.train()
+        self._module = lightning_module(package, self._inputs)
+        self._lightning = import_lightning(package.flavour)
         self._trainer: Any = None
         self._ends: Any = None  # the last callback
         self._resumed: bytes | None = None
@@ -63,7 +63,7 @@ class LightningTrainer:
         """Return a Lightning checkpoint; called on rank 0 only."""
         with tempfile.TemporaryDirectory(prefix="sparkhvd-state-", dir=scratch_folder()) as folder:
             path = Path(folder) / CHECKPOINT
-            with self._ends.keeping(best_model.packed(self._trainer.checkpoint_callbacks)):
+            with self._ends.including_best_model(best_model.pack_best_model(self._trainer.checkpoint_callbacks)):
                 self._save(path, resumable=True)
             refuse_unsafe(path, "A checkpoint (on_save_checkpoint, or state_dict of callbacks)")
             return path.read_bytes()
@@ -72,27 +72,27 @@ class LightningTrainer:
         """Resume from ``state`` when ``fit`` begins; after ``fit``, load its weights and optimizers."""
         self._resumed = state
         if self._trainer is not None:
-            self._take(state)
+            self._load_weights(state)
 
     def fit(self, train: BatchSource, val: BatchSource | None, hooks: TrainHooks) -> None:
         """Train from ``hooks.first_epoch`` to the last epoch, or until a hook or callback stops it; collective."""
-        form = dict if self._given.plain else self._batch_form()
+        form = dict if self._package.plain else self._build_batch_format()
         size = self._world.size
         validation = None if val is None else RankLoader(val, form, size, self._spec.sample)
         feed = Feed(RankLoader(train, form, size, self._spec.sample), validation)
-        if self._given.objective is not None:
-            feed.train.divisors = divisors_of(self._given.objective, self._spec.schema, self._spec.labels)
+        if self._package.objective is not None:
+            feed.train.divisors = loss_divisors(self._package.objective, self._spec.schema, self._spec.labels)
         with (
             tempfile.TemporaryDirectory(prefix="sparkhvd-lightning-", dir=scratch_folder()) as folder,
             contextlib.chdir(folder),
         ):
-            trainer = self._trainer = self._made(feed, hooks, Path(folder))
+            trainer = self._trainer = self._create_trainer(feed, hooks, Path(folder))
             feed.train.epoch = lambda: int(trainer.current_epoch)
             feed.train.passes = lambda: int(trainer.accumulate_grad_batches)
             feed.train.on_epoch = partial(self._seed, hooks)
             if validation is not None:
                 validation.epoch = feed.train.epoch
-            log, ending = SharedLog(self._module, feed), BatchEnd(self._module, self._ends.on_batch_end)
+            log, ending = DistributedLog(self._module, feed), BatchEndHook(self._module, self._ends.on_batch_end)
             try:
                 self._run(trainer, feed, hooks, Path(folder))
             finally:
@@ -119,28 +119,30 @@ class LightningTrainer:
             (folder / LOGS).write_bytes(self._logs)
 
     def _export_with(self, optimizers: list[torch.optim.Optimizer], folder: Path) -> None:
-        model, inputs = self._given.model, self._inputs
+        model, inputs = self._package.model, self._inputs
         try:
             artifact.save(folder, model, optimizers[0] if len(optimizers) == 1 else optimizers or None, inputs)
         except Exception as error:
-            if self._given.plain:  # its optimizer was pickled before
+            if self._package.plain:  # its optimizer was pickled before
                 raise
             logger.warning(
                 "The model is saved without its optimizers, because they cannot be pickled: %s", describe_error(error)
             )
             artifact.save(folder, model, None, inputs)
 
-    def _batch_form(self) -> Any:
-        given = self._given
-        return batch_form(given.batch_format, given.model, self._spec.schema, given.input_shapes, given.label_shapes)
+    def _build_batch_format(self) -> Any:
+        package = self._package
+        return build_batch_format(
+            package.batch_format, package.model, self._spec.schema, package.input_shapes, package.label_shapes
+        )
 
-    def _made(self, feed: Feed, hooks: TrainHooks, folder: Path) -> Any:
+    def _create_trainer(self, feed: Feed, hooks: TrainHooks, folder: Path) -> Any:
         """Return Lightning's Trainer for this run."""
-        kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._given.flavour)), {})
-        strategy = kind(**({} if self._given.compression is None else {"compression": self._given.compression}))
+        kind = type("EstimatorStrategy", (EstimatorSteps, strategy_class(self._package.flavour)), {})
+        strategy = kind(**({} if self._package.compression is None else {"compression": self._package.compression}))
         strategy.feed = feed
         strategy.call = self._lightning.trainer.call
-        strategy.earlier = () if self._given.plain else self._given.optimizers
+        strategy.earlier = () if self._package.plain else self._package.optimizers
         strategy.lr_scale = float(self._world.size) if self._spec.scale_lr else 1.0
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
@@ -150,27 +152,27 @@ class LightningTrainer:
             "strategy": strategy,
             "devices": 1,
             "max_epochs": len(hooks.history) if over else self._spec.epochs,
-            "callbacks": [*self._given.callbacks, ends],
-            "use_distributed_sampler": self._given.data_module is not None,
+            "callbacks": [*self._package.callbacks, ends],
+            "use_distributed_sampler": self._package.data_module is not None,
         }
         arguments = {
             "accelerator": "gpu" if self._uses_gpu() else "cpu",
-            "logger": self._given.logger if self._given.logger is not None else False,
+            "logger": self._package.logger if self._package.logger is not None else False,
             "num_sanity_val_steps": 0,
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "default_root_dir": str(folder),
             **({} if self._spec.log_every_n_steps is None else {"log_every_n_steps": self._spec.log_every_n_steps}),
         }
-        return self._lightning.Trainer(**{**arguments, **self._given.trainer_args, **own})
+        return self._lightning.Trainer(**{**arguments, **self._package.trainer_args, **own})
 
     def _uses_gpu(self) -> bool:
         return self._spec.use_gpu and torch.cuda.is_available()
 
     def _run(self, trainer: Any, feed: Feed, hooks: TrainHooks, folder: Path) -> None:
         source: dict[str, Any] = {"train_dataloaders": feed.train, "val_dataloaders": feed.validation}
-        if self._given.data_module is not None:
-            source = {"datamodule": self._given.data_module(feed.train, feed.validation)}
+        if self._package.data_module is not None:
+            source = {"datamodule": self._package.data_module(feed.train, feed.validation)}
         if self._resumed is not None:
             path = folder / "resumed.ckpt"
             path.write_bytes(self._resumed)
@@ -204,17 +206,17 @@ class LightningTrainer:
             restore_random(hooks.rank_state, self._trainer.strategy.root_device)
 
     def _save(self, path: Path, *, resumable: bool = False) -> None:
-        with _alone(self._trainer.strategy, resumable):
+        with _saving_alone(self._trainer.strategy, resumable):
             self._trainer.save_checkpoint(path)
 
-    def _take(self, state: bytes) -> None:
+    def _load_weights(self, state: bytes) -> None:
         content = torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
         self._module.load_state_dict(content["state_dict"])
-        take_buffers(self._module, content["callbacks"][RUN].get("buffers", {}))
+        take_buffers(self._module, content["callbacks"][RUN_KEY].get("buffers", {}))
         optimizers = self._trainer.optimizers
         for optimizer, known in zip(optimizers, content["optimizer_states"], strict=True):
             optimizer.load_state_dict(known)
-        scale_lr(optimizers, [], self._trainer.strategy.lr_scale / content["callbacks"][RUN]["lr_scale"])
+        scale_lr(optimizers, [], self._trainer.strategy.lr_scale / content["callbacks"][RUN_KEY]["lr_scale"])
 
     def _keep_results(self, trainer: Any, folder: Path) -> None:
         """Keep, on rank 0, the best model by the user's ModelCheckpoint and the files of loggers."""
@@ -223,12 +225,14 @@ class LightningTrainer:
         best = best_model.best_file(trainer.checkpoint_callbacks)
         if best is not None:
             self._module.load_state_dict(weights_of(best))
-        written = [file for each in trainer.loggers if each.log_dir for file in Path(each.log_dir).rglob("*")]
+        written = [
+            file for run_logger in trainer.loggers if run_logger.log_dir for file in Path(run_logger.log_dir).rglob("*")
+        ]
         if any(file.resolve().is_relative_to(folder.resolve()) for file in written):
             with tempfile.TemporaryDirectory(prefix="sparkhvd-logs-", dir=scratch_folder()) as packed:
-                for each in trainer.loggers:
-                    source = Path(each.log_dir or "").resolve()
-                    if each.log_dir and source.is_relative_to(folder.resolve()) and source.is_dir():
+                for run_logger in trainer.loggers:
+                    source = Path(run_logger.log_dir or "").resolve()
+                    if run_logger.log_dir and source.is_relative_to(folder.resolve()) and source.is_dir():
                         relative = source.relative_to(folder.resolve())
                         shutil.copytree(source, Path(packed) / "logs" / relative, dirs_exist_ok=True)
                 archive = shutil.make_archive(str(Path(packed) / "packed"), "zip", Path(packed) / "logs")
@@ -236,7 +240,7 @@ class LightningTrainer:
 
 
 @contextlib.contextmanager
-def _alone(strategy: Any, resumable: bool) -> Iterator[None]:
+def _saving_alone(strategy: Any, resumable: bool) -> Iterator[None]:
     """Mark that only this rank saves a checkpoint within the block; ``resumable`` if runs may resume from it."""
     strategy.alone, strategy.resumable = True, resumable
     try:
@@ -267,10 +271,10 @@ class RunCallback:
 
     @property
     def state_key(self) -> str:
-        return RUN
+        return RUN_KEY
 
     @contextlib.contextmanager
-    def keeping(self, best: dict[str, Any] | None) -> Iterator[None]:
+    def including_best_model(self, best: dict[str, Any] | None) -> Iterator[None]:
         """Include the best model in checkpoints within this block."""
         self._best = best
         try:
@@ -291,9 +295,9 @@ class RunCallback:
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         states = checkpoint["callbacks"]
         best = states[self.state_key].pop("best", None)
-        best_model.unpack(best, trainer.checkpoint_callbacks, states, trainer.is_global_zero)
+        best_model.unpack_best_model(best, trainer.checkpoint_callbacks, states, trainer.is_global_zero)
         if self.batches_done is not None:
-            go_on_after(checkpoint, self.batches_done)
+            resume_after_batch(checkpoint, self.batches_done)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loaded = state

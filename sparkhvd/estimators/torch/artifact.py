@@ -63,7 +63,7 @@ def load_model(folder: Path) -> torch.nn.Module:
         return script_of((folder / SCRIPT).read_bytes()).eval()
     weights: Mapping[str, torch.Tensor] = torch.load(folder / STATE, weights_only=True, map_location="cpu")
     with (folder / MODULE).open("rb") as file:
-        model: torch.nn.Module = _WithTensors(file, lambda reference: _tensor(weights, reference)).load()
+        model: torch.nn.Module = _TensorReferenceUnpickler(file, lambda reference: _tensor(weights, reference)).load()
     return model.eval()
 
 
@@ -93,7 +93,7 @@ def load_optimizer(folder: Path, model: torch.nn.Module) -> Optimizers:
         )
     parameters = dict(model.named_parameters())
     with (folder / OPTIMIZER).open("rb") as file:
-        optimizer: Optimizers = _WithTensors(file, lambda reference: parameters[reference[0]]).load()
+        optimizer: Optimizers = _TensorReferenceUnpickler(file, lambda reference: parameters[reference[0]]).load()
     return optimizer
 
 
@@ -103,10 +103,10 @@ def _tensor(weights: Mapping[str, torch.Tensor], reference: tuple[str, bool | No
 
 
 def _dump(value: object, model: torch.nn.Module, names: Mapping[int, str]) -> bytes:
-    return dumps_with(_WithoutTensors, value, model, names)
+    return dumps_with(_TensorReferencePickler, value, model, names)
 
 
-class _WithoutTensors(PicklerWithScripts):
+class _TensorReferencePickler(PicklerWithScripts):
     """Pickles named tensors as references."""
 
     def __init__(self, file: io.BytesIO, model: torch.nn.Module, names: Mapping[int, str], *, code: Code) -> None:
@@ -119,8 +119,8 @@ class _WithoutTensors(PicklerWithScripts):
         return self._names[id(value)], value.requires_grad if isinstance(value, torch.nn.Parameter) else None
 
 
-class _WithTensors(pickle.Unpickler):
-    """Unpickles the output of ``_WithoutTensors``; equal references become the same tensor."""
+class _TensorReferenceUnpickler(pickle.Unpickler):
+    """Unpickles the output of ``_TensorReferencePickler``; equal references become the same tensor."""
 
     def __init__(self, file: Any, resolve: Callable[[tuple[str, bool | None]], torch.Tensor]) -> None:
         super().__init__(file)

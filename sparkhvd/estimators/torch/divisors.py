@@ -22,11 +22,11 @@ from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.data.read.batches import Batch
 from sparkhvd.data.schema.data_schema import ColumnSpec, DataSchema
 from sparkhvd.data.schema.manifest import LabelRanges
-from sparkhvd.estimators.torch.objective import Objective, is_as_torch_has_it, is_class_loss, name_of
+from sparkhvd.estimators.torch.objective import Objective, is_class_loss, is_unmodified_torch_loss, name_of
 
-_NOTHING_IGNORED = -100  # torch's default, which is not a class index
+_DEFAULT_IGNORE_INDEX = -100  # torch's default, which is not a class index
 # One per loss: 0 if all labels of this rank are ignored, None if all labels of the whole step are.
-Factors = tuple[float | None, ...] | None
+LossFactors = tuple[float | None, ...] | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Divisor:
         return float(len(counted)) if self.weights is None else float(np.take(self.weights, counted, mode="clip").sum())
 
 
-def counts_of(objective: Objective, labels: Sequence[torch.Tensor], rows: int) -> list[float]:
+def batch_divisors(objective: Objective, labels: Sequence[torch.Tensor], rows: int) -> list[float]:
     """Return the divisor of each loss for a batch; the number of rows if the divisor is unknown.
 
     Args:
@@ -61,13 +61,13 @@ def counts_of(objective: Objective, labels: Sequence[torch.Tensor], rows: int) -
     counts = []
     for loss, label in zip(objective.losses, labels, strict=True):
         # Class indices are integers; a loss of class probabilities divides by the rows.
-        known = objective.weight_col is None and is_class_loss(loss) and is_as_torch_has_it(loss)
+        known = objective.weight_col is None and is_class_loss(loss) and is_unmodified_torch_loss(loss)
         numbers = known and label.dtype is torch.int64
         counts.append(_divisor(loss, "").of(label.detach().cpu().numpy()) if numbers else float(rows))
     return counts
 
 
-def divisors_of(objective: Objective, schema: DataSchema, ranges: LabelRanges = ()) -> tuple[Divisor | None, ...]:
+def loss_divisors(objective: Objective, schema: DataSchema, ranges: LabelRanges = ()) -> tuple[Divisor | None, ...]:
     """Return the divisor of each loss in a training step; None if it is the number of rows, or unknown.
 
     Args:
@@ -76,12 +76,12 @@ def divisors_of(objective: Objective, schema: DataSchema, ranges: LabelRanges = 
         ranges: known ranges of the label columns; a column without one may hold any label.
     """
     columns = {column.name: column for column in schema.of("label")}
-    found: list[Divisor | None] = []
+    divisors: list[Divisor | None] = []
     for loss, label in zip(objective.losses, objective.label_cols, strict=True):
-        known = is_as_torch_has_it(loss) and _are_classes(columns[label])
-        otherwise = _divides_otherwise(objective, loss) or _may_be_ignored(objective, loss, label, ranges)
-        found.append(_divisor(loss, label) if known and otherwise else None)
-    return tuple(found)
+        known = is_unmodified_torch_loss(loss) and _holds_class_indices(columns[label])
+        otherwise = _has_own_divisor(objective, loss) or _may_contain_ignored(objective, loss, label, ranges)
+        divisors.append(_divisor(loss, label) if known and otherwise else None)
+    return tuple(divisors)
 
 
 def inexact_losses(objective: Objective, schema: DataSchema, *, own_steps: bool = False) -> list[str]:
@@ -92,15 +92,15 @@ def inexact_losses(objective: Objective, schema: DataSchema, *, own_steps: bool 
         schema: the columns.
         own_steps: whether the user's ``train_minibatch_fn`` takes the steps.
     """
-    divisors = divisors_of(objective, schema)
+    divisors = loss_divisors(objective, schema)
     return [
         name_of(loss)
         for loss, divisor in zip(objective.losses, divisors, strict=True)
-        if _divides_otherwise(objective, loss) and (own_steps or divisor is None)
+        if _has_own_divisor(objective, loss) and (own_steps or divisor is None)
     ]
 
 
-def factors_of(divisors: Sequence[Divisor | None], step: Sequence[Batch]) -> list[Factors]:
+def loss_factors(divisors: Sequence[Divisor | None], step: Sequence[Batch]) -> list[LossFactors]:
     """Return the factors of the losses of each batch of a step, to apply before weighting by rows; collective.
 
     Without divisors the factors are None, and nothing is exchanged.
@@ -127,26 +127,26 @@ def _factor(part: float, total: float, of_rows: float) -> float | None:
     return part / total * of_rows if total else None
 
 
-def counted_rows(rows: int, factors: Factors) -> int:
+def counted_rows(rows: int, factors: LossFactors) -> int:
     """Return how many rows a batch's loss counts for in the epoch's mean: 0 if all labels of the step are ignored."""
     return 0 if factors is not None and all(factor is None for factor in factors) else rows
 
 
-def _are_classes(column: ColumnSpec) -> bool:
+def _holds_class_indices(column: ColumnSpec) -> bool:
     """Whether labels are class indices; several floats per row may be class probabilities."""
     whole = column.dtype.startswith(("int", "uint"))
     return whole or (column.shape is not None and math.prod(column.shape) == 1)
 
 
-def _divides_otherwise(objective: Objective, loss: Any) -> bool:
+def _has_own_divisor(objective: Objective, loss: Any) -> bool:
     """Whether a class loss has weights or ignores labels, so that it does not divide by the rows."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
     weights, ignored = _settings(loss)
-    return weights is not None or ignored != _NOTHING_IGNORED
+    return weights is not None or ignored != _DEFAULT_IGNORE_INDEX
 
 
-def _may_be_ignored(objective: Objective, loss: Any, label: str, ranges: LabelRanges) -> bool:
+def _may_contain_ignored(objective: Objective, loss: Any, label: str, ranges: LabelRanges) -> bool:
     """Whether a label column may hold the ``ignore_index`` of its loss."""
     if objective.weight_col is not None or not is_class_loss(loss):
         return False
@@ -161,7 +161,7 @@ def _divisor(loss: Any, label: str) -> Divisor:
 
 
 def _settings(loss: Any) -> tuple[torch.Tensor | None, int]:
-    given = dict(loss.keywords) if isinstance(loss, partial) else {}
+    settings = dict(loss.keywords) if isinstance(loss, partial) else {}
     if isinstance(loss, torch.nn.Module):
-        given = {**vars(loss), **dict(loss.named_buffers())}
-    return given.get("weight"), int(given.get("ignore_index", _NOTHING_IGNORED))
+        settings = {**vars(loss), **dict(loss.named_buffers())}
+    return settings.get("weight"), int(settings.get("ignore_index", _DEFAULT_IGNORE_INDEX))

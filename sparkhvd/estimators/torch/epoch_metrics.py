@@ -14,11 +14,11 @@ import torch
 from sparkhvd.comm import objects
 from sparkhvd.comm.collectives.buffers import ReduceOp
 from sparkhvd.comm.communicator import Communicator
-from sparkhvd.estimators.torch.divisors import Factors, counted_rows, counts_of
+from sparkhvd.estimators.torch.divisors import LossFactors, batch_divisors, counted_rows
 from sparkhvd.estimators.torch.objective import Metric, Objective, is_stateful
 
 
-class Measures:
+class EpochMetrics:
     """Accumulates the loss and metrics over this rank's rows; torchmetrics keep their own state.
 
     Args:
@@ -33,7 +33,7 @@ class Measures:
         self._rows = 0
         self._rows_of_loss = 0
         self._totals: dict[str, float] = {}
-        self._stateful = [(metric, _fresh(metric, device)) for metric in objective.stateful()]
+        self._stateful = [(metric, _reset_copy(metric, device)) for metric in objective.stateful()]
         # Per loss: the sum of divisor times loss, and the sum of the divisors.
         self._counted = np.zeros((len(objective.losses), 2)) if validating else None
 
@@ -43,7 +43,7 @@ class Measures:
         outputs: Sequence[torch.Tensor],
         labels: Sequence[torch.Tensor],
         rows: int,
-        factors: Factors = None,
+        factors: LossFactors = None,
     ) -> float:
         """Add a training batch and return its loss, which was computed with these factors."""
         values = self._objective.measure(loss, outputs, labels)
@@ -57,7 +57,7 @@ class Measures:
         """Add a validation batch; the loss of every output is weighted by its divisor."""
         if self._counted is None:
             raise AssertionError("add_validation() needs validating=True")
-        for index, (part, count) in enumerate(zip(parts, counts_of(self._objective, labels, rows), strict=True)):
+        for index, (part, count) in enumerate(zip(parts, batch_divisors(self._objective, labels, rows), strict=True)):
             if count:
                 self._counted[index] += (float(part) * count, count)
         self._rows_of_loss += rows
@@ -82,7 +82,7 @@ class Measures:
         totals = communicator.allreduce(counted, ReduceOp.SUM, name="losses of the validation")
         if communicator.world.rank != 0:
             return 0.0, 0
-        return combined(self._objective.weights, totals.astype(np.float64)), 1
+        return weighted_mean_loss(self._objective.weights, totals.astype(np.float64)), 1
 
     def sums(self) -> dict[str, tuple[float, int]]:
         """Return sum and number of rows by name, without torchmetrics."""
@@ -91,17 +91,17 @@ class Measures:
 
     def report(self, communicator: Communicator) -> dict[str, tuple[float, int]]:
         """Return all metrics in the form of an epoch report; collective."""
-        found = self.sums()
+        metrics = self.sums()
         if self._counted is not None:
-            found["loss"] = self._validation_loss(self._counted, communicator)
+            metrics["loss"] = self._validation_loss(self._counted, communicator)
         for metric, state in self._stateful:
-            value = merged(state, communicator, metric.name)
+            value = merge_states(state, communicator, metric.name)
             # The value is the same on every rank, so only rank 0 reports it.
-            found[metric.name] = (value, 1) if communicator.world.rank == 0 else (0.0, 0)
-        return {name: found[name] for name in self._objective.names()}
+            metrics[metric.name] = (value, 1) if communicator.world.rank == 0 else (0.0, 0)
+        return {name: metrics[name] for name in self._objective.names()}
 
 
-def combined(weights: Sequence[float], totals: npt.NDArray[np.float64]) -> float:
+def weighted_mean_loss(weights: Sequence[float], totals: npt.NDArray[np.float64]) -> float:
     """Return the weighted sum of the mean losses; NaN if a loss has a divisor of 0.
 
     Args:
@@ -112,18 +112,18 @@ def combined(weights: Sequence[float], totals: npt.NDArray[np.float64]) -> float
     return sum(weight * mean for weight, mean in zip(weights, means, strict=True))
 
 
-def merged(state: Any, communicator: Communicator, name: str) -> float:
+def merge_states(state: Any, communicator: Communicator, name: str) -> float:
     """Return the value of a torchmetrics metric over the rows of all ranks; NaN without rows. Collective.
 
     Metrics that are composed of others (sums, wrappers) keep their state in their parts, so each part is merged alone.
     """
     mine = [_state(part) for part in _parts(state)]
     gathered = objects.allgather_object(communicator, mine, name=f"state of metric {name}")
-    if not any(found is not None for states in gathered for found in states):
+    if not any(known is not None for states in gathered for known in states):
         return float("nan")
     total = copy.deepcopy(state)
     for part, states in zip(_parts(total), zip(*gathered, strict=True), strict=True):
-        _merge(part, [found for found in states if found is not None])
+        _merge(part, [known for known in states if known is not None])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # for example: no positive samples
         return float(total.compute())
@@ -145,7 +145,7 @@ def _merge(total: Any, states: Sequence[dict[str, Any]]) -> None:
     if not states:
         return
     for attribute, reduction in total._reductions.items():  # noqa: SLF001  (its public sync needs torch.distributed)
-        parts = [found[attribute] for found in states]
+        parts = [state[attribute] for state in states]
         if isinstance(parts[0], list):
             setattr(total, attribute, [tensor.to(total.device) for part in parts for tensor in part])
         else:
@@ -157,7 +157,7 @@ def _on_cpu(value: Any) -> Any:
     return [tensor.cpu() for tensor in value] if isinstance(value, list) else value.cpu()
 
 
-def _fresh(metric: Metric, device: torch.device) -> Any:
+def _reset_copy(metric: Metric, device: torch.device) -> Any:
     state: Any = copy.deepcopy(metric.function)
     state.reset()
     return state.to(device)

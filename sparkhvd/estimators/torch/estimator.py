@@ -160,9 +160,9 @@ class TorchEstimator(DistributedEstimator):
 
     def _checked_values(self, **instead: Any) -> dict[str, Any]:
         values = super()._checked_values(**instead)
-        given = [name for name in ("loss", "loss_constructors") if values[name] is not None]
-        if not given:
+        losses = [name for name in ("loss", "loss_constructors") if values[name] is not None]
+        if not losses:
             raise ParamError("TorchEstimator needs a loss; set loss or loss_constructors.")
-        if len(given) == 2:
+        if len(losses) == 2:
             raise ParamError("loss and loss_constructors are both set, and both define the loss; set only one of them.")
         return values

@@ -122,25 +122,25 @@ def _by_name(
 ) -> tuple[ModelInput, ...]:
     arguments = _positional(model)
     needed = sum(argument.default is argument.empty for argument in arguments)
-    found = []
-    for name, given, own in ordered_inputs(named, [argument.name for argument in arguments], needed, columns):
-        dtype = _dtype(model, own[0]) if given.dtype is None else _tensor_dtype(name, given.dtype)
-        if len(own) == 1 and own[0].sparse:
-            found.append(_own_input(own[0], dtype))
+    inputs = []
+    for name, named_input, specs in ordered_inputs(named, [argument.name for argument in arguments], needed, columns):
+        dtype = _dtype(model, specs[0]) if named_input.dtype is None else _tensor_dtype(name, named_input.dtype)
+        if len(specs) == 1 and specs[0].sparse:
+            inputs.append(_own_input(specs[0], dtype))
             continue
-        wide = given.shape if given.shape is not None or len(own) == 1 else (-1,)
-        found.append(ModelInput(given.columns, wide, dtype))
-    return tuple(found)
+        wide = named_input.shape if named_input.shape is not None or len(specs) == 1 else (-1,)
+        inputs.append(ModelInput(named_input.columns, wide, dtype))
+    return tuple(inputs)
 
 
 def _tensor_dtype(name: str, dtype: str) -> torch.dtype:
-    found = getattr(torch, dtype, None)
-    if not isinstance(found, torch.dtype):
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
         raise ParamError(
             f"inputs[{name!r}] has dtype {dtype!r}, which PyTorch does not have; use the name of a torch dtype, such "
             "as 'float32'."
         )
-    return found
+    return torch_dtype
 
 
 def _own_input(column: ColumnSpec, dtype: torch.dtype) -> ModelInput:
@@ -159,11 +159,11 @@ def _reshaped(
 ) -> tuple[ModelInput, ...]:
     check_input_shapes(input_shapes, [column.name for column in columns])
     inputs = []
-    for column, given in zip(columns, input_shapes, strict=True):
-        shape = row_shape(given)
+    for column, input_shape in zip(columns, input_shapes, strict=True):
+        shape = row_shape(input_shape)
         if column.shape is not None and np.prod(shape, dtype=int) != np.prod(column.shape, dtype=int):
             raise ParamError(
-                f"input_shapes has {list(given)} for column {column.name!r}, but its rows have shape "
+                f"input_shapes has {list(input_shape)} for column {column.name!r}, but its rows have shape "
                 f"{list(column.shape)}; both shapes must have the same number of elements."
             )
         inputs.append(ModelInput((column.name,), shape, dtypes[column.name]))

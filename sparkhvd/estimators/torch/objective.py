@@ -103,7 +103,7 @@ class Objective:
     ) -> list[torch.Tensor]:
         """Return the loss of every output; ``columns`` contain the weights of the rows."""
         rows = None if self.weight_col is None else torch.from_numpy(columns[self.weight_col]).to(outputs[0].device)
-        losses = [_beside(loss, output.device) for loss, output in zip(self.losses, outputs, strict=True)]
+        losses = [_on_device(loss, output.device) for loss, output in zip(self.losses, outputs, strict=True)]
         return [
             loss(output, label) if rows is None else _weighted(loss, output, label, rows)
             for loss, output, label in zip(losses, outputs, labels, strict=True)
@@ -137,7 +137,7 @@ class Objective:
         parts = [weight * value for weight, value in zip(self.weights, values, strict=True)]
         if factors is not None:
             parts = [
-                _times(part, factor, output) if label.dtype is torch.int64 else part
+                _scaled(part, factor, output) if label.dtype is torch.int64 else part
                 for part, factor, output, label in zip(parts, factors, outputs, labels, strict=True)
             ]
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
@@ -146,14 +146,14 @@ class Objective:
         self, loss: torch.Tensor, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]
     ) -> dict[str, float]:
         """Return the loss and every metric of one batch, without torchmetrics."""
-        found = {"loss": float(loss.detach())}
+        values = {"loss": float(loss.detach())}
         with torch.no_grad():
             for metric in self.metrics:
                 if is_stateful(metric.function):
                     continue
                 output = outputs[metric.output].detach()
-                found[metric.name] = float(metric.function(output, labels[metric.output]))
-        return found
+                values[metric.name] = float(metric.function(output, labels[metric.output]))
+        return values
 
     def names(self) -> list[str]:
         """Return ``loss`` and the names of all metrics."""
@@ -168,7 +168,7 @@ class Objective:
         outputs: Sequence[torch.Tensor],
         columns: Mapping[str, npt.NDArray[np.generic]],
         *,
-        made_up: bool = False,
+        synthetic: bool = False,
     ) -> None:
         """Compute losses and metrics once on a few rows; a failure due to the values of synthetic rows is ignored.
 
@@ -183,19 +183,19 @@ class Objective:
             )
         labels = self.labels(outputs, columns)
         for name, output, label, loss in zip(self.label_cols, outputs, labels, self.losses, strict=True):
-            _try_measure(f"The loss {name_of(loss)}", loss, output, label, name, made_up=made_up)
+            _try_measure(f"The loss {name_of(loss)}", loss, output, label, name, synthetic=synthetic)
             if self.weight_col is not None:
                 rows = torch.from_numpy(columns[self.weight_col])
                 what, weighted = f"The weighted loss {name_of(loss)}", partial(_weighted, loss, rows=rows)
-                _try_measure(what, weighted, output, label, name, made_up=made_up)
+                _try_measure(what, weighted, output, label, name, synthetic=synthetic)
         for metric in self.metrics:
             name = self.label_cols[metric.output]
             function = copy.deepcopy(metric.function) if is_stateful(metric.function) else metric.function
             output, label = outputs[metric.output], labels[metric.output]
-            _try_measure(f"The metric {metric.name!r}", function, output, label, name, made_up=made_up)
+            _try_measure(f"The metric {metric.name!r}", function, output, label, name, synthetic=synthetic)
 
 
-def _times(part: torch.Tensor, factor: float | None, output: torch.Tensor) -> torch.Tensor:
+def _scaled(part: torch.Tensor, factor: float | None, output: torch.Tensor) -> torch.Tensor:
     """Return a loss times its factor; with factor 0 or None all labels are ignored and the loss itself would be NaN."""
     if factor:
         return part * factor
@@ -252,9 +252,9 @@ def _is_divergence(loss: Measure) -> bool:
     return isinstance(function, torch.nn.KLDivLoss) or function is functional.kl_div
 
 
-def _refuse_class(name: str, given: object) -> None:
-    if isinstance(given, type):
-        raise ParamError(f"{name} holds the class {given.__name__}; pass an instance such as {given.__name__}().")
+def _refuse_class(name: str, value: object) -> None:
+    if isinstance(value, type):
+        raise ParamError(f"{name} holds the class {value.__name__}; pass an instance such as {value.__name__}().")
 
 
 def is_stateful(function: object) -> bool:
@@ -262,20 +262,20 @@ def is_stateful(function: object) -> bool:
     return all(callable(getattr(function, name, None)) for name in ("update", "compute", "reset"))
 
 
-def _repeated(given: object, count: int) -> tuple[Any, ...]:
+def _repeated(value: object, count: int) -> tuple[Any, ...]:
     """Return one value per label, from one for all labels or a list."""
-    if given is None:
+    if value is None:
         return ()
-    values = tuple(given) if isinstance(given, list | tuple) else (given,)
+    values = tuple(value) if isinstance(value, list | tuple) else (value,)
     return values * count if len(values) == 1 else values
 
 
-def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
+def _metrics(value: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
     """Return metrics from a dict, a list of functions, or Horovod's list of groups of functions."""
-    if not given:
+    if not value:
         return ()
-    found: list[Metric] = []
-    items = list(given.items()) if isinstance(given, dict) else [(None, item) for item in given]  # type: ignore[attr-defined]
+    metrics: list[Metric] = []
+    items = list(value.items()) if isinstance(value, dict) else [(None, item) for item in value]  # type: ignore[attr-defined]
     for index, (key, item) in enumerate(items):
         grouped = isinstance(item, list | tuple)
         functions = tuple(item) if grouped else (item,)
@@ -290,14 +290,14 @@ def _metrics(given: object, label_cols: tuple[str, ...]) -> tuple[Metric, ...]:
         for output, (label, function) in enumerate(zip(label_cols, functions, strict=True)):
             name = f"group_{index}_{label}" if grouped else key or name_of(function)
             name = name if grouped or len(label_cols) == 1 else f"{name}_{label}"
-            found.append(Metric(name, output, function, index))
-    names = ["loss", *(metric.name for metric in found)]
+            metrics.append(Metric(name, output, function, index))
+    names = ["loss", *(metric.name for metric in metrics)]
     if len(set(names)) != len(names):
         raise ParamError(f"metrics: the names {names[1:]} are not unique; pass a dict of name: function.")
-    return tuple(found)
+    return tuple(metrics)
 
 
-def _beside(loss: Measure, device: torch.device) -> Measure:
+def _on_device(loss: Measure, device: torch.device) -> Measure:
     """Return the loss with its own tensors, such as class weights, on the device of the outputs."""
     if isinstance(loss, torch.nn.Module):
         held = next(chain(loss.parameters(), loss.buffers()), None)
@@ -331,7 +331,7 @@ def _label(
     name: str, label: torch.Tensor, output: torch.Tensor, loss: Measure, shape: tuple[int, ...] | None
 ) -> torch.Tensor:
     if is_class_loss(loss):
-        if (output.dim() == 1 or output.shape[1] == 1) and is_as_torch_has_it(loss):
+        if (output.dim() == 1 or output.shape[1] == 1) and is_unmodified_torch_loss(loss):
             raise ModelOutputError(
                 f"{name_of(loss)} needs one output per class; the model returns 1 (its output has shape "
                 f"{list(output.shape)}). For label {name!r} with two classes, give the model's last layer two outputs, "
@@ -353,7 +353,7 @@ def is_class_loss(loss: Measure) -> bool:
     return isinstance(function, _CLASS_LOSSES) or function in _CLASS_LOSS_FUNCTIONS
 
 
-def is_as_torch_has_it(loss: Measure) -> bool:
+def is_unmodified_torch_loss(loss: Measure) -> bool:
     """Whether the loss is not a user's subclass, which may treat its outputs differently."""
     function = _unwrapped(loss)
     return type(function) in _CLASS_LOSSES or not isinstance(function, _CLASS_LOSSES)
@@ -371,7 +371,7 @@ def _class_numbers(name: str, label: torch.Tensor, output: torch.Tensor) -> torc
 
 
 def _try_measure(
-    what: str, function: Measure, output: torch.Tensor, label: torch.Tensor, name: str, *, made_up: bool
+    what: str, function: Measure, output: torch.Tensor, label: torch.Tensor, name: str, *, synthetic: bool
 ) -> None:
     shapes = f"output of shape {list(output.shape)} with label {name!r} of shape {list(label.shape)} ({label.dtype})"
     try:
@@ -382,7 +382,7 @@ def _try_measure(
     except ModelOutputError:
         raise
     except Exception as error:
-        if made_up and not isinstance(error, UserWarning) and not fails_by_shape(function, (output, label), error):
+        if synthetic and not isinstance(error, UserWarning) and not fails_by_shape(function, (output, label), error):
             return
         if not is_tensor_error(error) and not isinstance(error, UserWarning):
             raise ModelOutputError(f"{what} raised {describe_error(error)} It was called with the {shapes}.") from error
@@ -392,9 +392,9 @@ def _try_measure(
         ) from error
     several = isinstance(value, Mapping)
     if several or (np.size(value) != 1 and torch.as_tensor(value).numel() != 1):
-        given = f"a dict with keys {list(value)}" if several else f"shape {list(torch.as_tensor(value).shape)}"
+        returned = f"a dict with keys {list(value)}" if several else f"shape {list(torch.as_tensor(value).shape)}"
         raise ModelOutputError(
-            f"{what} returns {given} for the model's {shapes}; it must return one number, the mean over the rows."
+            f"{what} returns {returned} for the model's {shapes}; it must return one number, the mean over the rows."
         )
 
 

@@ -60,7 +60,7 @@ class Package:
         if not self.objective.constructors:
             return self
         known = {"model": self.model, "optimizer": self.optimizer, "label_cols": self.objective.label_cols}
-        losses = tuple(_constructed(make, known) for make in self.objective.constructors)
+        losses = tuple(_construct_loss(make, known) for make in self.objective.constructors)
         return replace(self, objective=replace(self.objective, losses=losses, constructors=()))
 
 
@@ -130,15 +130,15 @@ def script_of(content: bytes) -> torch.jit.ScriptModule:
     """Return the module from the result of ``script_bytes``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        found = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
-        return cast("torch.jit.ScriptModule", found)
+        module = torch.jit.load(io.BytesIO(content), map_location="cpu")  # type: ignore[no-untyped-call]
+        return cast("torch.jit.ScriptModule", module)
 
 
 def _parameter_of(module: torch.jit.ScriptModule, name: str) -> torch.nn.Parameter:
     return dict(module.named_parameters())[name]
 
 
-def _constructed(make: Callable[..., Any], known: Mapping[str, object]) -> Any:
+def _construct_loss(make: Callable[..., Any], known: Mapping[str, object]) -> Any:
     """Call a loss constructor with those of the known arguments that it takes."""
     signature = inspect.signature(make)
     parameters = signature.parameters.values()

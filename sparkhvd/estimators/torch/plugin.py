@@ -42,7 +42,7 @@ from sparkhvd.world import World
 
 logger = logging.getLogger(__name__)
 
-_MADE_UP_ROWS = 2
+_SYNTHETIC_ROWS = 2
 
 
 class TorchPlugin:
@@ -61,13 +61,13 @@ class TorchPlugin:
         package = loads(self.pack({**params, "schema": schema}))
         check_monitored(params, package.objective.names())
         own_steps = package.stepping.minibatch_fn is not None
-        warn_of_divisors(inexact_losses(package.objective, schema, own_steps=own_steps))
+        warn_of_inexact_losses(inexact_losses(package.objective, schema, own_steps=own_steps))
         check_schedule(package.schedule, package.optimizer, scaled=bool(params.get("scale_lr")))
         known = all(column.shape is not None for column in schema.columns)
         if rows is None and not known:
             return []
-        sample = _at_least_two(_made_up(schema) if rows is None else rows)
-        return _try_out(package, schema, sample, made_up=rows is None)
+        sample = _at_least_two_rows(_synthetic_rows(schema) if rows is None else rows)
+        return _try_out(package, schema, sample, synthetic=rows is None)
 
     def try_out(self, payload: bytes, schema: DataSchema, rows: Arrays) -> list[tuple[int, ...]]:
         """See ``FrameworkPlugin.try_out``.
@@ -75,7 +75,7 @@ class TorchPlugin:
         Raises:
             ModelOutputError: the model cannot take such rows, or its output does not match the labels.
         """
-        return _try_out(loads(payload), schema, _at_least_two(rows))
+        return _try_out(loads(payload), schema, _at_least_two_rows(rows))
 
     def pack(self, params: Mapping[str, object]) -> bytes:
         """Return the model, its optimizer, the inputs and the objective in one pickle."""
@@ -106,7 +106,7 @@ class TorchPlugin:
     def facts(self, params: Mapping[str, object]) -> ModelFacts:
         """See ``FrameworkPlugin.facts``."""
         _check_kinds(params)
-        return ModelFacts("PyTorch", type(params["optimizer"]).__name__, shapes_of(params["model"]))
+        return ModelFacts("PyTorch", type(params["optimizer"]).__name__, parameter_shapes(params["model"]))
 
     def normalization(self, params: Mapping[str, object]) -> Normalization:
         """See ``FrameworkPlugin.normalization``."""
@@ -143,9 +143,9 @@ class TorchPlugin:
     def mapping(self, params: Mapping[str, object], schema: DataSchema) -> str:
         """Return the columns of each input and output, for the log."""
         inputs = _inputs(params, schema)
-        parts = [f"input {place} is {each}" for place, each in enumerate(inputs)]
-        labels = [f"output {place} is {column.name}" for place, column in enumerate(schema.of("label"))]
-        return "; ".join(", ".join(each) for each in (parts, labels) if each)
+        parts = [f"input {index} is {model_input}" for index, model_input in enumerate(inputs)]
+        labels = [f"output {index} is {column.name}" for index, column in enumerate(schema.of("label"))]
+        return "; ".join(", ".join(group) for group in (parts, labels) if group)
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,10 @@ def _named(params: Mapping[str, object]) -> Mapping[str, NamedInput] | None:
     return cast("Mapping[str, NamedInput] | None", params.get("inputs"))
 
 
-def shapes_of(model: Any) -> dict[str, Shape]:
+def parameter_shapes(model: Any) -> dict[str, Shape]:
     """Return the shapes of a module's parameters by name; None for lazy ones."""
     lazy = torch.nn.parameter.is_lazy
-    return {name: None if lazy(each) else tuple(each.shape) for name, each in model.named_parameters()}
+    return {name: None if lazy(parameter) else tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def _check_kinds(params: Mapping[str, object]) -> None:
@@ -215,7 +215,7 @@ def _check_kinds(params: Mapping[str, object]) -> None:
     refuse_unsafe_model(model)
 
 
-def warn_of_divisors(inexact: Sequence[str]) -> None:
+def warn_of_inexact_losses(inexact: Sequence[str]) -> None:
     """Warn of losses for which N ranks only approximate one big batch."""
     for name in inexact:
         logger.warning(
@@ -281,9 +281,9 @@ def _stepping(params: Mapping[str, Any]) -> Stepping:
     return stepping
 
 
-def compressor(given: Any) -> Any:
+def compressor(compression: Any) -> Any:
     """Return the compression of gradients; a name stands for an attribute of ``hvd.Compression``."""
-    return getattr(Compression, given) if isinstance(given, str) else given
+    return getattr(Compression, compression) if isinstance(compression, str) else compression
 
 
 def _check_signature(minibatch_fn: Callable[..., Any]) -> None:
@@ -298,16 +298,16 @@ def _check_signature(minibatch_fn: Callable[..., Any]) -> None:
         ) from error
 
 
-def _made_up(schema: DataSchema) -> Arrays:
-    return {column.name: columns.blank(column, _MADE_UP_ROWS) for column in schema.columns}
+def _synthetic_rows(schema: DataSchema) -> Arrays:
+    return {column.name: columns.blank(column, _SYNTHETIC_ROWS) for column in schema.columns}
 
 
-def _at_least_two(rows: Arrays) -> Arrays:
+def _at_least_two_rows(rows: Arrays) -> Arrays:
     """Return at least two rows, because one row does not reveal which dimension is the rows."""
     return {name: np.concatenate([array, array])[: max(2, len(array))] for name, array in rows.items()}
 
 
-def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, made_up: bool = False) -> list[tuple[int, ...]]:
+def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, synthetic: bool = False) -> list[tuple[int, ...]]:
     """Return the shapes of the outputs for some rows; nothing if only real rows can show them."""
     rows = len(next(iter(sample.values())))
     model = package.model.eval()
@@ -317,10 +317,10 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, made_up: b
         try:
             result = model(*inputs)
         except Exception as error:
-            if made_up and not fails_by_shape(model, inputs, error):
+            if synthetic and not fails_by_shape(model, inputs, error):
                 logger.debug("The model does not take synthetic rows: %s", error)
                 return []
-            raise ModelOutputError(_cannot_take(planned, schema, inputs, error)) from error
+            raise ModelOutputError(_describe_input_failure(planned, schema, inputs, error)) from error
         try:
             outputs = outputs_of(result)
         except DataError as error:
@@ -331,12 +331,12 @@ def _try_out(package: Package, schema: DataSchema, sample: Arrays, *, made_up: b
                     f"Output {index} of the model has shape {list(output.shape)} for {rows} rows; its first dimension "
                     "must be the rows."
                 )
-        package.objective.try_out(outputs, sample, made_up=made_up)
-        _try_training(package, inputs)
+        package.objective.try_out(outputs, sample, synthetic=synthetic)
+        _try_training_mode(package, inputs)
     return [tuple(output.shape[1:]) for output in outputs]
 
 
-def _try_training(package: Package, inputs: Sequence[torch.Tensor]) -> None:
+def _try_training_mode(package: Package, inputs: Sequence[torch.Tensor]) -> None:
     """Check the outputs in training mode too, if the model can run in it on the driver."""
     if package.stepping.minibatch_fn is not None or synchronized_layers(package.model):
         return  # a synchronized layer would wait for other ranks, and there are none
@@ -349,18 +349,18 @@ def _try_training(package: Package, inputs: Sequence[torch.Tensor]) -> None:
         package.objective.check_training(outputs)
 
 
-def _cannot_take(
+def _describe_input_failure(
     planned: Sequence[ModelInput], schema: DataSchema, inputs: Sequence[torch.Tensor], error: Exception
 ) -> str:
-    given = "; ".join(
+    described_inputs = "; ".join(
         f"input {index} of shape {list(tensor.shape)} from {part}"
         for index, (part, tensor) in enumerate(zip(planned, inputs, strict=True))
     )
     columns = ", ".join(f"{c.name}: {c.dtype}{list(c.shape or ())}" for c in schema.of("feature"))
     if not is_tensor_error(error):
-        return f"The model raised {describe_error(error)} It was called with {given}."
+        return f"The model raised {describe_error(error)} It was called with {described_inputs}."
     return (
-        f"The model cannot take the feature columns ({columns}). It was called with {given}, and raised "
+        f"The model cannot take the feature columns ({columns}). It was called with {described_inputs}, and raised "
         f"{type(error).__name__}: {with_full_stop(error)} Set input_shapes if the columns need another shape; integer "
         "columns stay integers only for a model with an embedding layer."
     )

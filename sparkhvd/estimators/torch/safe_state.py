@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,10 +34,10 @@ def refuse_unsafe(checkpoint: Path | io.BytesIO, what: str) -> None:
     Raises:
         ParamError: it holds objects that ``torch.load(..., weights_only=True)`` refuses to create.
     """
-    found = _unsafe_globals(checkpoint)
-    if found:
+    unsafe = _unsafe_globals(checkpoint)
+    if unsafe:
         raise ParamError(
-            f"{what} holds {', '.join(sorted(found))}. Checkpoints are opened without running any code in them, so "
+            f"{what} holds {', '.join(sorted(unsafe))}. Checkpoints are opened without running any code in them, so "
             "they may hold only tensors, numbers, strings, lists and dicts. To allow more types, call "
             "torch.serialization.add_safe_globals, on the ranks too."
         )
@@ -58,14 +58,15 @@ def plain_numbers(state: object) -> object:
 
 def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the ``state_dict`` of a Lightning checkpoint without running the code of other objects in it."""
-    found = _unsafe_globals(checkpoint)
-    with torch.serialization.safe_globals([(_Left, name) for name in found]) if found else contextlib.nullcontext():
+    unsafe = _unsafe_globals(checkpoint)
+    placeholders: list[Any] = [(_OpaqueObject, name) for name in unsafe]
+    with torch.serialization.safe_globals(placeholders) if unsafe else contextlib.nullcontext():
         content = torch.load(checkpoint, weights_only=True, map_location="cpu")
     weights: dict[str, torch.Tensor] = content["state_dict"]
     return weights
 
 
-class _Left:
+class _OpaqueObject:
     """Placeholder for an object that is not created."""
 
     def __new__(cls, *_: object, **__: object) -> Self:

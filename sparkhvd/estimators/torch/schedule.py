@@ -77,7 +77,7 @@ class RunningSchedule:
     def __init__(self, schedule: LRSchedule | None, optimizer: torch.optim.Optimizer, lr_scale: float) -> None:
         self._every = None if schedule is None else schedule.every
         self._monitor = None if schedule is None else schedule.monitor
-        self._scheduler = None if schedule is None else _made(schedule, optimizer, lr_scale)
+        self._scheduler = None if schedule is None else _create_scheduler(schedule, optimizer, lr_scale)
 
     def after_step(self) -> None:
         """Advance a schedule of steps after an optimizer step."""
@@ -124,9 +124,9 @@ def check_schedule(schedule: LRSchedule | None, optimizer: torch.optim.Optimizer
         logger.debug("The learning rate schedule was not checked on the driver: %s", error)
 
 
-def _made(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: float) -> Scheduler:
-    given = isinstance(schedule.scheduler, Scheduler)
-    scheduler = schedule.scheduler if given else cast("Any", schedule.scheduler)(optimizer)
+def _create_scheduler(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: float) -> Scheduler:
+    is_scheduler = isinstance(schedule.scheduler, Scheduler)
+    scheduler = schedule.scheduler if is_scheduler else cast("Any", schedule.scheduler)(optimizer)
     if not isinstance(scheduler, Scheduler):
         raise ParamError(
             f"lr_scheduler returned a {type(scheduler).__name__}; it must return a scheduler from "
@@ -149,7 +149,7 @@ def _made(schedule: LRSchedule, optimizer: torch.optim.Optimizer, lr_scale: floa
             f"scale_lr=True cannot scale the learning rates that {own[0]} was created with. Scale them yourself and "
             "leave scale_lr out."
         )
-    if given:
+    if is_scheduler:
         scale_schedule(scheduler, lr_scale)
     return scheduler
 
@@ -159,7 +159,7 @@ def parts_of(scheduler: Any) -> list[Any]:
     return [scheduler, *(part for child in getattr(scheduler, "_schedulers", ()) for part in parts_of(child))]
 
 
-def begin_anew(scheduler: Any) -> None:
+def repeat_initial_step(scheduler: Any) -> None:
     """Repeat a scheduler's initial step on an optimizer whose learning rates have changed since."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return  # it adjusts the current rate
@@ -170,10 +170,10 @@ def begin_anew(scheduler: Any) -> None:
     elif isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
         for group in scheduler.optimizer.param_groups:
             group["lr"] = group["initial_lr"]
-        begin_anew(parts[0])
+        repeat_initial_step(parts[0])
     else:
         for part in parts:
-            begin_anew(part)
+            repeat_initial_step(part)
 
 
 def scale_schedule(scheduler: Any, factor: float) -> None:

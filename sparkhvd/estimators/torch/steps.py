@@ -15,8 +15,8 @@ import torch
 from sparkhvd.comm import session
 from sparkhvd.data.read.batches import Arrays, Batch
 from sparkhvd.errors import DataError
-from sparkhvd.estimators.torch.divisors import Divisor, Factors, factors_of
-from sparkhvd.estimators.torch.epoch_metrics import Measures
+from sparkhvd.estimators.torch.divisors import Divisor, LossFactors, loss_factors
+from sparkhvd.estimators.torch.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.inputs import ModelInput
 from sparkhvd.estimators.torch.objective import Objective
 from sparkhvd.estimators.torch.package import Stepping
@@ -70,7 +70,7 @@ class Forward:
             model if stepping.compile is None else torch.compile(model, **stepping.compile)
         )
 
-    def __call__(self, batch: Batch, factors: Factors = None) -> Result:
+    def __call__(self, batch: Batch, factors: LossFactors = None) -> Result:
         with self.precision():
             outputs = self.outputs(self.called(*self.inputs(batch)))
             if self.model.training:
@@ -118,7 +118,7 @@ class Stepper:
         self._forward = forward
         self._divisors = divisors
         self._stepping = stepping
-        self._synchronized = _Synchronized.of(forward.model, sample)
+        self._synchronized = _SynchronizedPasses.of(forward.model, sample)
         # The scaler does nothing unless the precision is fp16.
         self.scaler = torch.amp.GradScaler(forward.device.type, enabled=stepping.mixed_precision == "fp16")
 
@@ -126,7 +126,7 @@ class Stepper:
         self,
         group: Sequence[Batch],
         optimizer: ExchangingOptimizer,
-        measures: Measures,
+        measures: EpochMetrics,
         first: int,
         lap: Callable[[str], None],
     ) -> float | None:
@@ -153,23 +153,23 @@ class Stepper:
         loss = None
         total = sum(batch.global_rows for batch in group)
         self.scaler.scale(torch.zeros((), device=self._forward.device))  # ranks without rows need its scale too
-        for batch, factors in zip(group, factors_of(self._divisors, group), strict=True):
+        for batch, factors in zip(group, loss_factors(self._divisors, group), strict=True):
             forward = partial(self._forward, factors=factors)
             if self._synchronized is not None:
-                found, outputs, labels = self._synchronized.pass_of(batch, forward)
+                batch_loss, outputs, labels = self._synchronized.run(batch, forward)
                 ranks = session.current().world.size
                 optimizer.weight_next(1 / ranks)
-                weighted = found * (ranks * batch.rows / total)
+                weighted = batch_loss * (ranks * batch.rows / total)
             elif batch.rows == 0:
                 optimizer.contribute_nothing()
                 continue
             else:
-                found, outputs, labels = forward(batch)
+                batch_loss, outputs, labels = forward(batch)
                 optimizer.weight_next(batch.rows / total)
-                weighted = found
+                weighted = batch_loss
             self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
             if batch.rows:
-                loss = _latest(loss, measures.add(found, outputs, labels, batch.rows, factors))
+                loss = _step_loss(loss, measures.add(batch_loss, outputs, labels, batch.rows, factors))
         lap("compute")
         optimizer.synchronize()
         lap("communication")
@@ -191,7 +191,7 @@ class Stepper:
         self.scaler.update()
 
 
-class _Synchronized:
+class _SynchronizedPasses:
     """Passes of a model with layers that exchange statistics.
 
     Their gradients cross ranks in the backward pass, so the loss itself must carry the weight of its rank. A rank
@@ -201,16 +201,16 @@ class _Synchronized:
     def __init__(self, model: torch.nn.Module, layers: Sequence[SyncBatchNorm], sample: Arrays | None) -> None:
         self._model = model
         self._layers = layers
-        self._row = None if sample is None else _first(sample)
+        self._row = None if sample is None else _first_row(sample)
 
     @classmethod
-    def of(cls, model: torch.nn.Module, sample: Arrays | None) -> _Synchronized | None:
+    def of(cls, model: torch.nn.Module, sample: Arrays | None) -> _SynchronizedPasses | None:
         layers = synchronized_layers(model)
         return cls(model, layers, sample) if layers else None
 
-    def pass_of(self, batch: Batch, forward: Callable[[Batch], Result]) -> Result:
+    def run(self, batch: Batch, forward: Callable[[Batch], Result]) -> Result:
         if batch.rows:
-            self._row = _first(batch.columns)
+            self._row = _first_row(batch.columns)
             return forward(batch)
         row = self._row or {name: np.zeros((1, *array.shape[1:]), array.dtype) for name, array in batch.columns.items()}
         for layer in self._layers:
@@ -223,7 +223,7 @@ class _Synchronized:
                 layer.counts_rows = True
 
 
-def _first(columns: Arrays) -> Arrays:
+def _first_row(columns: Arrays) -> Arrays:
     return {name: array[:1].copy() for name, array in columns.items()}
 
 
@@ -236,7 +236,7 @@ class _MinibatchSteps:
         self._passes = passes
 
     def run(
-        self, group: Sequence[Batch], optimizer: ExchangingOptimizer, measures: Measures, first: int
+        self, group: Sequence[Batch], optimizer: ExchangingOptimizer, measures: EpochMetrics, first: int
     ) -> float | None:
         taken: list[object] = []
         counting = optimizer.register_step_post_hook(lambda *_: taken.append(None))
@@ -248,19 +248,19 @@ class _MinibatchSteps:
                     optimizer.contribute_nothing()
                     continue
                 optimizer.weight_next(batch.rows / total)
-                loss = _latest(loss, self._one(batch, optimizer, measures, first + index))
+                loss = _step_loss(loss, self._one(batch, optimizer, measures, first + index))
             if not taken:  # a rank without rows in the last batch, or the shorter group at the end of an epoch
                 optimizer.step()
         finally:
             counting.remove()
         return loss
 
-    def _one(self, batch: Batch, optimizer: ExchangingOptimizer, measures: Measures, index: int) -> float:
+    def _one(self, batch: Batch, optimizer: ExchangingOptimizer, measures: EpochMetrics, index: int) -> float:
         forward, objective = self._forward, self._forward.objective
 
         def transform_outputs(outputs: Any, _labels: Any = None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            found = forward.outputs(outputs)
-            return found, objective.labels(found, batch.columns)
+            float_outputs = forward.outputs(outputs)
+            return float_outputs, objective.labels(float_outputs, batch.columns)
 
         raw = [torch.from_numpy(batch.columns[name]).to(forward.device) for name in objective.label_cols]
         column = objective.weight_col
@@ -285,11 +285,11 @@ class _MinibatchSteps:
                 self._passes,
                 index,
             )
-        found = forward.outputs(outputs)
-        return measures.add(loss, found, objective.labels(found, batch.columns), batch.rows)
+        float_outputs = forward.outputs(outputs)
+        return measures.add(loss, float_outputs, objective.labels(float_outputs, batch.columns), batch.rows)
 
 
-def _latest(before: float | None, loss: float) -> float:
+def _step_loss(before: float | None, loss: float) -> float:
     """Return the loss of a step so far; an earlier NaN or infinite loss wins."""
     return loss if before is None or math.isfinite(before) else before
 
@@ -304,7 +304,7 @@ def outputs_of(result: object) -> list[torch.Tensor]:
         DataError: the result has no such tensors.
     """
     fields = _fields(result)
-    tensors = result if fields is None else _chosen(fields, type(result).__name__)
+    tensors = result if fields is None else _choose_output(fields, type(result).__name__)
     outputs: list[Any] = list(tensors) if isinstance(tensors, tuple | list) else [tensors]
     for output in outputs:
         if not isinstance(output, torch.Tensor):
@@ -326,7 +326,7 @@ def _fields(result: object) -> Mapping[Any, Any] | None:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _chosen(fields: Mapping[Any, Any], kind: str) -> object:
+def _choose_output(fields: Mapping[Any, Any], kind: str) -> object:
     if "logits" in fields:
         return fields["logits"]
     tensors = [value for name, value in fields.items() if isinstance(value, torch.Tensor) and name != "loss"]

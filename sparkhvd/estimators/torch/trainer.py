@@ -21,8 +21,8 @@ from sparkhvd.estimators.plugin import TrainHooks, TrainSpec
 from sparkhvd.estimators.reports import EpochRecord, EpochReport, StepReport, StepTimes
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchRun
-from sparkhvd.estimators.torch.divisors import divisors_of
-from sparkhvd.estimators.torch.epoch_metrics import Measures
+from sparkhvd.estimators.torch.divisors import loss_divisors
+from sparkhvd.estimators.torch.epoch_metrics import EpochMetrics
 from sparkhvd.estimators.torch.inputs import plan_inputs
 from sparkhvd.estimators.torch.package import Package
 from sparkhvd.estimators.torch.randomness import random_state, restore_random
@@ -74,7 +74,7 @@ class TorchTrainer:
         self._device = _device(spec.use_gpu, world)
         self._forward = Forward(self._model, self._inputs, package.objective, package.stepping, self._device)
         self._rows_of_buffers = 0  # rows that changed this rank's buffers since their last synchronization
-        divisors = divisors_of(package.objective, spec.schema, spec.labels)
+        divisors = loss_divisors(package.objective, spec.schema, spec.labels)
         self._stepper = Stepper(self._forward, package.stepping, divisors, spec.sample)
 
     def state(self) -> bytes:
@@ -154,8 +154,8 @@ class TorchTrainer:
                 callback.on_epoch_end(run, epoch, logs)
             return run.stop
 
-        found = measures.report(session.current())
-        report = EpochReport(epoch, found, validation, watch.step_times(), train.steps(), on_record)
+        training = measures.report(session.current())
+        report = EpochReport(epoch, training, validation, watch.step_times(), train.steps(), on_record)
         return hooks.on_epoch_end(report, self)
 
     def _seed(self, epoch: int, hooks: TrainHooks, first: bool) -> None:
@@ -164,16 +164,18 @@ class TorchTrainer:
         if state is not None:
             restore_random(state, self._device)
 
-    def _train(self, source: BatchSource, epoch: int, hooks: TrainHooks, run: TorchRun, watch: Stopwatch) -> Measures:
+    def _train(
+        self, source: BatchSource, epoch: int, hooks: TrainHooks, run: TorchRun, watch: Stopwatch
+    ) -> EpochMetrics:
         self._model.train()
-        measures = Measures(self._package.objective, self._device)
+        measures = EpochMetrics(self._package.objective, self._device)
         first = epoch == hooks.first_epoch
         step = hooks.first_step if first else 0
         steps = (hooks.first_epoch_batches if first else None) or source.steps()
         optimizer: Any = run.optimizer
         watch.lap("other")
         with closing(_closable(source.epoch(epoch, step))) as batches:
-            while group := _take(batches, self._spec.backward_passes_per_step):
+            while group := _next_batches(batches, self._spec.backward_passes_per_step):
                 watch.lap("data_wait")
                 loss = self._stepper.step(group, optimizer, measures, step, watch.lap)
                 step += len(group)
@@ -200,9 +202,9 @@ class TorchTrainer:
         self._rows_of_buffers = 0
 
     @torch.no_grad()
-    def _validate(self, source: BatchSource, epoch: int) -> Measures:
+    def _validate(self, source: BatchSource, epoch: int) -> EpochMetrics:
         self._model.eval()
-        measures = Measures(self._package.objective, self._device, validating=True)
+        measures = EpochMetrics(self._package.objective, self._device, validating=True)
         with closing(_closable(source.epoch(epoch))) as batches:
             for batch in batches:
                 if batch.rows:
@@ -220,7 +222,7 @@ class TorchTrainer:
             self._plain_optimizer.load_state_dict(self._plain_optimizer.state_dict())
 
 
-def _take(batches: Iterator[T], count: int) -> list[T]:
+def _next_batches(batches: Iterator[T], count: int) -> list[T]:
     return list(islice(batches, count))
 
 

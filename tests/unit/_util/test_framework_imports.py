@@ -10,8 +10,8 @@ import pytest
 
 _LIGHTNING_AFTER_TENSORFLOW = """
 import tensorflow
-from sparkhvd.lightning.flavour import package
-print(package("lightning.pytorch").Trainer.__name__)
+from sparkhvd.lightning.flavour import import_lightning
+print(import_lightning("lightning.pytorch").Trainer.__name__)
 import torch
 linear = torch.compile(torch.nn.Linear(2, 1))
 print(tuple(linear(torch.ones(3, 2)).shape))

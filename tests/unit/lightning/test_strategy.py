@@ -111,9 +111,9 @@ def adversarial(flavour):
 
 def plugins(flavour):
     """Without an environment Lightning looks for one, and so starts MPI where mpi4py is installed."""
-    from sparkhvd.lightning.flavour import fabric  # noqa: PLC0415
+    from sparkhvd.lightning.flavour import import_fabric  # noqa: PLC0415
 
-    return [fabric(flavour).plugins.environments.LightningEnvironment()]
+    return [import_fabric(flavour).plugins.environments.LightningEnvironment()]
 
 
 def trained(flavour, module, batch_size, strategy, **more):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from sparkhvd.estimators.lightning.best_model import best_file, unpack
+from sparkhvd.estimators.lightning.best_model import best_file, unpack_best_model
 
 
 def callback(path, monitor="val_loss"):
@@ -35,12 +35,12 @@ def test_what_is_known_of_the_best_model_moves_to_the_folder_of_this_process(tmp
     mine, other = SimpleNamespace(state_key="mine", dirpath=str(new)), SimpleNamespace(state_key="other", dirpath="x")
     for given, callbacks in ((best, [other]), (None, [mine])):
         states = {"mine": dict(state)}
-        unpack(given, callbacks, states, writes=True)
+        unpack_best_model(given, callbacks, states, writes=True)
         assert states == {"mine": state}, "its model is not known, or nobody looks for it any more"
     assert not new.exists()
-    unpack(best, [mine], states, writes=False)
+    unpack_best_model(best, [mine], states, writes=False)
     assert not new.exists()
-    unpack(best, [mine], states, writes=True)
+    unpack_best_model(best, [mine], states, writes=True)
     assert states["mine"] == {
         "dirpath": str(new),
         "best_model_path": str(new / "a" / "best.ckpt"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
 
-from sparkhvd.estimators.lightning.hot_start import take_states
+from sparkhvd.estimators.lightning.hot_start import load_earlier_states
 
 
 def sequence(optimizer):
@@ -50,7 +50,7 @@ def test_a_schedule_begins_as_if_it_had_been_made_for_the_earlier_optimizer(kind
     rates(earlier, MAKERS[kind](earlier))
     made = torch.optim.Adam([weight], lr=0.1)
     schedule = MAKERS[kind](made)
-    take_states([made], [earlier], [schedule])
+    load_earlier_states([made], [earlier], [schedule])
     assert torch.equal(made.state[weight]["exp_avg"], earlier.state[weight]["exp_avg"])
     wanted = torch.optim.Adam([weight], lr=0.1)
     wanted.load_state_dict(copy.deepcopy(earlier.state_dict()))

@@ -44,7 +44,7 @@ def continued(kind, keeps_best=False):
             trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
             assert [report.epoch for report in hooks.reports] == list(range(first, epochs))
             state, first = hvd.broadcast_object(hooks.state, 0), epochs  # as all ranks read it from the Store
-        found.append(flat(trainer._given.model) if rank == 0 or not keeps_best else None)
+        found.append(flat(trainer._package.model) if rank == 0 or not keeps_best else None)
     return found
 
 
@@ -177,12 +177,12 @@ def interrupted(kind, passes, by_others):
     scheduled = {"callbacks": [GradientAccumulationScheduler({0: passes})]}
     more = {"trainer_args": {"accumulate_grad_batches": passes}} if by_others else scheduled
     undisturbed = Hooks()
-    wanted = flat(fitted(kind, undisturbed, **more)._given.model)
+    wanted = flat(fitted(kind, undisturbed, **more)._package.model)
     state, own = broken_off(kind, **more)
     rows_left, hooks = None, Hooks(first_epoch=1, first_step=6, rank_state=own)
     if by_others:
         rows_left, hooks = begun_by_others(6)
-    found = flat(fitted(kind, hooks, rows_left, state, **more)._given.model)
+    found = flat(fitted(kind, hooks, rows_left, state, **more)._package.model)
     steps = [(report.epoch, report.step, report.whole) for report in hooks.steps]
     assert steps == [(r.epoch, r.step, r.whole) for r in undisturbed.steps if (r.epoch, r.step) > (1, 6)]
     one, other = (average_over_ranks(each.reports[-1], session.current()) for each in (hooks, undisturbed))
@@ -222,7 +222,7 @@ def continued_where_lightning_would_validate(done):
     more = {"trainer_args": {"val_check_interval": 7}, "callbacks": [Validations()]}
     trainer = fitted("plateau by step on twice", hooks, rows_left, state, 2, **more)
     assert [report.step for report in hooks.steps] == list(range(done + 1, 15))
-    return trainer._given.callbacks[0].after, trainer._trainer.fit_loop.epoch_loop._batches_that_stepped
+    return trainer._package.callbacks[0].after, trainer._trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 @pytest.mark.parametrize(("done", "after"), [(0, [7, 14]), (7, [14])])
@@ -294,7 +294,7 @@ def ended_three_times(folder, rule):
         if hooks.resumed is not None:
             trainer.restore(hooks.resumed.state)
         trainer.fit(source(EVEN, rank), source(EVEN, rank), hooks)
-        found.append((len(hooks.history), flat(trainer._given.model)))
+        found.append((len(hooks.history), flat(trainer._package.model)))
     return found
 
 

@@ -40,7 +40,7 @@ def trained(sizes, kind, epochs, more):
     trainer, hooks = trainer_of(module(kind), epochs, **more), Hooks()
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
     assert [report.epoch for report in hooks.reports] == list(range(epochs))
-    return flat(trainer._given.model), average_over_ranks(hooks.reports[-1], session.current())
+    return flat(trainer._package.model), average_over_ranks(hooks.reports[-1], session.current())
 
 
 def trained_plainly(steps, epochs=1, clip=None, model=None, *, weighted=False):
@@ -102,7 +102,7 @@ def validated_twice_an_epoch(sizes):
     trainer = trainer_of(module("normalizing"), 2, **own)
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
     loss = average_over_ranks(hooks.reports[-1], session.current()).validation["loss"]
-    model = trainer._given.model
+    model = trainer._package.model
     model.load_state_dict(hvd.broadcast_object(model.state_dict()))
     model.eval()
     data = rows(sum(map(sum, sizes)))
@@ -144,7 +144,7 @@ def plain_module(sizes):
     metrics = {"accuracy": accuracy, "f1.macro": MulticlassF1Score(3, average="macro")}
     trainer = trainer_of(model, optimizer=optimizer, loss=loss, metrics=metrics)
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
-    return flat(trainer._given.model), average_over_ranks(hooks.reports[-1], session.current())
+    return flat(trainer._package.model), average_over_ranks(hooks.reports[-1], session.current())
 
 
 def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all_rows(group):
@@ -175,7 +175,7 @@ def ignoring(sizes):
     data.columns["y"] = np.where(np.arange(data.rows()) % 8 < 5, 1, data.columns["y"])
     trainer.fit(data, data, hooks)
     with torch.no_grad():
-        output = trainer._given.model(torch.from_numpy(data.columns["x"]).float())
+        output = trainer._package.model(torch.from_numpy(data.columns["x"]).float())
         wanted = loss(output, torch.from_numpy(data.columns["y"])).item()
     return average_over_ranks(hooks.reports[-1], session.current()), wanted
 
@@ -219,7 +219,7 @@ def weighted(kind):
     trainer = trainer_of(model, data=WEIGHTED, **(of_plain if kind == "plain" else {}))
     hooks = Hooks()
     trainer.fit(source(SOME_EMPTY, rank, WEIGHTED), None, hooks)
-    return flat(trainer._given.model), average_over_ranks(hooks.reports[-1], session.current()).train["loss"]
+    return flat(trainer._package.model), average_over_ranks(hooks.reports[-1], session.current()).train["loss"]
 
 
 @pytest.mark.parametrize("kind", ["plain", "module"])
@@ -237,7 +237,7 @@ def trained_by(flavour):
     trainer = trainer_of(module(flavour=flavour))
     trainer.fit(source(SOME_EMPTY, rank), None, hooks)
     assert type(trainer._trainer).__module__.startswith(flavour)
-    return flat(trainer._given.model), average_over_ranks(hooks.reports[-1], session.current()).train["accuracy"]
+    return flat(trainer._package.model), average_over_ranks(hooks.reports[-1], session.current()).train["accuracy"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -263,7 +263,7 @@ def hot_start(folder):
     loaded = artifact.load_model(own)
     optimizer = artifact.load_optimizer(own, loaded)
     moments = optimizer.state[next(loaded.parameters())]["exp_avg"]
-    wanted = trainer._given.optimizers[0].state[next(trainer._given.model.parameters())]["exp_avg"]
+    wanted = trainer._package.optimizers[0].state[next(trainer._package.model.parameters())]["exp_avg"]
     assert torch.equal(moments, wanted)
     return optimizer.param_groups[0]["lr"], float(moments.abs().sum())
 
@@ -302,11 +302,11 @@ def exported(folder):
     trainer.fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
     if rank == 0:
         trainer.export(Path(folder))
-    return len(hooks.reports), flat(trainer._given.model) if rank == 0 else None
+    return len(hooks.reports), flat(trainer._package.model) if rank == 0 else None
 
 
 def kept_data_module(given):
-    return trainer_of(module(), data_module=given)._given.data_module
+    return trainer_of(module(), data_module=given)._package.data_module
 
 
 def test_a_module_that_loads_rows_is_not_asked_for_a_lightning_data_module(group):
