@@ -43,7 +43,7 @@ class Feed:
         validated: whether there was a validation since the last report.
         loss: loss of the current step; None if the rank has no rows in it. With manual optimization, where a step may
             return nothing, a NaN or infinite loss is recorded in ``backward``.
-        alone: per stage, the names that only rank 0 logs for whole epochs.
+        rank_zero_logged: per stage, the names that only rank 0 logs for whole epochs.
         within_epoch: whether the run resumes within an epoch.
         rows_of_buffers: rows that changed this rank's buffers since their last synchronization.
     """
@@ -52,7 +52,7 @@ class Feed:
     validation: RankLoader | None
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     logged: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
-    alone: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
+    rank_zero_logged: dict[str, set[str]] = field(default_factory=lambda: {"train": set(), "validation": set()})
     communicated: float = 0.0
     validated: bool = False
     loss: float | None = None
@@ -79,7 +79,7 @@ class EstimatorSteps:
     optimizers: Any
     lr_scheduler_configs: Any
     call: ModuleType
-    alone = False
+    saves_alone = False
     ended = False
     resumable = False
     _validates_every: Any = None
@@ -94,7 +94,7 @@ class EstimatorSteps:
 
     def synchronize_buffers(self) -> None:
         """Do nothing while only this rank saves a checkpoint, or after the last epoch: rank 0's model is returned."""
-        if not self.alone and not self.ended:
+        if not self.saves_alone and not self.ended:
             super().synchronize_buffers()  # type: ignore[misc]
             self.feed.rows_of_buffers = 0
 
@@ -133,7 +133,7 @@ class EstimatorSteps:
 
     def barrier(self, name: str | None = None) -> None:
         """Do nothing while only this rank saves a checkpoint."""
-        if not self.alone:
+        if not self.saves_alone:
             super().barrier(name)  # type: ignore[misc]
 
     def save_checkpoint(self, checkpoint: Mapping[str, Any], *rest: Any, **named: Any) -> None:
@@ -218,7 +218,7 @@ class DistributedLog:
         of_epoch = options.get("on_epoch")
         of_epoch = not (within_step and stage == "train") if of_epoch is None else of_epoch
         if of_epoch and options.get("rank_zero_only"):
-            self._feed.alone[stage].add(name)
+            self._feed.rank_zero_logged[stage].add(name)
         elif of_epoch:
             self._feed.logged[stage].add(name)
             options["sync_dist"] = True

@@ -242,11 +242,11 @@ class LightningTrainer:
 @contextlib.contextmanager
 def _saving_alone(strategy: Any, resumable: bool) -> Iterator[None]:
     """Mark that only this rank saves a checkpoint within the block; ``resumable`` if runs may resume from it."""
-    strategy.alone, strategy.resumable = True, resumable
+    strategy.saves_alone, strategy.resumable = True, resumable
     try:
         yield
     finally:
-        strategy.alone = strategy.resumable = False
+        strategy.saves_alone = strategy.resumable = False
 
 
 class RunCallback:
@@ -382,7 +382,7 @@ class RunCallback:
     def _logged(self, stage: str, rows: int) -> dict[str, tuple[float, int]]:
         """Return the values logged for the epoch; they are over all ranks, so every rank reports the same mean."""
         shared, known = self._feed.logged[stage], self._metrics
-        own = {name: known[name] for name in self._feed.alone[stage] - shared if name in known}
+        own = {name: known[name] for name in self._feed.rank_zero_logged[stage] - shared if name in known}
         # Other ranks may not even know the names that only rank 0 logs.
         own = objects.broadcast_object(session.current(), own, 0, name=f"values that only rank 0 logs in {stage}")
         values = own | {name: known[name] for name in shared if name in known}
