@@ -31,7 +31,7 @@ def rows():
 
 
 def loader(batch_size, divided_by=1):
-    """Rows in order, of which each rank gets every SIZE-th one: SIZE batches are one of SIZE times the rows."""
+    """Return rows in order; each rank gets every SIZE-th row, so SIZE batches equal one of SIZE times the rows."""
     rank = session.current().world.rank if divided_by > 1 else 0
     sampler = torch.utils.data.DistributedSampler(rows(), divided_by, rank, shuffle=False)
     return torch.utils.data.DataLoader(rows(), batch_size=batch_size // divided_by, sampler=sampler)
@@ -75,7 +75,7 @@ def adversarial(flavour):
     lightning = import_module(flavour)
 
     class Adversarial(lightning.LightningModule):
-        """Two optimizers by hand; the second accumulates over two batches and is clipped."""
+        """Uses two manual optimizers; the second accumulates over two batches and is clipped."""
 
         def __init__(self):
             super().__init__()
@@ -110,14 +110,14 @@ def adversarial(flavour):
 
 
 def plugins(flavour):
-    """Without an environment Lightning looks for one, and so starts MPI where mpi4py is installed."""
+    """Without an environment Lightning searches for one, and thereby starts MPI if mpi4py is installed."""
     from sparkhvd.lightning.flavour import import_fabric  # noqa: PLC0415
 
     return [import_fabric(flavour).plugins.environments.LightningEnvironment()]
 
 
 def trained(flavour, module, batch_size, strategy, **more):
-    """``strategy`` "auto" is one process with all rows."""
+    """Train; ``strategy`` "auto" is one process with all rows."""
     trainer = import_module(flavour).Trainer(
         strategy=strategy,
         plugins=plugins(flavour),
@@ -138,7 +138,7 @@ def trained(flavour, module, batch_size, strategy, **more):
 
 
 def compared(flavour, kind, batch_size, more, arguments):
-    """Parameters and logged metrics under the strategy, and in one process."""
+    """Return parameters and logged metrics under the strategy, and in one process."""
     import sparkhvd.lightning  # noqa: PLC0415
 
     sparkhvd.lightning.register(flavour)
@@ -169,7 +169,7 @@ def test_accumulated_batches_are_exchanged_once_and_count_alike(group):
     assert_close(group.run(compared, FLAVOURS[0], simple, 8, {"accumulate_grad_batches": 4}, {}))
 
 
-def test_two_optimizers_by_hand_train_as_in_one_process(group):
+def test_two_manual_optimizers_train_as_in_one_process(group):
     assert_close(group.run(compared, FLAVOURS[0], adversarial, 8, {}, {}))
 
 
@@ -257,7 +257,7 @@ def collected():
     }
 
 
-def test_values_of_all_ranks(group):
+def test_collectives_of_the_strategy(group):
     wanted = {
         "mean": [1.0, 0.5],
         "whole": 0.5,
@@ -296,7 +296,7 @@ def backward_by_itself():
     trained(FLAVOURS[0], module, 8, "sparkhvd")
 
 
-def test_a_backward_pass_that_the_strategy_does_not_see_is_an_error(group):
+def test_a_backward_pass_that_bypasses_the_strategy_is_an_error(group):
     for outcome in group.outcomes(backward_by_itself):
         assert "call self.manual_backward(loss)" in outcome.failure
 
@@ -317,7 +317,7 @@ def test_the_import_registers_the_name_with_the_lightning_in_use_alone():
 
 
 def kept_and_validated(folder, flavour):
-    """The validation losses by file that was written after them; and the module's buffers in the end."""
+    """Return the validation losses by the file written after each, and the module's final buffers."""
     lightning = import_module(flavour)
     model = simple(flavour, normalize=True)
     # Every validation sees all rows on both ranks, so its loss is that of the model alone.
@@ -356,7 +356,7 @@ def test_a_validation_measures_the_checkpoint_that_is_made_after_it(group, tmp_p
 
 
 def saved_by_an_exception(folder):
-    """What rank 0's callback saves while it alone has one, and how its fit ends."""
+    """Fail in a fit whose callback on rank 0 alone saves a checkpoint."""
     import lightning.pytorch as lightning  # noqa: PLC0415
     from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
 
@@ -375,6 +375,6 @@ def saved_by_an_exception(folder):
         trainer.fit(Failing(), loader(4, SIZE))
 
 
-def test_a_checkpoint_that_an_exception_makes_waits_for_no_other_rank(group, tmp_path):
+def test_a_checkpoint_during_an_exception_waits_for_no_other_rank(group, tmp_path):
     group.run(saved_by_an_exception, tmp_path)
     assert [path.name for path in tmp_path.glob("*.ckpt")]

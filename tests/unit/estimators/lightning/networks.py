@@ -1,4 +1,4 @@
-"""What the tests of an estimator's training with Lightning train, and on which rows."""
+"""Modules and rows for the tests of LightningEstimator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTED = DataSchema((*DATA.columns, ColumnSpec("w", "float64", (), "weight", "
 EVEN = [(4, 4)] * 12
 SOME_EMPTY = [(5, 0), (3, 7), (4, 4), (3, 2), (1, 6), (6, 1), (4, 0)]
 
-# By kind of module: what a checkpoint that is opened safely cannot hold.
+# Per kind of module: a value that a safely opened checkpoint cannot contain.
 HYPERPARAMETERS = {"with objects": {"loss": torch.nn.CrossEntropyLoss()}}
 
 
@@ -44,7 +44,7 @@ def rows(count):
 
 
 def source(sizes, rank, data=DATA):
-    """``rank``'s part of as many rows as the steps take."""
+    """Return ``rank``'s part of the rows of all steps."""
     found = rows(sum(map(sum, sizes)))
     return dealt({name: values for name, values in found.items() if name in data.names()}, sizes, rank, data)
 

@@ -11,7 +11,7 @@ def callback(path, monitor="val_loss"):
     return SimpleNamespace(monitor=monitor, best_model_path=str(path))
 
 
-def test_the_best_model_is_the_one_that_is_there(tmp_path, caplog):
+def test_the_best_model_is_the_one_whose_file_exists(tmp_path, caplog):
     there, gone = tmp_path / "best.ckpt", tmp_path / "of-an-earlier-process" / "best.ckpt"
     there.touch()
     assert best_file([callback(there, monitor=None)]) is None
@@ -22,7 +22,7 @@ def test_the_best_model_is_the_one_that_is_there(tmp_path, caplog):
     assert f"{gone}, no longer exists; the last model is returned" in caplog.text
 
 
-def test_what_is_known_of_the_best_model_moves_to_the_folder_of_this_process(tmp_path):
+def test_the_state_of_the_best_model_moves_to_the_folder_of_this_process(tmp_path):
     old, new = "/gone/checkpoints", tmp_path / "checkpoints"
     state = {
         "dirpath": old,

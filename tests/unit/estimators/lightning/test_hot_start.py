@@ -1,4 +1,4 @@
-"""Schedules of optimizers that begin as earlier ones: as if they had been made for those."""
+"""Schedules of optimizers that start with the state of earlier ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAKERS = {
 
 
 def rates(optimizer, schedule):
-    """Of the steps of an epoch."""
+    """Return the learning rates of the steps of an epoch."""
     found = []
     for _ in range(4):
         optimizer.step()
@@ -42,7 +42,7 @@ def rates(optimizer, schedule):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_schedule_begins_as_if_it_had_been_made_for_the_earlier_optimizer(kind, monkeypatch, tmp_path):
+def test_a_schedule_starts_as_if_created_for_the_earlier_optimizer(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch makes it at an optimizer's first step
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)

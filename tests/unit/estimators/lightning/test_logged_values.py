@@ -1,4 +1,4 @@
-"""What modules log and lose, in real ranks, without Spark."""
+"""Values that modules log, in real ranks, without Spark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.estimators.lightning.networks import EVEN, SOME_EMPTY, module, r
 
 
 def logged_by_rank_0():
-    """The record of an epoch in which rank 0 alone logs, and how often the logger is to write."""
+    """Return the record of an epoch in which only rank 0 logs, and the logger's interval."""
     kind = type(module())
 
     class Alone(kind):
@@ -35,7 +35,7 @@ def logged_by_rank_0():
     return average_over_ranks(hooks.reports[-1], session.current()), trainer._trainer.log_every_n_steps
 
 
-def test_what_rank_0_alone_logs_is_in_the_history(group):
+def test_values_that_only_rank_0_logs_are_in_the_history(group):
     for record, every in group.run(logged_by_rank_0):
         assert (round(record.train["first"], 4), record.validation["first"]) == (8.5, 5.0)
         assert set(record.train) == {"loss", "accuracy", "twice", "first"}
@@ -54,14 +54,14 @@ def losses_by_hand():
     return [report.loss is not None and math.isnan(report.loss) for report in hooks.steps], hooks.reports[0].train
 
 
-def test_a_step_that_returns_no_loss_tells_of_one_that_is_no_number(group):
+def test_a_nan_loss_is_reported_even_if_the_step_returns_no_loss(group):
     for steps, train in group.run(losses_by_hand):
         assert steps[:4] == [False, False, False, True]
         assert train["loss"] == (0.0, 0)
 
 
 def counted_once(sizes):
-    """The record of an epoch whose steps log sums and extremes, and the rows by a buffer that they assign."""
+    """Return the record of an epoch whose steps log sums and extremes, and the rows counted in a buffer."""
     seen = []
 
     class Counting(type(module())):
@@ -91,7 +91,7 @@ def counted_once(sizes):
 
 
 @pytest.mark.parametrize("sizes", [SOME_EMPTY, [(4, 0), (3, 0)]], ids=["some empty", "one without rows"])
-def test_the_batch_of_a_rank_without_rows_adds_nothing_to_sums_and_extremes_that_are_logged(group, sizes):
+def test_the_batch_of_a_rank_without_rows_does_not_count_in_logged_sums_and_extremes(group, sizes):
     count = sum(map(sum, sizes))
     column = rows(count)["x"][:, 0]
     for rank, (record, seen) in enumerate(group.run(counted_once, sizes)):
@@ -104,7 +104,7 @@ def test_the_batch_of_a_rank_without_rows_adds_nothing_to_sums_and_extremes_that
 
 
 def validated_twice(sizes, more):
-    """The losses that the last validation returned, without logging them, and what the epoch reports."""
+    """Return the validation loss in the epoch's report, and the mean loss that the last validation returned."""
     returned = []
 
     class Returning(type(module())):

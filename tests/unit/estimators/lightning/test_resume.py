@@ -1,4 +1,4 @@
-"""Training with Lightning that is broken off and goes on, in real ranks, without Spark."""
+"""Interrupted and resumed training with Lightning, in real ranks, without Spark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.estimators.lightning.networks import EVEN, SIZE, SOME_EMPTY, fla
 
 
 class Keeping(Hooks):
-    """Takes the state as a checkpoint does: on rank 0 alone, at the end of an epoch."""
+    """Takes the state like a checkpoint: only on rank 0, at the end of an epoch."""
 
     def on_epoch_end(self, report, trainer):
         self.state = trainer.state() if session.current().world.rank == 0 else None
@@ -27,7 +27,7 @@ class Keeping(Hooks):
 
 
 def continued(kind, keeps_best=False):
-    """The parameters of an undisturbed run of four epochs, and those of one that stops after two and goes on."""
+    """Return the parameters of an uninterrupted run of four epochs, and of one that stops after two and resumes."""
     from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415
 
     import sparkhvd.torch as hvd  # noqa: PLC0415
@@ -55,7 +55,7 @@ def test_a_resumed_run_returns_the_best_epoch_of_all(group):
 
 
 @pytest.mark.parametrize("kind", ["simple", "plateau", "with objects"])
-def test_a_resumed_run_equals_an_undisturbed_one(group, kind):
+def test_a_resumed_run_equals_an_uninterrupted_one(group, kind):
     for undisturbed, resumed in group.run(continued, kind):
         assert np.array_equal(undisturbed, resumed)
 
@@ -70,7 +70,7 @@ class First(Keeping):
 
 
 def steps_of_the_first_epoch():
-    """Of the optimizer after a fit of two epochs, and once the first of them was restored as the best one."""
+    """Return the optimizer's step counts after two epochs and after restoring the first, and its learning rate."""
     rank = session.current().world.rank
     trainer, hooks = trainer_of(module(), 2, {"scale_lr": True}), First()
     trainer.fit(source(EVEN, rank), None, hooks)
@@ -97,7 +97,7 @@ class Rates(Keeping):
 
 
 def rates_of_scaled_runs():
-    """Of a run by ``SIZE`` ranks; and of one that one rank began, as far as the rates go, and these go on with."""
+    """Return the rates of a run by ``SIZE`` ranks, and of a run that one rank began and these ranks resume."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
     rank, found, state = session.current().world.rank, [], None
@@ -111,14 +111,14 @@ def rates_of_scaled_runs():
     return found
 
 
-def test_the_learning_rate_is_scaled_also_in_a_run_that_goes_on_at_another_number_of_ranks(group):
+def test_the_learning_rate_is_rescaled_in_a_run_that_resumes_on_another_number_of_ranks(group):
     for whole, first, rest in group.run(rates_of_scaled_runs):
         assert whole == pytest.approx([0.04, 0.02, 0.02, 0.02])
         assert (first, rest) == (pytest.approx([0.02]), pytest.approx([0.02, 0.02, 0.02]))
 
 
 class Interrupting(Hooks):
-    """Takes the state within an epoch, as a checkpoint does, and ends the process' training there."""
+    """Takes the state within an epoch, like a checkpoint, and stops the training there."""
 
     def on_step_end(self, report, trainer):
         super().on_step_end(report, trainer)
@@ -131,7 +131,7 @@ class Interrupting(Hooks):
 
 @dataclass
 class Begun(ArraySource):
-    """Gives the rest of the second epoch as if other ranks had begun it."""
+    """Provides the rest of the second epoch as if another number of ranks had begun it."""
 
     done: int = 6
 
@@ -144,7 +144,7 @@ LONGER = [*SOME_EMPTY, *SOME_EMPTY]
 
 
 def fitted(kind, hooks, rows_left=None, state=None, epochs=3, **more):
-    """The trainer of a fit, from ``state`` on."""
+    """Return the trainer of a fit that resumes from ``state``."""
     whole = source(LONGER, session.current().world.rank)
     trainer = trainer_of(module(kind), epochs, **more)
     if state is not None:
@@ -154,7 +154,7 @@ def fitted(kind, hooks, rows_left=None, state=None, epochs=3, **more):
 
 
 def broken_off(kind, **more):
-    """The state after six batches of the second epoch, and this rank's own."""
+    """Return the state after six batches of the second epoch, and this rank's own state."""
     import sparkhvd.torch as hvd  # noqa: PLC0415
 
     hooks = Interrupting()
@@ -164,14 +164,14 @@ def broken_off(kind, **more):
 
 
 def begun_by_others(done):
-    """What the second epoch has left, and the hooks to go on with."""
+    """Return the rest of the second epoch, and the hooks to resume with."""
     whole = source(LONGER, session.current().world.rank)
     rows_left = Begun(whole.schema, whole.columns, whole.mine, whole.everyones, done)
     return rows_left, Hooks(first_epoch=1, first_epoch_batches=len(LONGER) - done)
 
 
 def interrupted(kind, passes, by_others):
-    """The parameters and the last loss of an undisturbed run of three epochs, and of one that was interrupted."""
+    """Return parameters and last loss of an uninterrupted run of three epochs, and of an interrupted one."""
     from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: PLC0415
 
     scheduled = {"callbacks": [GradientAccumulationScheduler({0: passes})]}
@@ -200,14 +200,14 @@ def interrupted(kind, passes, by_others):
         ("simple", 2, True),
     ],
 )
-def test_a_run_that_was_interrupted_within_an_epoch_ends_like_one_that_was_not(group, kind, passes, by_others):
-    """Also with dropout, with what hooks make after each batch or set when an epoch starts, and with other ranks."""
+def test_a_run_interrupted_within_an_epoch_ends_like_an_uninterrupted_one(group, kind, passes, by_others):
+    """This holds for dropout, for changes by hooks after a batch or at the start of an epoch, and for other ranks."""
     for wanted, found in group.run(interrupted, kind, passes, by_others):
         assert np.array_equal(wanted, found)
 
 
 def continued_where_lightning_would_validate(done):
-    """When the second epoch was validated after other ranks began it, and how many batches loggers were told of."""
+    """Return when the second epoch validates if other ranks began it, and the batch counts for loggers."""
     import lightning.pytorch as lightning  # noqa: PLC0415
 
     class Validations(lightning.Callback):
@@ -226,14 +226,14 @@ def continued_where_lightning_would_validate(done):
 
 
 @pytest.mark.parametrize(("done", "after"), [(0, [7, 14]), (7, [14])])
-def test_other_ranks_may_go_on_where_lightning_would_validate(group, done, after):
-    """It takes the batch that it validates after for one that is to be finished, and has no metrics of it."""
+def test_another_number_of_ranks_may_resume_where_lightning_would_validate(group, done, after):
+    """It treats the batch before that validation as unfinished, and has no metrics of it."""
     wanted = [(1, batch) for batch in after], len(LONGER) + 6 + len(LONGER) - done
     assert group.run(continued_where_lightning_would_validate, done) == [wanted] * SIZE
 
 
 def whole_steps(kind, arguments):
-    """After which steps of two epochs of seven the state is all there is."""
+    """Return the steps of two epochs of seven steps after which a checkpoint is complete."""
     rank, hooks = session.current().world.rank, Hooks()
     trainer_of(module(kind), 2, trainer_args=arguments).fit(source(SOME_EMPTY, rank), source(SOME_EMPTY, rank), hooks)
     return [(report.epoch, report.step) for report in hooks.steps if report.whole]
@@ -254,7 +254,7 @@ def test_no_checkpoint_is_made_before_a_validation_or_between_optimizer_steps(gr
 
 
 def kept_with_an_object():
-    """What rank 0 is told, which alone makes the checkpoint."""
+    """Return the error on rank 0, which alone makes the checkpoint."""
     import lightning.pytorch as lightning  # noqa: PLC0415
 
     class Noting(lightning.Callback):
@@ -269,14 +269,14 @@ def kept_with_an_object():
     return None
 
 
-def test_a_checkpoint_that_could_not_be_opened_again_is_refused_when_it_is_made(group):
+def test_a_checkpoint_that_could_not_be_opened_is_refused_when_it_is_made(group):
     said, others = group.run(kept_with_an_object)
     assert "(on_save_checkpoint, or state_dict of callbacks) holds tests.unit.estimators.arrays.ArraySource" in said
     assert others is None
 
 
 def ended_three_times(folder, rule):
-    """By Lightning's callback, or by early_stopping: epochs of each fit, and its parameters."""
+    """Return the epochs and parameters of each fit that Lightning's callback or early_stopping ends."""
     import lightning.pytorch as lightning  # noqa: PLC0415
     from lightning.pytorch.callbacks import EarlyStopping  # noqa: PLC0415
 
@@ -299,7 +299,7 @@ def ended_three_times(folder, rule):
 
 
 @pytest.mark.parametrize("rule", [False, True])
-def test_a_run_that_was_ended_early_stays_ended(group, tmp_path, rule):
+def test_a_run_that_stopped_early_does_not_resume(group, tmp_path, rule):
     for found in group.run(ended_three_times, str(tmp_path), rule):
         assert [epochs for epochs, _ in found] == [2, 2, 2]
         assert np.array_equal(found[1][1], found[2][1])

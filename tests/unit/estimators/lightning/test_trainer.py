@@ -35,7 +35,7 @@ from tests.unit.estimators.lightning.networks import (
 
 
 def trained(sizes, kind, epochs, more):
-    """Parameters, and the record of the last epoch over all ranks."""
+    """Return the parameters and the record of the last epoch over all ranks."""
     rank = session.current().world.rank
     trainer, hooks = trainer_of(module(kind), epochs, **more), Hooks()
     trainer.fit(source(sizes, rank), source(sizes, rank), hooks)
@@ -73,7 +73,7 @@ def relative_error(found, wanted):
 
 
 @pytest.mark.parametrize("sizes", [EVEN, SOME_EMPTY], ids=["even", "some empty"])
-def test_all_ranks_together_are_one_big_batch_and_what_they_log_is_over_all_rows(group, sizes):
+def test_all_ranks_together_are_one_big_batch_and_logged_values_are_over_all_rows(group, sizes):
     wanted, loss, accuracy = trained_plainly([sum(step) for step in sizes], epochs=2)
     found = group.run(trained, sizes, "simple", 2, {})
     for parameters, record in found:
@@ -85,7 +85,7 @@ def test_all_ranks_together_are_one_big_batch_and_what_they_log_is_over_all_rows
     assert np.array_equal(found[0][0], found[1][0])
 
 
-def test_batch_normalization_over_all_ranks_is_that_of_the_big_batch_also_where_a_rank_has_no_rows(group):
+def test_synchronized_batch_normalization_equals_the_big_batch_also_without_rows_on_a_rank(group):
     wanted, loss, _ = trained_plainly([sum(step) for step in SOME_EMPTY], epochs=2, model=normalizing())
     found = group.run(trained, SOME_EMPTY, "normalizing", 2, {"trainer_args": {"sync_batchnorm": True}})
     for parameters, record in found:
@@ -94,7 +94,7 @@ def test_batch_normalization_over_all_ranks_is_that_of_the_big_batch_also_where_
 
 
 def validated_twice_an_epoch(sizes):
-    """The last validation loss, and that of the model that rank 0 has after it."""
+    """Return the last validation loss, and the loss of rank 0's model after it."""
     from lightning.pytorch.callbacks import EMAWeightAveraging  # noqa: PLC0415
 
     rank, hooks = session.current().world.rank, Hooks()
@@ -111,14 +111,14 @@ def validated_twice_an_epoch(sizes):
     return loss, wanted.item()
 
 
-def test_a_validation_measures_the_model_that_is_returned_also_one_that_a_callback_puts_in_its_place(group):
+def test_a_validation_measures_the_returned_model_also_with_a_callback_that_replaces_its_weights(group):
     found = group.run(validated_twice_an_epoch, [(5, 3), (2, 7), (4, 0), (3, 2)])
     for loss, wanted in found:
         assert loss == pytest.approx(wanted, rel=1e-6)
 
 
 def test_accumulated_and_clipped_batches_make_one_bigger_batch_also_at_the_end_of_the_epoch(group):
-    """Seven steps are no multiple of three: the last one makes a step of its own."""
+    """Seven is not a multiple of three: the last batch forms its own step."""
     each = [sum(step) for step in SOME_EMPTY]
     wanted, *_ = trained_plainly([sum(each[i : i + 3]) for i in range(0, 7, 3)], clip=0.2)
     arguments = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.2}
@@ -126,7 +126,7 @@ def test_accumulated_and_clipped_batches_make_one_bigger_batch_also_at_the_end_o
         assert relative_error(parameters, wanted) < 1e-5
 
 
-def test_an_optimizer_by_hand_gets_the_gradient_of_the_big_batch_too(group):
+def test_manual_optimization_gets_the_gradient_of_the_big_batch(group):
     wanted, loss, _ = trained_plainly([sum(step) for step in SOME_EMPTY])
     for parameters, record in group.run(trained, SOME_EMPTY, "by hand", 1, {}):
         assert relative_error(parameters, wanted) < 1e-5
@@ -167,7 +167,7 @@ def test_a_plain_module_trains_towards_its_loss_and_its_metrics_are_those_of_all
 
 
 def ignoring(sizes):
-    """A plain module whose labels do not count on rank 0 in some steps: the last record, and what it should hold."""
+    """Train a plain module that ignores rank 0's labels in some steps; return the last record and the wanted loss."""
     rank, hooks, loss = session.current().world.rank, Hooks(), torch.nn.CrossEntropyLoss(ignore_index=1)
     model = network()
     trainer = trainer_of(model, optimizer=torch.optim.Adam(model.parameters(), lr=0.02), loss=loss)
@@ -180,14 +180,14 @@ def ignoring(sizes):
     return average_over_ranks(hooks.reports[-1], session.current()), wanted
 
 
-def test_labels_that_a_plain_modules_loss_leaves_out_count_in_validation_as_in_training(group):
+def test_labels_that_a_plain_modules_loss_ignores_are_handled_alike_in_training_and_validation(group):
     for record, wanted in group.run(ignoring, [(4, 4), (4, 4), (4, 0), (4, 4)]):
         assert math.isfinite(record.train["loss"])
         assert record.validation == pytest.approx({"loss": wanted}, rel=1e-5)
 
 
 def only_logged():
-    """The record of an epoch whose validation_step returns nothing, but logs a mean some batches have no rows for."""
+    """Return the record of an epoch whose validation_step only logs a mean, and has batches without rows."""
 
     class OnlyLogs(type(module())):
         def validation_step(self, batch, index):
@@ -201,7 +201,7 @@ def only_logged():
     return average_over_ranks(hooks.reports[-1], session.current())
 
 
-def test_a_validation_step_that_only_logs_has_what_it_logs_in_the_history_and_no_loss(group):
+def test_a_validation_step_that_only_logs_adds_its_values_to_the_history_and_no_loss(group):
     for record in group.run(only_logged):
         assert list(record.validation) == ["zeros"]
         assert 0 <= record.validation["zeros"] <= 1
@@ -211,7 +211,7 @@ def test_a_validation_step_that_only_logs_has_what_it_logs_in_the_history_and_no
 
 
 def weighted(kind):
-    """Trained with weights of rows: what the module or the loss makes of them."""
+    """Train with row weights that the module or the loss applies."""
     rank = session.current().world.rank
     model = network() if kind == "plain" else module("weighted")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -250,7 +250,7 @@ def test_the_older_name_of_lightning_trains_the_same(group):
 
 
 def hot_start(folder):
-    """The optimizer of a plain module that was trained with a scaled learning rate, as it comes back."""
+    """Return the optimizer of a plain module after training with a scaled learning rate."""
     from sparkhvd.estimators.torch import artifact  # noqa: PLC0415
 
     model, rank = network(), session.current().world.rank
@@ -275,7 +275,7 @@ def test_a_plain_modules_optimizer_comes_back_with_its_state_and_its_own_learnin
 
 
 def exported(folder):
-    """With a logger, a checkpoint of the best epoch, early stopping and a data module of the user's."""
+    """Train with a logger, a checkpoint of the best epoch, early stopping and the user's data module."""
     import lightning.pytorch as lightning  # noqa: PLC0415
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: PLC0415
     from lightning.pytorch.loggers import CSVLogger  # noqa: PLC0415
@@ -309,13 +309,13 @@ def kept_data_module(given):
     return trainer_of(module(), data_module=given)._package.data_module
 
 
-def test_a_module_that_loads_rows_is_not_asked_for_a_lightning_data_module(group):
+def test_a_data_module_that_loads_rows_is_not_called_for_a_lightning_data_module(group):
     assert group.run(kept_data_module, DataModule) == [None] * SIZE
     assert group.run(kept_data_module, dict) == [dict] * SIZE
 
 
 def opened(folder):
-    """What Lightning itself, and a transform, make of the files."""
+    """Open the files with Lightning itself and with a predictor."""
     from sparkhvd.estimators.lightning.plugin import PLUGIN  # noqa: PLC0415
 
     again = type(module()).load_from_checkpoint(Path(folder) / "lightning.ckpt", weights_only=False)
@@ -341,7 +341,7 @@ def losses_by_step():
     return [(report.step, report.steps, report.loss is None) for report in hooks.steps]
 
 
-def test_every_step_is_reported_with_its_loss_where_the_rank_has_rows(group):
+def test_every_step_with_rows_on_the_rank_is_reported_with_its_loss(group):
     found = group.run(losses_by_step)
     for rank in range(SIZE):
         assert found[rank] == [(step + 1, 7, sizes[rank] == 0) for step, sizes in enumerate(SOME_EMPTY)]
@@ -402,7 +402,7 @@ def refused(more):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_cannot_be_trained_is_said_on_the_driver(group, more, said):
+def test_unsupported_parameters_are_refused_on_the_driver(group, more, said):
     found = group.run(refused, more)[0]
     assert said == found or (isinstance(said, str) and said in found)
 
@@ -447,5 +447,5 @@ def misread(batch_format, kind):
         ("dict", "own", "own"),
     ],
 )
-def test_a_batch_that_was_taken_for_another_form_is_told(group, batch_format, kind, said):
+def test_an_error_from_the_wrong_batch_format_comes_with_a_hint(group, batch_format, kind, said):
     assert re.search(said, group.run(misread, batch_format, kind)[0])

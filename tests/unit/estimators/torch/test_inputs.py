@@ -32,7 +32,7 @@ def tensors(model, columns, arrays, shapes=None):
     return [part.tensor(arrays, 3) for part in plan_inputs(model, columns, shapes)]
 
 
-def test_columns_of_a_one_input_model_go_side_by_side_in_their_order():
+def test_columns_of_a_one_input_model_are_concatenated_in_order():
     arrays = {"a": np.array([1.0, 2, 3]), "b": np.arange(6.0).reshape(3, 2), "c": np.array([7, 8, 9])}
     columns = [scalar("a"), vector("b", 2), scalar("c", "int64")]
     (found,) = tensors(torch.nn.Linear(4, 1), columns, arrays)
@@ -45,7 +45,7 @@ def test_one_scalar_column_of_a_one_input_model_has_one_number_per_row():
     assert found.shape == (3, 1)
 
 
-def test_one_array_column_goes_in_as_it_is():
+def test_a_single_array_column_is_passed_unchanged():
     (found,) = tensors(torch.nn.Linear(2, 1), [vector("a", 2)], {"a": np.arange(6.0).reshape(3, 2)})
     assert found.shape == (3, 2)
 
@@ -87,7 +87,7 @@ def test_features_take_the_dtype_of_the_models_parameters():
     assert found.dtype == torch.float64
 
 
-def test_a_column_that_fits_is_not_copied():
+def test_a_column_of_the_right_dtype_and_shape_is_not_copied():
     array = np.zeros((3, 2), np.float32)
     (found,) = tensors(torch.nn.Linear(2, 1), [vector("a", 2, "float32")], {"a": array})
     array[0, 0] = 5

@@ -37,7 +37,7 @@ CLASS_LOSSES = [
 
 @pytest.mark.parametrize("loss", CLASS_LOSSES)
 @pytest.mark.parametrize("values", [[0, 2, 1], [0.0, 2.0, 1.0], [[0], [2], [1]]])
-def test_a_class_loss_gets_class_numbers(loss, values):
+def test_a_class_loss_gets_class_indices(loss, values):
     found = label(loss, torch.zeros(3, 4), values)
     assert (found.dtype, found.tolist()) == (torch.int64, [0, 2, 1])
 
@@ -53,7 +53,7 @@ def test_a_class_loss_of_one_output_is_refused_because_it_is_always_0(loss, shap
     "loss",
     [torch.nn.CrossEntropyLoss(weight=torch.ones(3)), partial(functional.cross_entropy, weight=torch.ones(3))],
 )
-def test_the_tensors_of_a_loss_go_where_the_outputs_are(loss):
+def test_the_tensors_of_a_loss_move_to_the_device_of_the_outputs(loss):
     outputs, labels = torch.zeros(2, 3, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
     assert objective(loss).loss([outputs], [labels], {}).device.type == "meta"
 
@@ -66,17 +66,17 @@ class OfLogit(torch.nn.CrossEntropyLoss):
         return super().forward(both, target.reshape(-1).long())
 
 
-def test_a_class_of_the_users_may_make_more_of_one_output():
+def test_a_users_subclass_of_a_class_loss_may_take_a_single_output():
     assert label(OfLogit(), torch.zeros(2, 1), [0, 1]).numel() == 2
     objective(OfLogit()).try_out([torch.zeros(2, 1)], {"y": np.array([0, 1])})
 
 
-def test_probabilities_of_classes_are_a_label_too():
+def test_class_probabilities_are_valid_labels():
     found = label(torch.nn.CrossEntropyLoss(), torch.zeros(2, 3), [[0, 1, 0], [1, 0, 0]])
     assert (found.dtype, found.shape) == (torch.float32, (2, 3))
 
 
-def test_a_class_number_that_is_not_whole_is_an_error():
+def test_fractional_class_indices_are_an_error():
     with pytest.raises(DataError, match="Label column 'y' holds fractional numbers"):
         label(functional.cross_entropy, torch.zeros(2, 4), [0.0, 0.5])
 
@@ -86,12 +86,12 @@ def test_a_label_with_as_many_elements_as_the_output_takes_its_shape_and_dtype()
     assert (found.dtype, found.shape) == (torch.float32, (3, 1))
 
 
-def test_other_labels_keep_their_shape_with_integers_as_they_are():
+def test_other_labels_keep_their_shape_and_integers_stay_integers():
     assert label(lambda o, t: o.mean(), torch.zeros(3, 4), np.array([1, 2, 3], np.int32)).dtype == torch.int64
     assert label(lambda o, t: o.mean(), torch.zeros(3, 4), [1.0, 2.0, 3.0]).dtype == torch.float32
 
 
-def test_label_shapes_say_the_shape():
+def test_label_shapes_set_the_shape():
     found = label(lambda o, t: o.mean(), torch.zeros(2, 4), [[1.0, 2, 3, 4]] * 2, label_shapes=((-1, 2, 2),))
     assert found.shape == (2, 2, 2)
 
@@ -148,7 +148,7 @@ def test_parameters_that_contradict_each_other_are_refused(params, message):
         objective_of({"label_cols": ("a", "b"), "loss": functional.mse_loss, **params})
 
 
-def test_outputs_that_do_not_fit_the_label_are_refused_with_both_shapes():
+def test_outputs_that_do_not_match_the_label_are_refused_with_both_shapes():
     with pytest.raises(
         ModelOutputError,
         match=r"The loss mse_loss cannot compare the model's output of shape \[2, 3\] with label 'y' of shape \[2, 5\]",
@@ -172,7 +172,7 @@ def test_a_metric_that_cannot_be_computed_is_named():
 
 
 @pytest.mark.parametrize("kind", [KeyError, ValueError, NotImplementedError])
-def test_an_error_of_the_users_own_is_told_with_its_line_and_no_advice_about_shapes(kind):
+def test_an_error_in_the_users_code_is_reported_with_its_line_and_without_advice_about_shapes(kind):
     def mine(output, label):
         raise kind("my bug")
 
@@ -186,12 +186,12 @@ def test_an_error_of_the_users_own_is_told_with_its_line_and_no_advice_about_sha
 
 
 @pytest.mark.parametrize("parameters", [{"loss": torch.nn.MSELoss}, {"metrics": [torch.nn.MSELoss]}])
-def test_a_class_in_place_of_an_instance_is_refused(parameters):
+def test_a_class_instead_of_an_instance_is_refused(parameters):
     with pytest.raises(ParamError, match=r"holds the class MSELoss; pass an instance such as MSELoss\(\)"):
         objective(**{"loss": functional.mse_loss, **parameters})
 
 
-def test_a_sentence_ends_before_the_advice():
+def test_the_cause_ends_with_a_full_stop_before_the_advice():
     with pytest.raises(ModelOutputError, match=r"\. Change the model's last layer"):
         objective(functional.l1_loss).try_out([torch.zeros(2, 3)], {"y": np.zeros((2, 5))})
 
@@ -247,7 +247,7 @@ def test_a_loss_that_has_no_value_per_row_is_refused_with_weights():
         (torch.nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), []),
     ],
 )
-def test_losses_that_do_not_divide_by_the_rows_are_known(loss, otherwise):
+def test_losses_that_do_not_divide_by_the_rows_are_recognized(loss, otherwise):
     kinds = (("int64", (1,)), ("int32", (2,)), ("float32", (2,)))
     scalar, whole, vector = (schema(y=("label", dtype, shape, "array")) for dtype, shape in kinds)
     found = objective_of({"loss": loss, "label_cols": ("y",)})

@@ -15,7 +15,7 @@ ONE, TWO = torch.zeros(3, 1), torch.ones(3, 2)
 
 @dataclass
 class Output(OrderedDict[str, Any]):
-    """As Hugging Face's models return it: a dataclass that is a mapping of its fields that are set."""
+    """A result in the form of Hugging Face's models: a dataclass that is a mapping of its fields that are not None."""
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -50,7 +50,7 @@ def test_outputs_of_a_result_are_its_tensors_its_logits_or_its_only_tensor(resul
     assert all(one is other for one, other in zip(found, outputs, strict=True))
 
 
-def test_a_result_with_several_tensors_by_name_is_refused_with_the_way_out():
+def test_a_result_with_several_named_tensors_is_refused_with_a_remedy():
     with pytest.raises(DataError, match=r"returned dict with the fields \['a', 'b'\].*return_dict=False"):
         outputs_of({"a": ONE, "b": TWO})
     with pytest.raises(DataError, match="returned str; it must return a tensor"):

@@ -56,7 +56,7 @@ class WithObjects(torch.nn.Linear):
         pass
 
 
-def test_state_that_a_checkpoint_could_not_give_back_is_refused():
+def test_state_that_a_checkpoint_could_not_restore_is_refused():
     with pytest.raises(ParamError, match=r"state \(_extra_state: see get_extra_state\) holds threading\.Thread"):
         PLUGIN.check(params(WithObjects(3, 4)), columns((3,)), None)
 
@@ -66,7 +66,7 @@ def test_the_check_gives_the_shape_of_one_row_of_every_output():
     assert found == [(4,)]
 
 
-def test_rows_are_made_up_when_all_shapes_are_known():
+def test_synthetic_rows_are_used_when_all_shapes_are_known():
     model = torch.nn.Linear(1, 4)
     assert PLUGIN.check(params(model), columns(()), None) == [(4,)]
 
@@ -76,7 +76,7 @@ def test_without_rows_and_with_unknown_shapes_the_check_stays_silent_about_the_o
 
 
 class IdsFromOne(torch.nn.Module):
-    """Ends for an id of 0, each kind in a way of its own."""
+    """Fails for an id of 0, each kind in its own way."""
 
     def __init__(self, kind):
         super().__init__()
@@ -110,7 +110,7 @@ def checked(plugin, kind, rows):
 
 @pytest.mark.parametrize("plugin", [PLUGIN, LIGHTNING], ids=["torch", "lightning"])
 @pytest.mark.parametrize("kind", ["looks up", "raises", "asserts", "loss"])
-def test_made_up_rows_refuse_no_model_but_real_ones_do(plugin, kind):
+def test_failures_on_synthetic_rows_are_ignored_but_not_on_real_rows(plugin, kind):
     assert checked(plugin, kind, None) == ([(4,)] if kind == "loss" else [])
     assert checked(plugin, kind, {"x": np.array([1, 5]), "y": np.array([3, 1])}) == [(4,)]
     with pytest.raises(ModelOutputError):
@@ -148,7 +148,7 @@ def test_an_output_that_loses_the_rows_is_refused():
         PLUGIN.check(params(model), columns((3,)), {"x": np.zeros((2, 3)), "y": np.zeros(2, int)})
 
 
-def test_an_output_that_is_no_tensor_is_refused():
+def test_an_output_that_is_not_a_tensor_is_refused():
     class Named(torch.nn.Linear):
         def forward(self, x):
             return {"one": super().forward(x), "other": x}
@@ -158,7 +158,7 @@ def test_an_output_that_is_no_tensor_is_refused():
 
 
 class Auxiliary(torch.nn.Module):
-    """Has a second output while it is trained, as Inception has."""
+    """Has a second output in training mode, like Inception."""
 
     def __init__(self):
         super().__init__()
@@ -168,7 +168,7 @@ class Auxiliary(torch.nn.Module):
         return (self.layer(x), self.layer(x) / 2) if self.training else self.layer(x)
 
 
-def test_outputs_that_are_only_there_in_training_are_refused_unless_a_function_of_the_users_takes_them():
+def test_extra_outputs_in_training_mode_are_refused_without_train_minibatch_fn():
     rows = {"x": np.zeros((2, 3)), "y": np.zeros(2, int)}
     with pytest.raises(
         ModelOutputError,

@@ -1,4 +1,4 @@
-"""What a torch training could not do, or would do on the ranks only, is refused on the driver."""
+"""The driver refuses trainings that would fail on the ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_schedule_with_rates_of_its_own_cannot_be_scaled(inside, function):
     refused("cannot scale the learning rates that OneCycleLR was created with", lr_scheduler=schedule, scale_lr=True)
 
 
-def test_a_number_is_no_schedule():
+def test_a_number_is_not_a_schedule():
     with pytest.raises(ParamError, match="LRSchedule"):
         TorchEstimator(lr_scheduler=0.1)
 
@@ -82,7 +82,7 @@ def test_a_schedule_whose_function_needs_a_rank_is_not_judged_on_the_driver():
         ),
     ],
 )
-def test_a_metric_that_nobody_measures_cannot_be_watched(params, match):
+def test_a_metric_that_is_not_measured_cannot_be_monitored(params, match):
     refused(match, metrics={"accuracy": lambda output, label: (output.argmax(dim=1) == label).float().mean()}, **params)
 
 
@@ -93,11 +93,11 @@ def test_an_optimizer_that_needs_a_closure_is_refused():
 
 
 class Foreign(keras.layers.Layer):
-    """A class of the user's, made from one of Keras."""
+    """A user's subclass of a Keras class."""
 
 
 class Module(lightning.LightningModule):
-    """A class of the user's, made from one of Lightning."""
+    """A user's subclass of a Lightning class."""
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ class Module(lightning.LightningModule):
         ("adam", ("torch",), ""),
     ],
 )
-def test_what_another_framework_made_is_sent_to_its_estimator(given, own, sentence):
+def test_objects_of_another_framework_are_refused_with_the_name_of_its_estimator(given, own, sentence):
     assert estimator_hint(given, own) == sentence
 
 
-def test_what_keras_made_is_refused_with_the_estimator_for_it():
+def test_keras_objects_are_refused_with_the_name_of_its_estimator():
     to_keras = "Use KerasEstimator for Keras objects"
     refused(rf"is a Sequential; it must be a torch.nn.Module\. {to_keras}", model=keras.Sequential())
     refused(rf"optimizer is a Adam; .*{to_keras}", optimizer=lambda _: keras.optimizers.Adam())

@@ -1,4 +1,4 @@
-"""What ``TorchEstimator`` can do beside plain steps: on two ranks against plain PyTorch on the global batches."""
+"""Options of ``TorchEstimator``'s steps, on two ranks against plain PyTorch on the global batches."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def differs(found, wanted):
 
 
 @pytest.mark.parametrize("kind", ["norm", "value"])
-def test_the_gradient_of_all_ranks_is_clipped_not_that_of_each(group, kind):
+def test_the_averaged_gradient_is_clipped_not_the_gradient_of_each_rank(group, kind):
     def clip(model):
         if kind == "norm":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
@@ -132,7 +132,7 @@ def train_head(limit):
 
 
 def test_parameters_that_the_optimizer_lacks_do_not_count_when_gradients_are_clipped(group):
-    """Their gradients stay on their rank, and add up there."""
+    """Their gradients are not averaged, and accumulate on their rank."""
     wanted, _ = train_plainly(
         optimized=lambda model: model[2],
         after_backward=lambda model: torch.nn.utils.clip_grad_norm_(model[2].parameters(), 0.2),
@@ -159,7 +159,7 @@ def test_a_schedule_changes_the_rate_as_in_plain_torch(group, every):
         assert differs(found, wanted) < 1e-5
 
 
-def test_a_scheduler_made_from_the_given_optimizer_follows_it_and_the_scale():
+def test_a_scheduler_of_the_users_optimizer_follows_its_copy_and_the_scale():
     model = network()
     optimizer = sgd(model)
     params = {"model": model, "optimizer": optimizer, "lr_scheduler": LRSchedule(StepLR(optimizer, 2, 0.1))}
@@ -185,7 +185,7 @@ def chained(optimizer):
 
 
 @pytest.mark.parametrize("made", [composed, chained])
-def test_schedulers_made_of_others_follow_the_scale_too_also_in_a_run_that_goes_on_at_another_size(made):
+def test_composed_schedulers_follow_the_scale_also_in_a_run_that_resumes_at_another_size(made):
     def trainer(size):
         model = network()
         optimizer = sgd(model)
@@ -215,7 +215,7 @@ def own_step(model, optimizer, transform_outputs, loss_fn, inputs, labels, weigh
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_step_function_of_the_users_takes_the_same_steps(group, passes):
+def test_a_train_minibatch_fn_takes_the_same_steps(group, passes):
     how = {"backward_passes_per_step": passes}
     for mine, plain in zip(
         group.run(train, {"train_minibatch_fn": own_step}, how), group.run(train, {}, how), strict=True
@@ -257,7 +257,7 @@ def train_synchronized(how):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_batch_normalization_over_all_ranks_makes_them_one_big_batch_also_where_one_has_no_rows(group, passes):
+def test_synchronized_batch_normalization_equals_one_big_batch_also_without_rows_on_a_rank(group, passes):
     model = normalizing()
     optimizer, data, start = sgd(model), rows(sum(map(sum, SIZES))), 0
     for index in range(0, len(SIZES), passes):
@@ -275,7 +275,7 @@ def test_batch_normalization_over_all_ranks_makes_them_one_big_batch_also_where_
             assert np.allclose(found[name], wanted.numpy(), rtol=1e-9, atol=1e-12), name
 
 
-def test_losses_are_made_on_the_ranks(group):
+def test_losses_are_created_on_the_ranks(group):
     def smooth(model, label_cols):
         assert isinstance(model, torch.nn.Module)
         assert label_cols == ("y",)
@@ -410,7 +410,7 @@ def train_with_callback():
     return trainer._package.callbacks[0].seen, trainer._plain_optimizer.param_groups[0]["lr"]
 
 
-def test_callbacks_see_the_training_and_may_end_it(group):
+def test_callbacks_see_the_training_and_may_stop_it(group):
     for seen, rate in group.run(train_with_callback):
         each = [[("epoch", epoch), ("step", float), ("logs", ["loss"])] for epoch in (0, 1)]
         assert seen == [("begin", 2), *each[0], *each[1], ("end", 0.025)]
@@ -422,7 +422,7 @@ class Dropping(torch.nn.Sequential):
 
 
 def train_in_two_parts():
-    """In one go; and up to the middle of the second epoch, then on from there by another trainer."""
+    """Train without interruption; and up to the middle of the second epoch, then resume in another trainer."""
     world = session.current().world
 
     def trainer():
@@ -451,7 +451,7 @@ def train_in_two_parts():
     return flat(undisturbed._model), flat(second._model), again.steps[0].step, rate
 
 
-def test_going_on_within_an_epoch_equals_never_having_stopped(group):
+def test_a_run_resumed_within_an_epoch_equals_an_uninterrupted_one(group):
     for undisturbed, continued, step, rate in group.run(train_in_two_parts):
         assert np.array_equal(undisturbed, continued)
         assert step == 5
@@ -490,7 +490,7 @@ def test_a_fitted_model_and_its_optimizer_start_another_training():
         ({"metrics": {"m": ByName()}}, r"returns a dict with keys \['min', 'max'\].* must return one number"),
     ],
 )
-def test_what_cannot_work_is_refused_on_the_driver(params, message):
+def test_unsupported_parameters_are_refused_on_the_driver(params, message):
     model = params.get("model", network())
     given = {"model": model, "optimizer": sgd(model), "loss": functional.cross_entropy, "label_cols": ("y",), **params}
     with pytest.raises((ParamError, ModelOutputError), match=message):

@@ -62,7 +62,7 @@ def accuracy(output, label):
 
 
 def source(sizes, rank, world_size):
-    """The rows that ``rank`` has when rows are dealt out in order, step by step and rank by rank."""
+    """Return the rows of ``rank`` if rows are assigned in order, step by step and rank by rank."""
     sizes = [step[:world_size] for step in sizes]
     mine, start = [], 0
     for step in sizes:
@@ -110,7 +110,7 @@ def train_as_rank(sizes, optimizer, more):
 
 
 def train_plainly(steps, optimizer, epochs=1):
-    """Plain PyTorch on the global batches; the parameters, and mean loss and accuracy over the rows."""
+    """Train with plain PyTorch on the global batches; return parameters, mean loss and accuracy over the rows."""
     model = network()
     chosen = OPTIMIZERS[optimizer](model)
     data = rows(sum(steps))
@@ -173,7 +173,7 @@ def test_all_ranks_hold_bitwise_the_same_parameters(group):
 
 @pytest.mark.parametrize("passes", [2, 3])
 def test_several_backward_passes_make_one_bigger_batch_also_at_the_end_of_the_epoch(group, passes):
-    """20 steps are no multiple of 3: the last two passes make a step of their own."""
+    """20 is not a multiple of 3: the last two passes form their own step."""
     each = [sum(step[: group.size]) for step in SOME_EMPTY]
     wanted, _, _ = train_plainly([sum(each[i : i + passes]) for i in range(0, 20, passes)], "momentum")
     for parameters, _ in group.run(train_as_rank, SOME_EMPTY, "momentum", {"backward_passes_per_step": passes}):
@@ -233,7 +233,7 @@ def test_validation_uses_neither_dropout_nor_gradients_and_changes_nothing(alone
     assert trained[1].num_batches_tracked.item() == 1
 
 
-def test_a_resumed_run_equals_an_undisturbed_one(alone):
+def test_a_resumed_run_equals_an_uninterrupted_one(alone):
     world, steps = session.current().world, [(8,)] * 6
     undisturbed = make_trainer(OPTIMIZERS["Adam"], world, epochs=4)
     undisturbed.fit(as_one(steps), None, Hooks())
@@ -261,7 +261,7 @@ def test_the_learning_rate_survives_a_resume_and_comes_back_unscaled(alone, tmp_
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
-def test_a_hook_ends_the_training(alone):
+def test_a_hook_stops_the_training(alone):
     class Impatient(Hooks):
         def on_epoch_end(self, report: EpochReport, trainer: object) -> bool:
             super().on_epoch_end(report, trainer)
@@ -272,7 +272,7 @@ def test_a_hook_ends_the_training(alone):
     assert len(hooks.reports) == 1
 
 
-def test_the_report_tells_where_the_time_went(alone):
+def test_the_report_contains_the_times_by_kind(alone):
     hooks = Hooks()
     make_trainer(OPTIMIZERS["Adam"], session.current().world).fit(as_one([(3,)] * 4), None, hooks)
     report = hooks.reports[0]
@@ -298,7 +298,7 @@ def keep_mean(model, inputs):
 
 
 class AtStep(Hooks):
-    """Keeps what a checkpoint after the seventh step would hold."""
+    """Keeps the state of a checkpoint after the seventh step."""
 
     def on_step_end(self, report, trainer):
         if report.step == 7:
@@ -314,7 +314,7 @@ def normalized_trainer(**more):
 
 
 def train_with_buffers(sizes):
-    """Losses of a validation and of the model that rank 0 has after it; and the states of two ways to get there."""
+    """Return the loss of a validation, the loss of rank 0's model after it, and the states of both runs."""
     world = session.current().world
     rows_of_rank = source(sizes, world.rank, world.size)
     trainer, hooks = normalized_trainer(), AtStep()
@@ -335,7 +335,7 @@ def train_with_buffers(sizes):
 
 
 @pytest.mark.parametrize("sizes", [[(5, 3, 2), (2, 7, 0)] * 5, [(0, 4, 4)] * 9], ids=["uneven", "no rows on rank 0"])
-def test_the_validation_measures_the_model_that_is_returned_and_resumes_to_the_bit(group, sizes):
+def test_the_validation_measures_the_returned_model_and_resumes_bit_for_bit(group, sizes):
     found = group.run(train_with_buffers, sizes)
     for loss, wanted, states in found:
         assert loss == pytest.approx(wanted, rel=1e-6)
@@ -414,8 +414,8 @@ def train_ignoring_plainly(kind, steps):
 
 
 @pytest.mark.parametrize("kind", IGNORING)
-def test_labels_that_a_loss_leaves_out_count_in_training_and_validation_as_in_one_big_batch(group, kind):
-    """Also where a rank, or all ranks, have no other labels in a step."""
+def test_ignored_labels_are_handled_in_training_and_validation_as_in_one_big_batch(group, kind):
+    """This includes steps in which all labels of a rank, or of all ranks, are ignored."""
     sizes = [(4, 4, 4), (4, 2, 3), (4, 0, 4), (4, 4, 4)]
     wanted, loss = train_ignoring_plainly(kind, [sum(step[: group.size]) for step in sizes])
     for parameters, record, of_validation in group.run(train_ignoring, kind, sizes):
@@ -425,7 +425,7 @@ def test_labels_that_a_loss_leaves_out_count_in_training_and_validation_as_in_on
 
 
 class OfLogarithms(torch.nn.Module):
-    """Takes positive numbers only."""
+    """Accepts only positive numbers."""
 
     def __init__(self, norm):
         super().__init__()
@@ -451,7 +451,7 @@ def train_synchronized(sizes):
     return flat(trainer._model)
 
 
-def test_a_rank_that_never_has_a_row_takes_part_in_synchronized_statistics_with_a_real_one(group):
+def test_a_rank_without_any_rows_takes_part_in_synchronized_statistics_with_a_sample_row(group):
     sizes = [(0, 4, 4)] * 4
     steps = [sum(step[: group.size]) for step in sizes]
     model, data = OfLogarithms(torch.nn.BatchNorm1d), rows(sum(steps))
@@ -474,5 +474,5 @@ def try_on_one_rank():
     return shapes
 
 
-def test_a_rank_that_tries_a_model_with_synchronized_layers_waits_for_no_other(group):
+def test_checking_a_model_with_synchronized_layers_waits_for_no_other_rank(group):
     assert group.run(try_on_one_rank) == [[(3,)]] * group.size
