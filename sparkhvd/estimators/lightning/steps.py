@@ -245,18 +245,18 @@ class BatchEndHook:
 
     Args:
         module: the module.
-        then: called with the number of the batch after the hook, so that a checkpoint has the changes of all hooks.
+        after_hook: called with the batch number after the hook, so that a checkpoint has the changes of all hooks.
     """
 
-    def __init__(self, module: Any, then: Callable[[int], None]) -> None:
+    def __init__(self, module: Any, after_hook: Callable[[int], None]) -> None:
         self._module = module
         self._own = module.on_train_batch_end
-        self._then = then
+        self._after_hook = after_hook
         module.on_train_batch_end = self
 
     def __call__(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._own(outputs, batch, batch_idx)
-        self._then(batch_idx)
+        self._after_hook(batch_idx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the same object, because callbacks copy the module to average its weights."""

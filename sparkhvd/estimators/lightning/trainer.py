@@ -147,11 +147,11 @@ class LightningTrainer:
         callback = type("RunCallback", (RunCallback, self._lightning.callbacks.Checkpoint), {})
         needs_own_rows = self._spec.checkpoints.every_steps is not None
         ends = self._ends = callback(self, feed, hooks, strategy.lr_scale, needs_own_rows=needs_own_rows)
-        over = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
+        is_finished = hooks.first_epoch >= self._spec.epochs  # perhaps early: Lightning counts epochs itself
         own = {
             "strategy": strategy,
             "devices": 1,
-            "max_epochs": len(hooks.history) if over else self._spec.epochs,
+            "max_epochs": len(hooks.history) if is_finished else self._spec.epochs,
             "callbacks": [*self._package.callbacks, ends],
             "use_distributed_sampler": self._package.data_module is not None,
         }

@@ -34,7 +34,7 @@ class Divisor:
     """The divisor of a class loss.
 
     Attributes:
-        label: the column with the class indices; empty if only ``of`` is called.
+        label: the column with the class indices; empty if only ``value`` is called.
         weights: weights of the classes; None counts labels.
         ignored: the class index that is ignored.
     """
@@ -43,7 +43,7 @@ class Divisor:
     weights: npt.NDArray[np.float64] | None
     ignored: int
 
-    def of(self, labels: npt.NDArray[Any]) -> float:
+    def value(self, labels: npt.NDArray[Any]) -> float:
         """Return the divisor for these labels."""
         numbers = labels.reshape(-1).astype(np.int64)
         counted = numbers[numbers != self.ignored]
@@ -63,7 +63,7 @@ def batch_divisors(objective: Objective, labels: Sequence[torch.Tensor], rows: i
         # Class indices are integers; a loss of class probabilities divides by the rows.
         known = objective.weight_col is None and is_class_loss(loss) and is_unmodified_torch_loss(loss)
         numbers = known and label.dtype is torch.int64
-        counts.append(_divisor(loss, "").of(label.detach().cpu().numpy()) if numbers else float(rows))
+        counts.append(_divisor(loss, "").value(label.detach().cpu().numpy()) if numbers else float(rows))
     return counts
 
 
@@ -108,7 +108,10 @@ def loss_factors(divisors: Sequence[Divisor | None], step: Sequence[Batch]) -> l
     if not any(divisors):
         return [None] * len(step)
     own = np.array(
-        [[0.0 if each is None else each.of(batch.columns[each.label]) for each in divisors] for batch in step]
+        [
+            [0.0 if divisor is None else divisor.value(batch.columns[divisor.label]) for divisor in divisors]
+            for batch in step
+        ]
     ) * np.array([[batch.rows > 0] for batch in step])
     totals = session.current().allreduce(own.sum(axis=0), ReduceOp.SUM, name="divisors of the losses")
     rows = sum(batch.global_rows for batch in step)

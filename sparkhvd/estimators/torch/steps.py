@@ -66,13 +66,13 @@ class Forward:
         self._inputs = inputs
         self._dtype = _DTYPES.get(stepping.mixed_precision or "")
         # The model for calls; torch compiles it on the first one.
-        self.called: Callable[..., Any] = (
+        self.call_model: Callable[..., Any] = (
             model if stepping.compile is None else torch.compile(model, **stepping.compile)
         )
 
     def __call__(self, batch: Batch, factors: LossFactors = None) -> Result:
         with self.precision():
-            outputs = self.outputs(self.called(*self.inputs(batch)))
+            outputs = self.outputs(self.call_model(*self.inputs(batch)))
             if self.model.training:
                 self.objective.check_training(outputs)
             labels = self.objective.labels(outputs, batch.columns)
@@ -81,7 +81,7 @@ class Forward:
     def parts(self, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Return the loss of every output, the outputs and the labels."""
         with self.precision():
-            outputs = self.outputs(self.called(*self.inputs(batch)))
+            outputs = self.outputs(self.call_model(*self.inputs(batch)))
             labels = self.objective.labels(outputs, batch.columns)
             return self.objective.parts(outputs, labels, batch.columns), outputs, labels
 
@@ -275,7 +275,7 @@ class _MinibatchSteps:
 
         with forward.precision():
             outputs, loss = self._function(
-                forward.called,
+                forward.call_model,
                 optimizer,
                 transform_outputs,
                 loss_fn,
