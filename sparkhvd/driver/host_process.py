@@ -1,4 +1,4 @@
-"""A host's process, started through ssh (or directly, on this machine), as the launcher sees it."""
+"""The launcher's handle on the process that it starts on a host, through ssh or directly on this machine."""
 
 from __future__ import annotations
 
@@ -31,51 +31,51 @@ _END_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class SshOptions:
-    """How to reach the hosts; None leaves it to ssh's own configuration."""
+    """How to reach the hosts; None uses ssh's own configuration."""
 
     port: int | None = None
     identity_file: str | None = None
 
 
 @dataclass(frozen=True)
-class Gone:
-    """A host's process has ended; ``why`` says how, and what it wrote last."""
+class HostEnded:
+    """The process of a host has ended; ``why`` says how, with its last output."""
 
     why: str
 
 
 def host_command(host: str, executable: str, options: SshOptions) -> list[str]:
-    """The command that starts our process on a host. No secret and no user's variable is in it."""
+    """Return the command that starts our process on a host. It contains no secret and no user's variable."""
     own = ["env", f"{IMPORT_PATH}={import_path(executable)}", executable or sys.executable, "-m", _MODULE]
     if is_loopback(host) or host == socket.gethostname():
         return own
     port = [] if options.port is None else ["-p", str(options.port)]
     identity = [] if options.identity_file is None else ["-i", options.identity_file]
-    # Nobody is there to type a password, and a host that was cut off is to be noticed.
+    # No password can be typed (BatchMode), and a host that is cut off must be detected (ServerAlive).
     alive = ["-o", "ServerAliveInterval=3", "-o", "ServerAliveCountMax=3"]
     return ["ssh", "-T", "-o", "BatchMode=yes", *alive, *port, *identity, host, shlex.join(own)]
 
 
 class HostProcess:
-    """The connection to one host. What it says arrives in ``inbox`` as ``(number, message)``, last of all ``Gone``."""
+    """The connection to one host. Messages arrive in ``inbox`` as ``(number, message)``; the last is ``HostEnded``."""
 
     def __init__(self, number: int, command: Sequence[str], inbox: queue.SimpleQueue[tuple[int, object]]) -> None:
         self._number = number
         self._inbox = inbox
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
-        self._answered = False  # written by the thread that reads
-        self._patience: Deadline | None = None
+        self._answered = False  # written by the reading thread
+        self._end_deadline: Deadline | None = None
         self._process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # Ctrl-C ends it through us
+            start_new_session=True,  # Ctrl-C reaches this process only, which then ends the host's
         )
         self._output = Connection(os.dup(self._fileno(self._process.stdin)), readable=False)
         if self._process.stdin is not None:
-            self._process.stdin.close()  # so that the one that is left tells the host of the end
+            self._process.stdin.close()  # the host sees the end of its input when the duplicate is closed
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -85,24 +85,24 @@ class HostProcess:
                 (self._write, "sparkhvd-host-stdin"),
             )
         ]
-        for thread in reversed(self._threads):  # the first joins the second
+        for thread in reversed(self._threads):  # the first thread joins the second
             thread.start()
 
     def send(self, message: object) -> None:
-        """Send to the host, without waiting for it to read; nothing when it is gone, which is a message of its own."""
+        """Send a message without waiting for the host to read it; a host that has ended ignores it."""
         self._outbox.put(pickle.dumps(message))
 
     def hang_up(self) -> None:
-        """End the host's ranks, without waiting for that."""
+        """End the host's ranks without waiting for their end."""
         self._outbox.put(None)
-        # Where nobody has answered there are none.
-        self._patience = self._patience or Deadline.after(_END_SECONDS if self._answered else 0.0)
+        # A host that has not answered runs no ranks.
+        self._end_deadline = self._end_deadline or Deadline.after(_END_SECONDS if self._answered else 0.0)
 
     def close(self) -> None:
-        """Hang up, and wait for the end."""
+        """Hang up, and wait for the end of the process."""
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.0 if self._patience is None else self._patience.remaining())
+            self._process.wait(0.0 if self._end_deadline is None else self._end_deadline.remaining())
         for number in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, number)
@@ -127,11 +127,12 @@ class HostProcess:
                 connection.close()
         code = self._process.wait()
         self._threads[1].join(1.0)
-        said = "".join(list(self._tail)).strip()
-        self._inbox.put((self._number, Gone(f"its process {describe_exit(code)}. It says: {said or 'nothing'}")))
+        output = "".join(list(self._tail)).strip()
+        why = f"its process {describe_exit(code)}. Its last output: {output or 'none'}"
+        self._inbox.put((self._number, HostEnded(why)))
 
     def _write(self) -> None:
-        # A host that does not read lets go of this thread when its process is ended.
+        # If the host does not read, the write fails when its process is ended.
         with contextlib.suppress(OSError), contextlib.closing(self._output):
             while (content := self._outbox.get()) is not None:
                 self._output.send_bytes(content)
@@ -151,11 +152,11 @@ class HostProcess:
 
 
 def _skip_noise(descriptor: int) -> bool:
-    """Read up to and with the marker; false when it does not come."""
-    seen = b""
-    while not seen.endswith(MARKER):
-        piece = os.read(descriptor, 1)
-        if not piece or len(seen) > _NOISE_BYTES:
+    """Skip all bytes up to the end of the marker; return False if the marker does not come."""
+    content = b""
+    while not content.endswith(MARKER):
+        byte = os.read(descriptor, 1)
+        if not byte or len(content) > _NOISE_BYTES:
             return False
-        seen += piece
+        content += byte
     return True

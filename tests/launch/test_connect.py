@@ -29,7 +29,7 @@ def test_run_fit_and_transform_work_through_a_spark_connect_server(s3, tmp_path)
     assert {"[0]<stdout>:hello", "[1]<stdout>:hello"} <= set(done.stdout.splitlines())
     assert re.match(r"Rank \d on host \S+ raised ValueError: no luck", found["failure"])
     assert "num_proc=3 is more than the 2 slots of the cluster" in found["slots"]
-    assert "a Spark Connect client is none. Use launcher='barrier'" in found["mpi"]
+    assert "a Spark Connect client is no such driver. Use launcher='barrier'" in found["mpi"]
     assert sorted(found["gpus"]) == [["0"], ["1"]]
     assert [sorted(names) for names in found["gpus of as many ranks as there is room for"]] == [["0", "1"]]
     assert "is more than the 1 slots of the cluster" in found["slots for GPUs"]
@@ -69,5 +69,5 @@ def test_the_doctor_says_that_a_connect_server_without_executors_gives_a_stage_n
     words = ["-m", "sparkhvd.cli.main", "doctor", "--remote", "local[2]", "-np", "2", "--gpus-per-task", "1"]
     done = run_script([sys.executable, *words], tmp_path, 110)
     assert done.returncode == 1
-    refused = r"^FAIL +tasks +gpus_per_task and cpus_per_task do not work on this Spark Connect server: Spark gives "
+    refused = r"^FAIL +tasks +gpus_per_task and cpus_per_task do not work on this Spark Connect server: Spark supports "
     assert re.search(refused, done.stdout, re.MULTILINE), done.stdout + done.stderr

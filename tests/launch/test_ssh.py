@@ -151,7 +151,9 @@ def test_a_host_that_does_not_answer_is_named_when_the_time_is_up(ssh_server, mo
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {"ssh_port": silent.getsockname()[1], "ssh_identity_file": str(key), "start_timeout": 2}
-        with pytest.raises(StartTimeoutError, match=r"within start_timeout=2 s: node-a, node-b\. See whether ssh HOST"):
+        with pytest.raises(
+            StartTimeoutError, match=r"within start_timeout=2 s: node-a, node-b did not report\. Check that `ssh HOST"
+        ):
             # More than the pipe to ssh takes.
             sparkhvd.run(lambda _: place(), (bytes(4 << 20),), hosts="node-a:1,node-b:1", **options)
 

@@ -163,10 +163,10 @@ _PHASES = {"while the ranks run": CONNECTED, "at the end": ENDED}
 _LOST = r"Task 1 on host 127\.0\.0\.1, that of rank {}, was lost \({}\): its Python worker"
 MPI_FAULTS = [
     MpiFault("mpirun missing", r"mpirun was not found on the driver's PATH.*launcher='barrier'", _without_mpirun),
-    MpiFault("mpirun of another MPI", r"\S+/mpirun is not Open MPI's; it calls itself 'HYDRA build det", _other_mpirun),
+    MpiFault("mpirun of another MPI", r"\S+/mpirun is not Open MPI's; its version is 'HYDRA build det", _other_mpirun),
     MpiFault(
         "mpirun of Open MPI 5",
-        r"\S+/mpirun is of Open MPI 5\.0\.6, which starts the hosts by prted\..*launcher='barrier'",
+        r"\S+/mpirun belongs to Open MPI 5\.0\.6, which starts hosts with prted\..*launcher='barrier'",
         _next_mpirun,
     ),
     MpiFault(
@@ -180,12 +180,16 @@ MPI_FAULTS = [
         _without_orted,
     ),
     MpiFault(
-        "orted fails", r"mpirun ended with exit code \d+\. It says:[\s\S]*cannot open shared object file", _broken_orted
+        "orted fails",
+        r"mpirun ended with exit code \d+\. Its last output:[\s\S]*cannot open shared object file",
+        _broken_orted,
     ),
-    MpiFault("agent fails", r"mpirun ended with exit code \d+\. It says:[\s\S]*no way to sparkhvd-", _broken_agent),
+    MpiFault(
+        "agent fails", r"mpirun ended with exit code \d+\. Its last output:[\s\S]*no way to sparkhvd-", _broken_agent
+    ),
     MpiFault(
         "agent killed",
-        r"mpirun ended with exit code \d+\. It says:[\s\S]*start one or more daemons",
+        r"mpirun ended with exit code \d+\. Its last output:[\s\S]*start one or more daemons",
         loss=_kill_below("sparkhvd.driver.mpi.remote_shell"),
     ),
     MpiFault("mpirun killed", r"mpirun was killed by signal 9 \(SIGKILL\)", loss=_kill_below("mpirun")),

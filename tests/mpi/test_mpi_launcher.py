@@ -205,10 +205,10 @@ def test_a_driver_that_can_start_no_more_processes_says_so_and_leaves_nothing(st
 
 
 def test_whatever_else_keeps_the_driver_from_starting_the_ranks_ends_the_job(monkeypatch):
-    def linked(*_, **__) -> None:
+    def connect_ring(*_, **__) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("sparkhvd.driver.launchers.mpi.linked", linked)
+    monkeypatch.setattr("sparkhvd.driver.launchers.mpi.connect_ring", connect_ring)
     with pytest.raises(LaunchError, match="The driver cannot start the ranks: RuntimeError: can't start new thread"):
         run(meet_through_both_worlds)
 

@@ -36,7 +36,7 @@ def test_a_driver_without_open_mpi_says_so_before_any_task_starts(spark, monkeyp
     other = tmp_path / "mpirun"
     other.write_text("#!/bin/sh\necho HYDRA build details\n")
     other.chmod(0o755)
-    with pytest.raises(LaunchError, match=r"mpirun is not Open MPI's; it calls itself 'HYDRA build details'"):
+    with pytest.raises(LaunchError, match=r"mpirun is not Open MPI's; its version is 'HYDRA build details'"):
         sparkhvd.run(place, num_proc=1, launcher="mpi")
 
 

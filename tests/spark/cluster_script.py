@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 
 import sparkhvd
 from sparkhvd import Store
-from sparkhvd.driver.spark.task_exchange import Meeting
+from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.errors import SlotsError
 from sparkhvd.rpc.messages import Message
 from tests.launch.faults import FAULTS, complaints, produced
@@ -49,10 +49,10 @@ def sum_on_third_attempt(folder: str) -> float:
     return float(communicator.allreduce(np.array([rank + 1.0]), ReduceOp.SUM, name="sum")[0])
 
 
-_handle = Meeting.handle
+_handle = TaskExchange.handle
 
 
-def noted(answers: list[object], meeting: Meeting, message: Message) -> object:
+def noted(answers: list[object], meeting: TaskExchange, message: Message) -> object:
     answers.append(_handle(meeting, message))
     return answers[-1]
 
@@ -111,7 +111,7 @@ def main(master: str, folder: Path) -> None:
     session = builder.config("spark.ui.enabled", "false").config("spark.log.level", "ERROR").getOrCreate()
     try:
         met: list[object] = []
-        with mock.patch.object(Meeting, "handle", lambda *asked: noted(met, *asked)):
+        with mock.patch.object(TaskExchange, "handle", lambda *asked: noted(met, *asked)):
             found: dict[str, object] = {"places": sparkhvd.run(place, num_proc=2)}
         found["met"] = [type(one.result(0)).__name__ for one in met if isinstance(one, Future)]
         try:

@@ -22,7 +22,7 @@ from pyspark.sql import SparkSession
 import sparkhvd
 from sparkhvd.driver.launchers import barrier
 from sparkhvd.driver.spark import barrier_stage
-from sparkhvd.driver.spark.task_exchange import Meeting
+from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.errors import ConfigError, LaunchError, RankFailedError, SlotsError, StartTimeoutError
 from sparkhvd.rpc.messages import ExchangeIntroductions, ExchangeUnavailable, Introductions, Message, TaskStatus
 from sparkhvd.task.job import Job
@@ -84,9 +84,9 @@ def say(rank_and_more: str) -> None:
 
 def test_the_tasks_meet_at_the_driver_where_all_reach_it(spark, monkeypatch):
     answers = []
-    handle = Meeting.handle
+    handle = TaskExchange.handle
     monkeypatch.setattr(
-        Meeting, "handle", lambda self, message: [answers.append(handle(self, message)), answers[-1]][1]
+        TaskExchange, "handle", lambda self, message: [answers.append(handle(self, message)), answers[-1]][1]
     )
     sparkhvd.run(place, num_proc=4)
     met = [answer.result(0) for answer in answers if isinstance(answer, Future)]
@@ -96,9 +96,9 @@ def test_the_tasks_meet_at_the_driver_where_all_reach_it(spark, monkeypatch):
 
 def test_tasks_of_which_one_has_no_line_to_the_driver_meet_through_spark(spark, monkeypatch):
     answers = []
-    handle = Meeting.handle
+    handle = TaskExchange.handle
 
-    def deaf_to_task_1(self: Meeting, message: Message) -> object:
+    def deaf_to_task_1(self: TaskExchange, message: Message) -> object:
         if isinstance(message, TaskStatus) and message.task_index == 1:
             return None
         if isinstance(message, ExchangeIntroductions) and message.introduction.offer.task_index == 1:
@@ -106,7 +106,7 @@ def test_tasks_of_which_one_has_no_line_to_the_driver_meet_through_spark(spark, 
         answers.append(handle(self, message))
         return answers[-1]
 
-    monkeypatch.setattr(Meeting, "handle", deaf_to_task_1)
+    monkeypatch.setattr(TaskExchange, "handle", deaf_to_task_1)
     places = sparkhvd.run(place, num_proc=3)
     assert [one["SPARKHVD_RANK"] for one in places] == ["0", "1", "2"]
     told = [one.result(0) if isinstance(one, Future) else one for one in answers]
@@ -161,7 +161,7 @@ def test_a_driver_that_no_executor_reaches_says_where_the_output_is(spark, monke
     assert "reached this driver" not in caplog.text
     monkeypatch.setattr(Job, "with_driver_addresses", lambda job, addresses: job)
     sparkhvd.run(say, ("and more",), num_proc=2, spark=spark)
-    assert caplog.text.count("No task of this job has reached this driver (127.0.0.1). Where executors") == 1
+    assert caplog.text.count("No task of this job has reached this driver (127.0.0.1). If executors") == 1
 
 
 def wait_for_file(path: str) -> None:

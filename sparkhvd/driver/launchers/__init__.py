@@ -1,1 +1,1 @@
-"""The ways to start a job's ranks; they do not know each other."""
+"""The launchers, each a way to start the ranks of a job; they do not import each other."""

@@ -1,4 +1,4 @@
-"""The default launcher: one Spark barrier stage whose tasks start one worker each."""
+"""The default launcher: a Spark barrier stage whose tasks each start one worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sparkhvd.driver.spark.driver_address import driver_hosts
 from sparkhvd.driver.spark.job_failures import spark_failure
 from sparkhvd.driver.spark.resources import profile_of
 from sparkhvd.driver.spark.slots import reserve_tasks
-from sparkhvd.driver.spark.task_exchange import Meeting
+from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import TaskStatus
 from sparkhvd.rpc.server import Server
@@ -33,7 +33,7 @@ from sparkhvd.task.main import run_task
 
 logger = logging.getLogger(__name__)
 
-# What is on its way when a host is cut off may still come.
+# Rows that were in flight when a host was cut off may still arrive.
 _ROWS_SECONDS = 1.0
 
 
@@ -52,28 +52,30 @@ class BarrierLauncher:
 
 
 class BarrierHandle:
-    """The stage, and the server that takes its output."""
+    """The stage of a job, and the server that receives its output."""
 
     def __init__(self, request: LaunchRequest, job: Job, stream: LogStream) -> None:
         spark = request.session()
         self._job = job
         self._stream = stream
         self._wake = threading.Event()  # set when the stage has ended or a task was lost
-        self._unheard_said = False
+        self._unheard_warned = False
         self._lost: FailureReport | None = None  # written before _wake is set
         own_host, bind_host = driver_hosts(spark)
         self._driver = tuple(dict.fromkeys((own_host, bind_host)))
         self._connect = is_connect(spark)
         # A Connect client may sleep or change its network while its job runs.
-        on_lost = None if self._connect else self._lose
+        on_lost = None if self._connect else self._on_task_lost
         job = replace(job, driver_connection=on_lost is not None)
         with ExitStack() as stack:
-            self._meeting = meeting = Meeting(job.num_proc, stream, job.start_timeout, self._miss, job.gives_rows)
+            self._exchange = exchange = TaskExchange(
+                job.num_proc, stream, job.start_timeout, self._on_tasks_missing, job.gives_rows
+            )
             encrypt = job.config.encrypt
             server = stack.enter_context(
-                Server(job.secret, meeting, bind_host, name="sparkhvd-driver", on_lost=on_lost, encrypt=encrypt)
+                Server(job.secret, exchange, bind_host, name="sparkhvd-driver", on_lost=on_lost, encrypt=encrypt)
             )
-            stack.callback(meeting.end)  # the server closes after those who wait there have their answer
+            stack.callback(exchange.end)  # before the server closes, so that waiting tasks get their answer
             addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
             task = entry_of(functools.partial(run_task, job.with_driver_addresses(addresses)))
             profile = profile_of(spark, request.resources)
@@ -83,10 +85,10 @@ class BarrierHandle:
 
     def wait_started(self, deadline: Deadline) -> None:
         started, seconds = self._stream.started, self._job.start_timeout
-        self._stage.wait_started(started, deadline, seconds, self._say_when_unheard)
-        warn_of_versions(self._job, self._meeting.offers())
-        if not self._wake.is_set() and not self._connect:  # whose client is not told for certain that they run
-            self._say_when_unheard()
+        self._stage.wait_started(started, deadline, seconds, self._warn_if_unheard)
+        warn_of_versions(self._job, self._exchange.offers())
+        if not self._wake.is_set() and not self._connect:  # a Connect client cannot be sure that the tasks run
+            self._warn_if_unheard()
 
     def results(self) -> list[bytes]:
         is_set_within(self._wake)
@@ -95,13 +97,13 @@ class BarrierHandle:
         if (error := self._stage.error) is not None:
             raise LaunchError(self._spark_failure(error)) from error
         if self._job.gives_rows and not self._stage.rows:
-            raise no_rows()  # Spark starts no task when it learns in time that there are none
-        self._say_when_unheard()
+            raise no_rows()  # Spark starts no tasks if it finds out in time that there are no rows
+        self._warn_if_unheard()
         return results_of(self._stage.rows, self._job.num_proc)
 
     def _spark_failure(self, error: BaseException) -> str:
-        heard = self._meeting.tasks() if self._meeting.heard else None  # else they cannot reach this driver
-        return spark_failure(error, self._stage.host_of, self._stage.task_hosts(), heard)
+        tasks = self._exchange.tasks() if self._exchange.heard else None  # None: they cannot reach this driver
+        return spark_failure(error, self._stage.host_of, self._stage.task_hosts(), tasks)
 
     def close(self) -> None:
         self._stack.close()
@@ -110,26 +112,26 @@ class BarrierHandle:
         self._stream.started.set()
         self._wake.set()
 
-    def _say_when_unheard(self) -> None:
-        """Tell where the output is when the ranks run, or ran, and nothing has come from them."""
-        if self._meeting.heard or self._unheard_said:
+    def _warn_if_unheard(self) -> None:
+        """Warn where the output is if the ranks run, or ran, and none has reached this driver."""
+        if self._exchange.heard or self._unheard_warned:
             return
-        self._unheard_said = True
+        self._unheard_warned = True
         logger.warning(
-            "No task of this job has reached this driver (%s). Where executors cannot connect to it, what the ranks "
-            "write is in the executors' logs: see spark.driver.host and the network, or take "
+            "No task of this job has reached this driver (%s). If executors cannot connect to it, the ranks' output is "
+            "in the executors' logs. Check spark.driver.host and the network, or pass "
             "stdout=sparkhvd.LogFiles(store, ...).",
             ", ".join(self._driver),
         )
 
-    def _lose(self, task: TaskStatus, error: OSError) -> None:
-        """Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
-        if not self._meeting.is_given_up(task):
+    def _on_task_lost(self, task: TaskStatus, error: OSError) -> None:
+        """End the job; Spark itself would notice only after ``spark.network.timeout``, two minutes by default."""
+        if not self._exchange.is_superseded(task):
             self._lost = self._lost or lost(task, error)
             self._ended()
 
-    def _miss(self, tasks: Mapping[int, str]) -> None:
-        """Some tasks keep the others waiting."""
+    def _on_tasks_missing(self, tasks: Mapping[int, str]) -> None:
+        """End the job, because some tasks keep the others waiting."""
         hosts = {**self._stage.task_hosts(), **{index: host for index, host in tasks.items() if host}}
         self._lost = self._lost or tasks_not_ready(list(tasks), hosts, self._job.start_timeout, self._job.gives_rows)
         self._ended()

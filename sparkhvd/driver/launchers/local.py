@@ -1,4 +1,4 @@
-"""The same workers beside the driver, without Spark."""
+"""A launcher that starts the workers on the driver's machine, without Spark."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LocalLauncher:
     def __init__(self, request: LaunchRequest) -> None:
         self._request = request
 
-    def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing has to be waited for here
+    def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing to wait for
         return self._request.num_proc or len(os.sched_getaffinity(0))
 
     def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
@@ -68,7 +68,7 @@ class LocalHandle:
         stream.started.set()
 
     def wait_started(self, deadline: Deadline) -> None:
-        """They do when ``launch`` returns; the supervision of the ranks bounds the rest."""
+        """Return at once: the workers run when ``launch`` returns, and supervision bounds their start."""
 
     def results(self) -> list[bytes]:
         is_done_within(self._contents)

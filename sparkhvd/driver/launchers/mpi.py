@@ -1,4 +1,4 @@
-"""Ranks that Open MPI starts inside Spark tasks."""
+"""A launcher whose ranks Open MPI starts inside Spark tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparkhvd.driver.mpi.command import (
     parameters_of,
 )
 from sparkhvd.driver.mpi.process import Mpirun, ServiceAddress
-from sparkhvd.driver.mpi.ring import linked
+from sparkhvd.driver.mpi.ring import connect_ring
 from sparkhvd.driver.mpi.service import DriverService, mpi_hosts
 from sparkhvd.driver.results import failure_of, lost, results_of, tasks_not_ready
 from sparkhvd.driver.spark.barrier_stage import BarrierStage
@@ -58,11 +58,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOTE_SECONDS = 10.0
+_ASSIGN_SECONDS = 10.0
 _AFTER_START_SECONDS = 1.0
-# A task that went away before the start is replaced by Spark; the tasks of the new attempt come within this time.
+# Spark replaces tasks that are lost before the start; those of the new attempt register within this time.
 _NEW_ATTEMPT_SECONDS = 8.0
-# After a failure: the ranks are ended by their tasks, and the rows with the reports come.
+# After a failure the tasks end their ranks, and the rows with the reports arrive within this time.
 _ROWS_SECONDS = 5.0
 _MPIRUN_SECONDS = 3.0
 
@@ -98,8 +98,8 @@ class MpiLauncher:
         self._spark = request.session()
         if is_connect(self._spark):
             raise ConfigError(
-                "launcher='mpi' needs a driver that the executors can reach, with mpirun beside it; a Spark Connect "
-                "client is none. Use launcher='barrier'."
+                "launcher='mpi' needs a driver that the executors can reach and that has mpirun; a Spark Connect "
+                "client is no such driver. Use launcher='barrier'."
             )
         self._mpirun = find_mpirun()
 
@@ -123,10 +123,10 @@ class MpiSetup:
     """The driver's side of a job.
 
     Attributes:
-        own_host: how the executors call the driver's host.
+        own_host: the name of the driver's host for the executors.
         bind_host: the local address to bind.
         mpirun: path of the program.
-        extra_args: the user's arguments of it.
+        extra_args: the user's arguments for it.
     """
 
     own_host: str
@@ -138,7 +138,7 @@ class MpiSetup:
 class MpiHandle:
     """One job: the stage, the service that its tasks register with, the rendezvous, and ``mpirun``.
 
-    The rendezvous is served here, so the outcome of the job is known here first, whatever happens to the tasks.
+    The driver serves the rendezvous, so it knows the outcome of the job first, whatever happens to the tasks.
     """
 
     def __init__(self, job: Job, stream: LogStream, make_stage: StageMaker, setup: MpiSetup) -> None:
@@ -146,11 +146,11 @@ class MpiHandle:
         self._stream = stream
         self._setup = setup
         self._deadline = Deadline.after(job.start_timeout)
-        self._wake = threading.Event()  # set when the stage or mpirun has ended, or a failure was noted
-        self._spark_is_done = False
-        self._grace: Deadline | None = None  # of a job that has failed
+        self._wake = threading.Event()  # set when the stage or mpirun has ended, or a failure was recorded
+        self._stage_has_ended = False
+        self._grace: Deadline | None = None  # set when the job has failed
         self._mpirun: Mpirun | None = None  # written by the starter before it ends
-        self._attendants: list[tuple[threading.Thread, Client]] = []  # the same
+        self._watchers: list[tuple[threading.Thread, Client]] = []  # written by the starter before it ends
         with ExitStack() as stack:
             token = secrets.token_bytes(32)
             encrypt = job.config.encrypt
@@ -160,11 +160,11 @@ class MpiHandle:
             server = stack.enter_context(
                 Server(job.secret, self._service, bind_host, name="sparkhvd-driver", encrypt=encrypt)
             )
-            stack.callback(self._service.end, "The job is over.")
+            stack.callback(self._service.end, "The job has ended.")
             self._addresses = tuple(dict.fromkeys([(bind_host, server.port), (own_host, server.port)]))
             self._job = job.with_driver_addresses(self._addresses)
-            meeting = tuple(dict.fromkeys([(bind_host, self._rendezvous.port), (own_host, self._rendezvous.port)]))
-            self._stage = make_stage(MpiJob(self._job, meeting, token), self._stage_ended)
+            rendezvous = tuple(dict.fromkeys([(bind_host, self._rendezvous.port), (own_host, self._rendezvous.port)]))
+            self._stage = make_stage(MpiJob(self._job, rendezvous, token), self._stage_ended)
             self._starter = threading.Thread(target=self._start, name="sparkhvd-mpi-start", daemon=True)
             self._starter.start()
             self._stack = stack.pop_all()
@@ -174,12 +174,12 @@ class MpiHandle:
 
     def results(self) -> list[bytes]:
         is_set_within(self._wake)
-        if self._failure_noted() is None:
+        if self._recorded_failure() is None:
             self._stage.wait()
         elif self._mpirun is not None:  # before that there are no ranks that could report
             self._grace = Deadline.after(_ROWS_SECONDS)
             self._stage.wait(_ROWS_SECONDS)
-        failure = self._failure_noted()
+        failure = self._recorded_failure()
         if failure is not None:
             raise failure_of(failure)
         if (error := self._stage.error) is not None:
@@ -191,34 +191,34 @@ class MpiHandle:
 
     def close(self) -> None:
         self._fail("The job was cancelled.")  # does nothing when it has an outcome
-        self._service.end("The job is over.")
+        self._service.end("The job has ended.")
         self._starter.join()
         if self._mpirun is not None:
-            # It had the time in which the rows were waited for, too.
+            # The time spent waiting for the rows counts.
             grace = _MPIRUN_SECONDS if self._grace is None else self._grace.capped(_MPIRUN_SECONDS).remaining()
             self._mpirun.close(grace)
         self._stage.close()
-        for thread, client in self._attendants:
+        for thread, client in self._watchers:
             client.close()
             thread.join()
         self._stack.close()
 
     def _stage_ended(self) -> None:
-        self._spark_is_done = True
+        self._stage_has_ended = True
         self._service.end("Spark aborted the job.")
         self._stream.started.set()
         self._wake.set()
 
     def _fail(self, why: str) -> None:
-        """Note a failure that no rank is to blame for, unless the job has an outcome; all ranks end then."""
-        self._note(FailureReport(-1, "", why, kind=LAUNCH))
+        """Record a failure of the job rather than of a rank, unless it has an outcome; this ends all ranks."""
+        self._record(FailureReport(-1, "", why, kind=LAUNCH))
 
-    def _note(self, failure: FailureReport) -> None:
+    def _record(self, failure: FailureReport) -> None:
         self._rendezvous.set(OUTCOME, failure.to_json())
         self._stream.started.set()
         self._wake.set()
 
-    def _failure_noted(self) -> FailureReport | None:
+    def _recorded_failure(self) -> FailureReport | None:
         try:
             content = self._rendezvous.get(OUTCOME, Deadline.after(0.0))
         except DeadlineExceededError:
@@ -226,31 +226,31 @@ class MpiHandle:
         return FailureReport.from_json(content) if content else None
 
     def _start(self) -> None:
-        """Bring the tasks together and start ``mpirun``; runs in a thread of its own."""
+        """Wait for the tasks and start ``mpirun``; runs in a thread of its own."""
         try:
             attempt, tasks = self._first_attempt()
             while (problem := self._try_ranks(tasks)) is not None:
                 attempt, tasks = self._next_attempt(attempt, problem)
         except SparkHvdError as error:
-            if not self._spark_is_done:  # Spark says more itself
+            if not self._stage_has_ended:  # otherwise Spark's own error says more
                 self._fail(str(error))
         except Exception as error:
             logger.debug("The start of mpirun failed.", exc_info=True)
             self._fail(f"The driver cannot start the ranks: {type(error).__name__}: {error}.")
 
     def _first_attempt(self) -> tuple[int, list[TaskRegistration]]:
-        # ``wait_started``, which knows whether the tasks run at all, speaks first.
+        # Time out after ``wait_started``, which knows whether the tasks run at all.
         deadline = Deadline(self._deadline.at + _AFTER_START_SECONDS)
         try:
             return self._service.await_registrations(-1, deadline)
         except DeadlineExceededError:
             if deadline.expired():
                 report = tasks_not_ready(self._service.missing(), self._stage.task_hosts(), self._job.start_timeout)
-                self._note(report)
+                self._record(report)
             raise
 
     def _try_ranks(self, tasks: Sequence[TaskRegistration]) -> OSError | None:
-        """Start the ranks; what is returned is why the tasks cannot be reached."""
+        """Start the ranks; return the error if the tasks cannot be reached."""
         try:
             self._start_ranks(tasks)
         except OSError as error:
@@ -258,57 +258,57 @@ class MpiHandle:
         return None
 
     def _next_attempt(self, attempt: int, problem: OSError) -> tuple[int, list[TaskRegistration]]:
-        """The tasks with which Spark replaces those of an attempt that lost one."""
+        """Wait for the tasks with which Spark replaces those of a failed attempt."""
         try:
             return self._service.await_registrations(attempt, self._deadline.capped(_NEW_ATTEMPT_SECONDS))
         except DeadlineExceededError:
             raise LaunchError(
-                f"The driver cannot talk to the job's Spark tasks: {problem} The mpi launcher needs connections from "
-                "the driver to the executors and back; launcher='barrier' does without those to the executors."
+                f"The driver cannot connect to the job's Spark tasks: {problem} The mpi launcher needs connections "
+                "from the driver to the executors and back. Use launcher='barrier', which needs none to the executors."
             ) from problem
 
     def _start_ranks(self, tasks: Sequence[TaskRegistration]) -> None:
         for problem in (task.problem for task in tasks if task.problem):
             raise LaunchError(problem)
-        lacking = sorted({task.offer.host for task in tasks if not task.orted})
-        if lacking:
+        without_orted = sorted({task.offer.host for task in tasks if not task.orted})
+        if without_orted:
             raise LaunchError(
-                f"There is no orted on the PATH of the executors on {', '.join(lacking)}. Install Open MPI on every "
-                "node of the cluster (Debian: openmpi-bin), or use launcher='barrier', which needs no MPI."
+                f"There is no orted on the PATH of the executors on {', '.join(without_orted)}. Install Open MPI on "
+                "every node of the cluster (Debian: openmpi-bin), or use launcher='barrier', which needs no MPI."
             )
         if mixed := mixed_devices([task.offer for task in tasks], self._job):
             raise LaunchError(mixed)
         warn_of_versions(self._job, [task.offer for task in tasks])
-        links = linked(tasks, self._job.secret, encrypt=self._job.config.encrypt)
+        links = connect_ring(tasks, self._job.secret, encrypt=self._job.config.encrypt)
         offers = [replace(task.offer, bind_host=link.server.address) for task, link in zip(tasks, links, strict=True)]
         try:
             for link in links:
-                link.client.ask(Assign(tuple(offers)), Deadline.after(_NOTE_SECONDS))
+                link.client.ask(Assign(tuple(offers)), Deadline.after(_ASSIGN_SECONDS))
         except BaseException:
             for link in links:
                 link.client.close()
             raise
         ranks = {slot.offer.task_index: slot.world.rank for slot in assign(offers)}
         for offer, link in zip(offers, links, strict=True):
-            self._attend(ranks[offer.task_index], offer, link.client)
+            self._watch(ranks[offer.task_index], offer, link.client)
         by_index = {offer.task_index: link.server for offer, link in zip(offers, links, strict=True)}
         hosts = mpi_hosts(offers)
         self._service.serve_hosts({host.name: by_index[min(host.tasks)] for host in hosts})
         networks = [network_parameter(server.interface, server.network) for server in by_index.values()]
-        own = [one for one in interfaces() if one.address == self._setup.bind_host != LOOPBACK]
-        networks += [network_parameter(one.name, one.network) for one in own]
+        bound = [interface for interface in interfaces() if interface.address == self._setup.bind_host != LOOPBACK]
+        networks += [network_parameter(interface.name, interface.network) for interface in bound]
         arguments = mpirun_arguments(hosts, self._setup.extra_args, is_root())
-        given = parameters_of(self._setup.extra_args, changed_environment(dict(self._job.env)))
-        settings = mpirun_settings(hosts, networks, given)
+        preset = parameters_of(self._setup.extra_args, changed_environment(dict(self._job.env)))
+        settings = mpirun_settings(hosts, networks, preset)
         service = ServiceAddress(self._addresses, self._job.secret, self._job.config.encrypt)
         try:
             self._mpirun = Mpirun(self._setup.mpirun, arguments, settings, service, self._mpirun_ended)
-        except OSError as error:  # none of a task that could be tried again
+        except OSError as error:  # not an error of a task, for which there would be another attempt
             raise LaunchError(f"mpirun cannot be started on the driver's host: {error}.") from error
         self._stream.started.set()
 
-    def _attend(self, rank: int, offer: TaskOffer, client: Client) -> None:
-        """Learn at once when a task is lost: its connection breaks before it has said that it is over."""
+    def _watch(self, rank: int, offer: TaskOffer, client: Client) -> None:
+        """Detect at once when a task is lost: its connection breaks before it has reported its end."""
 
         def watch() -> None:
             try:
@@ -319,7 +319,7 @@ class MpiHandle:
                 unknown = TaskStatus(offer.task_index, rank, offer.host, phase=STARTING)
                 task = self._service.tasks().get(offer.task_index, unknown)
                 if is_host_unreachable(error) or isinstance(error, DeadlineExceededError):
-                    self._note(lost(task, error))
+                    self._record(lost(task, error))
                 self._fail(
                     f"Task {offer.task_index} on host {offer.host}, that of rank {task.rank}, was lost "
                     f"{'before mpirun was started' if self._mpirun is None else f'({task.phase})'}: its "
@@ -328,9 +328,9 @@ class MpiHandle:
                 )
 
         thread = threading.Thread(target=watch, name="sparkhvd-attend", daemon=True)
-        self._attendants.append((thread, client))
+        self._watchers.append((thread, client))
         thread.start()
 
     def _mpirun_ended(self, code: int, output: str) -> None:
         if code != 0:
-            self._fail(f"mpirun {describe_exit(code)}. It says:\n{output or 'nothing'}")
+            self._fail(f"mpirun {describe_exit(code)}. Its last output:\n{output or 'none'}")

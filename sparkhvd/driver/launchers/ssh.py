@@ -1,4 +1,4 @@
-"""Ranks on several machines without Spark, started through ssh."""
+"""A launcher that starts the ranks on several machines through ssh, without Spark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from sparkhvd._util.background import in_background, is_done_within
 from sparkhvd.config import environment_for_hosts
 from sparkhvd.deadline import Deadline
-from sparkhvd.driver.host_process import Gone, HostProcess, host_command
+from sparkhvd.driver.host_process import HostEnded, HostProcess, host_command
 from sparkhvd.driver.hosts import Host, take_slots
 from sparkhvd.driver.launcher import LaunchHandle, LaunchRequest, warn_of_versions
 from sparkhvd.driver.log_stream import LogStream
@@ -26,7 +26,7 @@ from sparkhvd.task.job import Job
 from sparkhvd.task.rank import JobPlan
 from sparkhvd.task.supervision import Outcome
 
-# How long a host may take to say what became of its ranks once another one has failed.
+# How long a host may take to report the outcome of its ranks after another host's rank has failed.
 _FAILED_SECONDS = 3.0
 
 
@@ -39,7 +39,7 @@ class SshLauncher:
         self._request = request
         self._hosts = take_slots(request.hosts, request.num_proc)
 
-    def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing has to be waited for here
+    def reserve(self, deadline: Deadline) -> int:  # noqa: ARG002 - nothing to wait for
         return sum(host.slots for host in self._hosts)
 
     def launch(self, job: Job, stream: LogStream) -> LaunchHandle:
@@ -47,7 +47,7 @@ class SshLauncher:
 
 
 class SshHandle:
-    """The hosts' processes of one job, and the thread that talks with them."""
+    """The host processes of one job, and the thread that communicates with them."""
 
     def __init__(self, job: Job, stream: LogStream, hosts: tuple[Host, ...], request: LaunchRequest) -> None:
         self._job = job
@@ -55,7 +55,7 @@ class SshHandle:
         self._stream = stream
         self._deadline = Deadline.after(job.start_timeout)
         self._token = secrets.token_bytes(32)
-        self._ranks: dict[int, int] = {}  # by the index of the task, once they are assigned
+        self._ranks: dict[int, int] = {}  # by task index, once they are assigned
         self._inbox: queue.SimpleQueue[tuple[int, object]] = queue.SimpleQueue()
         with ExitStack() as stack:
             self._processes = []
@@ -67,14 +67,14 @@ class SshHandle:
         self._contents = in_background(self._run, "sparkhvd-job")
 
     def wait_started(self, deadline: Deadline) -> None:
-        """The thread that talks with the hosts does, and ends the job when they do not start."""
+        """Return at once: the thread that communicates with the hosts ends the job if they do not start."""
 
     def results(self) -> list[bytes]:
         is_done_within(self._contents)
         return results_in_order(self._contents.result(), self._job.num_proc)
 
     def close(self) -> None:
-        for process in self._processes:  # all at once: each may take its time
+        for process in self._processes:  # in parallel, because each may take a while
             process.hang_up()
         self._stack.close()
         futures.wait([self._contents])
@@ -93,7 +93,7 @@ class SshHandle:
         while waiting:
             try:
                 number, message = self._next(deadline, waiting)
-            except queue.Empty:  # the job has failed, and a host does not say what became of its ranks
+            except queue.Empty:  # the job has failed, and a host does not report the outcome of its ranks
                 break
             if isinstance(message, HostDone):
                 contents |= message.contents
@@ -122,42 +122,43 @@ class SshHandle:
             except queue.Empty:
                 late = ", ".join(host.name for number, host in enumerate(self._hosts) if number not in ready)
                 raise StartTimeoutError(
-                    f"Not all hosts were ready within start_timeout={self._job.start_timeout:g} s: {late}. See whether "
-                    "ssh HOST true answers, and what imports wait for there, or raise start_timeout."
+                    f"Not all hosts were ready within start_timeout={self._job.start_timeout:g} s: {late} did not "
+                    "report. Check that `ssh HOST true` succeeds and that imports do not hang there, or raise "
+                    "start_timeout."
                 ) from None
             if isinstance(message, HostReady):
                 ready[number] = message
         return [ready[number] for number in range(len(self._hosts))]
 
     def _plan(self, ready: list[HostReady]) -> JobPlan:
-        offers: list[TaskOffer] = [offer for one in ready for offer in one.offers]
+        offers: list[TaskOffer] = [offer for host in ready for offer in host.offers]
         warn_of_versions(self._job, offers)
         rendezvous = (ready[0].offers[0].bind_host, ready[0].rendezvous_port)
         return JobPlan(tuple(assign(offers)), (rendezvous,), self._token, self._job.config.encrypt)
 
-    def _when(self, number: int) -> str:
-        """How far the job was on a host."""
+    def _progress(self, number: int) -> str:
+        """Return how far the job was on a host, as a clause for an error message."""
         if not self._ranks:
             return ""
         first = sum(host.slots for host in self._hosts[:number])
         ranks = sorted(self._ranks[first + index] for index in range(self._hosts[number].slots))
-        what = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        return f" while {what} started or ran there"
+        names = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        return f" while {names} started or ran there"
 
     def _next(self, deadline: Deadline | None, needed: Collection[int]) -> tuple[int, object]:
-        """The next message of a host that is not output; the end of one that is not needed any more is none.
+        """Return the next message of a host; handle output, and ignore the end of hosts that are no longer needed.
 
         Raises:
             LaunchError: a host was lost.
-            queue.Empty: none came by the deadline.
+            queue.Empty: no message came by the deadline.
         """
         while True:
             seconds = None if deadline is None else max(deadline.remaining(), 0.001)
             number, message = self._inbox.get(timeout=seconds)
-            if isinstance(message, Gone | HostLost):
+            if isinstance(message, HostEnded | HostLost):
                 if number not in needed:
                     continue
-                raise LaunchError(f"Host {self._hosts[number].name} was lost{self._when(number)}: {message.why}")
+                raise LaunchError(f"Host {self._hosts[number].name} was lost{self._progress(number)}: {message.why}")
             if not isinstance(message, Output | Started | Flush):
                 return number, message
             self._stream.handle(message)

@@ -1,1 +1,1 @@
-"""The driver's part of the mpi launcher: service, ``mpirun``, and the remote shell that ``mpirun`` uses."""
+"""The driver's side of the mpi launcher: the service, ``mpirun``, and the remote shell that ``mpirun`` uses."""

@@ -1,4 +1,4 @@
-"""The ``mpirun`` of a job."""
+"""The ``mpirun`` process of a job."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from sparkhvd.task.worker.import_path import IMPORT_PATH, import_path
 logger = logging.getLogger(__name__)
 
 _TERM_SECONDS = 2.0
-_LAST_WORDS_SECONDS = 0.5
+_OUTPUT_SECONDS = 0.5
 _TAIL_LINES = 60
-# Ends after its stdin, which a driver that is killed holds no longer; mpirun then needs the folder for a moment more.
+# Ends after its stdin is closed, even by the death of the driver; mpirun then needs the folder a moment longer.
 _REMOVE = 'cat; n=0; while kill -0 "$1" 2>/dev/null && [ $n -lt 100 ]; do sleep 0.1; n=$((n+1)); done; rm -rf "$0"'
 
 
 @dataclass(frozen=True)
 class ServiceAddress:
-    """Where agents find the driver's service, and what proves to it that they belong to its job."""
+    """The addresses of the driver's service for agents, and the secret that authenticates them."""
 
     addresses: tuple[tuple[str, int], ...]
     secret: bytes = field(repr=False)
-    encrypt: bool = False  # whether they insist on that
+    encrypt: bool = False  # whether agents require encryption
 
 
 class Mpirun:
     """``mpirun`` in a session and process group of its own, with its agents.
 
     Args:
-        path: of the program.
+        path: path of the program.
         arguments: its arguments.
         settings: environment variables of Open MPI.
-        service: for the agents.
-        on_end: called with the exit code and the last that it wrote, from a thread of its own.
+        service: the driver's service, for the agents.
+        on_end: called with the exit code and the last output, from a thread of its own.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: ``mpirun`` cannot be started.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Mpirun:
                 **settings,
             }
             self._process = subprocess.Popen(
-                ["mpirun", *arguments],  # noqa: S607 - called by a path, it would prescribe that path on all hosts
+                ["mpirun", *arguments],  # noqa: S607 - if called by a path, it would use that path on all hosts
                 executable=path,
                 env=changed_environment(own, mpirun_defaults()),
                 start_new_session=True,
@@ -102,13 +102,13 @@ class Mpirun:
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Wait for its end, then end it by force."""
+        """Wait for the process to end, then end it by force."""
         self._thread.join(grace_seconds)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self._thread.is_alive():
                 self._kill(number)
                 self._thread.join(_TERM_SECONDS)
-        for pid in members_of_session(self._process.pid):  # agents, which lead process groups of their own
+        for pid in session_processes(self._process.pid):  # agents, which lead process groups of their own
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._thread.join()
@@ -118,14 +118,14 @@ class Mpirun:
             self._remover.stdin.close()
         try:
             self._remover.wait(_TERM_SECONDS)
-        except subprocess.TimeoutExpired:  # a process that was forked from this one meanwhile holds the pipe
+        except subprocess.TimeoutExpired:  # a process that was forked from this one in the meantime holds the pipe
             self._remover.kill()
             self._remover.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
         code = self._process.wait()
-        self._reader.join(_LAST_WORDS_SECONDS)  # agents that live on hold its output open
+        self._reader.join(_OUTPUT_SECONDS)  # surviving agents keep its output open
         self._on_end(code, "".join(list(self._tail)).strip())
 
     def _read(self) -> None:
@@ -144,14 +144,14 @@ class Mpirun:
             return
 
 
-def members_of_session(session: int) -> list[int]:
-    """The processes of a session; its number is not used again while it has any."""
-    found = []
+def session_processes(session: int) -> list[int]:
+    """Return the processes of a session; the kernel does not reuse its number while it has any."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it has just ended
         if int(fields[3]) == session:
-            found.append(int(stat.parent.name))
-    return found
+            pids.append(int(stat.parent.name))
+    return pids

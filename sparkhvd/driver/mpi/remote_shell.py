@@ -1,7 +1,7 @@
 """The remote shell of ``mpirun``: ``python -m sparkhvd.driver.mpi.remote_shell HOST orted ...``.
 
-It asks the driver which Spark task executes commands for the host, lets that task execute ``orted``, and lives as long
-as ``orted`` does. It ends with orted's exit code.
+It asks the driver which Spark task executes commands for the host, lets that task execute ``orted``, waits for its end,
+and exits with orted's exit code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparkhvd.errors import LaunchError, SparkHvdError
 from sparkhvd.rpc.client import Client, connect
 from sparkhvd.rpc.messages import Executed, ExecuteOrted, FindTask, Message, Rejected, TaskAddress
 
-# Environment of mpirun, which its agents inherit; the ranks do not.
+# Environment variables of mpirun that its agents inherit, but not the ranks.
 DRIVER_ADDRESSES = "SPARKHVD_AGENT_DRIVER"
 DRIVER_SECRET = "SPARKHVD_AGENT_SECRET"  # noqa: S105 - the name of a variable; a path in memory of the driver
 DRIVER_ENCRYPTS = "SPARKHVD_AGENT_ENCRYPTS"
@@ -29,13 +29,13 @@ _FAILED = 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Execute ``arguments[1:]`` on the host ``arguments[0]``; the exit code is the command's."""
+    """Execute ``arguments[1:]`` on the host ``arguments[0]``, and return the command's exit code."""
     host, command = arguments[0], arguments[1:]
-    given = take_variables((DRIVER_ADDRESSES, DRIVER_SECRET, DRIVER_ENCRYPTS))
+    variables = take_variables((DRIVER_ADDRESSES, DRIVER_SECRET, DRIVER_ENCRYPTS))
     try:
-        addresses = [(str(name), int(port)) for name, port in json.loads(given[DRIVER_ADDRESSES])]
-        secret = Path(given[DRIVER_SECRET]).read_bytes()
-        executed = execute(host, command, addresses, secret, encrypt=bool(given.get(DRIVER_ENCRYPTS)))
+        addresses = [(str(name), int(port)) for name, port in json.loads(variables[DRIVER_ADDRESSES])]
+        secret = Path(variables[DRIVER_SECRET]).read_bytes()
+        executed = execute(host, command, addresses, secret, encrypt=bool(variables.get(DRIVER_ENCRYPTS)))
     except (SparkHvdError, OSError, KeyError) as error:
         sys.stderr.write(f"sparkhvd could not start orted on {host}: {type(error).__name__}: {error}\n")
         return _FAILED
@@ -46,26 +46,26 @@ def main(arguments: Sequence[str]) -> int:
 def execute(
     host: str, command: Sequence[str], addresses: Sequence[tuple[str, int]], secret: bytes, *, encrypt: bool = False
 ) -> Executed:
-    """Let the task that stands for ``host`` execute ``command``, and wait for its end.
+    """Let the task that represents ``host`` execute ``command``, and wait for its end.
 
-    With ``encrypt`` a driver or task that does not encrypt is refused.
+    With ``encrypt``, connections to a driver or task that does not encrypt are refused.
 
     Raises:
-        LaunchError: there is no such task, or it refused.
+        LaunchError: no task represents the host, or it rejected the command.
         OSError: driver or task cannot be reached.
     """
-    found = _asked(partial(connect, addresses, secret, encrypt=encrypt), FindTask(host), Deadline.after(_SECONDS))
-    if not isinstance(found, TaskAddress):
-        raise LaunchError(f"The driver answered with {type(found).__name__}.")
-    address = (found.server.address, found.server.port)
+    task = _ask(partial(connect, addresses, secret, encrypt=encrypt), FindTask(host), Deadline.after(_SECONDS))
+    if not isinstance(task, TaskAddress):
+        raise LaunchError(f"The driver sent an unexpected answer of type {type(task).__name__}.")
+    address = (task.server.address, task.server.port)
     dial = partial(connect, [address], secret, encrypt=encrypt)
-    answer = _asked(dial, ExecuteOrted(tuple(command)), Deadline(math.inf))
+    answer = _ask(dial, ExecuteOrted(tuple(command)), Deadline(math.inf))
     if not isinstance(answer, Executed):
-        raise LaunchError(f"The task answered with {type(answer).__name__}.")
+        raise LaunchError(f"The task sent an unexpected answer of type {type(answer).__name__}.")
     return answer
 
 
-def _asked(dial: Callable[[Deadline], Client], question: Message, deadline: Deadline) -> Message:
+def _ask(dial: Callable[[Deadline], Client], question: Message, deadline: Deadline) -> Message:
     client = dial(Deadline.after(_SECONDS))
     try:
         answer = client.ask(question, deadline)

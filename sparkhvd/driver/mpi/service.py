@@ -1,4 +1,4 @@
-"""Where the tasks register, and where agents ask which task executes commands for a host."""
+"""The service at which tasks register, and which tells agents what task executes commands for a host."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MpiHost:
     """A host as ``mpirun`` sees it.
 
     Attributes:
-        name: its name for ``mpirun``; letters only, because Open MPI computes with the digits of a name.
+        name: its name for ``mpirun``; letters only, because Open MPI interprets the digits of a name.
         host_hash: the key that its tasks registered with.
-        tasks: the indices of its tasks; the smallest one executes ``orted``.
+        tasks: the indices of its tasks; the task with the smallest index executes ``orted``.
     """
 
     name: str
@@ -32,11 +32,11 @@ class MpiHost:
 
 
 def mpi_hosts(offers: Sequence[TaskOffer]) -> list[MpiHost]:
-    """The hosts of a job in the order of the ranks that ``mpirun`` gives them."""
+    """Return the hosts of a job in the order of the ranks that ``mpirun`` assigns."""
     tasks: dict[str, list[int]] = {}
     for slot in assign(offers):
         tasks.setdefault(slot.offer.host_hash, []).append(slot.offer.task_index)
-    return [MpiHost(_name(number), key, tuple(found)) for number, (key, found) in enumerate(tasks.items())]
+    return [MpiHost(_name(number), key, tuple(indices)) for number, (key, indices) in enumerate(tasks.items())]
 
 
 def _name(number: int) -> str:
@@ -48,10 +48,10 @@ def _name(number: int) -> str:
 
 
 class DriverService:
-    """A handler for ``sparkhvd.rpc.server.Server``; what it does not know is output.
+    """A handler for ``sparkhvd.rpc.server.Server``; it passes messages of other kinds to ``stream`` as output.
 
     Args:
-        num_tasks: how many tasks there will be.
+        num_tasks: number of tasks.
         stream: takes the output.
     """
 
@@ -59,11 +59,11 @@ class DriverService:
         self._num_tasks = num_tasks
         self._stream = stream
         self._changed = threading.Condition()  # guards all below
-        self._newest = -1  # attempt of the stage that a task has come from
-        self._registered: dict[int, TaskRegistration] = {}  # those of its tasks that have come so far, by index
-        self._tasks: dict[int, TaskStatus] = {}  # the last that was said of their ranks, by index
+        self._newest = -1  # the newest attempt of the stage with a registered task
+        self._registered: dict[int, TaskRegistration] = {}  # the registered tasks of that attempt, by index
+        self._tasks: dict[int, TaskStatus] = {}  # the last status of each task, by index
         self._servers: Mapping[str, TaskServer] = {}
-        self._over = ""
+        self._end_reason = ""  # empty while the job runs
 
     def handle(self, message: Message) -> Message | None:
         if isinstance(message, TaskStatus):
@@ -76,43 +76,43 @@ class DriverService:
         return self._stream.handle(message)
 
     def await_registrations(self, above: int, deadline: Deadline) -> tuple[int, list[TaskRegistration]]:
-        """The attempt whose tasks have all registered, and their registrations by index.
+        """Wait for an attempt whose tasks have all registered; return it and their registrations by index.
 
         Args:
             above: only attempts with a higher number count.
-            deadline: when to give up.
+            deadline: when to stop waiting.
 
         Raises:
-            DeadlineExceededError: not all of them came.
+            DeadlineExceededError: not all tasks registered.
         """
         with self._changed:
             while self._newest <= above or self._missing():
-                if self._over:
-                    raise DeadlineExceededError(self._over)
+                if self._end_reason:
+                    raise DeadlineExceededError(self._end_reason)
                 if not self._changed.wait(deadline.remaining()) and deadline.expired():
-                    there = f"{len(self._registered)} of {self._num_tasks}"
-                    raise DeadlineExceededError(f"Timed out waiting for Spark tasks to register: {there} did.")
+                    registered = f"{len(self._registered)} of {self._num_tasks} registered"
+                    raise DeadlineExceededError(f"Timed out waiting for Spark tasks to register: {registered}.")
             return self._newest, [self._registered[index] for index in range(self._num_tasks)]
 
     def missing(self) -> list[int]:
-        """The tasks that have not come."""
+        """Return the indices of the tasks that have not registered."""
         with self._changed:
             return self._missing()
 
     def tasks(self) -> dict[int, TaskStatus]:
-        """How far the ranks are, by the index of their task; only of those that have begun."""
+        """Return the last status of each task that has reported one, by index."""
         with self._changed:
             return dict(self._tasks)
 
     def serve_hosts(self, servers: Mapping[str, TaskServer]) -> None:
-        """From now on agents learn which task's server executes commands for a host, by ``MpiHost.name``."""
+        """Set the task servers that execute commands for the hosts, by ``MpiHost.name``, for agents to find."""
         with self._changed:
             self._servers = dict(servers)
 
     def end(self, why: str) -> None:
-        """The job is over: nobody may register any more, and nobody is waited for."""
+        """End the service: reject further registrations, and stop waiting for them."""
         with self._changed:
-            self._over = why
+            self._end_reason = why
             self._changed.notify_all()
 
     def _note(self, task: TaskStatus) -> None:
@@ -125,14 +125,14 @@ class DriverService:
     def _register(self, registration: TaskRegistration) -> Message:
         index = registration.offer.task_index
         if index not in range(self._num_tasks):
-            return Rejected(f"This job has {self._num_tasks} tasks; there is no task {index}.")
+            return Rejected(f"Task index {index} is out of range: this job has {self._num_tasks} tasks.")
         number = stage_attempt(registration.attempt, index)
         with self._changed:
-            if self._over:
-                return Rejected(self._over)
+            if self._end_reason:
+                return Rejected(self._end_reason)
             if number > self._newest:
                 self._newest, self._registered = number, {}
-            if number == self._newest:  # else Spark ends it
+            if number == self._newest:  # Spark ends tasks of older attempts
                 self._registered[index] = registration
                 self._changed.notify_all()
         return Acknowledged()

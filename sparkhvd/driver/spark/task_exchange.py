@@ -1,4 +1,4 @@
-"""Where the tasks of a barrier stage find each other."""
+"""The exchange of introductions between the tasks of a barrier stage, through the driver."""
 
 from __future__ import annotations
 
@@ -20,72 +20,73 @@ from sparkhvd.rpc.messages import (
 )
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 
-# How long a task that wants to meet the others waits for the lines of all of them. Spark starts the tasks of a barrier
-# stage at once, and a task opens its line before it does anything else.
-_LINES_SECONDS = 2.0
-_ENDED = Rejected("The job has ended meanwhile, the driver says why.")
+# How long the exchange waits for the connections of all tasks. Spark starts the tasks of a barrier stage at once, and a
+# task connects before it does anything else.
+_CONNECTIONS_SECONDS = 2.0
+_ENDED = Rejected("The job has already ended. See the driver's log for the reason.")
 
 
 @dataclass
 class _Attempt:
-    """What is known of one attempt of the stage, which either all its tasks meet in or none."""
+    """The state of one attempt of the stage; the exchange succeeds for all its tasks or for none."""
 
-    lines: dict[int, TaskStatus] = field(default_factory=dict)  # the last that each task said, which has one
+    statuses: dict[int, TaskStatus] = field(default_factory=dict)  # the last of each connected task
     introductions: dict[int, Introduction] = field(default_factory=dict)
     waiting: list[Future[Message]] = field(default_factory=list)
     answer: Introductions | ExchangeUnavailable | None = None
-    patience: threading.Timer | None = None
-    limit: threading.Timer | None = None
+    connection_timer: threading.Timer | None = None
+    ready_timer: threading.Timer | None = None
 
     @property
     def ranked(self) -> set[int]:
-        """The tasks that have said their rank."""
-        return {index for index, task in self.lines.items() if task.rank >= 0}
+        """The tasks that have reported their rank."""
+        return {index for index, task in self.statuses.items() if task.rank >= 0}
 
     def decide(self, answer: Introductions | ExchangeUnavailable) -> list[Future[Message]]:
-        """Let ``answer`` hold for all its tasks; those that wait for it."""
+        """Set the answer for all tasks, and return the futures of those that wait for it."""
         self.answer = answer
-        if self.patience is not None:
-            self.patience.cancel()
+        if self.connection_timer is not None:
+            self.connection_timer.cancel()
         waiting, self.waiting = self.waiting, []
         return waiting
 
-    def unlimited(self) -> None:
-        """Nobody is missed any more."""
-        if self.limit is not None:
-            self.limit.cancel()
-            self.limit = None
+    def stop_ready_timer(self) -> None:
+        """Stop waiting for missing tasks."""
+        if self.ready_timer is not None:
+            self.ready_timer.cancel()
+            self.ready_timer = None
 
     def missing(self, num_tasks: int) -> Mapping[int, str]:
-        """The tasks that keep the others waiting, and the host of each; empty where it is not known."""
-        if self.ranked:  # they have met, here or elsewhere
-            late = set(self.lines) - self.ranked
+        """Return the tasks that the others wait for, with the host of each; empty if it is not known."""
+        if self.ranked:  # the exchange has succeeded, here or by ``allGather``
+            late = set(self.statuses) - self.ranked
         else:
             late = set(range(num_tasks)) - set(self.introductions) or set(range(num_tasks))
-        return {index: self.lines[index].host if index in self.lines else "" for index in sorted(late)}
+        return {index: self.statuses[index].host if index in self.statuses else "" for index in sorted(late)}
 
 
-class Meeting:
-    """Exchanges the introductions of the tasks; a handler for ``sparkhvd.rpc.server.Server``, the rest is output.
+class TaskExchange:
+    """Exchanges the introductions of the tasks; a handler for ``sparkhvd.rpc.server.Server`` that also takes output.
 
-    Spark's own ``BarrierTaskContext.allGather`` does the same from any network, but looks for the answer once a second
-    only. It is what is left to an attempt of the stage in which not every task has a line to the driver.
+    Spark's own ``BarrierTaskContext.allGather`` does the same on any network, but polls for the answer only once a
+    second. It is the fallback for an attempt of the stage in which not every task has a connection to the driver.
 
-    Spark launches the tasks of a barrier stage in one step, in the order of their indices, so the numbers that it gives
-    them follow each other: number minus index is the same for all tasks of an attempt of the stage, and larger in the
-    next. A scheduler that numbers them otherwise would make every task an attempt of its own, and all meet elsewhere.
+    Spark launches the tasks of a barrier stage in one step, in the order of their indices, so their task attempt
+    numbers are consecutive: number minus index is the same for all tasks of an attempt of the stage, and larger in the
+    next attempt. With a scheduler that numbers tasks in another way, every task would look like an attempt of its own,
+    and all tasks would use the fallback.
 
     Args:
-        num_tasks: how many there are.
+        num_tasks: number of tasks.
         stream: takes the output.
-        seconds: how long after the first line of an attempt all its tasks have to know their ranks.
-        given: whether the tasks get rows first, which may take any time: then they have so long once all that have a
-            line have come to the meeting.
-        on_missing: called with the tasks that do not by then, and the host of each, as far as it is known; None lets
-            them take their time.
+        seconds: how long after the first connection of an attempt all its tasks must know their ranks.
+        with_rows: whether the tasks receive rows first, which may take any time: then the time starts when all
+            connected tasks have sent their introductions.
+        on_missing: called with the tasks that do not know their ranks by then, and the host of each, as far as it is
+            known; None sets no limit.
 
     Attributes:
-        heard: whether anything has come from a task.
+        heard: whether any task has sent a message.
     """
 
     def __init__(
@@ -94,17 +95,17 @@ class Meeting:
         stream: LogStream,
         seconds: float = 0.0,
         on_missing: Callable[[Mapping[int, str]], None] | None = None,
-        given: bool = False,
+        with_rows: bool = False,
     ) -> None:
         self._num_tasks = num_tasks
         self._stream = stream
         self._seconds = seconds
-        self._given = given
+        self._with_rows = with_rows
         self._on_missing = on_missing
         self.heard = False
         self._lock = threading.Lock()  # guards all below
         self._newest = -1
-        self._attempt = _Attempt()  # of that number
+        self._attempt = _Attempt()  # the newest one
         self._over = False
 
     def handle(self, message: Message) -> Message | Future[Message] | None:
@@ -116,106 +117,106 @@ class Meeting:
             return self._meet(message.introduction)
         return self._stream.handle(message)
 
-    def is_given_up(self, task: TaskStatus) -> bool:
-        """Whether Spark has started the stage anew since that task."""
+    def is_superseded(self, task: TaskStatus) -> bool:
+        """Whether Spark has started a newer attempt of the stage than the task's."""
         with self._lock:
             return stage_attempt(task.attempt, task.task_index) < self._newest
 
     def offers(self) -> tuple[TaskOffer, ...]:
-        """What the tasks of the newest attempt that have come here told about themselves."""
+        """Return the offers of the tasks of the newest attempt that have introduced themselves."""
         with self._lock:
             return tuple(task.offer for task in self._attempt.introductions.values())
 
     def tasks(self) -> dict[int, TaskStatus]:
-        """The last that the tasks of the newest attempt have said, by index."""
+        """Return the last status of each task of the newest attempt, by index."""
         with self._lock:
-            return dict(self._attempt.lines)
+            return dict(self._attempt.statuses)
 
     def end(self) -> None:
-        """Let go of the tasks that wait: there will be no job."""
+        """Release the tasks that wait, because the job has ended."""
         with self._lock:
             self._over = True
-            self._attempt.unlimited()
+            self._attempt.stop_ready_timer()
             waiting = self._attempt.decide(ExchangeUnavailable())
-        _tell(waiting, _ENDED)
+        _answer(waiting, _ENDED)
 
     def _note(self, task: TaskStatus) -> None:
         number = stage_attempt(task.attempt, task.task_index)
         with self._lock:
-            given_up = self._begin(number)
+            superseded = self._begin(number)
             if number == self._newest:
-                self._attempt.lines[task.task_index] = task
+                self._attempt.statuses[task.task_index] = task
                 self._limit(self._attempt)
-        _tell(given_up, ExchangeUnavailable())
+        _answer(superseded, ExchangeUnavailable())
 
     def _begin(self, number: int) -> list[Future[Message]]:
-        """Take note of an attempt; who waits in vain since it is newer than the others."""
+        """Start an attempt if it is newer, and return the waiting futures of the attempt that it supersedes."""
         if number <= self._newest:
             return []
-        given_up = self._attempt.decide(ExchangeUnavailable())
-        self._attempt.unlimited()
+        superseded = self._attempt.decide(ExchangeUnavailable())
+        self._attempt.stop_ready_timer()
         self._newest, self._attempt = number, _Attempt()
-        return given_up
+        return superseded
 
     def _limit(self, attempt: _Attempt) -> None:
-        """Let the time run in which all have to know their ranks, or not any more."""
-        busy = self._given and len(attempt.introductions) < len(attempt.lines)  # with their rows
+        """Start or stop the timer after which tasks without a rank count as missing."""
+        busy = self._with_rows and len(attempt.introductions) < len(attempt.statuses)  # receiving their rows
         if busy or len(attempt.ranked) == self._num_tasks:
-            attempt.unlimited()
-        elif attempt.limit is None and self._on_missing is not None and not self._over:
-            attempt.limit = _after(self._seconds, self._look_who_is_missing, attempt)
+            attempt.stop_ready_timer()
+        elif attempt.ready_timer is None and self._on_missing is not None and not self._over:
+            attempt.ready_timer = _after(self._seconds, self._report_missing, attempt)
 
     def _meet(self, own: Introduction) -> Message | Future[Message]:
         index = own.offer.task_index
         number = stage_attempt(own.attempt, index)
         if index not in range(self._num_tasks):
-            return Rejected(f"This job has {self._num_tasks} tasks; there is no task {index}.")
+            return Rejected(f"Task index {index} is out of range: this job has {self._num_tasks} tasks.")
         answer: Future[Message] = Future()
         with self._lock:
             if self._over:
                 return _ENDED
             attempt = self._attempt
             if number != self._newest:
-                return ExchangeUnavailable()  # its attempt was given up
+                return ExchangeUnavailable()  # its attempt is superseded
             attempt.introductions[index] = own
             self._limit(attempt)
             if attempt.answer is not None:
-                return ExchangeUnavailable()  # a task has no line
+                return ExchangeUnavailable()  # a task has no connection
             attempt.waiting.append(answer)
             if len(attempt.introductions) < self._num_tasks:
-                self._wait_for_lines(attempt)
+                self._wait_for_connections(attempt)
                 return answer
-            met = self._met(attempt)
-            waiting = attempt.decide(met)
-        _tell(waiting, met)
+            result = self._introductions(attempt)
+            waiting = attempt.decide(result)
+        _answer(waiting, result)
         return answer
 
-    def _met(self, attempt: _Attempt) -> Introductions | ExchangeUnavailable:
-        met = Introductions(tuple(attempt.introductions[one] for one in range(self._num_tasks)))
-        # Of thousands of tasks it may be too much for one message.
-        return met if len(encode(met)) <= MAX_FRAME_BYTES else ExchangeUnavailable()
+    def _introductions(self, attempt: _Attempt) -> Introductions | ExchangeUnavailable:
+        introductions = Introductions(tuple(attempt.introductions[task] for task in range(self._num_tasks)))
+        # Those of thousands of tasks may not fit into one message.
+        return introductions if len(encode(introductions)) <= MAX_FRAME_BYTES else ExchangeUnavailable()
 
-    def _wait_for_lines(self, attempt: _Attempt) -> None:
-        if attempt.patience is None and len(attempt.lines) < self._num_tasks:
-            attempt.patience = _after(_LINES_SECONDS, self._look_for_lines, attempt)
+    def _wait_for_connections(self, attempt: _Attempt) -> None:
+        if attempt.connection_timer is None and len(attempt.statuses) < self._num_tasks:
+            attempt.connection_timer = _after(_CONNECTIONS_SECONDS, self._check_connections, attempt)
 
-    def _look_for_lines(self, attempt: _Attempt) -> None:
+    def _check_connections(self, attempt: _Attempt) -> None:
         with self._lock:
-            if attempt.answer is not None or len(attempt.lines) == self._num_tasks:
+            if attempt.answer is not None or len(attempt.statuses) == self._num_tasks:
                 return
             waiting = attempt.decide(ExchangeUnavailable())
-        _tell(waiting, ExchangeUnavailable())
+        _answer(waiting, ExchangeUnavailable())
 
-    def _look_who_is_missing(self, attempt: _Attempt) -> None:
+    def _report_missing(self, attempt: _Attempt) -> None:
         with self._lock:
-            current = attempt is self._attempt and attempt.limit is not None and not self._over
+            current = attempt is self._attempt and attempt.ready_timer is not None and not self._over
             missing = attempt.missing(self._num_tasks) if current else {}
         if missing and self._on_missing is not None:
             self._on_missing(missing)
 
 
-def _after(seconds: float, look: Callable[[_Attempt], None], attempt: _Attempt) -> threading.Timer:
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), look, [attempt])
+def _after(seconds: float, function: Callable[[_Attempt], None], attempt: _Attempt) -> threading.Timer:
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), function, [attempt])
     timer.name = "sparkhvd-meeting"
     timer.daemon = True
     timer.start()
@@ -223,10 +224,10 @@ def _after(seconds: float, look: Callable[[_Attempt], None], attempt: _Attempt) 
 
 
 def stage_attempt(task_attempt: int, task_index: int) -> int:
-    """Which attempt of the stage a task belongs to; ``Meeting`` says why this tells it."""
+    """Return a number for the attempt of the stage that a task belongs to; see ``TaskExchange`` for the reason."""
     return task_attempt - task_index
 
 
-def _tell(waiting: list[Future[Message]], answer: Message) -> None:
-    for one in waiting:  # which sends it, so no lock is held
-        one.set_result(answer)
+def _answer(waiting: list[Future[Message]], answer: Message) -> None:
+    for future in waiting:  # setting the result sends it, so the caller holds no lock
+        future.set_result(answer)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 import pytest
 
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.spark.task_exchange import Meeting
+from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import Acknowledged, ExchangeIntroductions, Flush, Message, TaskStatus
 from sparkhvd.rpc.registration import Introduction, TaskOffer
@@ -31,11 +31,11 @@ def introduction(index: int) -> Introduction:
 
 @pytest.fixture
 def served():
-    meeting = Meeting(2, LogStream(None, None, timestamps=False))
+    exchange = TaskExchange(2, LogStream(None, None, timestamps=False))
     with ExitStack() as stack:
-        server = stack.enter_context(Server(SECRET, meeting))
-        stack.callback(meeting.end)
-        yield meeting, server
+        server = stack.enter_context(Server(SECRET, exchange))
+        stack.callback(exchange.end)
+        yield exchange, server
 
 
 def test_tasks_meet_over_their_lines_and_keep_them_until_they_close(served):
@@ -90,11 +90,11 @@ def test_without_a_driver_that_answers_there_is_no_meeting():
 
 
 def test_who_waits_for_the_others_is_told_of_the_end_of_the_job(served):
-    meeting, server = served
+    exchange, server = served
     with closing(line_of(0, server.port)) as line, closing(line_of(1, server.port)), ThreadPoolExecutor() as pool:
         waiting = pool.submit(line.meet, introduction(0))
-        meeting.end()
-        with pytest.raises(LaunchError, match="Task 0 on host here: The job has ended"):
+        exchange.end()
+        with pytest.raises(LaunchError, match="Task 0 on host here: The job has already ended"):
             waiting.result(20.0)
 
 

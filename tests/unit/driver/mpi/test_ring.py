@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from sparkhvd.driver.mpi.ring import in_common, linked
+from sparkhvd.driver.mpi.ring import choose_servers, connect_ring
 from sparkhvd.errors import LaunchError
 from sparkhvd.rpc.messages import ProbeServers, Reachable
 from sparkhvd.rpc.registration import TaskOffer, TaskRegistration, TaskServer
@@ -35,7 +35,7 @@ def server(interface: str, address: str) -> TaskServer:
 )
 def test_a_network_goes_before_a_name_and_any_address_is_better_than_none(usable, addresses):
     servers = [[server(*one.split()) for one in own] for own in usable]
-    assert [one.address for one in in_common(servers)] == addresses
+    assert [one.address for one in choose_servers(servers)] == addresses
 
 
 def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[TaskRegistration]:
@@ -68,7 +68,7 @@ def ring_of_two(stack: ExitStack, hidden: set[str]) -> list[TaskRegistration]:
 )
 def test_the_driver_takes_addresses_at_which_the_tasks_reach_each_other(hidden, addresses):
     with ExitStack() as stack:
-        links = linked(ring_of_two(stack, hidden), SECRET)
+        links = connect_ring(ring_of_two(stack, hidden), SECRET)
         for link in links:
             stack.callback(link.client.close)
         assert [link.server.address for link in links] == addresses
@@ -78,7 +78,7 @@ def test_a_host_that_only_the_driver_reaches_is_named_with_its_addresses():
     there = "{'node-1': ['eth0 127.0.1.1', 'eth1 127.0.1.2']}"
     words = f"Some hosts have no address at which both the driver and another host reach them: {there}. Name the right"
     with ExitStack() as stack, pytest.raises(LaunchError, match=re.escape(words)):
-        linked(ring_of_two(stack, {"127.0.1.1", "127.0.1.2"}), SECRET)
+        connect_ring(ring_of_two(stack, {"127.0.1.1", "127.0.1.2"}), SECRET)
 
 
 def test_a_task_reaches_what_listens_and_knows_the_secret():

@@ -45,18 +45,18 @@ def test_the_tasks_of_a_later_attempt_replace_those_of_an_earlier_one():
     attempt, tasks = driver.await_registrations(-1, Deadline.after(1.0))
     assert attempt == 8
     assert [(task.offer.task_index, task.attempt) for task in tasks] == [(0, 8), (1, 9)]
-    with pytest.raises(DeadlineExceededError, match="2 of 2 did"):
+    with pytest.raises(DeadlineExceededError, match="2 of 2 registered"):
         driver.await_registrations(8, Deadline.after(0.01))
 
 
 def test_missing_tasks_are_counted_and_late_ones_refused():
     driver = service()
     driver.handle(Register(registration(0)))
-    with pytest.raises(DeadlineExceededError, match=r"Spark tasks to register: 1 of 2 did"):
+    with pytest.raises(DeadlineExceededError, match=r"Spark tasks to register: 1 of 2 registered"):
         driver.await_registrations(-1, Deadline.after(0.01))
-    driver.end("The job is over.")
-    assert driver.handle(Register(registration(1))) == Rejected("The job is over.")
-    with pytest.raises(DeadlineExceededError, match="The job is over"):
+    driver.end("The job has ended.")
+    assert driver.handle(Register(registration(1))) == Rejected("The job has ended.")
+    with pytest.raises(DeadlineExceededError, match="The job has ended"):
         driver.await_registrations(-1, Deadline.after(60.0))
 
 
@@ -72,7 +72,7 @@ def test_a_task_that_the_job_does_not_have_is_refused():
     driver = service()
     for index in (-1, 2):
         assert driver.handle(Register(registration(index))) == Rejected(
-            f"This job has 2 tasks; there is no task {index}."
+            f"Task index {index} is out of range: this job has 2 tasks."
         )
 
 

@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from sparkhvd.driver.log_stream import LogStream
-from sparkhvd.driver.spark import task_exchange as meeting_module
-from sparkhvd.driver.spark.task_exchange import Meeting
+from sparkhvd.driver.spark import task_exchange as exchange_module
+from sparkhvd.driver.spark.task_exchange import TaskExchange
 from sparkhvd.rpc.messages import (
     Acknowledged,
     ExchangeIntroductions,
@@ -22,22 +22,24 @@ from sparkhvd.rpc.messages import (
 )
 from sparkhvd.rpc.registration import Introduction, TaskOffer
 
-ENDED = Rejected("The job has ended meanwhile, the driver says why.")
+ENDED = Rejected("The job has already ended. See the driver's log for the reason.")
 
 
 class Tasks:
     """The tasks of a job; those of an attempt of the stage are numbered from its number on."""
 
-    def __init__(self, count: int, seconds: float = 3600.0, given: bool = False) -> None:
+    def __init__(self, count: int, seconds: float = 3600.0, with_rows: bool = False) -> None:
         self.count = count
         self.missed: SimpleQueue[Mapping[int, str]] = SimpleQueue()
-        self.meeting = Meeting(count, LogStream(None, None, timestamps=False), seconds, self.missed.put, given)
+        self.exchange = TaskExchange(
+            count, LogStream(None, None, timestamps=False), seconds, self.missed.put, with_rows
+        )
 
     def opens_a_line(self, index: int, attempt: int, rank: int = -1) -> None:
-        assert self.meeting.handle(TaskStatus(index, rank, "there", attempt + index)) is None
+        assert self.exchange.handle(TaskStatus(index, rank, "there", attempt + index)) is None
 
     def meets(self, index: int, attempt: int) -> Future[Message]:
-        answer = self.meeting.handle(ExchangeIntroductions(introduction(index, attempt)))
+        answer = self.exchange.handle(ExchangeIntroductions(introduction(index, attempt)))
         if isinstance(answer, Future):
             return answer
         told: Future[Message] = Future()
@@ -61,12 +63,12 @@ def introduction(index: int, attempt: int) -> Introduction:
 def tasks():
     made = Tasks(3)
     yield made
-    made.meeting.end()
+    made.exchange.end()
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(meeting_module, "_LINES_SECONDS", 0.05)
+    monkeypatch.setattr(exchange_module, "_CONNECTIONS_SECONDS", 0.05)
 
 
 def test_all_learn_of_all_in_the_order_of_their_indices(tasks):
@@ -144,15 +146,15 @@ def test_a_thousand_tasks_meet_and_so_many_that_no_message_holds_them_all_meet_e
     tasks.all_have_lines(0)
     answers = [tasks.meets(index, 0) for index in range(count)]
     assert {type(one.result(0)) for one in answers} == {kind}
-    tasks.meeting.end()
+    tasks.exchange.end()
 
 
 def test_it_is_known_which_tasks_spark_has_started_anew(tasks):
     tasks.all_have_lines(0)
-    assert not tasks.meeting.is_given_up(TaskStatus(2, 1, "there", 2))
+    assert not tasks.exchange.is_superseded(TaskStatus(2, 1, "there", 2))
     tasks.opens_a_line(0, 3)
-    assert tasks.meeting.is_given_up(TaskStatus(2, 1, "there", 2))
-    assert not tasks.meeting.is_given_up(TaskStatus(2, -1, "there", 5))
+    assert tasks.exchange.is_superseded(TaskStatus(2, 1, "there", 2))
+    assert not tasks.exchange.is_superseded(TaskStatus(2, -1, "there", 5))
 
 
 def test_a_line_that_says_its_rank_changes_nothing(tasks):
@@ -166,7 +168,7 @@ def test_a_line_that_says_its_rank_changes_nothing(tasks):
 def hurried():
     made = Tasks(3, seconds=0.3)
     yield made
-    made.meeting.end()
+    made.exchange.end()
 
 
 @pytest.mark.parametrize(
@@ -214,9 +216,9 @@ def test_only_the_newest_attempt_is_looked_at(hurried):
 
 @pytest.fixture
 def with_rows():
-    made = Tasks(3, seconds=0.3, given=True)
+    made = Tasks(3, seconds=0.3, with_rows=True)
     yield made
-    made.meeting.end()
+    made.exchange.end()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -260,14 +262,14 @@ def test_who_has_its_rows_and_has_met_the_others_but_does_not_begin_is_missing(w
 def test_who_waits_is_told_when_the_job_is_over(tasks):
     tasks.all_have_lines(0)
     waiting = tasks.meets(0, 0)
-    tasks.meeting.end()
+    tasks.exchange.end()
     assert waiting.result(0) == ENDED
     assert tasks.meets(1, 0).result(0) == ENDED
 
 
 def test_a_task_that_cannot_be_is_refused(tasks):
-    assert "there is no task 3" in tasks.meets(3, 0).result(0).reason
+    assert "Task index 3 is out of range" in tasks.meets(3, 0).result(0).reason
 
 
 def test_the_rest_is_output(tasks):
-    assert tasks.meeting.handle(Flush()) == Acknowledged()
+    assert tasks.exchange.handle(Flush()) == Acknowledged()
