@@ -26,7 +26,7 @@ from sparkhvd.data.reuse.leases import Hold
 from sparkhvd.errors import StoreError
 from sparkhvd.estimators.runs import run_lease
 from sparkhvd.estimators.training import checkpoint
-run_lease.machine = lambda: sys.argv[2]
+run_lease.machine_id = lambda: sys.argv[2]
 with open(sys.argv[1], "rb") as file:
     store = pickle.load(file)
 lease = run_lease.acquire_lease(store, "r")
@@ -93,7 +93,7 @@ def looked_before():
 
 
 def test_a_second_fit_is_refused_while_the_first_lives_and_takes_over_when_it_was_killed(store, tmp_path):
-    with another_fit(store, tmp_path, run_lease.machine()) as process:
+    with another_fit(store, tmp_path, run_lease.machine_id()) as process:
         with pytest.raises(ParamError, match=rf"Run 'r' is being trained by another fit \(process {process.pid} on"):
             acquire_lease(store, "r")
         process.kill()
