@@ -28,7 +28,7 @@ Measure = Callable[..., torch.Tensor]
 def batch_format(name: str, value: Any) -> str:
     """Return a checked ``batch_format``."""
     if value not in _BATCH_FORMATS:
-        raise ParamError(f"{name}={value!r} is unknown; expected one of {', '.join(map(repr, _BATCH_FORMATS))}.")
+        raise ParamError(f"{name}={value!r} must be one of {', '.join(map(repr, _BATCH_FORMATS))}.")
     return str(value)
 
 

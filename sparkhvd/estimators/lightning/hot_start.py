@@ -28,9 +28,9 @@ def load_earlier_states(
     """
     if [_identity(each) for each in optimizers] != [_identity(each) for each in earlier]:
         raise ParamError(
-            f"optimizer holds {_described(earlier)}, but configure_optimizers creates {_described(optimizers)}. The "
-            "state cannot be loaded unless the kinds of optimizers, their parameters and the order of both are the "
-            "same. Leave optimizer out to begin with a new state."
+            f"optimizer holds {_describe_optimizers(earlier)}, but configure_optimizers creates "
+            f"{_describe_optimizers(optimizers)}. The state cannot be loaded unless the kinds of optimizers, their "
+            "parameters and the order of both are the same. Leave optimizer out to begin with a new state."
         )
     for optimizer, before in zip(optimizers, earlier, strict=True):
         state = before.state_dict()
@@ -45,7 +45,7 @@ def _identity(optimizer: torch.optim.Optimizer) -> tuple[str, list[list[int]]]:
     return type(optimizer).__qualname__, [[id(each) for each in group["params"]] for group in optimizer.param_groups]
 
 
-def _described(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def _describe_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> str:
     counts = [sum(len(group["params"]) for group in each.param_groups) for each in optimizers]
     named = [f"{type(each).__name__} ({count} parameters)" for each, count in zip(optimizers, counts, strict=True)]
     return ", ".join(named) or "none"

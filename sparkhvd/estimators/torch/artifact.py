@@ -49,8 +49,8 @@ def save(folder: Path, model: torch.nn.Module, optimizer: Optimizers | None, inp
     if optimizer is not None:
         parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         (folder / OPTIMIZER).write_bytes(_dump(optimizer, model, parameters))
-    described = [{**asdict(part), "dtype": str(part.dtype).removeprefix("torch.")} for part in inputs]
-    (folder / INPUTS).write_text(json.dumps(described))
+    entries = [{**asdict(part), "dtype": str(part.dtype).removeprefix("torch.")} for part in inputs]
+    (folder / INPUTS).write_text(json.dumps(entries))
 
 
 def load_model(folder: Path) -> torch.nn.Module:

@@ -25,7 +25,7 @@ from sparkhvd.estimators.params.params import (
 from sparkhvd.estimators.torch import artifact
 from sparkhvd.estimators.torch.callbacks import TorchCallback
 from sparkhvd.estimators.torch.package import dumps_params
-from sparkhvd.estimators.torch.schedule import a_schedule
+from sparkhvd.estimators.torch.schedule import lr_schedule
 from sparkhvd.estimators.training.job_files import local_copies
 
 Measure = Callable[..., torch.Tensor]
@@ -130,7 +130,7 @@ class TorchEstimator(DistributedEstimator):
     lr_scheduler: Declared[Any] = declared(
         "The learning rate schedule: an LRSchedule; or a scheduler, or a function that creates one from the "
         "optimizer, which then steps after every epoch.",
-        a_schedule,
+        lr_schedule,
         default=None,
     )
     clip_grad_norm: Declared[float | None] = declared(

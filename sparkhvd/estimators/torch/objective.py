@@ -122,7 +122,7 @@ class Objective:
             outputs: outputs of the model.
             labels: one per output, see ``labels``.
             columns: the batch, with the weights of its rows.
-            factors: one per loss, see ``divisors.factors_of``.
+            factors: one per loss, see ``divisors.loss_factors``.
         """
         return self.combined(self.parts(outputs, labels, columns), outputs, labels, factors)
 

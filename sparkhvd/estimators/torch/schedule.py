@@ -53,7 +53,7 @@ class LRSchedule:
             )
 
 
-def a_schedule(name: str, value: Any) -> LRSchedule:
+def lr_schedule(name: str, value: Any) -> LRSchedule:
     """Return an ``LRSchedule``; a scheduler, or a function that creates one, steps every epoch."""
     if isinstance(value, LRSchedule):
         return value
